@@ -26,6 +26,7 @@ from keras_behaviours import check_behaviours
 
 from perdure import CheckpointManager
 from perdure.errors import UnsupportedLeafError
+from perdure.state import flatten
 from perdure.store import MemoryStorage, Run
 
 
@@ -115,7 +116,13 @@ def migrated(work: Path) -> dict[str, Any]:
             except KeyError:
                 scope["manager"].close()
     ends = [Run(work / name / "ckpts").manifest(50).fingerprint for name in ("whole", "killed")]
-    return {"ends": ends, "start": scope["start"]}
+    refused = []
+    for value in (dataset := scope["toy_dataset"](), iter(dataset)):
+        try:
+            flatten({"data": value})
+        except UnsupportedLeafError as error:
+            refused.append(str(error))
+    return {"ends": ends, "start": scope["start"], "refused": refused}
 
 
 def refused() -> list[str]:

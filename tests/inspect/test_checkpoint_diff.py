@@ -298,7 +298,8 @@ def test_the_origin_is_no_random_generator() -> None:
     assert "generators" not in text(origin="{}")
     assert "made from (average, import) differs" in text(origin="{}")
     both = text(origin="{}", random="1")
-    assert "1 leaf of single processes (random generators) differ" in both
+    assert "1 leaf of single processes (random generators) differs; it is not part of" in both
+    assert "2 leaves of single processes (random generators) differ; they are" in text(a="1", b="2")
     assert "made from" in both
     assert "made from" not in text(random="1")
 

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from perdure.checkpoint.address import checkpoint_at
 from perdure.errors import ArgumentError, CorruptionError, StepNotFoundError
 from perdure.inspect import (
     CheckpointDiff,
@@ -22,7 +23,6 @@ from perdure.inspect import (
     open_run,
     stats,
 )
-from perdure.inspect.address import checkpoint_at
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store import Leaf, MemoryStorage, Run
 from perdure.store.format import CHUNK_BYTES

@@ -279,17 +279,15 @@ class Committer:
             f"step {step} is committed with fingerprint {present.fingerprint[:16]}, this save has "
             f"{actual[:16]}; other bits at {', '.join(differing[:_FEW])}{more}"
         )
-        if step in self._catalog.durable:
-            before = "saved"
-        elif step in self._catalog.loaded:
-            before = "read"
-        else:
+        is_own = step in self._catalog.durable
+        if step < steps[-1] or not (is_own or step in self._catalog.loaded):
             return self._refused(
                 step,
                 f"{reason}. A run that resumes exactly gives equal bits, so the recipe or the code "
                 f"changed, or this run started elsewhere",
                 steps,
             )
+        before = "saved" if is_own else "read"
         return (
             f"{self._storage.where}: {reason}. This process has {before} step {step} before, and the "
             f"state has changed since. The checkpoint stays as it is, and a resume continues from it. "

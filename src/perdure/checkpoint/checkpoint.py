@@ -14,6 +14,7 @@ from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.state import AttributeState, flatten, unflatten
 from perdure.state import restore as restore_state
+from perdure.state.epoch_ends import load_epoch_ends
 from perdure.state.restore_request import RestoreRequest
 from perdure.store import Loaded, Run, Storage
 from perdure.store.loading import Needs
@@ -145,4 +146,7 @@ def load_verified(
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     warn_of_skipped(run.where, loaded)
+    manifest = loaded.manifest
+    where = f"{run.where}: step {manifest.step}"
+    load_epoch_ends(loaded.leaves, manifest.process_leaves, where)
     return loaded

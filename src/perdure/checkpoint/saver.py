@@ -37,6 +37,7 @@ from perdure.errors import (
 )
 from perdure.heartbeats import saving
 from perdure.state import snapshot
+from perdure.state.epoch_ends import store_epoch_ends
 from perdure.state.frozen_parameters import frozen_leaves
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
@@ -152,6 +153,7 @@ class BackgroundSaver:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
+                own |= store_epoch_ends(leaves, index)
             if index == 0:
                 own |= frozen_leaves(state)
         except BaseException as error:

@@ -99,10 +99,48 @@ def _transformer(p: Any, x: Any, heads: int = 4) -> Any:
     return _linear(p["out"], h)
 
 
+def _gru_init(keys: Any, width: int = 128) -> Any:
+    return {
+        "x": _dense(next(keys), 28, 3 * width),
+        "h": _dense(next(keys), width, 3 * width),
+        "out": _dense(next(keys), width, 10),
+    }
+
+
+def _gru(p: Any, x: Any) -> Any:
+    """The rows of an image, one after another."""
+
+    def cell(h: Any, row: Any) -> tuple[Any, None]:
+        r, z, n = jnp.split(_linear(p["x"], row), 3, axis=-1)
+        hr, hz, hn = jnp.split(_linear(p["h"], h), 3, axis=-1)
+        z = jax.nn.sigmoid(z + hz)
+        return (1 - z) * jnp.tanh(n + jax.nn.sigmoid(r + hr) * hn) + z * h, None
+
+    start = jnp.zeros((len(x), p["h"]["w"].shape[0]))
+    return _linear(p["out"], jax.lax.scan(cell, start, x.swapaxes(0, 1))[0])
+
+
+def _scan_init(keys: Any, width: int = 256, depth: int = 8) -> Any:
+    layers = [_dense(next(keys), width, width) for _ in range(depth)]
+    return {
+        "a": _dense(next(keys), 784, width),
+        "layers": jax.tree.map(lambda *of: jnp.stack(of), *layers),
+        "b": _dense(next(keys), width, 10),
+    }
+
+
+def _scan(p: Any, x: Any) -> Any:
+    h = jax.nn.relu(_linear(p["a"], x.reshape(len(x), -1)))
+    h, _ = jax.lax.scan(lambda h, layer: (h + jax.nn.relu(_linear(layer, h)), None), h, p["layers"])
+    return _linear(p["b"], h)
+
+
 MODELS = {
     "mlp": (_mlp_init, _mlp),
     "cnn": (_cnn_init, _cnn),
     "transformer": (_transformer_init, _transformer),
+    "gru": (_gru_init, _gru),
+    "scan8": (_scan_init, _scan),
 }
 
 

@@ -49,10 +49,33 @@ class Images(nn.Sequential):
         return super().forward(input[:, None].contiguous(memory_format=torch.channels_last))
 
 
+class Recurrent(nn.Module):
+    """The rows of an image, one after another."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.gru = nn.GRU(28, width, batch_first=True)
+        self.out = nn.Linear(width, 10)
+
+    def forward(self, x: Any) -> Any:
+        return self.out(self.gru(x)[0][:, -1])
+
+
+class Residual(nn.Linear):
+    def forward(self, input: Any) -> Any:
+        return input + F.relu(super().forward(input))
+
+
 def make(model: str) -> nn.Module:
     torch.manual_seed(0)
     if model == "transformer":
         return Transformer()
+    if model == "gru":
+        return Recurrent()
+    if model == "scan8":
+        layers = [nn.Flatten(), nn.Linear(784, 256), nn.ReLU()]
+        layers += [Residual(256, 256) for _ in range(8)]
+        return nn.Sequential(*layers, nn.Linear(256, 10))
     if model == "mlp":
         layers = [nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)]
         return nn.Sequential(*layers)
@@ -73,9 +96,8 @@ def grad(state: Any, batch: Any, key: Any) -> Any:
 def update(state: Any, total: Any) -> Any:
     apply_gradients(state["model"], total["grads"], 1 / total["n"])
     state["optimizer"].step()
-    state[
-        "optimizer"
-    ].zero_grad()  # as a plain loop does: no gradient is alive beside the next ones
+    # As a plain loop does: no gradient is alive beside the next ones.
+    state["optimizer"].zero_grad()
     return state, total["loss"] / total["n"]
 
 

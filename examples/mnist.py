@@ -45,7 +45,8 @@ def train(directory: Path, fails_at: int | None = None) -> None:
     ) as manager:
         state, start = manager.restore_or_initialize(state)
         print(f"resuming after step {start}" if start else "starting from scratch")
-        for step in range(start, args.epochs * train_data.steps_per_epoch):
+        steps = args.epochs * train_data.steps_per_epoch
+        for step in range(start, steps):
             if step == fails_at:
                 raise RuntimeError(f"interrupted in step {step}")
             batch = train_data.batch(step)
@@ -56,6 +57,7 @@ def train(directory: Path, fails_at: int | None = None) -> None:
             manager.save(step + 1, state)
             if (step + 1) % train_data.steps_per_epoch == 0:
                 print(f"epoch {train_data.epoch(step)[0] + 1}: accuracy {accuracy(model):.3f}")
+        manager.save(steps, state, force=True)  # the last step, which no interval ends
 
 
 def accuracy(model: nn.Module) -> float:

@@ -96,6 +96,7 @@ FRAMEWORKS = {
     "RUN.md": "documents",
     "STRATEGIES.md": "documents",
     "TORCH.md": "documents",
+    "keep-the-best.md": "documents",
 }
 """The server to fork for each document that imports a framework, which takes a new process seconds."""
 

@@ -176,7 +176,8 @@ def state_dict(
     directory.
 
     Args:
-        directory: The run directory, or one checkpoint of it: `RUN@STEP`.
+        directory: The run directory, or one checkpoint of it: `RUN@STEP`, `RUN@latest`, `RUN@best`,
+            `RUN@best:max:METRIC` or `RUN@best:min:METRIC`.
         branch: The path of the module in the state, such as "model"; "" if the module is the state.
         step: The step; None for the newest good checkpoint. Newer ones that are damaged are skipped
             with a warning.
@@ -193,7 +194,7 @@ def state_dict(
     """
     prefix = f"{branch}/" if branch else ""
     wanted = WantedLeaves(
-        lambda path: path.startswith(prefix) or path == branch, f"the branch {branch!r}"
+        lambda path: path.startswith(prefix) or path == branch, f"the branch {branch!r}", (branch,)
     )
     loaded = load_verified(directory, step, wanted)
     return module_tensors(loaded.leaves, branch)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from perdure.data import ArrayDataset
 from perdure.distribute.torch import threads as torch_threads
 from perdure.distribute.torch.threads import ONE_BY_ONE, REDIRECTED, THREADS
 from perdure.errors import StateError
-from perdure.torch import MirroredStrategy, apply_gradients
+from perdure.torch import MirroredStrategy, apply_gradients, gradients
 
 V = 6
 
@@ -91,6 +93,102 @@ def test_control_without_the_watch_a_hidden_draw_changes_the_bits(
     monkeypatch.setattr(torch_threads, "_digest", lambda _: b"")
     assert train(3, data, dropout=0.5) != (train(1, data, dropout=0.5)[0], THREADS)
     assert train(3, data, dropout=0.5)[1] == THREADS
+
+
+def by_optimizer(net: Any, optimizer: Any) -> Callable[..., Any]:
+    """From step 2 a penalty over the parameters that the optimizer has."""
+
+    def penalized(state: Any, batch: Any, key: Any) -> Any:
+        loss = (state["held"].net(batch[0])[:, 0] * batch[1]).sum()
+        if state["steps"] >= 2:
+            loss = loss + 0.01 * sum((p**2).sum() for p in optimizer.param_groups[0]["params"])
+        return gradients(loss, state["held"].net)
+
+    return penalized
+
+
+def by_tensor_hook(net: Any, optimizer: Any) -> Callable[..., Any]:
+    """From step 2 a hook of a parameter changes its gradient."""
+
+    def hooked(state: Any, total: Any) -> Any:
+        if state["steps"] == 1:
+            net[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        return update(state, total)
+
+    return hooked
+
+
+def by_module_hook(net: Any, optimizer: Any) -> Callable[..., Any]:
+    """From step 2 a hook of a module uses a parameter and a buffer of the user's module."""
+
+    def hooked(state: Any, total: Any) -> Any:
+        if state["steps"] == 1:
+            net[4].register_forward_hook(
+                lambda *given: given[2] + net[4].bias * 2 + net[1].running_mean[0]
+            )
+        return update(state, total)
+
+    return hooked
+
+
+def train_with(how: Callable[..., Any], devices: int, data: Any) -> tuple[bytes, str]:
+    strategy, net = MirroredStrategy(devices, V), network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
+    fn = how(net, optimizer)
+    functions = (fn, update) if how is by_optimizer else (plain, fn)
+    train_step = strategy.step(*functions)
+    state = {"held": Held(net), "sgd": optimizer, "steps": 0}
+    for step in range(4):
+        state, _ = train_step(state, strategy.batch(data, step))
+        state = {**state, "steps": step + 1}
+    held = [value.numpy().tobytes() for value in net.state_dict().values()]
+    return b"".join(held), train_step._run.way  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def plain(state: Any, batch: Any, key: Any) -> Any:
+    loss = (state["held"].net(batch[0])[:, 0] * batch[1]).sum()
+    return gradients(loss, state["held"].net)
+
+
+LATER = pytest.mark.parametrize("how", [by_optimizer, by_tensor_hook, by_module_hook])
+
+
+@LATER
+def test_what_reaches_the_parameters_in_another_way_later_is_noticed(how: Any, data: Any) -> None:
+    expected, _ = train_with(how, 1, data)
+    assert train_with(how, 3, data) == (expected, ONE_BY_ONE)
+
+
+@LATER
+def test_control_without_the_refusal_it_changes_the_bits(
+    how: Any, data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = train_with(how, 1, data)
+    monkeypatch.setattr(torch_threads, "_withheld", lambda _: nullcontext(True))
+    monkeypatch.setattr(torch_threads, "_has_tensor_hooks", lambda _: False)
+    found, way = train_with(how, 3, data)
+    assert way == THREADS
+    assert found != expected
+
+
+def test_no_thread_computes_beside_the_reference_after_an_error() -> None:
+    begun = threading.Event()
+    ended: list[int] = []
+
+    def work(device: int, _: Any) -> Iterator[tuple[int, Any]]:
+        if device == 0:
+            begun.wait(60)
+            raise ValueError("the first device")
+        begun.set()
+        value = torch.ones(300, 300)
+        for _ in range(100):
+            value = value @ value / 300
+        ended.append(device)
+        yield device, value
+
+    error, _ = torch_threads.Threads(2, 1)._in_threads(work, [None, None])
+    assert str(error) == "the first device"
+    assert ended == [1]
 
 
 def test_a_module_inside_an_unknown_object_runs_one_by_one(data: Any) -> None:

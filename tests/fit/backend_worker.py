@@ -24,7 +24,10 @@ import numpy as np
 from cases import End, network, same, train
 from keras_behaviours import check_behaviours
 
-from perdure.store import Run
+from perdure import CheckpointManager
+from perdure.errors import UnsupportedLeafError
+from perdure.state import flatten
+from perdure.store import MemoryStorage, Run
 
 
 def forked(where: Path, body: Callable[[], End]) -> tuple[int, End | None]:
@@ -113,7 +116,36 @@ def migrated(work: Path) -> dict[str, Any]:
             except KeyError:
                 scope["manager"].close()
     ends = [Run(work / name / "ckpts").manifest(50).fingerprint for name in ("whole", "killed")]
-    return {"ends": ends, "start": scope["start"]}
+    refused = []
+    for value in (dataset := scope["toy_dataset"](), iter(dataset)):
+        try:
+            flatten({"data": value})
+        except UnsupportedLeafError as error:
+            refused.append(str(error))
+    return {"ends": ends, "start": scope["start"], "refused": refused}
+
+
+def refused() -> list[str]:
+    """What is said of values that Keras does not count among the variables of a model."""
+    import tensorflow as tf
+
+    errors = []
+    for value in (
+        tf.Variable(tf.constant(1.0)),
+        [tf.Variable(tf.constant(1.0))],
+        {"key": (tf.Variable(tf.constant(1.0)),)},
+        tf.random.Generator.from_seed(1),
+        keras.Variable(1.0),  # the control: Keras counts it
+    ):
+        layer = keras.layers.Dense(1)
+        layer.extra = value
+        model = keras.Sequential([layer])
+        model(np.ones((1, 2)))
+        try:
+            CheckpointManager(MemoryStorage()).save(1, {"model": model})
+        except UnsupportedLeafError as error:
+            errors.append(str(error))
+    return errors
 
 
 def main(work: Path) -> None:
@@ -122,6 +154,7 @@ def main(work: Path) -> None:
     report = {"backend": backend, "resumed": resumed, "behaviours": check_behaviours(work)}
     if backend == "tensorflow":
         report["migrated"] = migrated(work)
+        report["refused"] = refused()
     print(json.dumps(report))  # noqa: T201 (what the test reads)
 
 

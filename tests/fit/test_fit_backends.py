@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,26 @@ def test_the_program_of_the_guide_from_tf_train_resumes(report: Any) -> None:
         pytest.skip("it is TensorFlow's guide")
     assert report["migrated"]["start"] == 20
     assert len(set(report["migrated"]["ends"])) == 1
+
+
+def test_a_source_of_tf_data_in_a_state_is_refused_with_its_remedy(report: Any) -> None:
+    if report["backend"] != "tensorflow":
+        pytest.skip("it is TensorFlow's data")
+    assert len(report["migrated"]["refused"]) == 2
+    for message in report["migrated"]["refused"]:
+        assert message.startswith("data: a value of type tensorflow.python.data.")
+        assert "`dataset.skip(start)`" in message
+        assert "state_dict" not in message
+
+
+def test_variables_of_tensorflow_that_keras_does_not_count_are_refused(report: Any) -> None:
+    if report["backend"] != "tensorflow":
+        pytest.skip("it needs TensorFlow")
+    errors = report["refused"]
+    assert len(errors) == 4
+    for error, path in zip(errors, ("extra", "extra.0", "extra.key.0", "extra"), strict=True):
+        assert re.search(rf"of TensorFlow \(dense\w*\.{re.escape(path)}\)", error), error
+        assert "self.add_weight" in error
 
 
 def test_the_callbacks_behave_as_the_tests_of_keras_require(report: Any) -> None:

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from perdure.checkpoint.address import checkpoint_at
 from perdure.errors import ArgumentError, CorruptionError, StepNotFoundError
 from perdure.inspect import (
     CheckpointDiff,
@@ -22,7 +23,6 @@ from perdure.inspect import (
     open_run,
     stats,
 )
-from perdure.inspect.address import checkpoint_at
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store import Leaf, MemoryStorage, Run
 from perdure.store.format import CHUNK_BYTES
@@ -298,7 +298,8 @@ def test_the_origin_is_no_random_generator() -> None:
     assert "generators" not in text(origin="{}")
     assert "made from (average, import) differs" in text(origin="{}")
     both = text(origin="{}", random="1")
-    assert "1 leaf of single processes (random generators) differ" in both
+    assert "1 leaf of single processes (random generators) differs; it is not part of" in both
+    assert "2 leaves of single processes (random generators) differ; they are" in text(a="1", b="2")
     assert "made from" in both
     assert "made from" not in text(random="1")
 

@@ -192,6 +192,15 @@ def test_the_command_and_runs_without_a_journal(tmp_path: Path) -> None:
     ended = CliRunner().invoke(main, ["bisect", str(tmp_path / "one"), str(tmp_path / "two")])
     assert ended.exit_code == 1
     assert "they part at step 4, after step 3, which is equal (checkpoints)" in ended.output
+    for name in ("one", "two"):
+        with Run(tmp_path / name) as run:
+            run.delete([1, 2, 3])
+    ended = CliRunner().invoke(main, ["bisect", str(tmp_path / "one"), str(tmp_path / "two")])
+    assert ended.exit_code == 1
+    assert (
+        "they differ at step 4, the oldest that both still have; they part there or" in ended.output
+    )
+    assert "they part at" not in ended.output
     same = CliRunner().invoke(main, ["bisect", *[str(tmp_path / "one")] * 2, "--json"])
     assert same.exit_code == 0
     assert json.loads(same.stdout)["last_equal"] == 6

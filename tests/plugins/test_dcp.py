@@ -148,6 +148,15 @@ def test_manager_and_dcp_read_each_other(tmp_path: Path) -> None:
     assert torch.equal(third.weight, model.weight)
 
 
+def test_a_writer_without_retention_keeps_what_the_manager_kept(tmp_path: Path) -> None:
+    options = perdure.ManagerOptions(retention=perdure.Retention(best_metric="acc"))
+    with perdure.CheckpointManager(tmp_path, options=options) as manager:
+        manager.save(1, {"w": torch.ones(2)}, {"acc": 1.0})
+    for step, rules, left in ((2, None, [1, 2]), (3, None, [1, 3]), (4, perdure.Retention(), [4])):
+        save(tmp_path, step, {"w": torch.ones(2) * step}, max_to_keep=1, retention=rules)
+        assert Run(tmp_path).steps() == left
+
+
 def test_objects_of_every_kind_come_back(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "int": 3,

@@ -10,8 +10,15 @@ import pytest
 import torch
 
 import perdure.torch
-from perdure import CheckpointManager
-from perdure.errors import LeafNotFoundError, MismatchError, StateError, StepNotFoundError
+from perdure import Checkpoint, CheckpointManager, ManagerOptions, Retention, load_checkpoint
+from perdure.errors import (
+    ArgumentError,
+    LeafNotFoundError,
+    MismatchError,
+    StateError,
+    StepNotFoundError,
+)
+from perdure.inspect import open_checkpoint
 
 HEAD = ("model/head/bias", "model/head/weight")
 
@@ -393,8 +400,36 @@ def test_members_that_only_the_checkpoint_has_name_the_leaves_to_restore(tmp_pat
             manager.restore(like=grown)
 
 
+def test_the_names_of_a_checkpoint_are_the_same_everywhere(tmp_path: Path) -> None:
+    where, nets = f"{tmp_path}/a", {step: Net() for step in (1, 2, 3)}
+    options = ManagerOptions(retention=Retention(best_metric="acc"))
+    with CheckpointManager(where, options=options) as manager:
+        for step, net in nets.items():
+            manager.save(step, {"model": net, "n": step}, {"acc": -abs(step - 2.0)})
+        manager.wait_until_finished()
+        with pytest.raises(ArgumentError, match=r"For the best use `best_step\(\)`"):
+            manager.restore(f"{where}@best")
+        assert manager.restore(f"{where}@latest").step == 3
+    for name, step in {"best": 2, "best:min:acc": 3, "latest": 3, "1": 1}.items():
+        at = f"{where}@{name}"
+        assert open_checkpoint(at).step == step
+        assert load_checkpoint(at)["n"] == step
+        assert Checkpoint(model=Net(), n=0).restore(at) == step
+        loaded = Net()
+        loaded.load_state_dict(perdure.torch.state_dict(at, "model"))
+        assert bits(loaded) == bits(nets[step])
+    assert load_checkpoint(f"{where}@best", 2)["n"] == 2
+    for at, step in ((f"{where}@best", 3), (f"{where}@latest", 3), (f"{where}@1,2", None)):
+        with pytest.raises(ArgumentError):
+            load_checkpoint(at, step)
+    with pytest.raises(StepNotFoundError, match="found @worst"):
+        load_checkpoint(f"{where}@worst")
+
+
 def test_a_branch_that_is_not_there_is_named(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": Net()})
     with pytest.raises(LeafNotFoundError, match=r"\(the branch 'net'\); it has model/"):
         perdure.torch.state_dict(tmp_path, "net")
+    with pytest.raises(LeafNotFoundError, match=r"it has model/\. Did you mean 'model'\? Nothing"):
+        perdure.torch.state_dict(tmp_path, "modle")

@@ -182,6 +182,10 @@ def test_verify_repairs_on_request_and_reports_what_remains(tmp_path: Path) -> N
     assert result.exit_code == 1
     assert "2 checkpoints good, 2 damaged" in result.output
     assert "`perdure verify --repair` sets aside what is damaged" in result.output
+    assert "DAMAGED  step 4" in result.output
+    assert "Run `perdure verify`" not in result.output
+    with pytest.raises(CorruptionError, match="Run `perdure verify` on the run directory"):
+        Run(tmp_path).manifest(4)
     assert sorted(tmp_path.rglob("*")) == held
     done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair"])
     assert done.exit_code == 0, done.output

@@ -41,17 +41,20 @@ def step_number(step: Any) -> int:
 
 
 def step_or_name(step: Any, directory: str) -> int | None:
-    """The step that `step` names in `directory`: a number, a name `RUN@STEP`, or None for the newest.
+    """The step that `step` names in `directory`: a number, `RUN@STEP`, or None for the newest.
 
     Raises `ArgumentError` for a name in another run directory, and as `step_number`.
     """
     if not isinstance(step, str):
         return None if step is None else step_number(step)
+    if step == f"{directory}@latest":
+        return None
     run, number = split_step(step)
     if number is None or run != directory:
         raise ArgumentError(
             f"step: expected a step, or a name such as {name_at_step(directory, 120)!r}, found "
-            f"{step!r}. For another run directory use `perdure.load_checkpoint`."
+            f"{step!r}. For the best use `best_step()`, for another run directory "
+            f"`perdure.load_checkpoint`."
         )
     return number
 

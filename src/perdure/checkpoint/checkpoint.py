@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from perdure.checkpoint.address import find_step
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.restore_source import load_good
@@ -13,11 +14,11 @@ from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.state import AttributeState, flatten, unflatten
 from perdure.state import restore as restore_state
+from perdure.state.epoch_ends import load_epoch_ends
 from perdure.state.restore_request import RestoreRequest
 from perdure.store import Loaded, Run, Storage
 from perdure.store.loading import Needs
 from perdure.store.selection import Selection
-from perdure.store.urls import split_step
 
 
 class Checkpoint(AttributeState):
@@ -81,7 +82,7 @@ class Checkpoint(AttributeState):
 
         Args:
             directory: The run directory, or one checkpoint of it: `RUN@STEP`, as
-                `CheckpointManager.latest_checkpoint` gives it.
+                `CheckpointManager.latest_checkpoint` gives it, or as for `perdure.load_checkpoint`.
             step: The step; None for the newest good checkpoint. Newer ones that are damaged are
                 skipped with a warning.
 
@@ -109,7 +110,8 @@ def load_checkpoint(
     Changes nothing in the run directory. An empty plain dict of the state is left out.
 
     Args:
-        directory: The run directory, or one checkpoint of it: `RUN@STEP`.
+        directory: The run directory, or one checkpoint of it: `RUN@STEP`, `RUN@latest`, `RUN@best`,
+            `RUN@best:max:METRIC` or `RUN@best:min:METRIC`.
         step: The step; None for the newest good checkpoint. Newer ones that are damaged are skipped
             with a warning.
         leaves: Paths of leaves or of branches (`"model"` for all below it) and patterns
@@ -131,25 +133,20 @@ def load_verified(
 ) -> Loaded:
     """Load `step`, or the newest good checkpoint, and warn about each newer one that is damaged.
 
-    `directory` may name one checkpoint: `RUN@STEP`. Only leaves whose path `wanted` accepts are read.
-    Raises `StepNotFoundError` if the run directory holds no checkpoint.
+    `directory` may name one checkpoint, as for `open_checkpoint`. Only leaves whose path `wanted`
+    accepts are read. Raises `StepNotFoundError` if the run directory holds no checkpoint.
     """
     if directory is None:
         raise ArgumentError(
             "directory: expected a run directory, found None. `latest_checkpoint` is None before the "
             "first save; `CheckpointManager.restore_or_initialize` then starts from a fresh state."
         )
-    if isinstance(directory, str):
-        directory, named = split_step(directory)
-        if named is not None and step is not None and named != step:
-            raise ArgumentError(
-                f"step: expected {named}, which `{directory}@{named}` names, or None, found {step}."
-            )
-        step = named if step is None else step
-    run = Run(directory)
-    step = None if step is None else step_number(step)
+    run, step = find_step(directory, step)
     loaded = load_good(run, None, step, Needs(wanted)).loaded
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     warn_of_skipped(run.where, loaded)
+    manifest = loaded.manifest
+    where = f"{run.where}: step {manifest.step}"
+    load_epoch_ends(loaded.leaves, manifest.process_leaves, where)
     return loaded

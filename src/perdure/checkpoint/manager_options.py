@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 from perdure.checkpoint.arguments import positive
@@ -67,7 +67,9 @@ class ManagerOptions:
     """What a manager does beyond saving at an interval and keeping the newest checkpoints.
 
     Attributes:
-        retention: Which checkpoints stay besides the newest `max_to_keep`.
+        retention: Which checkpoints stay besides the newest `max_to_keep`. None goes on with the rules
+            of the run's last manager, so that what it kept as the best is not lost; `Retention()` is no
+            further rule.
         on_error: What happens after a save that does not commit (disk full, no permission): "raise"
             its error at the next call, or "continue" with a warning and try again at the next save.
             The last good checkpoint stays in both cases.
@@ -93,7 +95,7 @@ class ManagerOptions:
         StoreError: `on_error` is neither of the two.
     """
 
-    retention: Retention = field(default_factory=Retention)
+    retention: Retention | None = None
     on_error: Literal["raise", "continue"] = "raise"
     codec: Literal["shuffle-zstd"] | None = None
     clock: Callable[[], float] = time.time

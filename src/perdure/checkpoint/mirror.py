@@ -45,7 +45,7 @@ class Mirror:
         source: The run that is copied.
         where: Path, URL or `Storage` of the mirror. One that does not answer is tried again later.
         max_to_keep: As for a manager; applied to the mirror's own contents, like `retention`.
-        retention: As for a manager.
+        retention: As for a manager; None until it is known, and nothing is deleted until then.
         clock: Gives the seconds since 1970.
 
     Raises:
@@ -57,7 +57,7 @@ class Mirror:
         source: Run,
         where: str | os.PathLike[str] | Storage,
         max_to_keep: int | None,
-        retention: Retention,
+        retention: Retention | None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.storage = open_storage(where)
@@ -65,7 +65,7 @@ class Mirror:
         """The step that is copied now. The source's retention leaves it alone, or a mirror that is
         slower than the saves would never finish a copy."""
         self._source = source
-        self._max_to_keep, self._retention, self._clock = max_to_keep, retention, clock
+        self._max_to_keep, self.retention, self._clock = max_to_keep, retention, clock
         self._target: Run | None = None
         self._damaged: dict[int, str] = {}
         self._unreadable: set[int] = set()
@@ -279,8 +279,8 @@ class Mirror:
         return None
 
     def _prune(self, target: Run, step: int) -> None:
-        if self._max_to_keep is not None:
-            plan = plan_prune(target, self._max_to_keep, self._retention, saved=step)
+        if self._max_to_keep is not None and (rules := self.retention) is not None:
+            plan = plan_prune(target, self._max_to_keep, rules, saved=step)
             if plan.store.held_back:
                 self._note("held back", f"{self.name}: packs stay: {plan.store.held_back}")
             if not plan.store.empty:

@@ -1,6 +1,8 @@
-"""The rules of retention in a run directory (`retention.json`), for `perdure ls` and `RUN@best`.
+"""The rules of retention in a run directory (`retention.json`).
 
-Nothing that deletes depends on the file: those rules are in the program that trains.
+They are for `perdure ls`, for `RUN@best`, and for a manager that is given none.
+
+What is read there can only keep more: without the file, the newest `max_to_keep` of the program stay.
 """
 
 from __future__ import annotations
@@ -38,12 +40,23 @@ def record_retention(storage: Storage, rules: RecordedRetention) -> None:
 
 
 def recorded_retention(storage: Storage) -> RecordedRetention | None:
-    """The rules of the last writer; None if none are recorded, or none that this version knows."""
+    """The rules of the last writer; None if none are recorded, or none that can be read."""
+    try:
+        return read_retention(storage)
+    except OSError:
+        return None
+
+
+def read_retention(storage: Storage) -> RecordedRetention | None:
+    """The rules of the last writer; None if none are recorded, or none that this version knows.
+
+    Raises `OSError` if the file cannot be read now.
+    """
     try:
         fields = msgspec.json.decode(storage.read(RETENTION), type=dict)
         max_to_keep = fields.pop("max_to_keep")
         return RecordedRetention(
             msgspec.convert(max_to_keep, int | None), msgspec.convert(fields, Retention)
         )
-    except (OSError, msgspec.MsgspecError, StoreError, KeyError):
+    except (FileNotFoundError, msgspec.MsgspecError, StoreError, KeyError):
         return None

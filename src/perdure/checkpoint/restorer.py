@@ -15,6 +15,7 @@ from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import MismatchError, StoreError, counted
+from perdure.state.epoch_ends import load_epoch_ends
 from perdure.state.frozen_parameters import restore_frozen
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
@@ -82,6 +83,7 @@ class Restorer:
             warn_of_skipped(run.where, loaded, quarantine_skipped(run, loaded, readable))
         step = loaded.manifest.step
         where = f"{run.where}: step {step}"
+        load_epoch_ends(loaded.leaves, loaded.manifest.process_leaves, where)
         replaced = ReplacedMembers()
         state, report, has_shards = run_in_all(
             self._processes, lambda: self._rebuild(where, loaded, like, request, replaced)

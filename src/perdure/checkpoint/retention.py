@@ -50,6 +50,10 @@ class Retention:
             raise StoreError(f"best_to_keep: expected at least 1, found {self.best_to_keep}.")
 
 
+class MonitoredRetention(Retention):
+    """Rules of a callback that has its own words for a metric that is missing."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A checkpoint as the rules see it; `created` is in seconds since 1970."""

@@ -8,6 +8,7 @@ from typing import Any
 from perdure.checkpoint.arguments import step_number, step_or_name
 from perdure.checkpoint.call_guard import CallGuard
 from perdure.checkpoint.pruning import candidates
+from perdure.checkpoint.recorded_retention import recorded_retention
 from perdure.checkpoint.retention import Retention, ranked
 from perdure.errors import StepNotFoundError, StoreError
 from perdure.state.metadata import metadata_tree
@@ -21,7 +22,7 @@ class RunQueries(CallGuard):
     """Base of a manager: the methods that only list and read manifests."""
 
     def __init__(
-        self, run: Run, retention: Retention, recipe: Mapping[str, RecipeValue] | None = None
+        self, run: Run, retention: Retention | None, recipe: Mapping[str, RecipeValue] | None = None
     ) -> None:
         super().__init__(run.where)
         self._run = run
@@ -29,7 +30,7 @@ class RunQueries(CallGuard):
         if (hook := drill_hook()) is None:
             return
         hook.recipe(run.where, recipe or {})
-        if retention.best_metric is not None:
+        if (retention := self._rules()).best_metric is not None:
             best = retention.best_metric, retention.best_mode, retention.best_to_keep
             hook.retention(run.where, *best)
 
@@ -66,15 +67,22 @@ class RunQueries(CallGuard):
         Raises:
             StoreError: The retention names no metric.
         """
-        if self._retention.best_metric is None:
+        rules = self._rules()
+        if rules.best_metric is None:
             raise StoreError(
                 f"{self.directory}: expected a metric to judge by, found none; name it: "
                 f"options=ManagerOptions(retention=Retention(best_metric='accuracy'))."
             )
         held = self._run.contents()
         readable = candidates(held.summaries, held.pinned)
-        best = ranked(readable, self._retention.best_metric, self._retention.best_mode)
+        best = ranked(readable, rules.best_metric, rules.best_mode)
         return best[0].step if best else None
+
+    def _rules(self) -> Retention:
+        if self._retention is not None:
+            return self._retention
+        recorded = recorded_retention(self._run.storage)
+        return Retention() if recorded is None else recorded.retention
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics that `step` was saved with; None stands for NaN or an infinity.

@@ -25,8 +25,8 @@ from perdure.checkpoint.group_save import (
 from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import prune_after_save
-from perdure.checkpoint.recorded_retention import RecordedRetention, record_retention
 from perdure.checkpoint.restore_check import RestoreCheck
+from perdure.checkpoint.retention_rules import RetentionRules
 from perdure.errors import (
     LockedError,
     MismatchError,
@@ -37,12 +37,12 @@ from perdure.errors import (
 )
 from perdure.heartbeats import saving
 from perdure.state import snapshot
+from perdure.state.epoch_ends import store_epoch_ends
 from perdure.state.frozen_parameters import frozen_leaves
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
-from perdure.store.format import RETENTION
 from perdure.store.gc_pause import gc_paused
 from perdure.store.pack_part import OwnLeaves
 
@@ -63,7 +63,7 @@ class BackgroundSaver:
         self._journal = managed.journal
         self._run = managed.run
         self._processes = managed.processes
-        self._max_to_keep = max_to_keep
+        self._rules = RetentionRules(managed.run, max_to_keep, options.retention)
         self._options = options
         self._grace = grace
         self._background = Background()
@@ -72,7 +72,6 @@ class BackgroundSaver:
         self._notes: list[str] = []
         self._warned: set[str] = set()
         self._has_begun = False
-        self._has_recorded = False
         # A save above this step is new; None until the processes have agreed on it.
         self._highest: int | None = None
 
@@ -154,6 +153,7 @@ class BackgroundSaver:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
+                own |= store_epoch_ends(leaves, index)
             if index == 0:
                 own |= frozen_leaves(state)
         except BaseException as error:
@@ -238,7 +238,7 @@ class BackgroundSaver:
             self._buffer.note_donations()
             notes, self._run.notes = self._run.notes, []
             self._notes += notes
-        self._prune(step)
+        self._prune(step, metrics)
 
     def _save_in_group(
         self,
@@ -256,7 +256,7 @@ class BackgroundSaver:
         recipe = self._managed.recipe.recipe
         with save_in_group(self._run, channel, state, recipe, metrics, self._layouts):
             if self._processes.is_chief:
-                self._prune(step)
+                self._prune(step, metrics)
 
     def _decline(self, step: int, error: BaseException) -> None:
         decline_save(self._processes.channel("save"), step, error)
@@ -292,25 +292,21 @@ class BackgroundSaver:
         self._highest = max(step, self._highest)
         return is_new
 
-    def _prune(self, step: int) -> None:
+    def _prune(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            self._apply_retention(step)
+            self._apply_retention(step, metrics)
         finally:
             self._managed.update_mirror()
 
-    def _apply_retention(self, step: int) -> None:
-        if not self._has_recorded:
-            rules = RecordedRetention(self._max_to_keep, self._options.retention)
-            try:
-                record_retention(self._run.storage, rules)
-            except OSError as error:
-                self._notes.append(f"{self._run.where}: {RETENTION} was not written: {error}")
-            self._has_recorded = True
-        if self._max_to_keep is None:
+    def _apply_retention(self, step: int, metrics: Mapping[str, float]) -> None:
+        rules, mirror = self._rules, self._managed.mirror
+        self._notes += rules.begin(step) + rules.judge(step, metrics)
+        if mirror is not None:
+            mirror.retention = rules.retention
+        if rules.max_to_keep is None or rules.retention is None:
             return
-        mirror = self._managed.mirror
         in_use = None if mirror is None else mirror.copying
-        done = prune_after_save(self._run, self._max_to_keep, self._options.retention, step, in_use)
+        done = prune_after_save(self._run, rules.max_to_keep, rules.retention, step, in_use)
         self._notes += [f"{self._run.where}: {note}" for note in done]
 
     def _tolerate(self, error: StoreError) -> None:

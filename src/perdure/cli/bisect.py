@@ -102,8 +102,17 @@ def _print(found: dict[str, Any], with_command: bool) -> None:
         compared = ", ".join(counted(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n)
         click.echo(f"equal up to step {last_equal}, the last that both have ({compared})")
         return
-    equal = "" if last_equal is None else f", after step {last_equal}, which is equal"
-    click.echo(f"they part at step {step}{equal} ({compared})")
+    if last_equal is not None:
+        click.echo(
+            f"they part at step {step}, after step {last_equal}, which is equal ({compared})"
+        )
+    elif step == 0:
+        click.echo(f"they part at step 0 ({compared})")
+    else:
+        click.echo(
+            f"they differ at step {step}, the oldest that both still have; they part there or before "
+            f"it ({compared})"
+        )
     click.echo(f"  {found['what']}: {found['values'][0]} and {found['values'][1]}")
     if not with_command and step > 0:
         start = f"{last_equal or 0}:{step}"

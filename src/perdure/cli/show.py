@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 import msgspec
 
+from perdure.checkpoint.address import checkpoint_at, find_run, open_checkpoint, read_manifests
 from perdure.cli.output import (
     EXIT_STATUS,
     VALUE_CHARACTERS,
@@ -15,7 +16,6 @@ from perdure.cli.output import (
     size_text,
 )
 from perdure.errors import ArgumentError, counted
-from perdure.inspect.address import checkpoint_at, find_run, open_checkpoint, read_manifests
 from perdure.inspect.leaf_tree import value_text
 from perdure.inspect.listing import age_text, checkpoint_json, listed
 from perdure.inspect.origins import origin_lines

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import click
 
+from perdure.checkpoint.address import open_run
 from perdure.cli.output import document, json_option, run_argument, size_text
 from perdure.errors import NotARunError, counted
-from perdure.inspect.address import open_run
 from perdure.store import Run, VerifyReport, repair, verify_run
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from perdure.checkpoint import ManagerOptions
-from perdure.checkpoint.arguments import step_number
+from perdure.checkpoint.address import find_step
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.dcp.layout import (
     DcpLayout,
@@ -41,11 +41,10 @@ from perdure.errors import (
 )
 from perdure.heartbeats import beat
 from perdure.state.leaf_values import plain_value
-from perdure.store import Leaf, Run, Storage
+from perdure.store import Leaf, Storage
 from perdure.store.format import DCP_LAYOUT, WEAK_PREFIX, decode_json, steps_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.reader import load_entries
-from perdure.store.urls import split_step
 
 
 class Reader(StorageReader):
@@ -57,7 +56,8 @@ class Reader(StorageReader):
     as many ranks load as have saved.
 
     Args:
-        directory: Path, URL or `Storage` of the run directory, or `RUN@STEP`.
+        directory: Path, URL or `Storage` of the run directory, or one checkpoint of it, as for
+            `perdure.load_checkpoint`.
         step: The step; None for the newest whose manifest is readable, with a warning for each newer
             one that is damaged.
         save_random_state: False leaves the generators alone.
@@ -74,10 +74,7 @@ class Reader(StorageReader):
         save_random_state: bool = ManagerOptions.save_random_state,
     ) -> None:
         super().__init__()
-        if isinstance(directory, str) and step is None:
-            directory, step = split_step(directory)
-        self.step = None if step is None else step_number(step)
-        self._run = Run(directory)
+        self._run, self.step = find_step(directory, step)
         self._random = save_random_state
         self._manifest: Manifest | None = None
         self._layout = DcpLayout()

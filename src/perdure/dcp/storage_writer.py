@@ -21,6 +21,7 @@ from perdure.checkpoint.arguments import metric_numbers, positive, step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_save import require_visible
 from perdure.checkpoint.pruning import execute_prune, plan_prune
+from perdure.checkpoint.recorded_retention import read_retention
 from perdure.dcp.layout import (
     DcpRank,
     done,
@@ -37,7 +38,7 @@ from perdure.state.leaf_values import SCALARS, scalar_leaf
 from perdure.state.torch_state import ADAPTER
 from perdure.store import Leaf, Run, Storage
 from perdure.store.catalog import Catalog
-from perdure.store.format import DCP_LAYOUT
+from perdure.store.format import DCP_LAYOUT, RETENTION
 from perdure.store.leaf import RemoteLeaf
 from perdure.store.manifest import LeafEntry
 from perdure.store.pack_part import OwnLeaves, PackPart, WriterShare, assemble, write_pack_part
@@ -57,7 +58,7 @@ class Writer(StorageWriter):
         step: The step, above the newest committed one, the same for all ranks.
         metrics: Numbers that are recorded with it.
         max_to_keep: How many of the newest checkpoints stay after the commit; None keeps all.
-        retention: Which others stay.
+        retention: Which others stay; None for the rules that a manager recorded in the run.
         save_random_state: As in `ManagerOptions`.
 
     Raises:
@@ -79,7 +80,7 @@ class Writer(StorageWriter):
         self._step = step_number(step)
         self._metrics = metric_numbers({} if metrics is None else metrics)
         self._max_to_keep = None if max_to_keep is None else positive("max_to_keep", max_to_keep)
-        self._retention = retention or Retention()
+        self._retention = retention
         self._captured = generators.capture() if save_random_state else None
         self._run: Run | None = None
         self._rank = DcpRank(0, 1)
@@ -197,7 +198,17 @@ class Writer(StorageWriter):
     def _prune(self, run: Run) -> None:
         if self._max_to_keep is None:
             return
-        plan = plan_prune(run, self._max_to_keep, self._retention, saved=self._step)
+        rules = self._retention
+        if rules is None:
+            try:
+                recorded = read_retention(run.storage)
+            except OSError as error:
+                warn_caller(
+                    f"{run.where}: {RETENTION} cannot be read: {error}. Nothing is deleted."
+                )
+                return
+            rules = Retention() if recorded is None else recorded.retention
+        plan = plan_prune(run, self._max_to_keep, rules, saved=self._step)
         if not plan.store.empty:
             execute_prune(run, plan)
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perdure.inspect.address import (
+    from perdure.checkpoint.address import (
         StoredCheckpoint,
         open_checkpoint,
         open_checkpoints,
@@ -53,16 +53,16 @@ _HOMES = {
     "RunReport": "run_report",
     "Stats": "leaf_stats",
     "StatsTable": "leaf_stats",
-    "StoredCheckpoint": "address",
+    "StoredCheckpoint": "perdure.checkpoint.address",
     "LeafTreeNode": "leaf_tree",
     "average": "averaging",
     "diff": "checkpoint_diff",
     "export": "exporting",
     "import_run": "importing",
     "list_run": "listing",
-    "open_checkpoint": "address",
-    "open_checkpoints": "address",
-    "open_run": "address",
+    "open_checkpoint": "perdure.checkpoint.address",
+    "open_checkpoints": "perdure.checkpoint.address",
+    "open_run": "perdure.checkpoint.address",
     "origin": "origins",
     "plot": "run_plot",
     "read_array": "leaf_reader",
@@ -117,5 +117,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"perdure.inspect.{_HOMES[name]}"), name)
+        home = _HOMES[name]
+        return getattr(import_module(home if "." in home else f"perdure.inspect.{home}"), name)
     raise AttributeError(f"module 'perdure.inspect' has no attribute {name!r}")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
 from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError, counted
-from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
 from perdure.inspect.average_weights import (
     checked_weights,
     ema_weights,

@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from perdure.errors import StepNotFoundError, UnsupportedLeafError, counted
-from perdure.inspect.address import (
+from perdure.checkpoint.address import (
     StoredCheckpoint,
     Where,
     checkpoint_at,
     find_run,
     open_checkpoint,
 )
+from perdure.errors import StepNotFoundError, UnsupportedLeafError, counted
 from perdure.inspect.diff_result import NOTHING, CheckpointDiff, FieldDiff
 from perdure.inspect.leaf_diff import Comparison, LeafDiff, describe, diff_scalars
 from perdure.inspect.leaf_reader import (

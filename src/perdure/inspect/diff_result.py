@@ -118,7 +118,10 @@ class CheckpointDiff(Shown):
             blocks += _fields(title, fields)
         if generators := len(self.process_leaves) - self.process_leaves.count(ORIGIN):
             count = counted(generators, "leaf", "leaves")
-            blocks.append(f"{count} of single processes (random generators) differ")
+            verb, they = ("differs", "it is") if generators == 1 else ("differ", "they are")
+            blocks.append(
+                f"{count} of single processes (random generators) {verb}; {they} not part of the state"
+            )
         if ORIGIN in self.process_leaves:
             blocks.append("the note on what a checkpoint was made from (average, import) differs")
         if self.containers:

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.errors import ArgumentError, SaveError, UnsupportedLeafError
-from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.inspect.foreign_leaves import LeafNote, foreign_leaves, note_of, plain_dtype
 from perdure.inspect.leaf_names import NamedLeaf, NameMap, branch_of, named_leaves
 from perdure.inspect.leaf_reader import element_dtype, is_scalar, scalar_value, select_leaves

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import UnsupportedLeafError
-from perdure.inspect.address import StoredCheckpoint
 from perdure.inspect.leaf_chunks import chunks_in_order
 from perdure.inspect.leaf_names import NamedLeaf
 from perdure.inspect.leaf_reader import KEY_PREFIX, element_shape, scalar_value

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from perdure.inspect.address import StoredCheckpoint
+from perdure.checkpoint.address import StoredCheckpoint
 from perdure.inspect.html_page import Html, joined, note, path_text, scroll, tag
 from perdure.inspect.leaf_changes import (
     DAMAGED,

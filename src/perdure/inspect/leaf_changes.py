@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -21,7 +22,6 @@ from perdure.errors import (
     UnreachableError,
     UnsupportedLeafError,
 )
-from perdure.inspect.address import StoredCheckpoint
 from perdure.inspect.fixed_order import ScaledSum, added, blocks, root_ratio
 from perdure.inspect.leaf_reader import element_dtype, read_elements, select_leaves
 from perdure.store.format import WEAK_PREFIX

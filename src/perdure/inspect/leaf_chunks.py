@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from perdure.checkpoint.address import StoredCheckpoint, with_advice
 from perdure.errors import CorruptionError
-from perdure.inspect.address import StoredCheckpoint, with_advice
 from perdure.store.manifest import LeafEntry
 from perdure.store.streamed_save import StreamedLeaf
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from perdure.checkpoint.address import StoredCheckpoint, with_advice
 from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError, counted
-from perdure.inspect.address import StoredCheckpoint, with_advice
 from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
 from perdure.store.leaf import Leaf

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from perdure.checkpoint.address import Where, open_checkpoint
 from perdure.errors import UnsupportedLeafError
-from perdure.inspect.address import Where, open_checkpoint
 from perdure.inspect.elements import as_float64, is_integer, parts_dtype
 from perdure.inspect.fixed_order import ScaledSum, block_sum, blocks, exponent_of, times_power
 from perdure.inspect.leaf_reader import (

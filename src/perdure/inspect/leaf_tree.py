@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
+from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError, counted
-from perdure.inspect.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.inspect.leaf_reader import select_leaves
 from perdure.inspect.tables import Shown, Table, printable, share_text, size_text
 from perdure.store.chunk_stream import chunk_size

@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from perdure.checkpoint.address import Where, open_run, read_manifests
 from perdure.checkpoint.pruning import candidates
 from perdure.checkpoint.recorded_retention import recorded_retention
 from perdure.checkpoint.retention import decide
 from perdure.errors import StoreError
-from perdure.inspect.address import Where, open_run, read_manifests
 from perdure.inspect.freed_bytes import freed_bytes
 from perdure.inspect.tables import Shown, Table, printable, size_text
 from perdure.store import Run

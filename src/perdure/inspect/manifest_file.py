@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import NotARunError
-from perdure.inspect.address import StoredCheckpoint
 from perdure.store import MemoryStorage, Run
 from perdure.store.failures import read_error
 from perdure.store.format import PACKS

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import ArgumentError
-from perdure.inspect.address import StoredCheckpoint
 from perdure.state import restore
 from perdure.state.paths import insert, split_path
 

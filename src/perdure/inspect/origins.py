@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from perdure.inspect.address import StoredCheckpoint
+from perdure.checkpoint.address import StoredCheckpoint
 from perdure.store.manifest import Manifest
 
 ORIGIN = "origin"

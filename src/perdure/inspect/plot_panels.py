@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from perdure.checkpoint.address import StoredCheckpoint, checkpoint_at
 from perdure.errors import ArgumentError, StepNotFoundError
-from perdure.inspect.address import StoredCheckpoint, checkpoint_at
 from perdure.inspect.fixed_order import ScaledSum, added
 from perdure.inspect.heat_map import layers_of
 from perdure.inspect.leaf_changes import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import UnsupportedLeafError
-from perdure.inspect.address import StoredCheckpoint
 from perdure.inspect.elements import as_float64, is_integer
 from perdure.inspect.fixed_order import ScaledSum, ratio
 from perdure.inspect.leaf_reader import KEY_PREFIX, element_dtype, is_scalar, read_elements

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import PruneError, UnreachableError
-from perdure.inspect.address import StoredCheckpoint
 from perdure.inspect.heat_map import changes_document
 from perdure.inspect.leaf_changes import DAMAGED, UNREAD, Problems
 from perdure.inspect.listing import checkpoint_json, listed

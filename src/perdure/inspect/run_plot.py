@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from perdure.checkpoint.address import Where, open_run
 from perdure.errors import ArgumentError
-from perdure.inspect.address import Where, open_run
 from perdure.inspect.figure import FORMATS, draw_figure, figure_bytes
 from perdure.inspect.leaf_changes import Problems
 from perdure.inspect.output_file import write_output

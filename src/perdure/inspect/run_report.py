@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from perdure.checkpoint.address import Where, open_run
 from perdure.errors import ArgumentError
-from perdure.inspect.address import Where, open_run
 from perdure.inspect.output_file import write_output
 from perdure.inspect.report_page import render_report
 from perdure.inspect.run_comparison import compare_runs

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from perdure.checkpoint import CheckpointManager, ManagerOptions, Retention
+from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.pruning import candidates
-from perdure.checkpoint.retention import ranked
+from perdure.checkpoint.retention import MonitoredRetention, ranked
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.keras import model_state
 from perdure.keras.fit_internals import (
@@ -191,9 +191,9 @@ class ModelCheckpoint(MonitorCallback):
                         f"monitor={self.monitor!r}: whether higher or lower is better cannot be "
                         f"inferred from this metric. Pass mode='max' or mode='min'."
                     ) from error
-        retention, recipe = Retention(), {}
+        retention, recipe = None, {}
         if (mode := direction(self)) is not None:
-            retention = Retention(best_metric=self.monitor, best_mode=mode)
+            retention = MonitoredRetention(best_metric=self.monitor, best_mode=mode)
             recipe = {"monitor": self.monitor, "mode": mode}
         self._manager = open_manager(
             self.filepath,

@@ -32,8 +32,19 @@ def node_of(
         if (node := candidate.node(value, stored_below)) is not None:
             return node
     raise UnsupportedLeafError(
-        f"a value of type {type_name(value)} has no exact form in a checkpoint. Give it `state_dict` "
-        f"and `load_state_dict`, turn it into arrays and scalars, or leave it out of the state."
+        f"a value of type {type_name(value)} has no exact form in a checkpoint. {_remedy(value)}"
+    )
+
+
+def _remedy(value: Any) -> str:
+    if any(cls.__module__.startswith("tensorflow.python.data.") for cls in type(value).__mro__):
+        return (
+            "Leave it out of the state, and begin the data at the restored step: "
+            "`dataset.skip(start)`, with a `seed` for each `shuffle`."
+        )
+    return (
+        "Give it `state_dict` and `load_state_dict`, turn it into arrays and scalars, or leave it out "
+        "of the state."
     )
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import keras
@@ -24,6 +26,9 @@ from perdure.state.paths import flatten_dict, join_part, unflatten_dict
 # The name of a variable that Keras keeps as uint32 on JAX, with the same bits as int32 on PyTorch, and
 # with the same numbers as int64 on TensorFlow. A checkpoint has uint32.
 SEED = "seed_generator_state"
+
+_TENSORFLOW_CHILDREN = "_self_unconditional_dependency_names"
+"""Where TensorFlow lists attributes of an object once more."""
 
 
 class KerasState(ContainersOnly):
@@ -49,8 +54,9 @@ def variables_by_path(owner: Any) -> dict[str, Any]:
     """The variables of a layer, model, optimizer or metric by path, in Keras' order.
 
     Raises:
-        UnsupportedLeafError: `owner` is not built, so that its variables do not exist yet, or wraps a
-            torch module with buffers, which Keras does not count among its variables.
+        UnsupportedLeafError: `owner` is not built, so that its variables do not exist yet; or it has
+            values that Keras does not count among its variables: the buffers of a torch module, a
+            `tf.Variable` or a generator of TensorFlow.
     """
     if not getattr(owner, "built", True):
         how = (
@@ -67,11 +73,62 @@ def variables_by_path(owner: Any) -> dict[str, Any]:
             f"the Keras object {owner.name!r} wraps a torch module with buffers ({buffers[0]}), which "
             "Keras does not count among its variables: they would be lost. Use Keras' own layer."
         )
+    if keras.backend.backend() == "tensorflow" and (found := _tensorflow_value(owner)):
+        path, value = found
+        raise UnsupportedLeafError(
+            f"the Keras object {owner.name!r} has a {type(value).__name__} of TensorFlow ({path}), "
+            f"which Keras does not count among its variables: it would be lost. Make it with "
+            f"`self.add_weight(shape=..., initializer=..., trainable=False)`, and a generator as a "
+            f"`keras.random.SeedGenerator`."
+        )
     if isinstance(owner, keras.optimizers.Optimizer):
         return _unique((_slot_path(owner, variable), variable) for variable in owner.variables)
     return _unique(
         (_relative_path(variable.path, owner.name), variable) for variable in owner.variables
     )
+
+
+def _tensorflow_value(owner: Any) -> tuple[str, Any] | None:
+    """A `tf.Variable` or a generator in the attributes of `owner` or of its layers, and its path.
+
+    Keras' own variables are of another class, and the `tf.Variable` in each of them is not looked at.
+    """
+    layers = owner._flatten_layers() if isinstance(owner, keras.Layer) else [owner]
+    for layer in layers:
+        attributes = [(k, v) for k, v in vars(layer).items() if k != _TENSORFLOW_CHILDREN]
+        if found := _first_value(attributes, depth=3):
+            return f"{layer.name}{found[0]}", found[1]
+    return None
+
+
+def _first_value(children: Iterable[tuple[Any, Any]], depth: int) -> tuple[str, Any] | None:
+    for key, value in children:
+        kind = _tensorflow_kind(type(value))
+        if kind == "plain":
+            continue
+        found = None
+        if kind == "value":
+            found = "", value
+        elif kind == "module":
+            found = next(((f": {inner.name}", inner) for inner in value.variables), None)
+        elif depth:
+            inside = value.items() if isinstance(value, dict) else enumerate(value)
+            found = _first_value(inside, depth - 1)
+        if found:
+            return f".{key}{found[0]}", found[1]
+    return None
+
+
+@cache
+def _tensorflow_kind(kind: type) -> str:
+    tensorflow = import_module("tensorflow")
+    if issubclass(kind, (tensorflow.Variable, tensorflow.random.Generator)):
+        return "value"
+    if issubclass(kind, tensorflow.Module) and not issubclass(kind, keras.Layer):
+        return "module"
+    # TensorFlow wraps a dict that is an attribute in a class of its own.
+    is_container = issubclass(kind, (dict, list, tuple)) or kind.__name__ == "_DictWrapper"
+    return "container" if is_container else "plain"
 
 
 def read_variable(variable: Any) -> Any:

@@ -48,7 +48,7 @@ class RestoreRequest(NamedTuple):
         text = f"leaves={', '.join(map(repr, self.selection.patterns))}"
         if self.renaming:
             text += f", which are paths of the target, after rename={self.renaming.paths}"
-        return WantedLeaves(self.wants, text)
+        return WantedLeaves(self.wants, text, self.selection.patterns)
 
     def wants(self, path: str) -> bool:
         """Whether the leaf at `path` of the checkpoint has to be read."""

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from perdure.errors import DataError
+from perdure.state.epoch_ends import ended_order
 
 _END = object()
 _MOST_COMPARED = 2**14
@@ -115,7 +116,9 @@ class ResumableLoader:
             DataError: `epoch` is no integer from 0 on.
         """
         epoch = _whole_number("epoch", epoch)
-        if epoch != self._epoch:
+        if epoch == self._epoch + 1:
+            self._end_epoch()
+        elif epoch != self._epoch:
             self._go_to(epoch, 0, "")
 
     def __len__(self) -> int:
@@ -130,7 +133,7 @@ class ResumableLoader:
                 loop over this loader has begun.
         """
         if self._pass is not None and self._batch == _length(self._loader):
-            self._go_to(self._epoch + 1, 0, "")  # a loop that is kept has received the last batch
+            self._end_epoch()  # a loop that is kept has received the last batch
         batches = self._batches()
         next(batches)  # begun, so that its end is noticed even if the loop asks for no batch
         return batches
@@ -162,7 +165,7 @@ class ResumableLoader:
         finally:
             # A loop may end without asking for another batch after the last one (`zip` does).
             if self._pass is current and (is_finished or self._batch == _length(self._loader)):
-                self._go_to(self._epoch + 1, 0, "")
+                self._end_epoch()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -199,13 +202,17 @@ class ResumableLoader:
                 )
         self._seed, self._step = numbers["seed"], numbers["step"]
         epoch, batch, order = numbers["epoch"], numbers["batch"], state["order"]
-        if batch == numbers["batches_per_epoch"] and _is_lightning(sys._getframe(1)):
-            epoch, batch, order = epoch + 1, 0, ""  # an empty rest makes no batches
         self._go_to(epoch, batch, order)
+        if batch == numbers["batches_per_epoch"] and _is_lightning(sys._getframe(1)):
+            self._end_epoch()  # an empty rest makes no batches
 
     def _go_to(self, epoch: int, batch: int, digest: str) -> None:
         self._epoch, self._batch, self._digest = epoch, batch, digest
         self._pass = None
+
+    def _end_epoch(self) -> None:
+        """Go to the next epoch; `order` says until its first batch where this one has ended."""
+        self._go_to(self._epoch + 1, 0, ended_order(self._batch, self._digest))
 
     def _key(self, *purpose: str | int) -> int:
         """A seed of 63 bits for one purpose in this epoch."""

@@ -68,6 +68,8 @@ class Catalog:
         """Whether the index is used, as the writer does. It saves reading most of the manifests."""
         self.durable: set[int] = set()
         """Steps that this writer made durable since it took the lock."""
+        self.loaded: set[int] = set()
+        """Steps that were read, as by a restore."""
         self.noted: set[str] = set()
         """Damaged packs for which there is a note in quarantine."""
         self.damaged: dict[str, str] = {}

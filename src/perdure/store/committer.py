@@ -30,13 +30,15 @@ from perdure.store.free_space import ensure_free_space
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import AnyLeaf, Leaf, containers_of
 from perdure.store.loading import list_steps, read_manifest
-from perdure.store.manifest import Manifest, RecipeValue, fingerprint, format_of
+from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint, format_of
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, encode_checked
 from perdure.store.pack_writer import Written, write_pack
 from perdure.store.removal_notes import RemovalNotes
 from perdure.store.storage import LostLock, create_whole
 from perdure.store.writer_session import WriterSession
+
+_FEW = 3
 
 
 @dataclass(frozen=True)
@@ -229,12 +231,7 @@ class Committer:
         rows = [(path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in leaves.items()]
         actual = fingerprint(rows)
         if actual != present.fingerprint:
-            reason = (
-                f"step {step} is committed with fingerprint {present.fingerprint[:16]}, this save has "
-                f"{actual[:16]}. A run that resumes exactly gives equal bits, so the recipe or the "
-                f"code changed, or this run started elsewhere"
-            )
-            raise StepExistsError(self._refused(step, reason, steps))
+            raise StepExistsError(self._other_bits(present, leaves, actual, steps))
         return present if self._made_durable(present) else None
 
     def _made_durable(self, present: Manifest) -> bool:
@@ -264,6 +261,39 @@ class Committer:
         manifest = msgspec.structs.replace(present, metrics=merged)
         self._catalog.replace(manifest, self._store(manifest, replace=True))
         return manifest
+
+    def _other_bits(
+        self, present: Manifest, leaves: Mapping[str, AnyLeaf], actual: str, steps: list[int]
+    ) -> str:
+        """Why a save of `leaves` is refused: the step has other bits."""
+        step, stored = present.step, {leaf.path: leaf for leaf in present.leaves}
+        differing = sorted(
+            path
+            for path in stored.keys() | leaves.keys()
+            if path not in stored
+            or path not in leaves
+            or _bits(stored[path]) != _bits(leaves[path])
+        )
+        more = f" and {len(differing) - _FEW:,} more" if len(differing) > _FEW else ""
+        reason = (
+            f"step {step} is committed with fingerprint {present.fingerprint[:16]}, this save has "
+            f"{actual[:16]}; other bits at {', '.join(differing[:_FEW])}{more}"
+        )
+        is_own = step in self._catalog.durable
+        if step < steps[-1] or not (is_own or step in self._catalog.loaded):
+            return self._refused(
+                step,
+                f"{reason}. A run that resumes exactly gives equal bits, so the recipe or the code "
+                f"changed, or this run started elsewhere",
+                steps,
+            )
+        before = "saved" if is_own else "read"
+        return (
+            f"{self._storage.where}: {reason}. This process has {before} step {step} before, and the "
+            f"state has changed since. The checkpoint stays as it is, and a resume continues from it. "
+            f"Save once per step, after the last change of the state. For a `ResumableLoader` and a "
+            f"save after its loop: in the loop only `if loader.batch < len(loader)`."
+        )
 
     def _refused(self, step: int, reason: str, steps: list[int]) -> str:
         """Why a save of `step` is refused, and what to do instead."""
@@ -302,6 +332,10 @@ class Committer:
             f"{message} Size of the state: {size} bytes{room}; the {newest}. Free space or correct "
             f"the permissions, then save again."
         )
+
+
+def _bits(leaf: LeafEntry | AnyLeaf) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
+    return leaf.dtype, tuple(leaf.shape), tuple(leaf.hashes())
 
 
 def _holds(present: Manifest, process_leaves: Mapping[str, AnyLeaf]) -> bool:

@@ -165,7 +165,9 @@ def load_step(storage: Storage, catalog: Catalog, step: int, needs: Needs = EVER
                 verify_leaves(storage, manifest, wanted)
             leaves = load_leaves(storage, manifest, wanted, regions, needs.sharing)
             entries = () if wanted else manifest.process_leaves
-            return Loaded(manifest, leaves, process_leaves=load_entries(storage, manifest, entries))
+            process_leaves = load_entries(storage, manifest, entries)
+            catalog.loaded.add(step)
+            return Loaded(manifest, leaves, process_leaves=process_leaves)
         except CorruptionError as error:
             # A prune may have moved the chunks since the manifest was read; then it has changed.
             renewed = read_manifest(storage, step)

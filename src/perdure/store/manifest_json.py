@@ -39,6 +39,9 @@ LEAF_TEXT_BYTES = 128
 HEAD_BYTES = _DIGEST_BYTES
 """The first bytes of a manifest, which hold its digest: equal heads are equal manifests."""
 
+UNTIL_VERIFIED = " Run `perdure verify` on the run directory; restore an older step meanwhile."
+"""The advice that ends the error of a damaged manifest. A check of the run leaves it out."""
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The canonical JSON of a manifest, which begins with its digest."""
@@ -106,10 +109,7 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
     body = _body(data)
     actual = hash_bytes(body)
     if data[:_DIGEST_BYTES] != _DIGEST_HEAD + actual.encode() + b'",':
-        raise CorruptionError(
-            f"{where}: {_damage(data, actual)}. Run `perdure verify` on the run directory; "
-            f"restore an older step meanwhile."
-        )
+        raise CorruptionError(f"{where}: {_damage(data, actual)}.{UNTIL_VERIFIED}")
     with gc_paused(len(data) // LEAF_TEXT_BYTES):
         return _checked(_manifest(body, where), where, step)
 

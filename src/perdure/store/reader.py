@@ -25,7 +25,7 @@ from perdure.store.format import CHUNK_BYTES, PACKS
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, Region
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
-from perdure.store.selection import WantedLeaves
+from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.storage import Storage, StreamingStorage
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ def load_leaves(
     """
     entries = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
     if wanted is not None and not entries:
-        held = ", ".join(leaf.path for leaf in manifest.leaves[:10])
-        more = ", ..." if len(manifest.leaves) > 10 else ""
-        asked = f" ({wanted.text})" if isinstance(wanted, WantedLeaves) else ""
+        asked, text = (
+            (wanted.asked, f" ({wanted.text})") if isinstance(wanted, WantedLeaves) else ((), "")
+        )
         raise LeafNotFoundError(
-            f"{storage.where}: step {manifest.step} has no leaf that was asked for{asked}; it has "
-            f"{held}{more}. Nothing was changed."
+            f"{storage.where}: step {manifest.step} has no leaf that was asked for{text}; it has "
+            f"{held_instead([leaf.path for leaf in manifest.leaves], asked)} Nothing was changed."
         )
     leaves = Leaves(
         containers={

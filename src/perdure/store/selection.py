@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from perdure.errors import ArgumentError
+
+MOST_SHOWN = 10
 
 
 class WantedLeaves(NamedTuple):
@@ -14,9 +17,25 @@ class WantedLeaves(NamedTuple):
 
     matches: Callable[[str], bool]
     text: str
+    asked: tuple[str, ...] = ()
+    """The paths that were asked for, for an error that names similar ones."""
 
     def __call__(self, path: str) -> bool:
         return self.matches(path)
+
+
+def held_instead(paths: Iterable[str], asked: Iterable[str]) -> str:
+    """What a checkpoint with the leaves `paths` has at the top, and what is most like `asked`."""
+    tops: dict[str, None] = {}
+    held: dict[str, None] = {}
+    for path in paths:
+        parts = path.split("/")
+        tops[parts[0] + "/" * (len(parts) > 1)] = None
+        held |= dict.fromkeys("/".join(parts[:end]) for end in range(1, len(parts) + 1))
+    shown = list(tops)[:MOST_SHOWN]
+    text = ", ".join(shown) + (", ..." if len(tops) > len(shown) else "")
+    near = [close for path in asked for close in get_close_matches(path, held, 1)]
+    return f"{text}. Did you mean {', '.join(map(repr, near))}?" if near else f"{text}."
 
 
 class Selection:

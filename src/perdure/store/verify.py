@@ -18,6 +18,7 @@ from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, ste
 from perdure.store.journal_file import JOURNAL
 from perdure.store.journal_reference import journal_problem, line_references
 from perdure.store.manifest import Chunk, Manifest
+from perdure.store.manifest_json import UNTIL_VERIFIED
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
 
@@ -213,7 +214,8 @@ def examine(run: Run) -> Findings:
     for step in sorted({*before, *run.steps()}):
         manifest, error = _judge(run, step, packs)
         if error is not None:
-            (unread if isinstance(error, UnreachableError) else bad)[step] = str(error)
+            reason = str(error).removesuffix(UNTIL_VERIFIED)
+            (unread if isinstance(error, UnreachableError) else bad)[step] = reason
         elif manifest is not None:
             good.append(step)
         if manifest is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from perdure.checkpoint import CheckpointManager, Processes
+from perdure.checkpoint import CheckpointManager, Processes, Retention
 from perdure.checkpoint.journal import Journal
 from perdure.errors import TrainError
 from perdure.state import StateWithExtras
@@ -130,7 +130,8 @@ def open_manager(
     if config.journal_every is not None:
         options = replace(options, journal_every=config.journal_every)
     if hours is not None:
-        options = replace(options, retention=replace(options.retention, keep_every_n_hours=hours))
+        rules = replace(options.retention or Retention(), keep_every_n_hours=hours)
+        options = replace(options, retention=rules)
     return CheckpointManager(
         config.model_dir,
         mirror=options.mirror,

@@ -5,8 +5,10 @@ the same bytes, and as long as no replica draws from a generator that the thread
 step is repeated one by one.
 
 Each device gets the user's state with modules of its own, over the same memory of the parameters:
-`.grad`, buffers and attributes that a forward pass writes are then private. Objects that are neither
-modules nor containers are shared, so `grad` must not write to them.
+`.grad`, buffers and attributes that a forward pass writes are then private. Parameters and buffers of
+the user's own modules, which `grad` may reach in other ways (an optimizer, a closure, a hook), refuse
+to take part meanwhile. Objects that are neither modules nor containers are shared, so `grad` must not
+write to them.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
+import functools
 import hashlib
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,7 +57,7 @@ class Threads:
         (state,) = states
         while self.way != ONE_BY_ONE and not _ambient():
             copies = [_private(state) for _ in range(self._devices)]
-            if not all(complete for _, complete in copies):
+            if _has_tensor_hooks(state) or not all(complete for _, complete in copies):
                 self.way = ONE_BY_ONE
             elif self._attempt(work, state, [value for value, _ in copies]):
                 return
@@ -63,21 +67,8 @@ class Threads:
     def _attempt(self, work: Work, state: Any, states: list[Any]) -> bool:
         """Run the step in threads; False if its results cannot be used."""
         watched = _Watched(state)
-        futures = [
-            self._pool.submit(
-                contextvars.copy_context().run, self._one, work, device, states[device]
-            )
-            for device in range(1, self._devices)
-        ]
-        error, digests = None, {}
-        try:
-            digests = self._one(work, 0, states[0])
-        except Exception as raised:  # noqa: BLE001 - raised again by the reference
-            error = raised
-        for future in futures:
-            error = error or future.exception()
-            if error is None:
-                digests |= future.result()
+        with _withheld(state) as withheld:
+            error, digests = self._in_threads(work, states) if withheld else (TypeError(), {})
         # The reference raises the error, so that it is the same for every topology.
         if watched.disturbed() or error is not None:
             self._next_way()
@@ -91,6 +82,28 @@ class Threads:
             if not self._proven:
                 self._next_way()
         return True
+
+    def _in_threads(
+        self, work: Work, states: list[Any]
+    ) -> tuple[BaseException | None, dict[int, bytes]]:
+        """The first error, and the digests of the contributions until the way is proven."""
+        futures = [
+            self._pool.submit(
+                contextvars.copy_context().run, self._one, work, device, states[device]
+            )
+            for device in range(1, self._devices)
+        ]
+        error, digests = None, {}
+        try:
+            digests = self._one(work, 0, states[0])
+        except Exception as raised:  # noqa: BLE001 - raised again by the reference
+            error = raised
+        # The exceptions of all are asked for, which waits: none computes beside what follows.
+        errors = [error, *[future.exception() for future in futures]]
+        error = next(filter(None, errors), None)
+        for future in futures if error is None else ():
+            digests |= future.result()
+        return error, digests
 
     def _next_way(self) -> None:
         self.way, self._proven = _WAYS[_WAYS.index(self.way) + 1], False
@@ -176,6 +189,49 @@ class _Watched:
                     buffer.copy_(value)
                 changed = True
         return changed or self._versions != [p._version for p, _ in self._grads]
+
+
+def _tensors(state: Any) -> list[Any]:
+    """Parameters and buffers of the modules in a state, each once."""
+    modules = [module for _, module in state_view.modules(state)]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _has_tensor_hooks(state: Any) -> bool:
+    """Whether a tensor has hooks of its own, which those of the threads do not have."""
+    return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in _tensors(state))
+
+
+@functools.cache
+def _withheld_class(kind: type) -> type:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a parameter or a buffer was used that is not the one of this thread")
+
+    return type(kind.__name__, (kind,), {"__torch_function__": classmethod(refuse)})
+
+
+@contextlib.contextmanager
+def _withheld(state: Any) -> Iterator[bool]:
+    """Every use of the parameters and buffers of a state is an error; False if that is impossible.
+
+    The threads have others over the same memory. Gradients would not flow to those if `grad` reached
+    the user's, and a check at the first step would not see what begins later.
+    """
+    changed: list[tuple[Any, type]] = []
+    try:
+        try:
+            for tensor in _tensors(state):
+                kind = type(tensor)
+                tensor.__class__ = _withheld_class(kind)
+                changed.append((tensor, kind))
+        except TypeError:  # a class of the user's that allows no other
+            yield False
+        else:
+            yield True
+    finally:
+        for tensor, kind in changed:
+            tensor.__class__ = kind
 
 
 def _private(state: Any) -> tuple[Any, bool]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.recorded_retention import recorded_retention
 from perdure.errors import (
     ArgumentError,
@@ -100,10 +101,7 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
     if isinstance(where, StoredCheckpoint):
         return where
     address = find_run(where)
-    steps = _steps(address)
-    if len(steps) > 1:
-        raise ArgumentError(f"expected one step, found {address.given}@{address.which}.")
-    return checkpoint_at(address.run, steps[0], address.given)
+    return checkpoint_at(address.run, _one_step(address), address.given)
 
 
 def open_checkpoints(where: Where) -> list[StoredCheckpoint]:
@@ -171,6 +169,35 @@ def find_run(where: Where) -> Address:
     if at and run and len(errors) == 1 and "/" not in which and _is_run(run):
         raise StepNotFoundError(f"{run}: expected {FORMS}, found @{which}.")
     raise errors[0]
+
+
+def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
+    """The run directory of `where` and the step to load; None for the newest good checkpoint.
+
+    `where` is as for `open_checkpoint`. `step` is what the caller asks for beside it.
+
+    Raises:
+        ArgumentError: `where` names another step than `step`, or several.
+    """
+    address = find_run(where)
+    run, given, which = address
+    wanted = None if step is None else step_number(step)
+    if which is None:
+        return run, wanted
+    named = None if which == "latest" else step_number(_one_step(address))
+    if wanted is not None and named != wanted:
+        raise ArgumentError(
+            f"step: expected {'None' if named is None else f'{named} or None'}, because the checkpoint "
+            f"is named as `{given}@{which}`, found {wanted}."
+        )
+    return run, named
+
+
+def _one_step(address: Address) -> int:
+    steps = _steps(address)
+    if len(steps) > 1:
+        raise ArgumentError(f"expected one step, found {address.given}@{address.which}.")
+    return steps[0]
 
 
 def _is_run(text: str) -> bool:

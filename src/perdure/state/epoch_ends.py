@@ -1,0 +1,77 @@
+"""One form in a checkpoint for the position of a `ResumableLoader` at the end of an epoch.
+
+In the last iteration of a loop the position is (epoch, batches), after the loop (epoch + 1, 0): what
+follows the loop is still to be done, or is done. Both belong to one step, whose state may only be saved
+again with the same bits. So both are stored as (epoch, batches), and whether the loop has ended is a
+process leaf, which the later save replaces together with the random generators.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from perdure.errors import CorruptionError
+from perdure.state.leaf_values import plain_value, scalar_leaf
+from perdure.state.paths import join_key
+from perdure.store.leaf import Leaf, Leaves
+from perdure.store.manifest import LeafEntry
+
+_PATH = re.compile(r"process/[0-9]+/ended_epochs")
+_ORDER = re.compile(r"([1-9][0-9]{0,18}) ([0-9a-f]*)")
+_NAMES = {"epoch", "batch", "step", "seed", "examples", "batches_per_epoch"}
+_decoder = msgspec.json.Decoder(list[str])
+
+
+def ended_order(batch: int, order: str) -> str:
+    """The `order` of a position after an epoch of which `batch` batches with `order` were used."""
+    return f"{batch} {order}" if batch else ""
+
+
+def store_epoch_ends(leaves: Leaves, process: int) -> dict[str, Leaf]:
+    """Give positions after an epoch the form of its last batch; returns the leaf that names them."""
+    ended: list[str] = []
+    for path in [path for path in leaves if path.rpartition("/")[2] == "order"]:
+        place = path.rpartition("/")[0]
+        found = {name: leaves.get(join_key(place, name)) for name in _NAMES}
+        if not all(leaf is not None and leaf.dtype == "py:int" for leaf in found.values()):
+            continue
+        epoch, batch = (plain_value(_present(found[name])) for name in ("epoch", "batch"))
+        parts = _ORDER.fullmatch(leaves[path].text) if leaves[path].dtype == "py:str" else None
+        if parts is None or batch or not epoch:
+            continue
+        _put(leaves, place, epoch - 1, int(parts[1]), parts[2])
+        ended.append(place)
+    if not ended:
+        return {}
+    text = msgspec.json.encode(sorted(ended)).decode()
+    return {f"process/{process}/ended_epochs": scalar_leaf(text)}
+
+
+def load_epoch_ends(leaves: Leaves, process_leaves: Iterable[LeafEntry], where: str) -> None:
+    """Give the positions that `store_epoch_ends` has named their form after the epoch again."""
+    places: set[str] = set()
+    for entry in process_leaves:
+        if _PATH.fullmatch(entry.path):
+            try:
+                places.update(_decoder.decode(entry.text or ""))
+            except ValueError as error:  # of msgspec
+                raise CorruptionError(f"{where}: {entry.path} cannot be read: {error}.") from error
+    for place in places:
+        names = [join_key(place, name) for name in ("epoch", "batch", "order")]
+        if all(name in leaves for name in names):  # else only others were read
+            epoch, batch, order = (plain_value(leaves[name]) for name in names)
+            _put(leaves, place, epoch + 1, 0, ended_order(batch, order))
+
+
+def _put(leaves: Leaves, place: str, *values: Any) -> None:
+    for name, value in zip(("epoch", "batch", "order"), values, strict=True):
+        leaves[join_key(place, name)] = scalar_leaf(value)
+
+
+def _present(leaf: Leaf | None) -> Leaf:
+    assert leaf is not None
+    return leaf

@@ -12,10 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-LABEL, BAR, WIDTH, HEIGHT = 470, 280, 1000, 24
-STYLE = """text { font: 12px system-ui, sans-serif; fill: #222 }
-.value { fill: #009688 } .limit { stroke: #e64900; stroke-width: 2 } .note { fill: #666 }
-@media (prefers-color-scheme: dark) { text { fill: #ddd } .note { fill: #aaa } }"""
+LABEL, BAR, WIDTH, HEIGHT = 560, 280, 1240, 24
+STYLE = """text { font: 12px system-ui, sans-serif; fill: currentColor }
+.value { fill: #009688 } .limit { stroke: #e64900; stroke-width: 2 } .note { opacity: 0.65 }"""
 
 
 def draw(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -39,7 +38,7 @@ def _bar(number: int, row: Mapping[str, Any], longest: float) -> str:
     top, width = 4 + HEIGHT * number, BAR * row["value"] / longest
     text = f"{row['value']:.3g} {row['unit']}"
     lines = [
-        f'<text x="{LABEL - 8}" y="{top + 14}" text-anchor="end">{escape(row["what"][:78])}</text>',
+        f'<text x="{LABEL - 8}" y="{top + 14}" text-anchor="end">{escape(row["what"][:88])}</text>',
         f'<rect class="value" x="{LABEL}" y="{top + 3}" width="{width:.1f}" height="14"/>',
         f'<text x="{LABEL + BAR + 8}" y="{top + 14}">{escape(text)}</text>',
     ]
@@ -48,7 +47,7 @@ def _bar(number: int, row: Mapping[str, Any], longest: float) -> str:
         title = escape(f"{row['against']} {row['limit']:.3g} {row['unit']}".strip())
         lines.append(
             f'<path class="limit" d="M{at:.1f} {top} v20"><title>{title}</title></path>'
-            f'<text class="note" x="{LABEL + BAR + 96}" y="{top + 14}">{title[:18]}</text>'
+            f'<text class="note" x="{LABEL + BAR + 96}" y="{top + 14}">{title[:44]}</text>'
         )
     return "\n".join(lines)
 

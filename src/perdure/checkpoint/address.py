@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.recorded_retention import recorded_retention
 from perdure.errors import (
     ArgumentError,
@@ -179,6 +178,9 @@ def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
     Raises:
         ArgumentError: `where` names another step than `step`, or several.
     """
+    # Imported here, because it needs NumPy, without which `perdure tree` starts sooner.
+    from perdure.checkpoint.arguments import step_number
+
     address = find_run(where)
     run, given, which = address
     wanted = None if step is None else step_number(step)

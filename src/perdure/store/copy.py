@@ -224,7 +224,7 @@ def copy_checkpoint(
         if present is not None and _is_whole(target, present):
             _renew(target, present, manifest)
             return 0
-        chunks = _Chunks(source, manifest, {} if present else target.held(), stopped)
+        chunks = _ChunksToCopy(source, manifest, {} if present else target.held(), stopped)
         return _transfer(chunks, source, target, link=link, replace=present is not None)
     except UnreadChunk as error:
         raise UnreachableError(
@@ -243,7 +243,7 @@ def copy_checkpoint(
         ) from error
 
 
-def _transfer(chunks: _Chunks, source: Run, target: Run, *, link: bool, replace: bool) -> int:
+def _transfer(chunks: _ChunksToCopy, source: Run, target: Run, *, link: bool, replace: bool) -> int:
     """Link or copy the chunks that the target lacks, then commit; returns the bytes written."""
     step = chunks.manifest.step
     new = _link(source, target, step, chunks.live()) if link else {}
@@ -311,7 +311,7 @@ def _plan(source: Run, step: int, target: Run, planned: set[str]) -> Copied:
         present = _present(target, step)
         if present is not None and _is_whole(target, present):
             return Copied(step, "present")
-        live = _Chunks(source, manifest, {} if present else target.held()).live()
+        live = _ChunksToCopy(source, manifest, {} if present else target.held()).live()
     except OSError as error:
         raise UnreachableError(f"{target.where}: {error}. Nothing was changed.") from error
     except (StepNotFoundError, CorruptionError) as error:
@@ -391,7 +391,7 @@ def _renew(target: Run, present: Manifest, manifest: Manifest) -> None:
         target.commit_manifest(renewed, {}, replace=True)
 
 
-class _Chunks:
+class _ChunksToCopy:
     """The chunks of one checkpoint in the source, also if a compaction moves them meanwhile.
 
     `held` are the places of chunks that the target has; they are not copied.

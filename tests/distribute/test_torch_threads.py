@@ -164,7 +164,7 @@ def test_control_without_the_refusal_it_changes_the_bits(
     how: Any, data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = train_with(how, 1, data)
-    monkeypatch.setattr(torch_threads, "_withheld", lambda _: nullcontext(True))
+    monkeypatch.setattr(torch_threads, "_withheld", lambda _: nullcontext())
     monkeypatch.setattr(torch_threads, "_has_tensor_hooks", lambda _: False)
     found, way = train_with(how, 3, data)
     assert way == THREADS

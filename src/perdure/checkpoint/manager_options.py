@@ -67,7 +67,7 @@ class ManagerOptions:
     """What a manager does beyond saving at an interval and keeping the newest checkpoints.
 
     Attributes:
-        retention: Which checkpoints stay besides the newest `max_to_keep`. None goes on with the rules
+        retention: Which checkpoints stay besides the newest `max_to_keep`. None takes over the rules
             of the run's last manager, so that what it kept as the best is not lost; `Retention()` is no
             further rule.
         on_error: What happens after a save that does not commit (disk full, no permission): "raise"

@@ -59,7 +59,7 @@ class RetentionRules:
             self.retention = Retention() if before is None else before.retention
             if self.retention != Retention():
                 logging.getLogger(__name__).info(
-                    "%s: this manager was given no retention; it goes on with that of the last one: %s",
+                    "%s: this manager was given no retention; it takes over that of the last one: %s",
                     where,
                     _text(self.retention),
                 )
@@ -75,7 +75,7 @@ class RetentionRules:
     def judge(self, step: int, metrics: Collection[str]) -> list[str]:
         """A note if the first checkpoint with metrics lacks the one that the best are kept by.
 
-        Of a name such as `eval/loss` nothing is said until another metric of `eval/` is there: an
+        There is no note about a name such as `eval/loss` until another metric of `eval/` is there: an
         evaluation comes later than the first save.
         """
         rules = self.retention

@@ -55,20 +55,24 @@ class Threads:
     def __call__(self, work: Work, states: list[Any]) -> None:
         """Run the work of every device to its end; started again if a way proves unfit."""
         (state,) = states
+        tensors = _module_tensors(state) if self.way != ONE_BY_ONE else []
         while self.way != ONE_BY_ONE and not _ambient():
             copies = [_private(state) for _ in range(self._devices)]
-            if _has_tensor_hooks(state) or not all(complete for _, complete in copies):
+            if _has_tensor_hooks(tensors) or not all(complete for _, complete in copies):
                 self.way = ONE_BY_ONE
-            elif self._attempt(work, state, [value for value, _ in copies]):
+            elif self._attempt(work, state, tensors, [value for value, _ in copies]):
                 return
         for device in range(self._devices):
             deque(work(device, state), maxlen=0)
 
-    def _attempt(self, work: Work, state: Any, states: list[Any]) -> bool:
+    def _attempt(self, work: Work, state: Any, tensors: list[Any], states: list[Any]) -> bool:
         """Run the step in threads; False if its results cannot be used."""
         watched = _Watched(state)
-        with _withheld(state) as withheld:
-            error, digests = self._in_threads(work, states) if withheld else (TypeError(), {})
+        try:
+            with _withheld(tensors):
+                error, digests = self._in_threads(work, states)
+        except TypeError as raised:  # a class of the user's cannot be withheld
+            error, digests = raised, {}
         # The reference raises the error, so that it is the same for every topology.
         if watched.disturbed() or error is not None:
             self._next_way()
@@ -191,16 +195,16 @@ class _Watched:
         return changed or self._versions != [p._version for p, _ in self._grads]
 
 
-def _tensors(state: Any) -> list[Any]:
+def _module_tensors(state: Any) -> list[Any]:
     """Parameters and buffers of the modules in a state, each once."""
     modules = [module for _, module in state_view.modules(state)]
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _has_tensor_hooks(state: Any) -> bool:
+def _has_tensor_hooks(tensors: list[Any]) -> bool:
     """Whether a tensor has hooks of its own, which those of the threads do not have."""
-    return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in _tensors(state))
+    return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors)
 
 
 @functools.cache
@@ -212,23 +216,20 @@ def _withheld_class(kind: type) -> type:
 
 
 @contextlib.contextmanager
-def _withheld(state: Any) -> Iterator[bool]:
-    """Every use of the parameters and buffers of a state is an error; False if that is impossible.
+def _withheld(tensors: list[Any]) -> Iterator[None]:
+    """Make every use of the user's parameters and buffers an error.
 
     The threads have others over the same memory. Gradients would not flow to those if `grad` reached
-    the user's, and a check at the first step would not see what begins later.
+    the user's, and a check at the first step would not see what begins later. Raises `TypeError` for a
+    class that cannot be exchanged.
     """
     changed: list[tuple[Any, type]] = []
     try:
-        try:
-            for tensor in _tensors(state):
-                kind = type(tensor)
-                tensor.__class__ = _withheld_class(kind)
-                changed.append((tensor, kind))
-        except TypeError:  # a class of the user's that allows no other
-            yield False
-        else:
-            yield True
+        for tensor in tensors:
+            kind = type(tensor)
+            tensor.__class__ = _withheld_class(kind)
+            changed.append((tensor, kind))
+        yield
     finally:
         for tensor, kind in changed:
             tensor.__class__ = kind

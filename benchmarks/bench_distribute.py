@@ -5,12 +5,14 @@
 All subjects have the same model (that of TensorFlow's tutorial unless named), Adam, the global batch,
 which is in memory, and a step that ends when its loss is a Python number. All subjects of a block run
 at the same time and take turns, a few steps each, round by round. Figures are medians; `spread` is the
-lowest and highest median of a round. XLA's thread pool is pinned for the plain steps as well.
+lowest and highest median of a round. XLA's thread pool is pinned for the plain steps as well. The row
+of a plain step beside itself shows what a ratio is worth on this machine, now.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -18,13 +20,16 @@ import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+from distribute_case import WIDE
 from table import Row, compared, finish, installed, row
 
 HERE = Path(__file__).parent
+T = TypeVar("T")
 
 
 def port() -> int:
@@ -84,30 +89,53 @@ class Subject:
                 print(f"{self.label} failed:\n{text[-1500:]}", file=sys.stderr)
 
 
+def alone(
+    framework: str, order: str, subjects: dict[T, str], rounds: int, **env: str
+) -> dict[T, list[float]]:
+    """The answers of subjects that take turns, each time in a process of its own."""
+    answers: dict[T, list[float]] = {name: [] for name in subjects}
+    for _ in range(rounds):
+        for name, what in subjects.items():
+            subject = Subject(framework, env=env)
+            answers[name].append(subject.ask({order: what}))
+            subject.close()
+    return {name: series for name, series in answers.items() if None not in series}
+
+
 def take_turns(
     subjects: dict[str, tuple[Subject, str]], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """The median of every round, by subject."""
+    """The median of every round, by subject; more rounds than asked for if steps are short."""
     medians: dict[str, list[float]] = {}
-    for turn in range(rounds):
+    turn, end = 0, 0.0
+    while turn < rounds or time.monotonic() < end:
         for name, (subject, what) in subjects.items():
             if turn and name not in medians:
                 continue
             times = subject.ask({"subject": what, "steps": steps})
             if times is not None:
                 medians.setdefault(name, []).append(statistics.median(times))
+        turn += 1
+        end = end or time.monotonic() + SECONDS  # the first round compiles
     return medians
 
 
-def timed(text: str, series: list[float]) -> Row:
-    spread = f"{min(series):.3g} .. {max(series):.3g}"
-    return row(text, statistics.median(series), "ms/step", spread)
+def middle(text: str, series: list[float], unit: str) -> Row:
+    return row(text, statistics.median(series), unit, f"{min(series):.3g} .. {max(series):.3g}")
 
 
-def against(text: str, mine: list[float], name: str, peer: list[float], most: float | None) -> Row:
+def against(
+    text: str,
+    mine: list[float],
+    name: str,
+    peer: list[float],
+    most: float | None,
+    unit: str = "ms/step",
+) -> Row:
     """A row whose ratio is the median of the rounds' ratios, because the machine's speed varies."""
     ratio = statistics.median(a / b for a, b in zip(mine, peer, strict=True))
-    compared_row = compared(timed(text, mine), name, statistics.median(peer), most=most or 1e9)
+    mine_row = middle(text, mine, unit)
+    compared_row = compared(mine_row, name, statistics.median(peer), most=most or 1e9)
     met = None if most is None else ratio <= most
     return {
         **compared_row,
@@ -152,6 +180,9 @@ def peers(rounds: int) -> list[Row]:
     return rows
 
 
+SECONDS = 6.0
+"""Subjects take turns for at least so long: seven rounds of a step of 3 ms would be over in 0.3 s."""
+
 # (model, global batch) of the rows of one engine.
 SMALL = (("mlp", 128), ("cnn", 128), ("transformer", 32))
 LOOPED = (("gru", 128), ("scan8", 128))
@@ -162,7 +193,9 @@ def same_topology(rounds: int) -> list[Row]:
     """Compare V=D with plain data parallelism of the same engine."""
     jax = Subject("jax", env={"JAX_NUM_CPU_DEVICES": "4"})
     torch = Subject("torch")
-    rows = []
+    itself = (jax, "plain mlp 128 1")
+    pair: dict[str, tuple[Subject, str]] = {"exact": itself, "plain": itself}
+    rows = _pair("plain, jax, mlp 128, beside itself", "plain", pair, rounds, None)
     for model, batch in SMALL + LOOPED:
         for devices in (1, 2, 4):
             pair = {
@@ -210,9 +243,69 @@ def one_device(rounds: int) -> list[Row]:
                     "exact": (subject, f"exact {model} {batch} 8 1"),
                     "plain": (subject, f"plain {model} {batch}{last}"),
                 }
+                if engine == "torch":
+                    name = "the same calls without a strategy"
+                    pair[name] = (subject, f"split {model} {batch} 8")
                 text = f"exact, {engine}, V=8 on D=1, {model} {batch}"
                 rows += _pair(text, "one full-batch step", pair, max(rounds // 2, 2), most)
+        if engine == "torch":
+            pair = {
+                "exact": (subject, "compiled mlp 128 8"),
+                "plain": (subject, "plain_compiled mlp 128"),
+                "plain: eager": (subject, "plain mlp 128"),
+            }
+            text = "exact, torch, compile=inductor, V=8 on D=1, mlp 128"
+            rows += _pair(text, "one full-batch step, compiled", pair, max(rounds // 2, 2), 1.5)
         subject.close()
+    return rows
+
+
+def first_step(rounds: int) -> list[Row]:
+    """Compare the first call of a step, which compiles, with that of the plain one."""
+    rows, count = [], max(rounds // 2, 2)
+    for engine, most in (("jax", 2.5), ("torch", None)):
+        last = " 1" if engine == "jax" else ""
+        for model, batch in SMALL + LOOPED:
+            subjects = {
+                "plain": f"plain {model} {batch}{last}",
+                "V=D=1": f"exact {model} {batch} 1 1",
+                "V=8 on D=1": f"exact {model} {batch} 8 1",
+            }
+            # No cache on a disk: whoever compiles a program first would pay for the others.
+            seconds = alone(engine, "first", subjects, count, JAX_ENABLE_COMPILATION_CACHE="false")
+            plain = seconds.pop("plain", None)
+            rows += [
+                against(
+                    f"first step, {engine}, {v}, {model} {batch}", mine, "plain", plain, most, "s"
+                )
+                for v, mine in seconds.items()
+                if plain
+            ]
+    return rows
+
+
+def memory(rounds: int) -> list[Row]:
+    """Compare the peak memory of a step that is given its state with that of the plain one."""
+    gradient = 4 * sum((a + 1) * b for a, b in itertools.pairwise(WIDE))
+    rows = []
+    for engine in ("jax", "torch"):
+        last = " 1 donate" if engine == "jax" else ""
+        subjects = {0: f"plain wide 64{last}"}
+        subjects |= {v: f"exact wide 64 {v}{last or ' 1'}" for v in (1, 2, 8)}
+        # Blocks of this size or more go back to the system when they are freed.
+        peaks = alone(
+            engine, "peak", subjects, max(rounds // 2, 2), MALLOC_MMAP_THRESHOLD_="1000000"
+        )
+        plain = peaks.pop(0, [])
+        for v, mine in peaks.items():
+            # To a tenth: what else a process holds varies by a few MB.
+            more = [round((a - b) / gradient, 1) for a, b in zip(mine, plain, strict=False)]
+            if more:
+                text = (
+                    f"memory of a step beyond plain, {engine}, V={v} on D=1, {gradient >> 20} MiB"
+                )
+                figure = middle(text, more, "gradients")
+                rows.append(compared(figure, "log2(V)+1", math.log2(v) + 1, most=1.0))
     return rows
 
 
@@ -230,8 +323,8 @@ def counted() -> list[Row]:
     if compilations:
         counts = {int(v): count for v, (count, _) in compilations.items() if int(v) > 1}
         text = f"programs compiled, V={min(counts)} .. {max(counts)}"
-        most, least = max(counts.values()), min(counts.values())
-        rows.append(compared(row(text, most, "programs"), "the fewest", float(least), most=1.0))
+        parts, most = "grad, add, update and the step", float(max(counts.values()))
+        rows.append(compared(row(text, most, "programs"), parts, 4.0, most=1.0))
         rows += [
             row(f"compile time, V={v}", seconds, "s", f"{count} programs")
             for v, (count, seconds) in compilations.items()
@@ -245,7 +338,7 @@ def loader() -> Iterator[Row]:
     return distribute_loader.rows()
 
 
-BLOCKS = {"peers": peers, "same_topology": same_topology, "one_device": one_device}
+BLOCKS = {block.__name__: block for block in (peers, same_topology, one_device, first_step, memory)}
 
 
 def main() -> int:

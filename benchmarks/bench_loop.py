@@ -25,9 +25,10 @@ os.environ.setdefault("PJRT_NPROC", "8")
 
 import jax
 import jax.numpy as jnp
+import loop_donated
 import loop_keras
 import numpy as np
-from table import Row, compared, finish, row
+from table import Row, compared, finish, installed, row
 
 from perdure import RunConfig, Trainer
 from perdure.train import Hook, OutputConfig
@@ -171,6 +172,11 @@ def rows(scale: float) -> Iterator[Row]:
     bare = f"bare loop, {base * 1e3:.2f} ms a step"
     added = [100 * s / base for s in overheads(saving)]
     yield figure("with a save of 5 MB every 50 steps: added", added, "%", bare, 3)
+    if installed(("orbax.checkpoint",)):
+        times = loop_donated.added(max(3, round(7 * scale)))
+        most = statistics.median(times["Orbax"])
+        text = "a save of 200 MB that the next step is given: added to both"
+        yield figure(text, times["perdure"], "ms", "Orbax", most)
     ours, theirs, base = loop_keras.overheads(max(3, round(7 * scale)))
     most = 1e6 * statistics.median(theirs)
     peer = f"Keras's own; fit alone {base * 1e3:.2f} ms a step"

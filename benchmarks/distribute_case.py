@@ -2,8 +2,12 @@
 
     distribute_case.py FRAMEWORK [PROCESS PROCESSES COORDINATOR]
 
-Reads lines of JSON ({"subject": ..., "steps": n} or {"ask": ...}) and answers each with one: the
-milliseconds of every step, or the requested value. A step ends when its loss is a Python number.
+Reads lines of JSON and answers each with one. A step ends when its loss is a Python number.
+
+    {"subject": ..., "steps": n}    the milliseconds of n steps
+    {"first": ...}                  the seconds of the first step of a new subject
+    {"peak": ...}                   the largest memory of this process in a few steps, in bytes
+    {"ask": ...}                    what the function of that name returns
 """
 
 from __future__ import annotations
@@ -14,11 +18,15 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from store_probe import resident
 
 WARM = 6
+WIDE = (784, 2048, 2048, 2048, 2048, 2048, 10)
+"""The widths of a network whose parameters, 73 MB, are almost all that a step has in memory."""
 
 
 class Group(NamedTuple):
@@ -55,6 +63,20 @@ def measure(step: Callable[[], float], steps: int) -> list[float]:
     return out
 
 
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def peak(step: Callable[[], float]) -> int:
+    """The largest resident set during steps, without what compilation and the first steps took."""
+    measure(step, WARM)
+    Path("/proc/self/clear_refs").write_text("5")
+    measure(step, WARM)
+    return resident("VmHWM")
+
+
 def main() -> None:
     framework, *place = sys.argv[1:]
     group = Group(int(place[0]), int(place[1]), place[2]) if place else Group()
@@ -63,15 +85,23 @@ def main() -> None:
     os.dup2(2, 1)
     cases: Any = importlib.import_module(f"distribute_{framework}")
     built: dict[str, Callable[[], float]] = {}
+
+    def build(name: str) -> Callable[[], float]:
+        kind, *arguments = name.split()
+        return getattr(cases, kind)(group, *arguments)
+
     for line in sys.stdin:
         order = json.loads(line)
         if "ask" in order:
             answer: Any = getattr(cases, order["ask"])()
+        elif "first" in order:
+            answer = seconds(build(order["first"]))
+        elif "peak" in order:
+            answer = peak(build(order["peak"]))
         else:
             name = order["subject"]
             if name not in built:
-                kind, *arguments = name.split()
-                built[name] = getattr(cases, kind)(group, *arguments)
+                built[name] = build(name)
                 measure(built[name], WARM)
             answer = measure(built[name], order["steps"])
         answers.write(json.dumps(answer) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from distribute_case import Group, data
+from distribute_case import WIDE, Group, data
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -135,8 +136,20 @@ def _scan(p: Any, x: Any) -> Any:
     return _linear(p["b"], h)
 
 
+def _wide_init(keys: Any) -> Any:
+    return [_dense(next(keys), *sizes) for sizes in itertools.pairwise(WIDE)]
+
+
+def _wide(p: Any, x: Any) -> Any:
+    h = x.reshape(len(x), -1)
+    for layer in p[:-1]:
+        h = jax.nn.relu(_linear(layer, h))
+    return _linear(p[-1], h)
+
+
 MODELS = {
     "mlp": (_mlp_init, _mlp),
+    "wide": (_wide_init, _wide),
     "cnn": (_cnn_init, _cnn),
     "transformer": (_transformer_init, _transformer),
     "gru": (_gru_init, _gru),
@@ -172,13 +185,15 @@ def _ended(state: Any, loss: Any) -> float:
     return float(loss)
 
 
-def exact(group: Group, model: str, batch: str, replicas: str, devices: str) -> Step:
+def exact(
+    group: Group, model: str, batch: str, replicas: str, devices: str, donate: str = ""
+) -> Step:
     v = int(replicas)
     strategy: Any = MirroredStrategy(int(devices), v)
     state, grad, update = _functions(model)
     shares = zip(*(np.split(part, v) for part in data(model, int(batch))), strict=True)
     values, mine = tuple(shares), strategy.local_replicas
-    train_step, count = strategy.step(grad, update), iter(range(10**9))
+    train_step, count = strategy.step(grad, update, donate=bool(donate)), iter(range(10**9))
 
     def step() -> float:
         nonlocal state
@@ -188,9 +203,9 @@ def exact(group: Group, model: str, batch: str, replicas: str, devices: str) -> 
     return step
 
 
-def plain(group: Group, model: str, batch: str, devices: str) -> Step:
+def plain(group: Group, model: str, batch: str, devices: str, donate: str = "") -> Step:
     """One jitted step; the batch is split over the devices and the state is on each device."""
-    return _plain(model, batch, devices, lambda fn, _: fn, lambda total: total)
+    return _plain(model, batch, devices, lambda fn, _: fn, lambda total: total, bool(donate))
 
 
 def mapped(group: Group, model: str, batch: str, devices: str) -> Step:
@@ -203,12 +218,12 @@ def mapped(group: Group, model: str, batch: str, devices: str) -> Step:
     return _plain(model, batch, devices, over, lambda total: jax.lax.psum(total, "d"))
 
 
-def _plain(model: str, batch: str, devices: str, over: Any, add: Any) -> Step:
+def _plain(model: str, batch: str, devices: str, over: Any, add: Any, donate: bool = False) -> Step:
     state, grad, update = _functions(model)
     mesh = Mesh(np.array(jax.devices()[: int(devices)]), ("d",))
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("d"))
     one = over(lambda state, batch: update(state, add(grad(state, batch, None))), mesh)
-    program = jax.jit(one, out_shardings=whole)
+    program = jax.jit(one, out_shardings=whole, donate_argnums=(0,) if donate else ())
     state = jax.device_put(state, whole)
     rows = data(model, int(batch))
 

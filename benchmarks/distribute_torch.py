@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from distribute_case import Group, data
+from distribute_case import WIDE, Group, data
 from torch import nn
 
 from perdure.distribute import PerReplica, SimpleClusterResolver, Strategy
+from perdure.distribute.reduction_tree import TreeNode, TreeSum
 from perdure.distribute.torch.engine import TorchEngine
 from perdure.torch import (
     MirroredStrategy,
@@ -76,6 +78,11 @@ def make(model: str) -> nn.Module:
         layers = [nn.Flatten(), nn.Linear(784, 256), nn.ReLU()]
         layers += [Residual(256, 256) for _ in range(8)]
         return nn.Sequential(*layers, nn.Linear(256, 10))
+    if model == "wide":
+        layers = [nn.Flatten()]
+        for sizes in itertools.pairwise(WIDE):
+            layers += [nn.Linear(*sizes), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
     if model == "mlp":
         layers = [nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)]
         return nn.Sequential(*layers)
@@ -130,6 +137,47 @@ def exact(
         cluster = SimpleClusterResolver(group.coordinator, group.processes, group.process)
         strategy = MultiWorkerMirroredStrategy(cluster, int(replicas), **how)
     return _exact(strategy, model, int(batch))
+
+
+def compiled(group: Group, model: str, batch: str, replicas: str) -> Step:
+    strategy = MirroredStrategy(replicas=int(replicas), threads=1, compile="inductor")
+    return _exact(strategy, model, int(batch))
+
+
+def split(group: Group, model: str, batch: str, replicas: str) -> Step:
+    """The calls and additions of the replicas without a strategy: what PyTorch itself takes."""
+    torch.set_num_threads(1)
+    (x, y), v, state = data(model, int(batch)), int(replicas), _state(model)
+    xs, ys = np.split(x, v), np.split(y, v)
+    key = torch.Generator()
+
+    def add(left: list[Any], right: list[Any]) -> list[Any]:
+        return list(torch._foreach_add(left, right))  # pyright: ignore[reportPrivateImportUsage]
+
+    def contribution(replica: int) -> tuple[list[Any], list[str]]:
+        share = torch.from_numpy(xs[replica]), torch.from_numpy(ys[replica])
+        value = grad(state, share, key)
+        return [*value["grads"].values(), value["loss"].detach(), value["n"]], [*value["grads"]]
+
+    def step() -> float:
+        tree: TreeSum[list[Any]] = TreeSum(v, add)
+        names: list[str] = []
+        for replica in range(v):
+            value, names = contribution(replica)
+            tree.push(TreeNode(0, replica), value)
+            del value
+        ((_, (*grads, loss, n)),) = tree.roots()
+        del tree
+        total = {"grads": dict(zip(names, grads, strict=True)), "loss": loss, "n": n}
+        del grads
+        return float(update(state, total)[1])
+
+    return step
+
+
+def plain_compiled(group: Group, model: str, batch: str) -> Step:
+    torch.set_num_threads(1)
+    return _plain(torch.compile(make(model), dynamic=False), *data(model, int(batch)))
 
 
 def plain(group: Group, model: str, batch: str, threads: str = "1") -> Step:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module, util
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 from proof_foundation import fingerprint
 from report import Row, finish, row
@@ -26,7 +28,10 @@ HERE = Path(__file__).parent
 MATRIX = HERE.parent / "tests" / "distribute" / "matrix_worker.py"
 EXPLAINED = MATRIX.with_name("explained_worker.py")
 ENGINES = ("jax", "torch")
-PARTS = ("figures", "functions", "matrix", "compiled", "changes", "controls", "data", "mnist")
+PARTS = (
+    *("figures", "functions", "matrix", "compiled", "changes", "controls", "refused"),
+    *("data", "mnist"),
+)
 
 # (processes, devices of each; separated by commas if one process runs several topologies)
 TOPOLOGIES = {
@@ -43,6 +48,21 @@ EPOCHS = 10
 # Of the matrix on PyTorch, what is trained with torch.compile too.
 COMPILED = ["--models", "MLP, dropout;CNN, BatchNorm;transformer, clipping, EMA"]
 COMPILED += ["--optimizers", "adam", "--compile", "inductor"]
+# For each way to run a step, the tests in which something else is computed: it is refused, and would
+# change the bits.
+REFUSED = {
+    "jax": {
+        "one program, and programs in turns": "test_jax_self_check.py::test_the_comparison_refuses",
+        "a platform that was not measured": "test_jax_self_check.py::test_a_program_that_computes",
+        "several devices": "test_jax_invariance.py::test_control_programs_that_differ",
+    },
+    "torch": {
+        "threads, draws": "test_torch_threads.py::test_control_without_the_watch",
+        "threads, parameters": "test_torch_threads.py::test_control_without_the_refusal",
+        "threads, results": "test_torch_threads.py::test_a_result_that_differs",
+        "torch.compile": "test_torch_compiled.py::test_the_program_does_not_depend",
+    },
+}
 
 
 def script(name: str) -> list[str]:
@@ -170,6 +190,26 @@ def controls(engine: str) -> Iterator[Row]:
         yield row(f"{engine}, control that must differ: {name}", [bool(prints - real)])
 
 
+def refused(name: str, work: str) -> Iterator[bool]:
+    """The outcomes of the tests whose names begin with this one."""
+    file, _, start = name.partition("::")
+    report = Path(work, "report.xml")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        "faulthandler_timeout=0",
+        "-k",
+        start,
+        f"--junitxml={report}",
+    ]
+    subprocess.run([*command, str(MATRIX.with_name(file))], stdout=subprocess.DEVNULL)
+    for case in ET.parse(report).iter("testcase"):
+        yield case.get("name", "").startswith(start) and len(case) == 0
+
+
 def figures(engine: str) -> Iterator[bool]:
     """The worked figures of TensorFlow's custom-training tutorial."""
     for _, event in run(script("distribute_figures"), ["--engine", engine]):
@@ -226,6 +266,13 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             )
         if "controls" in parts:
             yield from controls(engine)
+        if "refused" in parts:
+            for way, name in REFUSED[engine].items():
+                with tempfile.TemporaryDirectory(prefix="perdure-proof-") as work:
+                    yield row(
+                        f"{engine}, {way}: what computes something else is refused",
+                        refused(name, work),
+                    )
         if "mnist" in parts and options.data is not None:
             yield from mnist(engine, options.data)
     if "data" in parts and util.find_spec("data_rows") is not None:

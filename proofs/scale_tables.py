@@ -41,7 +41,7 @@ SOURCES = {
     "write_bps": "durable write of one process, 2 GiB: `make bench-store`",
     "read_bps": "cold, verified load of one process, 2 GiB: `make bench-store`",
     "commit_s": "a whole durable save of 5 MB, as an upper bound: `make bench-store`",
-    "message_s": "a request to the key-value store in process 0: assumed; this proof prints its own",
+    "message_s": "a request to the key-value store in process 0: this proof, which prints it",
     "messages": "requests of one save with W = 2, 4, 8 workers: this proof",
     "restart_s": "SIGKILL to the first new step, two PyTorch workers: `make bench-recovery`",
 }

@@ -53,12 +53,16 @@ class Proxy:
     fault: Fault
     requests: list[Request] = field(default_factory=list)
     fired: list[Request] = field(default_factory=list)
-    guard: threading.Lock = field(default_factory=threading.Lock)
+    guard: threading.Condition = field(default_factory=threading.Condition)
+    unfinished: int = 0
 
 
 @contextmanager
 def proxy_to(endpoint: str, fault: Fault = lambda _: None) -> Iterator[Proxy]:
-    """A proxy to the server at `endpoint` on a free port, until the end of the block."""
+    """A proxy to the server at `endpoint` on a free port, until the end of the block.
+
+    At the end no request is on its way any more, also of a client that was killed.
+    """
     server = _Server(endpoint.removeprefix("http://"), fault)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -67,6 +71,8 @@ def proxy_to(endpoint: str, fault: Fault = lambda _: None) -> Iterator[Proxy]:
     finally:
         server.shutdown()
         thread.join()
+        with server.proxy.guard:
+            server.proxy.guard.wait_for(lambda: server.proxy.unfinished == 0, 60)
         server.server_close()
 
 
@@ -94,6 +100,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         proxy = self.server.proxy
+        with proxy.guard:
+            proxy.unfinished += 1
+        try:
+            self._pass(body, proxy)
+        finally:
+            with proxy.guard:
+                proxy.unfinished -= 1
+                proxy.guard.notify_all()
+
+    def _pass(self, body: bytes, proxy: Proxy) -> None:
         with proxy.guard:
             request = Request(
                 len(proxy.requests), self.command, self.path, dict(self.headers.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -23,7 +24,9 @@ from flax import nnx
 from perdure import (
     Checkpoint,
     CheckpointManager,
+    ManagerOptions,
     MemoryStorage,
+    Retention,
     RunConfig,
     Trainer,
     load_checkpoint,
@@ -113,7 +116,9 @@ def test_a_value_that_is_no_step_is_refused_at_once(step: Any) -> None:
             lambda: manager.reached_preemption(step),
             lambda: Checkpoint(**state(2)).save(MemoryStorage(), step),
         ):
-            with pytest.raises(ArgumentError, match="step: expected an integer from 0 to"):
+            with pytest.raises(
+                ArgumentError, match=r"step: expected (an integer from 0 to|a step, or)"
+            ):
                 call()
         if step is not None:
             with pytest.raises(ValueError, match="step: expected a"):
@@ -357,6 +362,45 @@ def test_every_reader_accepts_the_name_of_a_checkpoint(tmp_path: Path) -> None:
         load_checkpoint(f"{run}@3")
     with pytest.raises(ArgumentError, match="found None"):
         Checkpoint(**state(0)).restore(None)  # type: ignore[arg-type]
+
+
+def test_a_manager_accepts_the_names_of_the_best_and_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ManagerOptions(retention=Retention(best_metric="loss", best_mode="min"))
+    with CheckpointManager(tmp_path, options=options) as manager:
+        for step, loss in ((1, 1.0), (2, 0.5), (3, 0.75)):
+            manager.save(step, state(step), {"loss": loss})
+    with CheckpointManager(tmp_path) as manager:
+        for which, step in (("best", 2), ("best:max:loss", 1), ("latest", 3), ("3", 3)):
+            name = f"{tmp_path}@{which}"
+            assert manager.restore(name).step == step
+            assert manager.metrics(name) == manager.metrics(step)
+            assert manager.fingerprint(name) == manager.fingerprint(step)
+            assert manager.metadata(name).keys() == manager.metadata(step).keys()
+            with monkeypatch.context() as inside:
+                inside.chdir(tmp_path.parent)
+                assert manager.metrics(f"{tmp_path.name}/@{which}") == manager.metrics(step)
+        for name in (f"{tmp_path}@worst", f"{tmp_path}x@best", "best", "@best"):
+            with pytest.raises(ArgumentError, match="expected a step, or a name"):
+                manager.restore(name)
+        with pytest.raises(ArgumentError, match="expected one step"):
+            manager.metrics(f"{tmp_path}@1,2")
+        with pytest.raises(StepNotFoundError):
+            manager.metrics(f"{tmp_path}@best:min:other")
+
+
+def test_another_value_of_a_metric_of_a_saved_step_is_warned_about(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1), {"loss": 1.0, "nan": float("nan")})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.save(1, state(1), {"loss": 1.0, "nan": float("nan"), "late": 3.0}, force=True)
+        with pytest.warns(
+            UserWarning, match=r"step 1 .*: loss is 1\.0 there and 2\.0 in this save\."
+        ):
+            manager.save(1, state(1), {"loss": 2.0, "later": 4.0}, force=True)
+        assert manager.metrics(1) == {"loss": 1.0, "nan": None, "late": 3.0, "later": 4.0}
 
 
 def test_a_directory_whose_name_looks_like_a_step_is_that_directory(tmp_path: Path) -> None:

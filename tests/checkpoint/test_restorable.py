@@ -16,6 +16,7 @@ from perdure import CheckpointManager
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.errors import CorruptionError, MismatchError
 from perdure.state import differences, flatten, snapshot, template_of
+from perdure.state.template import own_differences
 from perdure.store import Run
 from perdure.store.format import hash_bytes, manifest_name
 
@@ -207,7 +208,9 @@ def test_a_compaction_keeps_the_containers(tmp_path: Path) -> None:
         assert run.manifest(2).format == 3
 
 
-def test_a_target_of_many_leaves_is_compared_in_the_order_of_its_paths_and_by_path() -> None:
+def test_a_target_of_many_leaves_is_compared_in_the_order_of_its_paths_and_by_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     state: dict[str, Any] = {f"leaf{i}": np.zeros(2, np.float32) for i in range(50)}
     template = template_of(state)
     assert not differences(template, flatten(state))
@@ -220,7 +223,12 @@ def test_a_target_of_many_leaves_is_compared_in_the_order_of_its_paths_and_by_pa
         (without | {"new": np.zeros(2, np.float32)}, ["leaf7", "new"]),
         (state | {"new": np.zeros(2, np.float32)}, ["new"]),
     ):
-        assert [line.path for line in differences(template, flatten(other))] == found
+        lines = differences(template, flatten(other))
+        assert [line.path for line in lines] == found
+        assert own_differences(state, flatten(other)) == lines
+    assert not own_differences({"a": Growing(), "b": 1}, flatten({"a": Growing(), "b": 1}))
+    monkeypatch.delattr("perdure.state.template.template_of")  # equal leaves need none
+    assert not own_differences(state, flatten(state))
 
 
 def test_a_structure_that_changes_between_saves_and_back_is_compared_each_time() -> None:

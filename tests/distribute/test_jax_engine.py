@@ -12,7 +12,7 @@ import pytest
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.data import ArrayDataset
-from perdure.distribute.jax.fused import hlo, proven_programs, step_by_form
+from perdure.distribute.jax.fused import hlo, step_by_form
 from perdure.distribute.jax.threads import pin
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
@@ -165,38 +165,6 @@ def test_weakly_typed_values_are_not_placed_on_all_devices() -> None:
     assert weak.aval.weak_type
     for leaf in (0.1, 1, True, weak):
         assert not step_by_form._is_strong(leaf)
-
-
-def test_a_step_is_fused_only_if_the_fused_program_is_grad_then_update(monkeypatch: Any) -> None:
-    compare, answers = hlo.step_difference, list[str]()
-
-    def noted(*arguments: Any) -> str:
-        answers.append(compare(*arguments))
-        return answers[-1]
-
-    def one_grad(state: Any, batch: Any, key: Any) -> Any:
-        return {"s": state["w"] * batch[0].sum(), "n": jnp.float32(3)}
-
-    def one_update(state: Any, total: Any) -> Any:
-        # In one program the product above and this sum are a fused multiply-add.
-        return {"w": state["w"] - total["s"]}, {"n": total["n"]}
-
-    def train() -> bytes:
-        strategy = OneDeviceStrategy(replicas=1)
-        step, state = strategy.step(one_grad, one_update), {"w": jnp.linspace(0.0, 1.0, 64)}
-        for number in range(3):
-            state, _ = step(state, strategy.batch(dataset(), number))
-        return np.asarray(state["w"]).tobytes()
-
-    monkeypatch.setattr(hlo, "step_difference", noted)
-    as_one = train()
-    monkeypatch.setattr(proven_programs, "_kept", lambda fn, *args: fn(*args))
-    apart = train()
-    assert answers == ["", "grad, the sum and update are not three computations to XLA"]
-    assert as_one == apart
-    # The control: without the comparison the fused program would have run.
-    monkeypatch.setattr(hlo, "step_difference", lambda *_: "")
-    assert train() != apart
 
 
 def test_a_smaller_last_batch_is_compared_once(monkeypatch: Any) -> None:

@@ -22,6 +22,7 @@ from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 from perdure.distribute.audit import AuditOptions
 from perdure.distribute.jax.fused import hlo, hlo_graph, hlo_moves, proven_programs
+from perdure.distribute.jax.programs import add_program
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
@@ -298,12 +299,12 @@ def test_results_are_given_away_only_as_long_as_that_is_asked_for() -> None:
 
 
 def test_memory_of_replicas_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the state, at most log2(V) + 2 gradients, and none for a new state if it is donated."""
+    """Beside the state, at most log2(V) + 1 gradients, and none for a new state if it is donated."""
     size, replicas, alive = 1 << 12, 8, [0]
     compiled = proven_programs._compiled
 
-    def watched(*arguments: Any, **donate: Any) -> Any:
-        program = compiled(*arguments, **donate)
+    def watched(fn: Any, *arguments: Any, donate: bool = False) -> Any:
+        program = compiled(fn, *arguments, donate=donate and (overwrites or fn is not add_program))
 
         def call(*values: Any) -> Any:
             result = program(*values)
@@ -317,7 +318,7 @@ def test_memory_of_replicas_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(proven_programs, "_compiled", watched)
     monkeypatch.setattr(proven_programs, "UNROLLED_BYTES", 0)
     most = {}
-    for donate in (True, False):
+    for donate, overwrites in ((True, True), (False, True), (True, False)):
         strategy = OneDeviceStrategy(replicas=replicas)
         step = strategy.step(
             lambda s, b, k: {"g": s["w"] * b["x"].sum()},
@@ -330,13 +331,32 @@ def test_memory_of_replicas_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
         alive[:] = []
         state, _ = step(state, shares(1, replicas))
         assert len(alive) == 2 * replicas
-        most[donate] = max(alive[:-1]), alive[-1]
+        most[donate, overwrites] = max(alive[:-1]), alive[-1]
         del state, _
-    gradients = 5  # log2(V) + 2
-    assert most[True][0] <= 1 + gradients
+    gradients = 4  # log2(V) + 1
+    assert most[True, True][0] == 1 + gradients
+    assert most[True, False][0] == 2 + gradients  # the control: a sum in memory of its own
     # During update: the state, the total, and the new state unless it has the memory of the old one.
-    assert most[True][1] == 2
-    assert most[False][1] == 3
+    assert most[True, True][1] == 2
+    assert most[False, True][1] == 3
+
+
+def test_a_contribution_that_is_a_leaf_of_the_state_is_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums overwrite contributions. With int4 leaves they are made by `jit` functions."""
+    monkeypatch.setattr(proven_programs, "UNROLLED_BYTES", 0)
+    for few in (jnp.float32, jnp.int4):
+        strategy = OneDeviceStrategy(replicas=2)
+        step = strategy.step(lambda s, b, k: {"a": s, "b": s["w"]}, lambda s, t: (s, t))
+        state: Any = {"w": jnp.arange(4.0), "few": jnp.ones(3, few)}
+        for number in range(2):
+            state, total = step(state, shares(number, 2))
+            assert total["a"]["w"].tolist() == total["b"].tolist() == [0.0, 2.0, 4.0, 6.0]
+            assert total["a"]["few"].tolist() == [2, 2, 2]
+        assert "take turns" in strategy.explain(step)
+        assert state["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert state["few"].tolist() == [1, 1, 1]
 
 
 def test_a_trainer_gives_its_own_states_away(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 """Fast steps on a platform where they were not measured: computed both ways first, and compared.
+And programs that compute something else, which the comparison of programs and these steps refuse.
 
 Here the CPU is such a platform. test_jax_invariance.py has several devices and processes.
 """
@@ -10,7 +11,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -170,18 +171,28 @@ def test_another_shape_is_another_program_and_compared_again(
 def fused_update(patch: pytest.MonkeyPatch) -> None:
     """Grad and update without the edge that keeps XLA from a fused multiply-add over it."""
     patch.setattr(proven_programs, "_kept", lambda fn, *args: fn(*args))
-    patch.setattr(hlo, "step_difference", lambda *_: "")
 
 
 def reordered_sum(patch: pytest.MonkeyPatch) -> None:
-    """The replicas added from the last to the first."""
-    total = proven_programs.Layout.sum
-    patch.setattr(
-        proven_programs.Layout,
-        "sum",
-        lambda self, values, add: total(self, reversed(list(values)), add),
-    )
-    patch.setattr(hlo, "step_difference", lambda *_: "")
+    """The replicas added from the last to the first in the program of a whole step."""
+    total, compare = proven_programs.Layout.sum, cast("Any", hlo.step_difference)
+    one_program = cast("Any", proven_programs._one_program)
+
+    def broken(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(
+                proven_programs.Layout,
+                "sum",
+                lambda self, values, add: total(self, reversed(list(values)), add),
+            )
+            return one_program(*args)
+
+    def in_the_tree(*args: Any) -> str:
+        *others, tree = args
+        return compare(*others, lambda values, add: total(tree.__self__, values, add))
+
+    patch.setattr(proven_programs, "_one_program", broken)
+    patch.setattr(hlo, "step_difference", in_the_tree)
 
 
 def averages(decays: tuple[float, float]) -> Any:
@@ -193,13 +204,15 @@ def averages(decays: tuple[float, float]) -> Any:
 
 
 def merged_constants(patch: pytest.MonkeyPatch) -> None:
-    """An update in which two decays that print alike have become one."""
-    prove, merged = proven_programs.prove, update_program(averages((0.001, 0.001)))
-    patch.setattr(
-        step_by_form,
-        "prove",
-        lambda programs, *rest: prove(programs._replace(update=merged), *rest),
-    )
+    """An update in which two decays that print alike have become one, in every fast program."""
+    merged = update_program(averages((0.001, 0.001)))
+    for name in ("_one_program", "_in_pieces"):
+        made = getattr(proven_programs, name)
+        patch.setattr(
+            proven_programs,
+            name,
+            lambda programs, *rest, made=made: made(programs._replace(update=merged), *rest),
+        )
 
 
 def failing(patch: pytest.MonkeyPatch) -> None:
@@ -216,17 +229,17 @@ def failing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_by_form, "prove", prove)
 
 
+MERGED = (
+    merged_constants,
+    (grad, averages((0.001, 0.0001))),
+    {"averages": [np.zeros(64, np.float32)] * 2},
+)
+
 CONTROLS: dict[str, tuple[Any, Functions, Any, int, str]] = {
     # Equal at the first step, in which the sum is zero.
     "fused update": (fused_update, (grad, update), None, 1, "other bits in new state sum on "),
     "reordered sum": (reordered_sum, (grad, update), None, 3, "other bits in new state sum on "),
-    "merged constants": (
-        merged_constants,
-        (grad, averages((0.001, 0.0001))),
-        {"averages": [np.zeros(64, np.float32)] * 2},
-        1,
-        "other bits in new state averages/1 on ",
-    ),
+    "merged constants": (*MERGED, 1, "other bits in new state averages/1 on "),
     "a failure": (
         failing,
         (grad, update),
@@ -235,6 +248,35 @@ CONTROLS: dict[str, tuple[Any, Functions, Any, int, str]] = {
         "a step failed where the separate programs did not (RESOURCE_EXHAUSTED: out of memory)",
     ),
 }
+
+
+COMPARED: dict[str, tuple[Any, Functions, Any, int, str]] = {
+    "fused update": (fused_update, (grad, update), None, 1, "are not three computations to XLA"),
+    "reordered sum": (reordered_sum, (grad, update), None, 3, "its replicas take turns"),
+    "merged constants": (*MERGED, 1, "new state averages/1 of update in another way"),
+    "merged constants, in turns": (*MERGED, 2, "new state averages/1 of update in another way"),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_comparison_refuses_a_program_that_computes_something_else(
+    train: Train, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    break_it, functions, state, replicas, why = COMPARED[name]
+
+    def run(on: str | None = None) -> Trained:
+        return train(range(4), on, functions, replicas, state, donate=True)
+
+    expected = run("")
+    monkeypatch.setattr(proven_programs, "UNROLLED_BYTES", 0 if "turns" in name else 1 << 20)
+    break_it(monkeypatch)
+    compared = run()
+    assert compared.results == expected.results
+    assert why in compared.said[-1]
+    # The fault is one that changes the result where nothing is compared.
+    for comparison in ("difference", "step_difference"):
+        monkeypatch.setattr(hlo, comparison, lambda *_: "")
+    assert run().results != expected.results
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -248,6 +290,7 @@ def test_a_program_that_computes_something_else_is_refused(
 
     expected = run("")
     break_it(monkeypatch)
+    monkeypatch.setattr(hlo, "step_difference", lambda *_: "")
     with pytest.warns(RuntimeWarning, match="please report this") as warned:
         checked = run("cpu")
     assert checked.results == expected.results

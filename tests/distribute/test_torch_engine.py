@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from dataclasses import dataclass
@@ -113,7 +114,10 @@ def test_grad_may_change_only_buffers_that_have_a_mean() -> None:
         (writes_parameter, "model.scale: grad changed this parameter"),
         (sets_parameter, "model.scale: grad changed this parameter"),
         (writes_tensor, "ema.x: grad changed this tensor of the state"),
-        (writes_mask, "model.mask: grad changed this buffer of bool"),
+        (
+            writes_mask,
+            "model.mask: grad changed this buffer of bool, which has no mean: change it in",
+        ),
     ]:
         state = {"model": module, "ema": {"x": torch.zeros(2)}}
         with pytest.raises(StateError) as error:
@@ -261,7 +265,9 @@ def test_backward_in_grad_gives_the_gradients_of_one_replica() -> None:
     by_function = []
     for fn in (grad, with_backward):
         strategy, module = MirroredStrategy(replicas=V), Counting()
-        strategy.step(fn, update)({"model": module}, strategy.batch(dataset(), 0))
+        train_step = strategy.step(fn, update)
+        for step in range(2):  # the second one begins with the `.grad` of the first
+            train_step({"model": module}, strategy.batch(dataset(), step))
         assert module.scale.grad is not None
         by_function.append(module.scale.grad.tolist())
     assert by_function[0] == by_function[1]
@@ -291,6 +297,44 @@ def test_random_numbers_depend_on_seed_step_and_replica() -> None:
     assert len({str(draw) for draw in one}) == len(one)
     # `key` and the global generator have the same seed.
     assert all(a == b for a, b in (pair for pair in one if isinstance(pair, tuple)))
+
+
+def test_what_the_user_draws_between_steps_is_neither_undone_nor_repeated() -> None:
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        drawn = torch.rand(())
+        if state == "fails":
+            raise ValueError("a replica")
+        return {"w": drawn}
+
+    for devices in (1, 2):
+        strategy = MirroredStrategy(devices, replicas=V)
+        train_step = strategy.step(grad, lambda state, _: (state, torch.rand(())))
+        torch.manual_seed(1)
+        expected = torch.rand(4).tolist()
+        torch.manual_seed(1)
+        drawn = []
+        for step, state in enumerate(("works", "works", "fails", "works")):
+            drawn.append(torch.rand(()).item())
+            with pytest.raises(ValueError) if state == "fails" else contextlib.nullcontext():
+                train_step(state, strategy.batch(dataset(), step))
+        assert drawn == expected
+
+
+def test_contributions_have_no_graph_and_are_no_parameters() -> None:
+    """With one replica nothing is added, so that `update` gets what `grad` returned."""
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        scale = state["model"].scale
+        return {"parameter": scale, "graph": 2 * scale, "frozen": nn.Parameter(scale, False)}
+
+    def update(state: Any, total: Any) -> Any:
+        assert not any(leaf.requires_grad or leaf.grad_fn for leaf in total.values())
+        assert not any(isinstance(leaf, nn.Parameter) for leaf in total.values())
+        return state, total
+
+    strategy, module = MirroredStrategy(replicas=1), Counting()
+    _, total = strategy.step(grad, update)({"model": module}, strategy.batch(dataset(), 0))
+    assert torch.equal(total["parameter"], module.scale)
 
 
 def test_a_tensor_at_two_paths_is_added_at_each() -> None:

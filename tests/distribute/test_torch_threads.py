@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C import _autograd
+from torch.autograd.graph import saved_tensors_hooks
 
 from perdure.data import ArrayDataset
 from perdure.distribute.torch import threads as torch_threads
@@ -95,7 +99,7 @@ def test_control_without_the_watch_a_hidden_draw_changes_the_bits(
     assert train(3, data, dropout=0.5)[1] == THREADS
 
 
-def by_optimizer(net: Any, optimizer: Any) -> Callable[..., Any]:
+def by_optimizer(net: Any, optimizer: Any) -> Any:
     """From step 2 a penalty over the parameters that the optimizer has."""
 
     def penalized(state: Any, batch: Any, key: Any) -> Any:
@@ -104,10 +108,23 @@ def by_optimizer(net: Any, optimizer: Any) -> Callable[..., Any]:
             loss = loss + 0.01 * sum((p**2).sum() for p in optimizer.param_groups[0]["params"])
         return gradients(loss, state["held"].net)
 
-    return penalized
+    return penalized, update
 
 
-def by_tensor_hook(net: Any, optimizer: Any) -> Callable[..., Any]:
+def by_caught_error(net: Any, optimizer: Any) -> Any:
+    """The same, in a program that does without the penalty if that is an error."""
+    penalized, _ = by_optimizer(net, optimizer)
+
+    def caught(state: Any, batch: Any, key: Any) -> Any:
+        try:
+            return penalized(state, batch, key)
+        except Exception:  # noqa: BLE001 - as the user writes it
+            return plain(state, batch, key)
+
+    return caught, update
+
+
+def by_tensor_hook(net: Any, optimizer: Any) -> Any:
     """From step 2 a hook of a parameter changes its gradient."""
 
     def hooked(state: Any, total: Any) -> Any:
@@ -115,10 +132,10 @@ def by_tensor_hook(net: Any, optimizer: Any) -> Callable[..., Any]:
             net[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
         return update(state, total)
 
-    return hooked
+    return plain, hooked
 
 
-def by_module_hook(net: Any, optimizer: Any) -> Callable[..., Any]:
+def by_module_hook(net: Any, optimizer: Any) -> Any:
     """From step 2 a hook of a module uses a parameter and a buffer of the user's module."""
 
     def hooked(state: Any, total: Any) -> Any:
@@ -128,19 +145,64 @@ def by_module_hook(net: Any, optimizer: Any) -> Callable[..., Any]:
             )
         return update(state, total)
 
-    return hooked
+    return plain, hooked
+
+
+def penalty_of(weight: Callable[[Any], Any], first: int = 2) -> Callable[..., Any]:
+    """A `grad` that weighs parameters by what `weight` looks up for each, from a step on."""
+
+    def penalized(state: Any, batch: Any, key: Any) -> Any:
+        net = state["held"].net
+        loss = (net(batch[0])[:, 0] * batch[1]).sum()
+        if state["steps"] >= first:
+            loss = loss + sum((weight(p) * p**2).sum() for p in net.parameters())
+        return gradients(loss, net)
+
+    return penalized
+
+
+def by_key(net: Any, optimizer: Any) -> Any:
+    weights = {p: torch.full_like(p, 0.01) for p in net.parameters()}
+    return penalty_of(lambda p: weights.get(p, 0.0)), update
+
+
+def by_member(net: Any, optimizer: Any) -> Any:
+    chosen = set(net[0].parameters())
+    return penalty_of(lambda p: 0.01 * (p in chosen)), update
+
+
+def by_moments(net: Any, optimizer: Any) -> Any:
+    """`optimizer.state` makes an entry for each key that it does not have."""
+    return penalty_of(lambda p: optimizer.state[p].get("momentum_buffer", 0.0)), update
+
+
+def by_attribute(net: Any, optimizer: Any) -> Any:
+    """From step 2 a parameter has an attribute."""
+
+    def marked(state: Any, total: Any) -> Any:
+        if state["steps"] == 1:
+            net[0].weight.decay = 0.01
+        return update(state, total)
+
+    return penalty_of(lambda p: getattr(p, "decay", 0.0)), marked
+
+
+def by_saved_tensors(net: Any, optimizer: Any) -> Any:
+    """From step 2 the caller rounds what is saved for the backward pass; see `train_with`."""
+    return plain, update
 
 
 def train_with(how: Callable[..., Any], devices: int, data: Any) -> tuple[bytes, str]:
     strategy, net = MirroredStrategy(devices, V), network()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
-    fn = how(net, optimizer)
-    functions = (fn, update) if how is by_optimizer else (plain, fn)
-    train_step = strategy.step(*functions)
+    train_step = strategy.step(*how(net, optimizer))
     state = {"held": Held(net), "sgd": optimizer, "steps": 0}
     for step in range(4):
-        state, _ = train_step(state, strategy.batch(data, step))
+        rounded = how is by_saved_tensors and step >= 2
+        with saved_tensors_hooks(torch.round, lambda t: t) if rounded else nullcontext():
+            state, _ = train_step(state, strategy.batch(data, step))
         state = {**state, "steps": step + 1}
+        optimizer.state_dict()  # an error if it has entries of parameters that it does not have
     held = [value.numpy().tobytes() for value in net.state_dict().values()]
     return b"".join(held), train_step._run.way  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -150,13 +212,35 @@ def plain(state: Any, batch: Any, key: Any) -> Any:
     return gradients(loss, state["held"].net)
 
 
-LATER = pytest.mark.parametrize("how", [by_optimizer, by_tensor_hook, by_module_hook])
+LATER = pytest.mark.parametrize(
+    "how",
+    [
+        *(by_optimizer, by_tensor_hook, by_module_hook, by_caught_error),
+        *(by_key, by_member, by_moments, by_attribute),
+        pytest.param(
+            by_saved_tensors,
+            marks=pytest.mark.skipif(
+                not hasattr(_autograd, "_top_saved_tensors_default_hooks"),
+                reason="this PyTorch does not say which hooks there are",
+            ),
+        ),
+    ],
+)
 
 
 @LATER
 def test_what_reaches_the_parameters_in_another_way_later_is_noticed(how: Any, data: Any) -> None:
     expected, _ = train_with(how, 1, data)
-    assert train_with(how, 3, data) == (expected, ONE_BY_ONE)
+    # Attributes are copied, and hooks on saved tensors are those of one call.
+    in_threads = how in (by_attribute, by_saved_tensors)
+    assert train_with(how, 3, data) == (expected, THREADS if in_threads else ONE_BY_ONE)
+
+
+def plain_parameter(parameter: Any, memo: dict[int, Any]) -> Any:
+    """One without the attributes of the user's."""
+    if parameter is not None and id(parameter) not in memo:
+        memo[id(parameter)] = nn.Parameter(parameter.detach())
+    return None if parameter is None else memo[id(parameter)]
 
 
 @LATER
@@ -166,9 +250,91 @@ def test_control_without_the_refusal_it_changes_the_bits(
     expected, _ = train_with(how, 1, data)
     monkeypatch.setattr(torch_threads, "_withheld", lambda _: nullcontext())
     monkeypatch.setattr(torch_threads, "_has_tensor_hooks", lambda _: False)
+    monkeypatch.setattr(torch_threads, "_parameter", plain_parameter)
+    monkeypatch.setattr(torch_threads.ThreadParameter, "__hash__", torch.Tensor.__hash__)
+    monkeypatch.setattr(torch_threads._Watched, "has_new_keys", lambda _: False)
+    monkeypatch.setattr(torch.optim.Optimizer, "state_dict", lambda _: {})
+    monkeypatch.setattr(torch_threads, "_saved_tensors_hooks", lambda _: None)
     found, way = train_with(how, 3, data)
     assert way == THREADS
     assert found != expected
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("in_state", [True, False])
+def test_no_parameter_of_a_thread_stays_where_it_was_looked_up(
+    in_state: bool, first: int, data: Any
+) -> None:
+    found = []
+    for devices in (1, 3):
+        strategy, net = MirroredStrategy(devices, V), network()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        entries = optimizer.state if in_state else defaultdict(dict)
+        fn = penalty_of(lambda p, entries=entries: entries[p].get("none", 0.01), first)
+        train_step = strategy.step(fn, update)
+        for step in range(4):
+            state = {"held": Held(net), "sgd": optimizer, "steps": step}
+            train_step(state, strategy.batch(data, step))
+            if in_state:  # at once; elsewhere in the next step, where two keys are the same
+                assert all(type(key) is nn.Parameter for key in entries)
+        assert {id(key) for key in entries} == {id(p) for p in net.parameters()}
+        found.append([p.tolist() for p in net.parameters()])
+    assert found[0] == found[1]
+
+
+def drawing(state: Any, batch: Any, key: Any) -> Any:
+    factor = np.random.rand() * random.random()  # noqa: NPY002 - as users still write
+    return plain(state, (batch[0] * factor, batch[1]), key)
+
+
+def test_draws_from_generators_of_python_run_one_by_one(data: Any) -> None:
+    found = []
+    for devices in (1, 3):
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        found.append(train(devices, data, drawing))
+    assert found == [(found[0][0], ONE_BY_ONE)] * 2
+
+
+def test_control_without_the_watch_draws_of_python_change_the_bits(
+    data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_threads._Shared, "disturbed", lambda _: False)
+    with pytest.raises(AssertionError):
+        test_draws_from_generators_of_python_run_one_by_one(data)
+
+
+def test_another_thread_that_uses_the_model_during_a_step_gets_what_to_do() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    refused = pytest.raises(StateError, match="Use it between two steps")
+    with torch_threads._withheld([weight]), refused:
+        weight.detach()
+    assert weight.detach().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_first_step_refuses_what_grad_must_not_change(devices: int, data: Any) -> None:
+    strategy = MirroredStrategy(devices, V)
+
+    def step(fn: Callable[..., Any], net: Any) -> Any:
+        state = {"held": Held(net), "noise": torch.Generator(), "sgd": None}
+        return strategy.step(fn, lambda state, _: (state, None))(state, strategy.batch(data, 0))
+
+    def shrinks(state: Any, batch: Any, key: Any) -> Any:
+        state["held"].net[0].weight.data.mul_(0.9)
+        return plain(state, batch, key)
+
+    def draws(state: Any, batch: Any, key: Any) -> Any:
+        noise = torch.rand(8, generator=state["noise"])
+        return plain(state, (batch[0] + noise, batch[1]), key)
+
+    step(plain, network())
+    with pytest.raises(StateError, match=r"held\.net\.0\.weight: grad changed this parameter"):
+        step(shrinks, network())
+    with pytest.raises(StateError, match="noise: grad drew from this generator"):
+        step(draws, network())
+    with pytest.raises(StateError, match=r"held\.net\.1\.weight: .* lazy module"):
+        step(plain, nn.Sequential(nn.Linear(8, 2), nn.LazyLinear(1)))
 
 
 def test_no_thread_computes_beside_the_reference_after_an_error() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 from noisy_loader import EPOCHS, batches, loader, resumed, until
 
+from perdure import CheckpointManager
 from perdure.torch import ResumableLoader
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
@@ -75,3 +79,52 @@ def test_lightning_begins_the_next_epoch_at_the_end_of_one() -> None:
         again = loader()
         names["load"](again, data.state_dict())
         assert (again.epoch, again.batch) == (epoch, 3 * (1 - epoch))
+
+
+def in_parts(run: Path, stop: int, saves_within: bool) -> list[bytes]:
+    """Batches of five iterations of one batch each; an epoch has three."""
+    data = loader()
+    received: list[bytes] = []
+    with CheckpointManager(run, recipe={}) as manager:
+        state, start = manager.restore_or_initialize({"loader": data})
+        for step in range(start, stop):
+            for batch in itertools.islice(data, 1):
+                received.append(batch.numpy().tobytes())
+                if saves_within:
+                    manager.save(step + 1, state)
+            if not saves_within:
+                manager.save(step + 1, state)
+    return received
+
+
+def test_a_save_after_a_loop_of_islice_resumes_with_the_next_batch(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = in_parts(tmp_path / "whole", 5, saves_within=False)
+        for stop in (2, 3, 4):
+            first = in_parts(tmp_path / str(stop), stop, saves_within=False)
+            assert first + in_parts(tmp_path / str(stop), 5, saves_within=False) == whole
+
+
+def test_a_save_within_a_loop_of_islice_at_the_end_of_an_epoch_is_warned_about_once(
+    tmp_path: Path,
+) -> None:
+    with pytest.warns(RuntimeWarning, match="step 3: the state of this") as caught:
+        whole = in_parts(tmp_path / "whole", 7, saves_within=True)
+    assert len([line for line in caught if line.category is RuntimeWarning]) == 1
+    assert caught[0].filename == __file__
+    first = in_parts(tmp_path / "end", 3, saves_within=True)
+    assert first + in_parts(tmp_path / "end", 7, saves_within=True) != whole  # as it says
+
+
+def test_epochs_that_are_left_at_their_last_batch_are_not_warned_about() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = loader()
+        for _ in range(2):
+            for _ in zip(range(len(data)), data, strict=True):
+                data.state_dict()
+            data = resumed(until(loader(), 2)[1], loader)
+            for _ in zip(range(1), data, strict=False):  # the rest of a resumed epoch
+                data.state_dict()
+            data.set_epoch(1)

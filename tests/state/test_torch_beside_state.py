@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from perdure import CheckpointManager
+from perdure import CheckpointManager, MemoryStorage
 from perdure.errors import MismatchError, StateError
-from perdure.state import restore, snapshot
+from perdure.state import beside_state, restore, snapshot
+from perdure.state.beside_state import leaves_beside
 from perdure.state.unsaved_attributes import UnsavedAttributes
 
 State = dict[str, Any]
@@ -52,6 +53,141 @@ def test_a_layer_that_the_run_has_unfrozen_is_trained_after_a_resume(tmp_path: P
             manager.restore(like={"net": other}, leaves="net")  # parts of a checkpoint
         assert flags(same) == [True, True, True, False]
         assert flags(other) == [False, False, True, True]
+
+
+def modes(module: torch.nn.Module) -> list[bool]:
+    return [part.training for part in module.modules()]
+
+
+def normalized() -> torch.nn.Sequential:
+    inner = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5))
+    return torch.nn.Sequential(inner, torch.nn.BatchNorm1d(2))
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_submodules_get_the_modes_that_they_were_saved_in(tmp_path: Path, is_wrapped: bool) -> None:
+    def wrapped(module: torch.nn.Module) -> torch.nn.Module:
+        return torch.nn.DataParallel(module) if is_wrapped else module
+
+    saved, now = normalized(), normalized()
+    saved[0][0].eval()  # type: ignore[index]
+    now[1].eval()
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.save(1, {"net": wrapped(saved)})
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        with pytest.warns(
+            UserWarning, match=r"`training` is set.*: net/0/0 to False, net/1 to True\. To train"
+        ):
+            manager.restore(like={"net": now})
+        assert modes(now) == modes(saved) == [True, True, False, True, True]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.restore(like={"net": now})  # has the same
+            evaluated = normalized().eval()
+            manager.restore(like={"net": evaluated})  # inside an evaluation
+            parts = normalized()
+            manager.restore(like={"net": parts}, leaves="net")
+        assert not any(modes(evaluated))
+        assert all(modes(parts))
+
+
+def test_modes_that_were_saved_in_an_evaluation_are_left_there(tmp_path: Path) -> None:
+    saved = normalized()
+    with CheckpointManager(tmp_path, recipe={}) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager.save(1, {"net": saved.eval()})
+        now = normalized()
+        now[1].eval()
+        manager.restore(like={"net": now})
+        assert modes(now) == [True, True, True, True, False]
+
+
+LOOPS = {  # (to None, where `zero_grad` is called)
+    "keeps": (False, "first"),
+    "keeps, at the end": (False, "last"),
+    "drops": (True, "first"),
+    "drops, after the save": (True, "last"),
+    "drops, before the save": (True, "before"),
+}
+
+
+def heads(
+    run: MemoryStorage, loop: str, stop: int, look: Callable[[State], None]
+) -> dict[str, bytes]:
+    """Trains one head or the other, so that momentum moves an idle one that has a gradient."""
+    to_none, when = LOOPS[loop]
+    torch.manual_seed(0)
+    net = torch.nn.ModuleList(torch.nn.Linear(2, 1) for _ in range(3))
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    with CheckpointManager(run, recipe={}) as manager:
+        state, start = manager.restore_or_initialize({"net": net, "optimizer": optimizer})
+        look(state)
+        for step in range(start, stop):
+            if when == "first":
+                optimizer.zero_grad(set_to_none=to_none)
+            # -0.0 is a gradient here, too, which a sum with 0.0 would change.
+            batch = torch.tensor([[1.0 + step, -0.0]])
+            (net[0](batch) + net[1 + step % 2](batch)).sum().backward()
+            if step == 3:
+                net[0].requires_grad_(False)
+            optimizer.step()
+            if when == "before":
+                optimizer.zero_grad(set_to_none=to_none)
+            manager.save(step + 1, state)
+            if when == "last":
+                optimizer.zero_grad(set_to_none=to_none)
+    return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*has frozen other parameters")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_optimizer_moves_an_idle_layer_after_a_resume_if_the_run_does(
+    loop: str,
+) -> None:
+    given: list[int] = []
+
+    def look(state: State) -> None:
+        given.append(sum(value.grad is not None for value in state["net"].parameters()))
+
+    whole = heads(MemoryStorage(), loop, 7, look)
+    for stop in (4, 5):
+        heads(run := MemoryStorage(), loop, stop, look)
+        given.clear()
+        assert heads(run, loop, 7, look) == whole
+        assert given == [0 if LOOPS[loop][0] else 6]
+
+
+@pytest.mark.filterwarnings("ignore:.*has frozen other parameters")
+@pytest.mark.parametrize(
+    ("loop", "name", "instead"),
+    [
+        ("keeps", "_give_gradients", lambda *_: None),
+        ("drops, after the save", "keeps_gradients", lambda _: True),
+    ],
+)
+def test_without_zeros_or_with_zeros_for_all_the_idle_layer_differs(
+    monkeypatch: pytest.MonkeyPatch, loop: str, name: str, instead: Any
+) -> None:
+    """Negative control of the test above."""
+    whole = heads(MemoryStorage(), loop, 7, lambda _: None)
+    monkeypatch.setattr(beside_state, name, instead)
+    heads(run := MemoryStorage(), loop, 5, lambda _: None)
+    assert heads(run, loop, 7, lambda _: None) != whole
+
+
+def test_a_second_save_of_a_step_is_no_sign_that_gradients_stay() -> None:
+    value = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([value, torch.nn.Parameter(torch.ones(1))], 0.1)
+    value.sum().backward()
+    assert "torch/gradients" not in leaves_beside({"o": optimizer})
+    assert "torch/gradients" not in leaves_beside({"o": optimizer})
+    optimizer.zero_grad(set_to_none=False)
+    for _ in range(2):
+        assert leaves_beside({"o": optimizer})["torch/gradients"].text == '{"o":["0"]}'
+    optimizer.zero_grad()
+    assert "torch/gradients" not in leaves_beside({"o": optimizer})
+    value.sum().backward()
+    assert "torch/gradients" not in leaves_beside({"o": optimizer})
 
 
 class Module(torch.nn.Module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import Operations, contents, local_leaves, make_leaves, run_on, sharing_states
@@ -10,7 +12,16 @@ from helpers import Operations, contents, local_leaves, make_leaves, run_on, sha
 from damage import flip
 from perdure.checkpoint.restore_source import load_good
 from perdure.errors import CorruptionError, PruneError, StoreError
-from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
+from perdure.store import (
+    Leaf,
+    LocalStorage,
+    MemoryStorage,
+    PruneRequest,
+    Run,
+    compact,
+    garbage_collection,
+    verify_run,
+)
 from perdure.store.format import MAX_STEP, manifest_name
 
 EVERYTHING = PruneRequest(orphans_to=MAX_STEP, compact_from=0, everywhere=True)
@@ -66,6 +77,24 @@ def test_a_pack_that_is_mostly_alive_stays(tmp_path: Path) -> None:
             run.plan(PruneRequest(frozenset({1}), compact_from=10**6, everywhere=True)).compact
             == ()
         )
+
+
+def test_a_pack_too_small_to_be_compacted_costs_no_look_at_every_leaf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leaf that never changes keeps a small pack in use, which each prune would look into."""
+    looks: list[Collection[str]] = []
+
+    def watched(manifests: Any, packs: Collection[str]) -> Any:
+        looks.append(packs)
+        return compact.live_chunks(manifests, packs)
+
+    monkeypatch.setattr(garbage_collection, "live_chunks", watched)
+    with filled(tmp_path) as run:
+        (size,) = {run.contents().packs[pack.name] for pack in run.manifest(1).packs}
+        for least, looked in ((size + 1, 0), (size, 1)):
+            run.plan(PruneRequest(frozenset({1}), compact_from=least))
+            assert len(looks) == looked
 
 
 def test_a_chunk_that_is_damaged_is_not_moved_and_its_pack_stays(tmp_path: Path) -> None:

@@ -408,7 +408,7 @@ def test_a_manifest_that_rotted_after_it_was_indexed_is_found(small_index: Count
     storage = MemoryStorage()
     shared = {f"frozen{number}": leaves_of(0)[f"w{number}"] for number in range(3)}
     with Run(storage, create=True) as run:
-        run.save(1, {**shared, "bulk": make_leaves(1, (10**6,))["model/layer0"]})
+        run.save(1, {**shared, "bulk": make_leaves(1, (5 * 10**6,))["model/layer0"]})
         for step in range(2, 9):
             run.save(step, {**shared, **leaves_of(step)})
     data = storage.objects[manifest_name(3)]

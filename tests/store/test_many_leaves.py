@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -57,7 +58,7 @@ def test_blocks_give_the_bytes_of_the_whole(block: int, count: int) -> None:
     assert manifest.fingerprint == hash_bytes(msgspec.json.encode(rows)) == fingerprint(rows[::-1])
     body = msgspec.json.encode(manifest, order="deterministic") + b"\n"
     expected = b'{"digest":"' + hash_bytes(body).encode() + b'",' + body[1:]
-    assert encode_manifest(manifest) == encode_checked(manifest, "here") == expected
+    assert encode_manifest(manifest) == b"".join(encode_checked(manifest, "here")) == expected
     assert decode_manifest(expected, "here") == manifest
     chunks = [(hash_bytes(b"%d" % i), i) for i in range(count)]
     index = msgspec.json.encode({"format": 1, "chunks": chunks})
@@ -101,11 +102,12 @@ def mixed_state(seed: int) -> dict[str, Leaf]:
     return leaves
 
 
-@pytest.mark.parametrize("gather", [1, 100, 262_144])
+@pytest.mark.parametrize(("gather", "chunks_of"), [(1, 4096), (100, 7), (262_144, 5)])
 def test_groups_of_small_chunks_keep_every_leaf_and_write_no_bytes_twice(
-    monkeypatch: pytest.MonkeyPatch, gather: int
+    monkeypatch: pytest.MonkeyPatch, gather: int, chunks_of: int
 ) -> None:
     monkeypatch.setattr("perdure.store.pack_writer.GATHER_BYTES", gather)
+    monkeypatch.setattr("perdure.store.pack_writer.GATHER_CHUNKS", chunks_of)
     storage = MemoryStorage()
     first, second = mixed_state(1), mixed_state(2)
     with run_on(storage) as run:
@@ -143,3 +145,26 @@ def test_groups_of_small_chunks_keep_every_leaf_and_write_no_bytes_twice(
     assert written == sum(chunks.values()) + tails
     every_chunk = sum(leaf.nbytes for leaf in (*first.values(), *second.values()))
     assert every_chunk > 1.2 * sum(chunks.values())  # control: there was something to share
+
+
+def test_paths_are_those_of_different_leaves_of_a_tree() -> None:
+    """Every set of up to three paths, of which some come between a path and those below it."""
+    names = ["", "a", "a!", "a.b/c", "a/", "a/b", "a/b!", "a/b/c", "a//b", "a0", "/a", "b", "b/c"]
+    refused = 0
+    for count in (1, 2, 3):
+        for paths in itertools.combinations(sorted(names), count):
+            parts = [path.split("/") for path in paths if path]
+            is_tree = all(map(all, parts)) and not any(
+                lower.startswith(f"{upper}/") for upper in paths for lower in paths
+            )
+            refused += not is_tree
+            leaves = [LeafEntry(path, "py:none", text="") for path in paths]
+            if is_tree:
+                assert checked_fingerprint(1, (), leaves, "here")
+                continue
+            with pytest.raises(CorruptionError, match="path"):
+                checked_fingerprint(1, (), leaves, "here")
+    assert refused > 100
+    for paths in (["a", "a"], ["b", "a"]):
+        with pytest.raises(CorruptionError, match=r"is the same|not sorted"):
+            checked_fingerprint(1, (), [LeafEntry(p, "py:none", text="") for p in paths], "here")

@@ -195,6 +195,27 @@ def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
     return run, named
 
 
+def named_step(run: Run, name: str) -> int | None:
+    """The step that a name of a checkpoint of `run` says; None for the newest good one.
+
+    Raises as `open_checkpoint`, and `ArgumentError` for any other name.
+    """
+    for pattern in (_BEST, _STEPS):
+        if (match := pattern.fullmatch(name)) and _is_of(match["run"], run):
+            which = match["which"]
+            return None if which == "latest" else _one_step(Address(run, run.where, which))
+    raise ArgumentError(
+        f"step: expected a step, or a name such as {name_at_step(run.where, 120)!r} (with @latest, "
+        f"@best, @best:max:METRIC or @best:min:METRIC for a step), found {name!r}. For another run "
+        f"directory use `perdure.load_checkpoint`."
+    )
+
+
+def _is_of(name: str, run: Run) -> bool:
+    """Whether a name is that of the run: its URL, or any path of its directory."""
+    return name == run.where or os.path.realpath(name) == os.path.realpath(run.where)
+
+
 def _one_step(address: Address) -> int:
     steps = _steps(address)
     if len(steps) > 1:

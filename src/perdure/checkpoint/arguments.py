@@ -9,10 +9,11 @@ from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+from perdure.checkpoint.address import named_step
 from perdure.errors import ArgumentError
 from perdure.state import is_state
+from perdure.store import Run
 from perdure.store.format import MAX_STEP
-from perdure.store.urls import name_at_step, split_step
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type)
 
@@ -40,23 +41,14 @@ def step_number(step: Any) -> int:
     return number
 
 
-def step_or_name(step: Any, directory: str) -> int | None:
-    """The step that `step` names in `directory`: a number, `RUN@STEP`, or None for the newest.
+def step_or_name(step: Any, run: Run) -> int | None:
+    """The step of a number, or of a name such as `RUN@STEP`; None for the newest good one.
 
-    Raises `ArgumentError` for a name in another run directory, and as `step_number`.
+    Raises as `named_step` and `step_number`.
     """
-    if not isinstance(step, str):
-        return None if step is None else step_number(step)
-    if step == f"{directory}@latest":
-        return None
-    run, number = split_step(step)
-    if number is None or run != directory:
-        raise ArgumentError(
-            f"step: expected a step, or a name such as {name_at_step(directory, 120)!r}, found "
-            f"{step!r}. For the best use `best_step()`, for another run directory "
-            f"`perdure.load_checkpoint`."
-        )
-    return number
+    if isinstance(step, str):
+        return named_step(run, step)
+    return None if step is None else step_number(step)
 
 
 def positive(name: str, value: Any) -> int:

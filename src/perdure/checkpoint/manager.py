@@ -245,7 +245,7 @@ class CheckpointManager(RunQueries):
         (`ManagerOptions.save_random_state`). After another one, the first save warns.
 
         Args:
-            step: A step, a name such as `latest_checkpoint`, or None for the newest.
+            step: A step, a name such as `RUN@best`, or None for the newest.
             like: The template; without one the state is nested dicts of NumPy arrays.
             leaves: Paths of leaves or of branches (`"model"` for all below it), or patterns (`*` in a
                 part of a path, `**` for any parts: `"model/**/kernel"`): only these are read and
@@ -267,7 +267,7 @@ class CheckpointManager(RunQueries):
                 part of an object that is restored as a whole.
         """
         request = RestoreRequest.of(like, leaves, strict, rename, cast)
-        restored = self._restore(step_or_name(step, self.directory), like, request)
+        restored = self._restore(step_or_name(step, self._run), like, request)
         if restored is None:
             if like is not None and request.is_strict:
                 self._restorer.expect(like)  # a program may catch the error and start from it

@@ -7,12 +7,12 @@ from typing import Any
 
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.errors import MismatchError, StateError
-from perdure.state import Template, differences, format_differences, template_of
+from perdure.state import Template, differences, format_differences
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import is_plain
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import state_dict_advice
-from perdure.state.template import TargetWalk, same_specs
+from perdure.state.template import TargetWalk, own_differences, same_specs
 from perdure.state.unsaved_attributes import UnsavedAttributes
 from perdure.store import Leaf
 
@@ -42,7 +42,7 @@ class RestoreCheck:
         try:
             walk = TargetWalk(like, None)
             self._template = walk.template
-            self.plain = {path for path, value in walk.values.items() if is_plain(value)}
+            self.plain = {path for path, value in walk.pairs() if is_plain(value)}
         except StateError:  # the first save raises the same error
             self._template, self.plain = None, ()
         self._known = self._partial = None
@@ -85,10 +85,12 @@ class RestoreCheck:
         """Raise `MismatchError` if the first save could not be restored; later calls do nothing."""
         if self._known is not None:
             return
-        template, target = self._template, "the target that was given to the restore"
-        if template is None:
-            template, target = template_of(state), "the state itself"
-        if lines := differences(template, leaves):
+        if self._template is None:
+            target, lines = "the state itself", own_differences(state, leaves)
+        else:
+            target = "the target that was given to the restore"
+            lines = differences(self._template, leaves)
+        if lines:
             grown = (
                 " A list or a dict that grows belongs in an object with `state_dict` and "
                 "`load_state_dict`."

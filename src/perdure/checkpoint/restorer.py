@@ -15,8 +15,8 @@ from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import MismatchError, StoreError, counted
+from perdure.state.beside_state import restore_beside
 from perdure.state.epoch_ends import load_epoch_ends
-from perdure.state.frozen_parameters import restore_frozen
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import ProcessRandom, processes_of
@@ -28,6 +28,7 @@ from perdure.state.shard_targets import needed_regions
 from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.store import Loaded, Manifest, Run
 from perdure.store.format import DCP_LAYOUT
+from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Region
 from perdure.store.loading import Needs
 
@@ -63,6 +64,10 @@ class Restorer:
         Only an exact restore counts as the resume of the run: it alone restores the random generators,
         and the next save after any other one warns.
         """
+        with gc_paused():  # one pause for all of it, because each one ends in a collection
+            return self._restore(step, like, request)
+
+    def _restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         wanted = request.wanted()
         run, mirror = self._managed.run, self._managed.mirror
         needs = Needs(wanted, self._regions(like, request))
@@ -95,7 +100,7 @@ class Restorer:
             self._check.restored_exactly(step)
             self._managed.journal.resume(step)
             renaming = request.renaming
-            for note in restore_frozen(state, loaded.process_leaves, renaming, where):
+            for note in restore_beside(state, loaded.process_leaves, renaming, where):
                 warn_caller(note)
             self._restore_random(where, loaded)
             if has_shards:

@@ -84,25 +84,27 @@ class RunQueries(CallGuard):
         recorded = recorded_retention(self._run.storage)
         return Retention() if recorded is None else recorded.retention
 
-    def metrics(self, step: int) -> dict[str, float | None]:
-        """The metrics that `step` was saved with; None stands for NaN or an infinity.
+    def metrics(self, step: int | str) -> dict[str, float | None]:
+        """The metrics that a checkpoint was saved with; None stands for NaN or an infinity.
+
+        Args:
+            step: A step, or a name: `RUN@STEP`, `RUN@latest`, `RUN@best`.
 
         Raises:
-            StepNotFoundError: There is no checkpoint of that step.
+            StepNotFoundError: There is no such checkpoint.
         """
-        return dict(self._run.manifest(step_number(step)).metrics)
+        return dict(self._run.manifest(self._step(step)).metrics)
 
     def pinned_steps(self) -> list[int]:
         """Steps that were pinned, oldest first."""
         return sorted(self._run.pinned())
 
-    def fingerprint(self, step: int) -> str:
+    def fingerprint(self, step: int | str) -> str:
         """Fingerprint of a committed checkpoint: equal fingerprints are equal bits.
 
-        Raises:
-            StepNotFoundError: There is no checkpoint of that step.
+        `step` and the error are those of `metrics`.
         """
-        return self._run.manifest(step_number(step)).fingerprint
+        return self._run.manifest(self._step(step)).fingerprint
 
     def metadata(self, step: int | str | None = None) -> Any:
         """What a checkpoint holds, as nested dicts. Reads its manifest and no array.
@@ -111,16 +113,23 @@ class RunQueries(CallGuard):
         attributes `dtype` (its name) and `shape`. A Python scalar is its value.
 
         Args:
-            step: A step, a name such as `latest_checkpoint`, or None for the newest.
+            step: A step, a name such as `RUN@best`, or None for the newest.
 
         Raises:
             StepNotFoundError: There is no such checkpoint.
             CorruptionError: Its manifest is damaged.
         """
-        number = step_or_name(step, self.directory)
+        number = self._step(f"{self.directory}@latest" if step is None else step)
+        return metadata_tree(self._run.manifest(number).leaves)
+
+    def _step(self, step: int | str) -> int:
+        """The step of a number or a name."""
+        if not isinstance(step, str):
+            return step_number(step)
+        number = step_or_name(step, self._run)
         if number is None and (number := self.latest_step()) is None:
             raise StepNotFoundError(f"{self.directory}: expected a checkpoint, found none.")
-        return metadata_tree(self._run.manifest(number).leaves)
+        return number
 
 
 def describe_newest(run: Run) -> str:

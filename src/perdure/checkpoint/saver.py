@@ -37,8 +37,8 @@ from perdure.errors import (
 )
 from perdure.heartbeats import saving
 from perdure.state import snapshot
+from perdure.state.beside_state import leaves_beside
 from perdure.state.epoch_ends import store_epoch_ends
-from perdure.state.frozen_parameters import frozen_leaves
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
 from perdure.state.snapshot_buffer import SnapshotBuffer
@@ -155,7 +155,7 @@ class BackgroundSaver:
                 self._check_restorable(step, state, leaves, preempted)
                 own |= store_epoch_ends(leaves, index)
             if index == 0:
-                own |= frozen_leaves(state)
+                own |= leaves_beside(state)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
                 self._background.submit(partial(self._decline, step, error))

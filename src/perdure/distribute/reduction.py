@@ -27,6 +27,8 @@ class Plan:
         # For every process, the range of replicas of each of its devices.
         self.parts = split(replicas, engine.devices_per_process)
         self.local = self.parts[engine.processes.index]
+        # Number of the first replica of this process.
+        self.first = self.local[0][0]
         self.roots = [partial_roots(part[0][0], part[-1][1], replicas) for part in self.parts]
         # The leaves of a contribution, by signature: for errors, without keeping values.
         self.described: dict[Any, dict[str, str]] = {}
@@ -36,11 +38,6 @@ class Plan:
     def reduction(self) -> Reduction:
         """A reduction over the replicas, in the fixed tree."""
         return Reduction(self)
-
-    @property
-    def first(self) -> int:
-        """Number of the first replica of this process."""
-        return self.local[0][0]
 
     def device_of(self, replica: int) -> Any:
         """The local device that runs a local replica."""
@@ -55,28 +52,38 @@ class Plan:
         )
 
 
+class _DeviceSum:
+    """The contributions of one device: their sum, and what they are."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.tree = TreeSum(plan.replicas, plan.engine.add)
+        # Its replicas, with the signatures. Compared when all are there.
+        self.seen: list[tuple[int, Any]] = []
+        self.whole = True
+
+
 class Reduction:
     """Takes the contribution of each local replica and returns the total. Used once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._engine = plan.engine
-        self._stacks = [TreeSum(plan.replicas, plan.engine.add) for _ in plan.local]
-        # Of each device: its replicas, with the signatures. Compared when all are there.
-        self._seen: list[list[tuple[int, Any]]] = [[] for _ in plan.local]
-        self._whole = [True for _ in plan.local]
+        self._devices = [_DeviceSum(plan) for _ in plan.local]
 
     def begin(self, device: int) -> None:
         """Forget what was pushed for a device. Devices may be pushed to from different threads."""
-        if not self._seen[device]:
-            return
-        self._stacks[device] = TreeSum(self._plan.replicas, self._engine.add)
-        self._seen[device], self._whole[device] = [], True
+        if self._devices[device].seen:
+            self._devices[device] = _DeviceSum(self._plan)
 
     def push(self, device: int, replica: int, value: Any) -> None:
         """Add the contribution of `replica`; those of one device come in their order."""
+        here = self._devices[device]
+        seen = here.seen
+        if len(self._plan.local_replicas) == 1:  # there is no other to compare it with
+            seen.append((replica, None))
+            here.tree.push(TreeNode(0, replica), value)
+            return
         form = signature(self._engine.trees, value)
-        seen = self._seen[device]
         seen.append((replica, form))
         first = seen[0][1]
         is_like_first = form is first or form == first
@@ -86,10 +93,10 @@ class Reduction:
                 self._plan.described[form] = describe(self._engine.trees, value)
             self._plan.last_described = form
         # After one that differs nothing can be added; `total` reports which.
-        if is_like_first and self._whole[device]:
-            self._stacks[device].push(TreeNode(0, replica), value)
+        if is_like_first and here.whole:
+            here.tree.push(TreeNode(0, replica), value)
         else:
-            self._whole[device] = False
+            here.whole = False
 
     def total(self, *, check: bool) -> Any:
         """The sum over all replicas of the group, on the first local device. A collective.
@@ -98,13 +105,14 @@ class Reduction:
         because a difference would otherwise be a hang or a wrong sum.
         """
         engine, plan = self._engine, self._plan
-        home = engine.devices[0]
-        if len(self._seen) > 1 or not self._whole[0]:  # else `push` has compared them
-            for pushed in itertools.chain(*self._seen):
-                self._require_alike(self._seen[0][0], pushed)
-        nodes = self._stacks[0].roots()
-        for stack in self._stacks[1:]:
-            nodes += [(node, engine.put(value, home)) for node, value in stack.roots()]
+        first, *others = self._devices
+        if others or not first.whole:  # else `push` has compared them
+            for pushed in itertools.chain(*(device.seen for device in self._devices)):
+                self._require_alike(first.seen[0], pushed)
+        nodes = first.tree.roots()
+        for device in others:
+            home = engine.devices[0]
+            nodes += [(node, engine.put(value, home)) for node, value in device.tree.roots()]
         if len(nodes) > 1:
             nodes = merge(nodes, plan.replicas, engine.add)
         if engine.processes.count > 1:

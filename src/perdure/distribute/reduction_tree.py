@@ -64,7 +64,6 @@ class TreeSum(Generic[T]):
         stack = self._stack
         while True:
             (level, number), value = stack[-1]
-            parent = TreeNode(level + 1, number >> 1)
             if number % 2:
                 # A right child: it merges if its left sibling is the whole entry below it.
                 if len(stack) < 2 or stack[-2][0] != (level, number - 1):
@@ -76,7 +75,7 @@ class TreeSum(Generic[T]):
                 return  # it waits for its sibling, or it is the root
             else:
                 stack.pop()
-            stack.append((parent, value))
+            stack.append((TreeNode(level + 1, number >> 1), value))
 
 
 def merge(

@@ -140,14 +140,13 @@ class TrainStep:
         stream = Stream(self._seed, step, plan.replicas)
         # The total is on the first device.
         results = [engine.update(self._update, states[0], total, stream)]
-        results += [
-            engine.update(self._update, placed, engine.put(total, device), stream)
-            for placed, device in zip(states[1:], engine.devices[1:], strict=False)
-        ]
+        for number in range(1, len(states)):
+            moved = engine.put(total, engine.devices[number])
+            results.append(engine.update(self._update, states[number], moved, stream))
         return results
 
     def _as_one(self, results: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-        return self._plan.engine.replicate([new for new, _ in results]), results[0][1]
+        return self._plan.engine.replicate([result[0] for result in results]), results[0][1]
 
     def many(self, state: Any, batches: Iterable[PerReplica]) -> tuple[Any, Any]:
         """Train on several batches, one after the other, with the bits of the single steps.
@@ -172,7 +171,7 @@ class TrainStep:
     ) -> Any:
         """The sum of the contributions of all replicas of the group."""
         plan, engine = self._plan, self._plan.engine
-        reduction = plan.reduction()
+        reduction, first = plan.reduction(), plan.first
 
         def compute(device: int, placed: Any, replica: int, share: Any) -> Any:
             share = engine.put(share, engine.devices[device])
@@ -181,7 +180,7 @@ class TrainStep:
         def contribute(device: int, placed: Any) -> Iterator[tuple[int, Any]]:
             reduction.begin(device)
             for replica in range(*plan.local[device]):
-                value = compute(device, placed, replica, batch.values[replica - plan.first])
+                value = compute(device, placed, replica, batch.values[replica - first])
                 if audit:
                     audit.keep(replica, value)
                 reduction.push(device, replica, value)

@@ -9,7 +9,7 @@ a framework to find out would take seconds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -18,15 +18,26 @@ from perdure.state.stateful import Stateful
 from perdure.store.leaf import Leaf
 
 
+class Pairs:
+    """Keys and values as pairs that are made when they are asked for: there may be very many."""
+
+    def __init__(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        self._keys = keys
+        self._values = values
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return zip(self._keys, self._values, strict=True)
+
+
 class Node(NamedTuple):
     """An interior value: its children by key, and the function that rebuilds it from new children.
 
-    A child with an empty key adds nothing to the path. `rebuild` returns a new value, or with
-    `in_place` changes the value (a Keras layer) and cannot fail once its leaves fit. In-place changes
-    are made last, after everything has been compared and built.
+    The children can be iterated over again; one with an empty key adds nothing to the path. `rebuild`
+    returns a new value, or with `in_place` changes the value (a Keras layer) and cannot fail once its
+    leaves fit. In-place changes are made last, after everything has been compared and built.
     """
 
-    children: list[tuple[str, Any]]
+    children: Iterable[tuple[str, Any]]
     rebuild: Callable[[list[Any]], Any]
     in_place: bool = False
 

@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, NoVariables
+from perdure.state.adapter import Node, NoVariables, Pairs
 from perdure.state.generators import generator_node
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.state.leaf_errors import type_name
@@ -51,7 +52,7 @@ class Builtin(NoVariables):
     """See `perdure.state.adapter.Adapter`. Needs no framework."""
 
     def spec(self, value: Any) -> LeafSpec | None:
-        if type(value) is np.ndarray and (name := BUFFER_DTYPES.get(value.dtype)) is not None:
+        if type(value) is ndarray and (name := BUFFER_DTYPES.get(value.dtype)) is not None:
             return LeafSpec(name, value.shape)
         if type(value) in SCALARS:
             return LeafSpec(SCALARS[type(value)].dtype, ())
@@ -60,7 +61,7 @@ class Builtin(NoVariables):
         return None
 
     def leaf(self, value: Any) -> Leaf | None:
-        if type(value) is np.ndarray:  # nearly every leaf, so in line
+        if type(value) is ndarray:  # nearly every leaf, so in line
             if (name := BUFFER_DTYPES.get(value.dtype)) is not None and (size := value.nbytes):
                 if size <= COPIED_BYTES:
                     return Leaf(name, value.shape, value.tobytes(), True)
@@ -133,8 +134,9 @@ def _mapping_node(value: Mapping[Any, Any]) -> Node:
     if type(value) not in _MAPPINGS:
         _check_rebuilt(value, partial(_rebuild_mapping, value), dict(value))
     keys = list(value)
-    # A non-empty string needs no check: there may be very many.
-    names = [key if type(key) is str and key else key_text(key) for key in keys]
+    # Non-empty strings need no check of each: there may be very many.
+    strings = set(map(type, keys)) == {str} and "" not in keys
+    names = keys if strings else list(map(key_text, keys))
     if names != keys and len(set(names)) < len(names):
         duplicate = next(name for name, count in Counter(names).items() if count > 1)
         raise UnsupportedLeafError(
@@ -142,7 +144,7 @@ def _mapping_node(value: Mapping[Any, Any]) -> Node:
             f"and its text. Rename all but one of them."
         )
     return Node(
-        list(zip(names, value.values(), strict=True)),
+        Pairs(names, list(value.values())),
         lambda new: _rebuild_mapping(value, dict(zip(keys, new, strict=True))),
     )
 

@@ -35,7 +35,7 @@ def store_epoch_ends(leaves: Leaves, process: int) -> dict[str, Leaf]:
     """Give positions after an epoch the form of its last batch; returns the leaf that names them."""
     ended: list[str] = []
     # A million leaves are looked at in every save: the cheapest test first.
-    for path in [path for path in leaves if path.endswith("order")]:
+    for path in [path for path in leaves if path[-5:] == "order"]:
         place, _, last = path.rpartition("/")
         if last != "order":
             continue

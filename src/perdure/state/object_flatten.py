@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from perdure.store.format import SCALAR_PREFIX
 from perdure.store.leaf import Leaves
 from perdure.store.manifest import Container
 
-FlattenChildren = Callable[[Sequence[tuple[str, Any]], str], None]
+FlattenChildren = Callable[[Iterable[tuple[str, Any]], str], None]
 """Adds the leaves of children, given by key, of the value at a path."""
 
 

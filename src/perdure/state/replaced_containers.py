@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from perdure.errors import StateError
 from perdure.state.adapter import loaded_adapters
@@ -26,7 +27,7 @@ from perdure.state.tree_flatten import flatten
 _MISSING: Any = object()
 
 
-class _Mark(NamedTuple):
+class _Mark(Struct, frozen=True, gc=False):
     """Recognizes a member of a container, and keeps no array alive."""
 
     value: Any  # of a number; None for others
@@ -84,14 +85,17 @@ class ReplacedContainers:
     def add_array(self, path: str, old: Any) -> None:
         """The array `old` was replaced: the containers above `path` keep it alive."""
         is_plain = isinstance(old, np.ndarray) or type(old).__module__.startswith("torch")
+        container = path.rpartition("/")[0]
         for paths in [self._with_arrays] + [self._with_device_arrays] * (not is_plain):
-            for above in ancestors(path):
+            if container in paths:  # as nearly always: there may be very many arrays
+                continue
+            for above in ancestors(container):
                 if above in paths:
                     break
                 paths.add(above)
 
     def add(
-        self, path: str, old: Any, children: Sequence[tuple[str, Any]], members: Sequence[Any]
+        self, path: str, old: Any, children: Iterable[tuple[str, Any]], members: Sequence[Any]
     ) -> None:
         """A new container with `members` was returned in place of `old`, which had `children`.
 
@@ -186,7 +190,7 @@ def _is_mutable(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and parameters is not None and not parameters.frozen
 
 
-def _children(value: Any, path: str) -> Sequence[tuple[str, Any]]:
+def _children(value: Any, path: str) -> Iterable[tuple[str, Any]]:
     try:
         node = node_of(value, path, loaded_adapters(), None)
     except StateError:  # the program has put something into it that is no state

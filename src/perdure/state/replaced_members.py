@@ -6,7 +6,7 @@ continues with those of the target begins again from its fresh values, without a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from perdure.errors import StateError
@@ -45,7 +45,7 @@ class ReplacedMembers:
         self._new[path] = new
 
     def add_container(
-        self, path: str, old: Any, children: Sequence[tuple[str, Any]], members: Sequence[Any]
+        self, path: str, old: Any, children: Iterable[tuple[str, Any]], members: Sequence[Any]
     ) -> None:
         """A new container with `members` was returned in place of `old`, which had `children`."""
         self._containers.add(path, old, children, members)

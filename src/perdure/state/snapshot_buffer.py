@@ -42,11 +42,19 @@ class SnapshotBuffer:
         step was given during the last save are copied too: otherwise that step copies them, into new
         memory, which takes several times as long.
         """
+        # There may be very many leaves, nearly all of them copies already.
+        alive = [
+            (path, leaf)
+            for path, leaf in leaves.items()
+            if not leaf.frozen or leaf.is_donated is not None
+        ]
+        if not alive and isinstance(leaves, Leaves):
+            return leaves
         copied = Leaves(leaves, containers_of(leaves))
-        donated = self._donated(leaves)
+        donated = self._donated(alive)
         changing = [
             (path, leaf, leaf.shards.parts if leaf.shards else (leaf.data,))
-            for path, leaf in leaves.items()
+            for path, leaf in alive
             if not leaf.frozen or path in donated
         ]
         copies = self._copies([part for _, _, parts in changing for part in parts])
@@ -89,18 +97,18 @@ class SnapshotBuffer:
         self._copies_donated = self._is_donated is not None and self._is_donated()
         self._is_donated = None  # it holds an array
 
-    def _donated(self, leaves: Mapping[str, Leaf]) -> Collection[str]:
-        """The leaves to copy although they are frozen: after a save without donations a small one.
+    def _donated(self, leaves: Sequence[tuple[str, Leaf]]) -> Collection[str]:
+        """Those to copy although they are frozen: after a save without donations a small one.
 
         A step that is given an array which something holds leaves it as it is, so that only an array
         that was copied shows whether a step was given the state.
         """
-        shared = [path for path, leaf in leaves.items() if leaf.is_donated is not None]
-        small = next((path for path in shared if len(leaves[path].data) <= SMALL_BYTES), None)
+        shared = {path: leaf for path, leaf in leaves if leaf.is_donated is not None}
+        small = next((path for path in shared if len(shared[path].data) <= SMALL_BYTES), None)
         if small is None:
             return ()
-        self._is_donated = leaves[small].is_donated
-        return set(shared) if self._copies_donated else (small,)
+        self._is_donated = shared[small].is_donated
+        return shared if self._copies_donated else (small,)
 
     def release(self) -> None:
         """Free the memory once nothing uses the last snapshot. May be called twice."""

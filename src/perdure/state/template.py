@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
 from perdure.state.paths import join_key, join_part, nearest
 from perdure.state.stateful import Stateful
 from perdure.state.wholes import is_whole
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, containers_of
 from perdure.store.selection import Selection
 
 
@@ -90,7 +90,11 @@ class TargetWalk:
     @cached_property
     def values(self) -> dict[str, Any]:
         """The leaves by path."""
-        return dict(zip(self.template.paths, self._values, strict=True))
+        return dict(self.pairs())
+
+    def pairs(self) -> Iterator[tuple[str, Any]]:
+        """Path and value of each leaf."""
+        return zip(self.template.paths, self._values, strict=True)
 
     def _visit(self, value: Any, path: str) -> None:
         selection = self._selection
@@ -123,7 +127,7 @@ class TargetWalk:
             self.wholes.add(path)
         self._visit_children(node.children, path)
 
-    def _visit_children(self, children: Sequence[tuple[str, Any]], path: str) -> None:
+    def _visit_children(self, children: Iterable[tuple[str, Any]], path: str) -> None:
         prefix = f"{path}/" if path else ""
         takers = self._takers if self._selection is None else {}
         for key, child in children:
@@ -163,6 +167,26 @@ class TargetWalk:
         inside = [leaf for leaf in self._stored or () if leaf.startswith(below)]
         inside += [join_part(path, part) for part in node.parts() or ()]
         return any(map(self._selection.matches, inside))
+
+
+class _Comparison(TargetWalk):
+    """Compares the leaves of a state with others as it meets them, and keeps nothing of them."""
+
+    def __init__(self, state: Any, leaves: Mapping[str, Leaf]) -> None:
+        self.is_same = True
+        self._expected = iter(leaves.items())
+        super().__init__(state, None)
+        self.is_same &= not self.template.objects and next(self._expected, None) is None
+
+    def _add_leaf(self, path: str, spec: LeafSpec, value: Any) -> None:
+        if self.is_same:
+            expected, leaf = next(self._expected, ("", None))
+            self.is_same = (
+                leaf is not None
+                and path == expected
+                and spec.dtype == leaf.dtype
+                and spec.shape == leaf.shape
+            )
 
 
 def same_specs(
@@ -205,3 +229,11 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
             for line in check(object_leaves[parent])
         ]
     return sorted(lines, key=lambda line: line.path)
+
+
+def own_differences(state: Any, leaves: Mapping[str, Leaf]) -> list[Difference]:
+    """`differences` between a state as a target and the leaves that were made of it."""
+    # There may be very many leaves, and nearly always all of them fit: no template is needed then.
+    if not containers_of(leaves) and _Comparison(state, leaves).is_same:
+        return []
+    return differences(template_of(state), leaves)

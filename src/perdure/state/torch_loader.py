@@ -10,6 +10,7 @@ import copy
 import operator
 import random
 import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -73,6 +74,10 @@ class ResumableLoader:
         self._epoch = self._batch = self._step = 0
         self._digest = ""
         self._pass: object = None
+        self._loaded = -1  # the step of the position that was loaded last
+        self._is_part = False  # whether the loop has begun where an earlier one left the epoch
+        self._taken = -1  # the step of a state taken within such a loop at the last batch
+        self._has_warned = False
         self._order = _Order(self)
         self._inner = copy.copy(loader)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -116,6 +121,7 @@ class ResumableLoader:
             DataError: `epoch` is no integer from 0 on.
         """
         epoch = _whole_number("epoch", epoch)
+        self._taken = -1  # the program follows the epochs itself
         if epoch == self._epoch + 1:
             self._end_epoch()
         elif epoch != self._epoch:
@@ -132,8 +138,13 @@ class ResumableLoader:
             DataError: The sampler gives other indices than before the interruption, or another `for`
                 loop over this loader has begun.
         """
-        if self._pass is not None and self._batch == _length(self._loader):
+        if self._is_at_last_batch():
             self._end_epoch()  # a loop that is kept has received the last batch
+        if self._taken == self._step and not _is_lightning(sys._getframe(1)):
+            self._warn_of_empty_loop()
+        self._taken = -1
+        # Loops that are left at the last batch of a whole epoch (by `zip`) resume rightly.
+        self._is_part = self._batch > 0 and self._step != self._loaded
         batches = self._batches()
         next(batches)  # begun, so that its end is noticed even if the loop asks for no batch
         return batches
@@ -155,6 +166,7 @@ class ResumableLoader:
                         "Use one loop at a time; a second loader over the same dataset is independent."
                     )
                 if is_finished := batch is _END:
+                    self._taken = -1
                     return
                 if not self._order.ahead:
                     raise _own_iterator(self._loader)
@@ -174,6 +186,8 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what has to be the same at a resume."""
+        if self._is_part and self._is_at_last_batch():
+            self._taken = self._step
         return {
             "epoch": self._epoch,
             "batch": self._batch,
@@ -200,11 +214,31 @@ class ResumableLoader:
                     f"{present[name]}. Resume with the same dataset, batch size, seed and number of "
                     f"processes, or leave the loader out of the restored state to begin an epoch."
                 )
-        self._seed, self._step = numbers["seed"], numbers["step"]
+        self._seed, self._step, self._taken = numbers["seed"], numbers["step"], -1
+        self._loaded = self._step
         epoch, batch, order = numbers["epoch"], numbers["batch"], state["order"]
         self._go_to(epoch, batch, order)
         if batch == numbers["batches_per_epoch"] and _is_lightning(sys._getframe(1)):
             self._end_epoch()  # an empty rest makes no batches
+
+    def _is_at_last_batch(self) -> bool:
+        """Whether a loop has received the last batch of its epoch, and has not ended."""
+        return self._pass is not None and self._batch == _length(self._loader)
+
+    def _warn_of_empty_loop(self) -> None:
+        """A loop over `islice` has left the epoch at its last batch, with a checkpoint from within."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"step {self._step}: the state of this ResumableLoader was saved inside a loop that was "
+            f"left at the last batch of epoch {self._epoch - 1}, and the program goes on with the next "
+            f"epoch. A checkpoint of that step resumes with the end of that epoch: its first loop is "
+            f"empty. If the loop is one of a number of batches (`itertools.islice`, `break`) and not "
+            f"of an epoch, save after that loop.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _go_to(self, epoch: int, batch: int, digest: str) -> None:
         self._epoch, self._batch, self._digest = epoch, batch, digest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from perdure.errors import StateError
@@ -77,7 +77,7 @@ def is_state(value: Any) -> bool:
 
 
 def _add_leaves(
-    children: Sequence[tuple[str, Any]],
+    children: Iterable[tuple[str, Any]],
     parent: str,
     adapters: Sequence[Adapter],
     leaves: Leaves,
@@ -89,16 +89,19 @@ def _add_leaves(
     prefix = f"{parent}/" if parent else ""
     path = parent
     kind: type | None = None
-    take: Callable[[Any], Leaf | None] | None = None
+    take: Callable[[Any], Leaf | None] = adapters[0].leaf
     try:
         for key, value in children:
             path = prefix + key if key.isalnum() else join_key(parent, key)
-            leaf = take(value) if take is not None and type(value) is kind else None
-            for adapter in adapters if leaf is None else ():
-                leaf = adapter.leaf(value)
-                if leaf is not None:
-                    kind, take = type(value), adapter.leaf
-                    break
+            leaf = None
+            if type(value) is kind:
+                leaf = take(value)
+            if leaf is None:
+                for adapter in adapters:
+                    leaf = adapter.leaf(value)
+                    if leaf is not None:
+                        kind, take = type(value), adapter.leaf
+                        break
             if leaf is None:
                 node = node_of(value, path, adapters, None)
                 if isinstance(node, Stateful):
@@ -112,7 +115,12 @@ def _add_leaves(
                 continue
             if leaves.setdefault(path, leaf) is not leaf:
                 raise duplicate_path(path)
-            if path in plain and not is_plain(value) and not current_rank_context().owns(path):
+            if (
+                plain
+                and path in plain
+                and not is_plain(value)
+                and not current_rank_context().owns(path)
+            ):
                 leaves.containers[path] = Container("array", arrays=array_class_name(value))
     except StateError as error:
         add_path(error, path)

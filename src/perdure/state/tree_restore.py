@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
-from perdure.state.adapter import Node, loaded_adapters
+from perdure.state.adapter import Adapter, Node, loaded_adapters
 from perdure.state.adapter_choice import leaf_adapter, load_leaf, node_of
 from perdure.state.containers import array_template
 from perdure.state.leaf_errors import PathInErrors, type_name
@@ -160,6 +160,7 @@ class _Restore:
         self._objects = ObjectStates(
             plan.leaves, self._build_inside_object, plan.keep, takes, plan.sharded
         )
+        self._takers: dict[type, Adapter] = {}
         self._changes: list[_Change] = []
 
     def run(self, like: Any) -> Any:
@@ -186,25 +187,22 @@ class _Restore:
         if path in self._keep_branches:
             return like
         with PathInErrors(path):
-            if (leaf := leaf_adapter(like, self._adapters)) is not None:
-                if path in self._keep:
-                    return like
-                if is_plain(like) and (entry := self._objects.containers.get(path)) is not None:
-                    value, variable = self._load_as(entry.arrays, like, path), None
-                else:
-                    value = load_leaf(leaf[0], like, self._leaves[path])
-                    variable = leaf[0].variable(like)
-                if variable is None:
-                    self._replaced.add_leaf(path, like, value)
-                    return value
-                self._changes.append(_Change(path, variable, value))
-                return like
+            # There may be very many leaves of a type that was met before.
+            taker = self._takers.get(type(like))
+            if taker is None and (found := leaf_adapter(like, self._adapters)) is not None:
+                taker = self._takers[type(like)] = found[0]
+            if taker is not None:
+                return self._build_leaf(taker, like, path)
             node = node_of(like, path, self._adapters, self._specs)
         if isinstance(node, Stateful):
             if path not in self._keep:
                 self._changes.append(_Change(path, node, self._state(node, path)))
             return node.target
-        children = [self._build(child, join_key(path, key)) for key, child in node.children]
+        prefix = f"{path}/" if path else ""
+        children = [
+            self._build(child, prefix + key if key.isalnum() else join_key(path, key))
+            for key, child in node.children
+        ]
         if self._keeps_some and _are_same(children, node):
             return like
         if node.in_place:
@@ -214,6 +212,22 @@ class _Restore:
         self._replaced.add_container(path, like, node.children, children)
         with PathInErrors(path, f"a {type_name(like)} could not be rebuilt from its parts"):
             return node.rebuild(children)
+
+    def _build_leaf(self, taker: Adapter, like: Any, path: str) -> Any:
+        """`_build` of a leaf, which `taker` takes."""
+        if path in self._keep:
+            return like
+        containers = self._objects.containers
+        if containers and is_plain(like) and (entry := containers.get(path)) is not None:
+            value, variable = self._load_as(entry.arrays, like, path), None
+        else:
+            value = load_leaf(taker, like, self._leaves[path])
+            variable = taker.variable(like)
+        if variable is None:
+            self._replaced.add_leaf(path, like, value)
+            return value
+        self._changes.append(_Change(path, variable, value))
+        return like
 
     def _state(self, node: Stateful, path: str) -> Any:
         """The state to load into the object at `path`."""

@@ -89,6 +89,8 @@ class Bucket:
             raise missing_extra("cloud", error) from error
         self.url = url.rstrip("/")
         self.options = options
+        # Asked for the names after one, Azurite has none, so all are listed there.
+        self._lists_after = not self.url.startswith(("az", "abfs"))
         self._api = obstore
         opened: Any = from_url  # its types follow the scheme, which is known only here
         try:
@@ -220,8 +222,11 @@ class Bucket:
         last, broke_at = after, None
         while True:
             try:
-                for batch in self._call("listing", prefix, self._listing, prefix, last):
+                offset = last if self._lists_after else None
+                for batch in self._call("listing", prefix, self._listing, prefix, offset):
                     for entry in batch:
+                        if last is not None and entry["path"] <= last:
+                            continue
                         last = entry["path"]
                         if last.rstrip("/") != prefix.rstrip("/"):
                             yield last, Entry(entry["size"], entry.get("e_tag") or "")

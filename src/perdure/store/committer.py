@@ -28,7 +28,7 @@ from perdure.store.failures import DamagedChunk
 from perdure.store.format import manifest_name
 from perdure.store.free_space import ensure_free_space
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
-from perdure.store.leaf import AnyLeaf, Leaf, containers_of
+from perdure.store.leaf import AnyLeaf, Leaf, containers_of, total_bytes
 from perdure.store.loading import list_steps, read_manifest
 from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint, format_of
 from perdure.store.manifest_check import checked_fingerprint
@@ -89,7 +89,7 @@ class Committer:
         self, step: int, leaves: Mapping[str, AnyLeaf], process_leaves: Mapping[str, AnyLeaf]
     ) -> Iterator[PreparedSave]:
         """`Run.prepare_save`, which gives the contract."""
-        size = sum([leaf.nbytes for leaf in leaves.values()])
+        size = total_bytes(leaves.values())
         with gc_paused(len(leaves) if size <= SHORT_BYTES else 0):
             try:
                 self._session.begin()
@@ -182,7 +182,7 @@ class Committer:
             # Saved again with other process leaves, as after an evaluation that drew random numbers:
             # everything else stays what it was.
             created, recipe = present.created, present.recipe
-            metrics = {**metrics, **present.metrics}
+            metrics = self._merged_metrics(present, metrics)
         return Manifest(
             format=version,
             step=save.step,
@@ -200,12 +200,12 @@ class Committer:
         """Create or replace the file of a manifest, durably; returns its first bytes."""
         with gc_paused(len(manifest.leaves)):
             # Constructors check nothing: what cannot be read back must never be committed.
-            data = encode_checked(manifest, f"{self._storage.where}: the manifest of this save")
+            parts = encode_checked(manifest, f"{self._storage.where}: the manifest of this save")
         if replace:
-            self._storage.replace(manifest_name(manifest.step), data)
+            self._storage.replace(manifest_name(manifest.step), b"".join(parts))
         else:
-            create_whole(self._storage, manifest_name(manifest.step), data)
-        return data[:HEAD_BYTES]
+            create_whole(self._storage, manifest_name(manifest.step), *parts)
+        return bytes(parts[0][:HEAD_BYTES])
 
     def _committed(self, step: int, leaves: Mapping[str, AnyLeaf]) -> Manifest | None:
         """The manifest of `step` if these bits are committed, None if the step continues the run.
@@ -255,12 +255,33 @@ class Committer:
 
     def _with_metrics(self, present: Manifest, metrics: Mapping[str, float | None]) -> Manifest:
         """Add the metrics of an evaluation that ended after the state was saved."""
-        merged = {**metrics, **present.metrics}
+        merged = self._merged_metrics(present, metrics)
         if merged == present.metrics:
             return present
         manifest = msgspec.structs.replace(present, metrics=merged)
         self._catalog.replace(manifest, self._store(manifest, replace=True))
         return manifest
+
+    def _merged_metrics(
+        self, present: Manifest, metrics: Mapping[str, float | None]
+    ) -> dict[str, float | None]:
+        """The metrics of a committed step with those that it lacks; a note on those that differ.
+
+        A difference is no error, because a metric may be a time.
+        """
+        merged = {**metrics, **present.metrics}
+        differing = [
+            f"{name} is {merged[name]} there and {value} in this save"
+            for name, value in sorted(metrics.items())
+            if merged[name] != value
+        ]
+        if differing:
+            self._damage.notes.append(
+                f"{self._storage.where}: step {present.step} is committed with other metrics: "
+                f"{', '.join(differing)}. Those of the checkpoint stay, and retention and @best judge "
+                f"by them. Give a metric another name, or give it to the first save of the step."
+            )
+        return merged
 
     def _other_bits(
         self, present: Manifest, leaves: Mapping[str, AnyLeaf], actual: str, steps: list[int]

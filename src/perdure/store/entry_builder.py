@@ -8,6 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from perdure.store.json_blocks import blocks
 from perdure.store.manifest import Chunk, LeafEntry, PackEntry
 
 
@@ -67,24 +68,37 @@ class EntryBuilder:
 
     def uncut(
         self,
-        leaves: Sequence[tuple[str, ArrayLeaf]],
+        paths: Sequence[str],
+        leaves: Sequence[ArrayLeaf],
         digests: Sequence[str],
         places: Sequence[Held],
     ) -> list[LeafEntry]:
-        """The entries of arrays, with their paths, that are one chunk each. There may be very many."""
+        """The entries of arrays that are one chunk each. There may be very many."""
+        entries: list[LeafEntry] = []
+        columns = zip(blocks(paths), blocks(leaves), blocks(digests), blocks(places), strict=True)
+        for block in columns:
+            entries += self._uncut(*block)
+        return entries
+
+    def _uncut(
+        self,
+        paths: Sequence[str],
+        leaves: Sequence[ArrayLeaf],
+        digests: Sequence[str],
+        places: Sequence[Held],
+    ) -> Iterable[LeafEntry]:
         packs = [place.pack for place in places]
         self.number(dict.fromkeys(packs))
         offsets = [place.offset for place in places]
         lengths = [place.length for place in places]
         chunks = map(Chunk, digests, map(self._numbers.__getitem__, packs), offsets, lengths)
-        paths = [path for path, _ in leaves]
-        dtypes = [leaf.dtype for _, leaf in leaves]
-        shapes = [leaf.shape for _, leaf in leaves]
-        nbytes = [len(leaf.data) for _, leaf in leaves]
+        dtypes = [leaf.dtype for leaf in leaves]
+        shapes = [leaf.shape for leaf in leaves]
+        nbytes = [len(leaf.data) for leaf in leaves]
         if nbytes == lengths:
-            return list(map(LeafEntry, paths, dtypes, shapes, zip(chunks)))
+            return map(LeafEntry, paths, dtypes, shapes, zip(chunks))
         sizes = [None if a == b else b for a, b in zip(lengths, nbytes, strict=True)]
-        return list(map(LeafEntry, paths, dtypes, shapes, zip(chunks), repeat(None), sizes))
+        return map(LeafEntry, paths, dtypes, shapes, zip(chunks), repeat(None), sizes)
 
     def moved(self, entry: LeafEntry, place: Callable[[Chunk], Held]) -> LeafEntry:
         """An entry of another manifest, with its chunks where `place` says that they lie now."""

@@ -63,13 +63,14 @@ def hash_bytes(data: bytes | bytearray | memoryview) -> str:
 def hash_each(parts: Iterable[bytes | bytearray | memoryview]) -> list[str]:
     """`hash_bytes` of many small parts, without a call and a hasher for each."""
     hasher = blake3()
-    reset, update, digest = hasher.reset, hasher.update, hasher.hexdigest
+    reset, update, digest = hasher.reset, hasher.update, hasher.digest
     digests = []
     for part in parts:
         reset()
         update(part)
         digests.append(digest())
-    return digests
+    # All digits in one call, which takes less than half the time of a text for each hash.
+    return b"".join(digests).hex(" ", -32).split(" ") if digests else []
 
 
 def manifest_name(step: int) -> str:

@@ -215,7 +215,11 @@ def _mostly_dead(
     request: PruneRequest,
 ) -> dict[str, LiveChunks]:
     """The live chunks of each pack to compact. `kept` has the packs of each step that stays."""
-    if request.compact_from is None or not candidates:
+    if (least := request.compact_from) is None:
+        return {}
+    # A pack that is too small is not looked into: a leaf that never changes keeps one for ever.
+    candidates = {name for name in candidates if held.packs[name] >= least}
+    if not candidates:
         return {}
     chosen = {}
     users = (
@@ -224,7 +228,7 @@ def _mostly_dead(
     for name, live in live_chunks(users, candidates).items():
         # Compared with a pack of its live chunks alone, so that a pack just compacted is never chosen.
         spared = held.packs[name] - relocated_size({name: live})
-        if spared > DEAD_SHARE * held.packs[name] and spared >= request.compact_from:
+        if spared > DEAD_SHARE * held.packs[name] and spared >= least:
             chosen[name] = live
     return chosen
 

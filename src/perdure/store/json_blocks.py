@@ -19,10 +19,10 @@ PLACEHOLDER: Any = msgspec.Raw(b"\0")
 """Stands for the one long list of an object. Other JSON text never has this byte."""
 
 
-def blocks(items: Iterable[T]) -> Iterator[list[T]]:
-    """The items in lists of at most BLOCK_ITEMS."""
+def blocks(items: Iterable[T], size: int | None = None) -> Iterator[list[T]]:
+    """The items in lists of at most `size`, by default BLOCK_ITEMS."""
     iterator = iter(items)
-    while block := list(islice(iterator, BLOCK_ITEMS)):
+    while block := list(islice(iterator, size or BLOCK_ITEMS)):
         yield block
 
 

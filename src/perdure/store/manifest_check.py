@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from itertools import chain, pairwise
+from itertools import compress, pairwise
 from operator import itemgetter
 
 from perdure.errors import CorruptionError
@@ -97,33 +98,36 @@ class _LeafCheck:
     def rows(self, leaves: Sequence[LeafEntry]) -> list[_Row]:
         """What the fingerprint covers of these leaves; raises `CorruptionError`."""
         rows: list[_Row] = []
-        paths, shapes, ends = self.paths, self.shapes, self.ends
+        hashes: list[str] = []
+        shapes, ends = self.shapes, self.ends
         path = ""
         last_dtype, last_shape, last_length = "", (), -1
         try:
             for leaf in leaves:
                 path, dtype, shape, chunks = leaf.path, leaf.dtype, leaf.shape, leaf.chunks
-                paths.append(path)
                 if len(chunks) == 1 and leaf.size is None and leaf.text is None:
                     chunk = chunks[0]
-                    length, pack = chunk.length, chunk.pack
+                    digest, length, pack = chunk.hash, chunk.length, chunk.pack
                     end = chunk.offset + length
                     if length != last_length or dtype != last_dtype or shape != last_shape:
                         shapes[dtype, shape, length] = path
                         last_dtype, last_shape, last_length = dtype, shape, length
                     if end > ends[pack]:
                         ends[pack] = end
-                    rows.append((path, dtype, shape, (chunk.hash,)))
+                    hashes.append(digest)
+                    rows.append((path, dtype, shape, (digest,)))
                     continue
                 _check_leaf(self._version, leaf, self._where)
                 for chunk in chunks:
                     ends[chunk.pack] = max(ends[chunk.pack], chunk.offset + chunk.length)
                 rows.append((path, dtype, shape, leaf.hashes()))
+                hashes += rows[-1][3]
         except IndexError:
             raise CorruptionError(
                 f"{self._where}: leaf {path!r} names a pack that is not listed."
             ) from None
-        check_hashes(chain.from_iterable(map(itemgetter(3), rows)), self._where)
+        check_hashes(hashes, self._where)
+        self.paths += map(itemgetter(0), rows)
         return rows
 
 
@@ -131,17 +135,19 @@ def _check_paths(paths: list[str], where: str) -> None:
     """Raise unless the paths are sorted and are those of different leaves of a tree."""
     if sorted(paths) != paths:
         raise CorruptionError(f"{where}: the leaves are not sorted by path.")
-    # With a slash at its end, a path comes directly before all paths below it.
-    closed = sorted([f"{path}/" for path in paths])
-    if any(map(str.startswith, closed[1:], closed)):
-        pairs = pairwise(closed)
-        upper, lower = next(pair for pair in pairs if pair[1].startswith(pair[0]))
-        raise CorruptionError(
-            f"{where}: {upper[:-1]!r} is the path of a leaf, and {lower[:-1]!r}, of another leaf, is "
-            f"the same or lies below it."
-        )
-    joined = "".join(closed[1:] if paths[:1] == [""] else closed)
-    if joined.startswith("/") or "//" in joined:
+    # All paths that begin with one follow it directly: the next one shows whether there are any.
+    for upper, lower in compress(pairwise(paths), map(str.startswith, paths[1:], paths)):
+        below = f"{upper}/"
+        if lower != upper:
+            place = bisect_left(paths, below)
+            lower = paths[place] if place < len(paths) else ""
+        if lower == upper or lower.startswith(below):
+            raise CorruptionError(
+                f"{where}: {upper!r} is the path of a leaf, and {lower!r}, of another leaf, is "
+                f"the same or lies below it."
+            )
+    named = paths[1:] if paths[:1] == [""] else paths
+    if named and "//" in f"/{'/'.join(named)}/":
         raise CorruptionError(f"{where}: the path of a leaf has a part without a name.")
 
 

@@ -45,11 +45,13 @@ UNTIL_VERIFIED = " Run `perdure verify` on the run directory; restore an older s
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The canonical JSON of a manifest, which begins with its digest."""
-    return _encode(manifest, blocks(manifest.leaves))
+    return b"".join(_encode(manifest, blocks(manifest.leaves)))
 
 
-def encode_checked(manifest: Manifest, where: str) -> bytes:
-    """`encode_manifest`, if its parts read back as `manifest`, by the rules of a reader.
+def encode_checked(manifest: Manifest, where: str) -> list[bytes | memoryview]:
+    """`encode_manifest` in parts, if it reads back as `manifest`, by the rules of a reader.
+
+    The first part has HEAD_BYTES or more.
 
     The digest, the fingerprint and the digits of hashes are not checked again, because they were made
     from these values.
@@ -74,14 +76,14 @@ def encode_checked(manifest: Manifest, where: str) -> bytes:
     return _encode(manifest, map(checked, blocks(manifest.leaves)))
 
 
-def _encode(manifest: Manifest, leaves: Iterable[list[LeafEntry]]) -> bytes:
+def _encode(manifest: Manifest, leaves: Iterable[list[LeafEntry]]) -> list[bytes | memoryview]:
     frame = msgspec.structs.replace(manifest, leaves=PLACEHOLDER)
     parts = list(json_parts(leaves, frame, _encoder.encode))
     parts.append(b"\n")
     digest = hash_parts(parts)
     # A comma takes the place of the brace of the body.
-    parts[0] = _DIGEST_HEAD + digest.encode() + b'",' + parts[0][1:]
-    return b"".join(parts)
+    parts[0] = b"".join([_DIGEST_HEAD, digest.encode(), b'",', parts[0][1:]])
+    return parts
 
 
 def _unequal(where: str) -> CorruptionError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from blake3 import blake3
@@ -46,7 +46,14 @@ PackedChunk = tuple[str, int, int]
 def encode_pack_tail(
     chunks: Iterable[tuple[str, int]], sizes: Mapping[str, int] | None = None
 ) -> bytes:
-    """Index and trailer that follow the chunks [(hash, stored length)] of a pack.
+    """`pack_tail` in one piece."""
+    return b"".join(pack_tail(chunks, sizes))
+
+
+def pack_tail(
+    chunks: Iterable[tuple[str, int]], sizes: Mapping[str, int] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Index and trailer that follow the chunks [(hash, stored length)] of a pack, in parts.
 
     `sizes` has the size of each encoded chunk by its hash.
     """
@@ -54,9 +61,12 @@ def encode_pack_tail(
     if sizes:
         rows = ((digest, length, sizes.get(digest, length)) for digest, length in chunks)
     frame = {"format": CODEC_FORMAT if sizes else FORMAT, "chunks": PLACEHOLDER}
-    index = b"".join(json_parts(blocks(rows), frame))
-    end = [len(index).to_bytes(8, "little"), blake3(index).digest(), PACK_MAGIC]
-    return b"".join([index, *end])
+    length, hasher = 0, blake3()
+    for part in json_parts(blocks(rows), frame):
+        length += len(part)
+        hasher.update(part)
+        yield part
+    yield length.to_bytes(8, "little") + hasher.digest() + PACK_MAGIC
 
 
 def index_span(trailer: bytes, size: int, where: str) -> tuple[int, int]:

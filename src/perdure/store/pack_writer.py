@@ -36,9 +36,10 @@ from perdure.store.format import (
     pack_name,
 )
 from perdure.store.gc_pause import gc_paused
+from perdure.store.json_blocks import blocks
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry, PackEntry
-from perdure.store.pack_index import PackedChunk, encode_pack_tail
+from perdure.store.pack_index import PackedChunk, pack_tail
 from perdure.store.pools import map_ahead, pool
 from perdure.store.shard_chunks import AssembledChunk, ChunkBytes, copy_chunk
 from perdure.store.storage import AdoptingSink, Sink, Storage
@@ -60,6 +61,8 @@ BLOCK = 4096
 
 GATHER_BYTES = 256 * 1024
 """Small chunks are given to the storage in pieces of about this size."""
+GATHER_CHUNKS = 4096
+"""And of at most so many chunks."""
 
 Release = Callable[[], None] | None
 """Gives a buffer of page-aligned memory back; None for memory that Python frees."""
@@ -121,10 +124,11 @@ def write_pack(
     """
     pack = NewPack(storage, pack_name(step, process, secrets.token_hex(4)), known)
     buffers: list[mmap.mmap] = []
-    left = sum([len(leaf.data) for leaf in (*leaves.values(), *process_leaves.values())])
     try:
         with gc_paused(len(leaves)):
-            state = _Chunks(sorted(leaves.items()), ENCODE_FROM if encode else LARGE_BYTES)
+            state = _Chunks(leaves, ENCODE_FROM if encode else LARGE_BYTES)
+            own = _Chunks(process_leaves, CHUNK_BYTES + 1)
+            left = state.nbytes + own.nbytes
         with closing(_prepared(state.large, encode, (known, pack.located), buffers)) as prepared:
             for (chunks, index, data, _), digest, stored, release in prepared:
                 chunks[index] = pack.add(digest, stored, left, len(data), release)
@@ -135,7 +139,6 @@ def write_pack(
         # few kilobytes. So it is written again, unless there would be no pack without it.
         if not pack.is_empty:
             pack.known = {}
-        own = _Chunks(sorted(process_leaves.items()), CHUNK_BYTES + 1)
         own.place_small(*pack.add_small(own.small, left))
         pack.finish()
     except BaseException:
@@ -214,18 +217,19 @@ class NewPack:
         """
         digests: list[str] = []
         places: list[Held] = []
-        ends = list(accumulate(map(len, parts), initial=0))
-        start = 0
-        while start < len(parts):
-            stop = bisect_left(ends, ends[start] + GATHER_BYTES, start + 1, len(parts))
-            group = [
-                part.copy() if isinstance(part, AssembledChunk) else part
-                for part in parts[start:stop]
-            ]
-            group_digests, group_places = self._add_gathered(group, left)
-            digests += group_digests
-            places += group_places
-            start = stop
+        for block in blocks(parts, GATHER_CHUNKS):
+            ends = list(accumulate(map(len, block), initial=0))
+            start = 0
+            while start < len(block):
+                stop = bisect_left(ends, ends[start] + GATHER_BYTES, start + 1, len(block))
+                group = [
+                    part.copy() if isinstance(part, AssembledChunk) else part
+                    for part in block[start:stop]
+                ]
+                group_digests, group_places = self._add_gathered(group, left)
+                digests += group_digests
+                places += group_places
+                start = stop
         return digests, places
 
     def _add_gathered(
@@ -292,9 +296,9 @@ class NewPack:
         if self._sink is None:
             return
         lengths = map(attrgetter("length"), self.located.values())
-        tail = encode_pack_tail(zip(self.located, lengths, strict=True), self._encoded)
-        self._sink.write(memoryview(tail))
-        self.size += len(tail)
+        for part in pack_tail(zip(self.located, lengths, strict=True), self._encoded):
+            self._sink.write(memoryview(part))
+            self.size += len(part)
         self._sink.commit()
 
     def abort(self) -> None:
@@ -312,16 +316,17 @@ _Prepared = tuple[_Job, str, memoryview, Release]
 
 
 class _Chunks:
-    """The chunks of leaves, which are given in the order of their paths.
+    """The chunks of leaves, in the order of their paths.
 
     Attributes:
         large: The large chunks in the order of the pack: those of whole blocks first.
         small: The other chunks, in the order of their leaves. There may be very many.
     """
 
-    def __init__(self, leaves: Sequence[tuple[str, Leaf | NewLeaf]], large_from: int) -> None:
+    def __init__(self, leaves: Mapping[str, Leaf] | Mapping[str, NewLeaf], large_from: int) -> None:
         self.small: list[ChunkBytes] = []
-        self._uncut: list[tuple[str, Leaf | NewLeaf]] = []
+        self._uncut_paths: list[str] = []
+        self._uncut: list[Leaf | NewLeaf] = []
         """Leaves that are one small chunk each."""
         self._others: list[tuple[str, Leaf | NewLeaf, list[PlacedChunk]]] = []
         self._parts: dict[int, tuple[list[PlacedChunk], int]] = {}
@@ -330,12 +335,17 @@ class _Chunks:
         self._places: list[Held] = []
         whole: list[_Job] = []
         uneven: list[_Job] = []
-        for item in leaves:
-            path, leaf = item
+        add_path, add_leaf, add_small = (
+            self._uncut_paths.append,
+            self._uncut.append,
+            self.small.append,
+        )
+        for path, leaf in sorted(leaves.items()):
             data = leaf.data
-            if 0 < len(data) < large_from and not leaf.dtype.startswith(SCALAR_PREFIX):
-                self.small.append(data)
-                self._uncut.append(item)
+            if 0 < len(data) < large_from and leaf.dtype[:3] != SCALAR_PREFIX:
+                add_path(path)
+                add_leaf(leaf)
+                add_small(data)
                 continue
             slots: list[PlacedChunk] = []
             self._others.append((path, leaf, slots))
@@ -352,6 +362,11 @@ class _Chunks:
                 into.append((slots, index, chunk, leaf.dtype))
         self.large = whole + uneven
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(map(len, self.small)) + sum([len(job[2]) for job in self.large])
+
     def place_small(self, digests: list[str], places: list[Held]) -> None:
         """Note the hashes and the places of the small chunks."""
         for number, (slots, index) in self._parts.items():
@@ -365,7 +380,7 @@ class _Chunks:
         """The entries of the leaves, once all chunks have their places."""
         if self._others:
             builder.number(self._packs_by_path())
-        entries = builder.uncut(self._uncut, self._digests, self._places)
+        entries = builder.uncut(self._uncut_paths, self._uncut, self._digests, self._places)
         for path, leaf, chunks in self._others:
             if leaf.dtype.startswith(SCALAR_PREFIX):
                 entries.append(LeafEntry(path=path, dtype=leaf.dtype, text=leaf.text))
@@ -377,8 +392,8 @@ class _Chunks:
 
     def _packs_by_path(self) -> list[str]:
         """The packs with these chunks, in the order in which the sorted leaves need them."""
-        uncut = zip(reversed(self._uncut), reversed(self._places), strict=True)
-        first = {place.pack: (path, 0) for (path, _), place in uncut}
+        uncut = zip(reversed(self._uncut_paths), reversed(self._places), strict=True)
+        first = {place.pack: (path, 0) for path, place in uncut}
         for path, _, chunks in self._others:
             for index, (_, place) in enumerate(chunks):
                 first[place.pack] = min(first.get(place.pack, (path, index)), (path, index))

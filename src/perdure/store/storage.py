@@ -172,11 +172,12 @@ def entries_of(storage: Storage, prefix: str, after: str = "") -> Mapping[str, E
     return {name: unknown for name in storage.list(prefix) if name > after}
 
 
-def create_whole(storage: Storage, name: str, data: bytes) -> None:
+def create_whole(storage: Storage, name: str, *parts: bytes | memoryview) -> None:
     """Create an object from bytes in memory; durable on return. Raises as `Sink.commit` does."""
-    sink = storage.create(name, len(data))
+    sink = storage.create(name, sum(map(len, parts)))
     try:
-        sink.write(memoryview(data))
+        for part in parts:
+            sink.write(memoryview(part))
         sink.commit()
     except BaseException:
         sink.abort()

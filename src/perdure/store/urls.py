@@ -14,19 +14,8 @@ SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
 
 def name_at_step(where: str, step: int) -> str:
-    """The name of one checkpoint, `RUN@STEP`, which `split_step` splits."""
+    """The name of one checkpoint, `RUN@STEP`."""
     return f"{where}@{step}"
-
-
-def split_step(where: str) -> tuple[str, int | None]:
-    """Split `RUN@STEP` into run directory and step; the step is None if there is none.
-
-    The name of an existing directory is never split.
-    """
-    run, _, step = where.rpartition("@")
-    if not run or not (step.isascii() and step.isdigit()) or os.path.isdir(where):
-        return where, None
-    return run, int(step)
 
 
 def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:

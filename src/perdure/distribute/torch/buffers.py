@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -15,45 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from perdure.distribute.torch.state_view import StateView, named_tensors, same, tensors
+from perdure.distribute.torch.threads import ThreadParameter
 from perdure.errors import StateError
 
-_PLAIN = frozenset((Tensor, nn.Parameter))
+_PLAIN = frozenset((Tensor, nn.Parameter, ThreadParameter))
 _COUNT, _GRAD = operator.attrgetter("_version"), operator.attrgetter("grad")
 # What `grad` must not change in place, and why.
 _PARAMETER = (
-    "parameter. Only update may change parameters, because grad runs once for each logical replica"
+    "parameter. Only update may change parameters, because grad runs once for each logical replica: "
+    "move the change there (an Embedding without max_norm, and weight.renorm_(2, 0, max_norm) there)"
 )
 _TENSOR = (
     "tensor of the state in place. Only update may change the state, because grad runs once for each "
     "logical replica: return what each replica contributes, whose sum update gets"
 )
-BATCH = (
+_BATCH = (
     "tensor of its batch in place, which may be the memory of the dataset, and a replica may be "
     "computed more than once. Compute a new tensor: x = x / 255 for x.div_(255)"
 )
 # An entry beside the names of buffers, which never have a slash.
 CHANGED = "/changed"
-
-
-class Unchanged:
-    """The tensors of a value outside of modules, and whether one of them changes in place.
-
-    Args:
-        value: A state or a batch.
-        known: The tensors, if they were looked up before.
-    """
-
-    def __init__(self, value: Any, known: list[Tensor] | None = None) -> None:
-        self._value = value
-        self._tensors = tensors(value) if known is None else known
-        self._versions = _versions(self._tensors)
-
-    def require(self, what: str) -> None:
-        """StateError with the path of a tensor that changed; `what` says what it is."""
-        if _versions(self._tensors) != self._versions:
-            for tensor in _changed(self._tensors, self._versions):
-                paths = (path for path, leaf in named_tensors(self._value) if leaf is tensor)
-                raise StateError(f"{next(paths, '') or 'the batch'}: grad changed this {what}")
 
 
 def _versions(tensors: Collection[Tensor]) -> tuple[list[int], list[int]]:
@@ -77,16 +59,20 @@ def _changed(
             yield tensor
 
 
-def isolated(view: StateView, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
-    """(result of `grad`, its buffers by name); the state itself is put back as it was."""
+def isolated(view: StateView, share: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
+    """(result of `grad`, its buffers by name); the state itself is put back as it was.
+
+    Raises:
+        StateError: `grad` has changed a parameter, another tensor of the state or one of `share`.
+    """
     values = [buffer.clone() for *_, buffer in view.buffers]
-    outside = Unchanged(view.state, view.tensors) if view.tensors else None
-    parameters = view.parameters.values()
-    versions = _versions(parameters)
+    watched = [*view.watched, *tensors(share)]
+    versions = _versions(watched)
     # With backward() in `grad`, each replica finds its own gradients in `.grad` and no others.
+    parameters = view.parameters.values()
     grads = [*map(_GRAD, parameters)]
-    for parameter, old in zip(parameters, grads, strict=True):
-        if old is not None:
+    if not all(map(operator.is_, grads, itertools.repeat(None))):
+        for parameter in parameters:
             parameter.grad = None
     buffers: dict[str, Tensor] = {}
     without_mean: list[str] = []
@@ -98,15 +84,28 @@ def isolated(view: StateView, grad: Callable[[], Any]) -> tuple[Any, dict[str, T
         if not same([*map(_GRAD, parameters)], grads):
             for parameter, old in zip(parameters, grads, strict=True):
                 parameter.grad = old
-    if _versions(parameters) != versions:
-        first = next(_changed(parameters, versions))
-        name = next(name for name, parameter in view.parameters.items() if parameter is first)
-        raise StateError(f"{name}: grad changed this {_PARAMETER}")
-    if outside is not None:
-        outside.require(_TENSOR)
+    if _versions(watched) != versions:
+        changed = next(_changed(watched, versions))
+        raise StateError(_change(view, share, changed))
     if without_mean:
-        raise StateError(f"{without_mean[0]}: grad changed this buffer of bool, which has no mean")
+        raise StateError(
+            f"{without_mean[0]}: grad changed this buffer of bool, which has no mean: change it in "
+            f"update, or make it a buffer of integers or floats"
+        )
     return result, buffers
+
+
+def _change(view: StateView, share: Any, changed: Tensor) -> str:
+    """What it means that `grad` has changed a tensor in place, with the path of the tensor."""
+    for named, what in (
+        (view.parameters.items(), _PARAMETER),
+        (named_tensors(view.state), _TENSOR),
+        (named_tensors(share), _BATCH),
+    ):
+        for path, tensor in named:
+            if tensor is changed:
+                return f"{path or 'the batch'}: grad changed this {what}"
+    raise AssertionError("a tensor that is nowhere")
 
 
 def _take_buffers(view: StateView, before: list[Tensor]) -> tuple[dict[str, Tensor], list[str]]:

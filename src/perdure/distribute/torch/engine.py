@@ -109,36 +109,35 @@ class TorchEngine:
 
     def put(self, value: Any, device: Any) -> Any:
         def move(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                return leaf if leaf.device == device else leaf.to(device)
             if isinstance(leaf, np.ndarray):
-                return torch.from_numpy(np.asarray(leaf, order="C")).to(device)
+                leaf = torch.from_numpy(np.asarray(leaf, order="C"))
+            if isinstance(leaf, torch.Tensor) and leaf.device != device:
+                return leaf.to(device)
             return leaf
 
         return pytree.transform(move, value)
 
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
         compute = fn if self._compiled is None else partial(self._compiled, fn)
-        batch = torch_buffers.Unchanged(share)
         view = self._view(state)
         restore, token = seed(self.devices[0], stream), torch_state.use_view(view)
         try:
             result, buffers = torch_buffers.isolated(
-                view, lambda: compute(state, share, self.key(stream))
+                view, share, lambda: compute(state, share, self.key(stream))
             )
         finally:
             torch_state.forget_view(token)
             restore()
-        batch.require(torch_buffers.BATCH)
-        usable: list[bool] = []
+        kinds: list[Any] = []
 
-        def detach(leaf: Any) -> Any:
-            is_tensor = isinstance(leaf, torch.Tensor)
-            usable.append(is_tensor and leaf.layout is torch.strided)
-            return leaf.detach() if is_tensor else leaf
+        def without_graph(leaf: Any) -> Any:
+            kinds.append(leaf.layout if isinstance(leaf, torch.Tensor) else None)
+            if type(leaf) is torch.Tensor and not leaf.requires_grad:
+                return leaf  # from autograd.grad
+            return leaf if kinds[-1] is None else leaf.detach()
 
-        contributions = pytree.transform(detach, result)
-        if not usable or not all(usable):
+        contributions = pytree.transform(without_graph, result)
+        if kinds.count(torch.strided) < max(len(kinds), 1):
             raise _unusable(fn, result)
         return {"contributions": contributions, "buffers": buffers}
 
@@ -166,7 +165,7 @@ class TorchEngine:
         return result
 
     def runner(self) -> Callable[[Work, list[Any]], None]:
-        return torch_threads.Threads(len(self.devices), self._threads)
+        return torch_threads.Threads(len(self.devices), self._threads, self._compiled is not None)
 
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
         for function in (grad, update):
@@ -197,8 +196,7 @@ class TorchEngine:
 
     def _check_determinism(self) -> None:
         """Warn, once, if the program has switched off what the constructor switched on."""
-        setting = "" if self._warned else not_deterministic(self.devices[0].type)
-        if setting:
+        if not self._warned and (setting := not_deterministic(self.devices[0].type)):
             self._warned = True
             warnings.warn(
                 f"PyTorch runs with {setting}, so that two runs may give different bits. Leave it as "

@@ -36,9 +36,10 @@ def environment(device: Any) -> dict[str, Scalar]:
 
 def not_deterministic(kind: str) -> str:
     """The setting that allows operations whose bits differ from run to run; "" if there is none."""
-    if not torch.are_deterministic_algorithms_enabled():
+    mode = torch.get_deterministic_debug_mode()
+    if mode == 0:
         return "torch.use_deterministic_algorithms(False)"
-    if torch.is_deterministic_algorithms_warn_only_enabled():
+    if mode == 1:
         return "torch.use_deterministic_algorithms(True, warn_only=True)"
     # It chooses the convolution that was fastest this time.
     if kind == "cuda" and torch.backends.cudnn.benchmark:

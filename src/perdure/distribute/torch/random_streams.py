@@ -19,11 +19,11 @@ def make_generator(device: torch.device, stream: Stream) -> torch.Generator:
 
 def remember(device: torch.device) -> Callable[[], None]:
     """Remembers the state of the global generators; the result puts it back."""
-    states = [(generator, generator.get_state()) for generator in _generators(device)]
+    states = [(generator.set_state, generator.get_state()) for generator in _generators(device)]
 
     def restore() -> None:
-        for generator, state in states:
-            generator.set_state(state)
+        for set_state, state in states:
+            set_state(state)
 
     return restore
 
@@ -33,10 +33,11 @@ def seed(device: torch.device, stream: Stream) -> Callable[[], None]:
 
     Otherwise what the user draws between two steps would depend on which replicas ran here.
     """
+    number = _mixed(stream)
     if (own := torch_threads.own_generator()) is not None:
-        own.manual_seed(_mixed(stream))
+        own.manual_seed(number)
         return _leave
-    restore, number = remember(device), _mixed(stream)
+    restore = remember(device)
     for generator in _generators(device):
         # Not torch.manual_seed, which formats a stack trace for a CUDA that is not there.
         generator.manual_seed(number)
@@ -57,6 +58,7 @@ def seeded(device: torch.device, stream: Stream) -> Iterator[None]:
         restore()
 
 
+@functools.cache
 def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
     if device.type != "cuda":
         return (torch.default_generator,)
@@ -66,10 +68,14 @@ def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
 @functools.lru_cache(64)
 def _mixed(stream: Stream) -> int:
     """63 bits of (seed, step, replica), by SplitMix64 (see perdure.data.permutation)."""
-    mask, value = 2**64 - 1, 0
-    for part in stream:
-        value = ((value + 0x9E3779B97F4A7C15) ^ part) & mask
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-        value ^= value >> 31
-    return value >> 1
+    seed, step, replica = stream
+    return _mix(_mix(_mix(0, seed), step), replica) >> 1
+
+
+@functools.lru_cache(8)
+def _mix(value: int, part: int) -> int:
+    mask = 2**64 - 1
+    value = ((value + 0x9E3779B97F4A7C15) ^ part) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)

@@ -31,23 +31,33 @@ _CLOSED = (
 # Values that may change between steps, because there is nothing to find in them.
 _NUMBERS = frozenset((bool, int, float))
 _TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
+_flat = itertools.chain.from_iterable
 _NAMES, _VALUES = operator.methodcaller("keys"), operator.methodcaller("values")
 
 
 def modules(state: Any) -> list[tuple[str, nn.Module]]:
     """Every outermost module in a state, with its path: in containers, dataclasses and objects."""
-    return list(_modules(state, "", {}))
+    return instances(state, nn.Module)
 
 
-def _modules(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, nn.Module]]:
-    if value is None or isinstance(value, _CLOSED) or id(value) in seen:
+def instances(state: Any, kinds: Any) -> list[tuple[str, Any]]:
+    """The same for objects of a type, or of several, outside of other modules."""
+    return list(_instances(state, kinds, "", {}))
+
+
+def _instances(
+    value: Any, kinds: Any, path: str, seen: dict[int, Any]
+) -> Iterator[tuple[str, Any]]:
+    wanted = isinstance(value, kinds)
+    if value is None or id(value) in seen or (not wanted and isinstance(value, _CLOSED)):
         return
     seen[id(value)] = value
-    if isinstance(value, nn.Module):
-        yield path, value
+    if wanted or isinstance(value, nn.Module):
+        if wanted:
+            yield path, value
         return
     for name, child in list(_children(value)):
-        yield from _modules(child, f"{path}.{name}" if path else str(name), seen)
+        yield from _instances(child, kinds, f"{path}.{name}" if path else str(name), seen)
 
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -127,20 +137,21 @@ class StateView:
         buffers: (path, module that has it, key, tensor) of each.
         tensors: Those outside of modules.
         parts: All modules.
+        watched: Parameters and tensors, which `grad` must not change.
     """
 
     def __init__(self, state: Any) -> None:
         self.state = state
         seen: dict[int, Any] = {}
-        self._found = list(_modules(state, "", seen))
+        self._found = list(_instances(state, nn.Module, "", seen))
         self._entered = [value for value in seen.values() if _has_children(value)]
         self._entered_held = self._read_entered()
         self.tensors = tensors(state)
         self.parts = [part for _, module in self._found for part in module.modules()]
-        self._tables = self._read_tables()
+        self._tables = [*_flat(map(_TABLES, self.parts))]
         self._sizes = [*map(len, self._tables)]
         self._filled = [table for table in self._tables if table]
-        self._held = self._read_filled()
+        self._names, self._values = ([*_flat(map(get, self._filled))] for get in (_NAMES, _VALUES))
         self.buffers = list(_buffers(self._found))
         named = [(path, module, dict(module.named_parameters())) for path, module in self._found]
         self.parameters = {
@@ -148,6 +159,7 @@ class StateView:
             for path, _, parameters in named
             for name, parameter in parameters.items()
         }
+        self.watched = [*self.parameters.values(), *self.tensors]
         # A module may have a method of its own that gives other parameters each time.
         plain = all(map(_has_plain_names, self.parts))
         self._named = {id(module): parameters for _, module, parameters in named if plain}
@@ -172,11 +184,12 @@ class StateView:
 
         Compared by identity, without a loop in Python.
         """
-        tables = self._read_tables()
+        is_ = operator.is_
         return (
-            all(map(operator.is_, tables, self._tables))
-            and [*map(len, tables)] == self._sizes
-            and all(map(operator.is_, self._read_filled(), self._held))
+            all(map(is_, _flat(map(_TABLES, self.parts)), self._tables))
+            and [*map(len, self._tables)] == self._sizes  # so that neither is longer below
+            and all(map(is_, _flat(map(_VALUES, self._filled)), self._values))
+            and all(map(is_, _flat(map(_NAMES, self._filled)), self._names))
         )
 
     def named_parameters(self, module: nn.Module) -> dict[str, nn.Parameter] | None:
@@ -199,14 +212,6 @@ class StateView:
             sizes.append(len(entries))
             values += entries
         return sizes, names, values
-
-    def _read_tables(self) -> list[Any]:
-        return [*itertools.chain.from_iterable(map(_TABLES, self.parts))]
-
-    def _read_filled(self) -> list[Any]:
-        """The names and values in the tables that hold something."""
-        filled, flat = self._filled, itertools.chain.from_iterable
-        return [*flat(map(_NAMES, filled)), *flat(map(_VALUES, filled))]
 
 
 def _has_plain_names(part: nn.Module) -> bool:

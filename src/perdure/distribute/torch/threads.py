@@ -6,9 +6,9 @@ step is repeated one by one.
 
 Each device gets the user's state with modules of its own, over the same memory of the parameters:
 `.grad`, buffers and attributes that a forward pass writes are then private. Parameters and buffers of
-the user's own modules, which `grad` may reach in other ways (an optimizer, a closure, a hook), refuse
-to take part meanwhile. Objects that are neither modules nor containers are shared, so `grad` must not
-write to them.
+the user's own modules, which `grad` may reach in other ways (an optimizer, a closure, a hook, a dict
+that has parameters as keys), refuse to take part meanwhile. Objects that are neither modules nor
+containers are shared, so `grad` must not write to them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import gc
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _autograd
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perdure.checkpoint import Checkpoint
 from perdure.distribute import pytree
 from perdure.distribute.engine import Work
 from perdure.distribute.torch import state_view
+from perdure.distribute.torch.first_step import FirstStep
+from perdure.errors import StateError
+from perdure.state import process_random
 
 # The ways to run the replicas of a step, in the order in which they are tried.
 THREADS = "threads"
@@ -43,10 +49,15 @@ _WAYS = (THREADS, REDIRECTED, ONE_BY_ONE)
 class Threads:
     """Runs the replicas of one training step on `devices` threads."""
 
-    def __init__(self, devices: int, threads: int) -> None:
+    def __init__(self, devices: int, threads: int, compiled: bool = False) -> None:
+        self._compiled = compiled
         self.way = THREADS if devices > 1 else ONE_BY_ONE
         self._devices = devices
         self._proven = False
+        self._is_first = True
+        self._tensors: _Tensors | None = None
+        # Whether a thread has used a parameter or a buffer of the user's in this attempt.
+        self._reached = False
         # The caller is the first device. Each thread has an intra-op pool of its own.
         self._pool = ThreadPoolExecutor(
             max(devices - 1, 1), "device", initializer=torch.set_num_threads, initargs=(threads,)
@@ -55,27 +66,42 @@ class Threads:
     def __call__(self, work: Work, states: list[Any]) -> None:
         """Run the work of every device to its end; started again if a way proves unfit."""
         (state,) = states
-        tensors = _module_tensors(state) if self.way != ONE_BY_ONE else []
-        while self.way != ONE_BY_ONE and not _ambient():
-            copies = [_private(state) for _ in range(self._devices)]
-            if _has_tensor_hooks(tensors) or not all(complete for _, complete in copies):
+        first = FirstStep(state) if self._is_first else None
+        self._compute(work, state)
+        if first is not None:
+            first.require_unchanged()
+            self._is_first = False
+
+    def _compute(self, work: Work, state: Any) -> None:
+        tensors = self._tensors
+        if self.way != ONE_BY_ONE and (tensors is None or not tensors.are_of(state)):
+            tensors = self._tensors = _Tensors(state)
+        while tensors is not None and self.way != ONE_BY_ONE and not _ambient():
+            copies = [_private(state, self._compiled) for _ in range(self._devices)]
+            if _has_tensor_hooks(tensors.all) or not all(complete for _, complete in copies):
                 self.way = ONE_BY_ONE
             elif self._attempt(work, state, tensors, [value for value, _ in copies]):
                 return
+        self._tensors = None
         for device in range(self._devices):
             deque(work(device, state), maxlen=0)
 
-    def _attempt(self, work: Work, state: Any, tensors: list[Any], states: list[Any]) -> bool:
+    def _attempt(self, work: Work, state: Any, tensors: _Tensors, states: list[Any]) -> bool:
         """Run the step in threads; False if its results cannot be used."""
-        watched = _Watched(state)
+        watched, shared = _Watched(tensors), None if self._proven else _Shared()
+        self._reached = False
         try:
-            with _withheld(tensors):
+            with _withheld(tensors.all):
                 error, digests = self._in_threads(work, states)
         except TypeError as raised:  # a class of the user's cannot be withheld
             error, digests = raised, {}
+        by_identity = self._reached or watched.has_new_keys() or (shared and shared.disturbed())
         # The reference raises the error, so that it is the same for every topology.
-        if watched.disturbed() or error is not None:
+        if watched.disturbed() or by_identity or error is not None:
             self._next_way()
+            if by_identity:  # which no other way in threads changes
+                self.way = ONE_BY_ONE
+                _remove_keys(states)
             return False
         if not self._proven:
             # The step runs twice, so the contributions that remain are those of the reference.
@@ -115,14 +141,16 @@ class Threads:
     def _one(self, work: Work, device: int, state: Any) -> dict[int, bytes]:
         """Run one device; returns the digests of its contributions until the way is proven."""
         with _Redirect() if self.way == REDIRECTED else contextlib.nullcontext() as mode:
-            token = _own_generator.set(mode.generator if mode else torch.Generator())
+            thread = _Thread(mode.generator if mode else torch.Generator())
+            token = _thread.set(thread)
             try:
                 if not self._proven:
                     return {r: _digest(value) for r, value in work(device, state)}
                 deque(work(device, state), maxlen=0)
                 return {}
             finally:
-                _own_generator.reset(token)
+                _thread.reset(token)
+                self._reached |= thread.reached
 
 
 class _Redirect(TorchDispatchMode):
@@ -148,16 +176,28 @@ class _Redirect(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# Set in a thread of a device: the generator to seed in place of the process's, which is watched.
-_own_generator: contextvars.ContextVar[torch.Generator | None] = contextvars.ContextVar(
-    "own_generator", default=None
-)
+@dataclasses.dataclass
+class _Thread:
+    """What a thread of a device has.
+
+    Attributes:
+        generator: The generator to seed in place of the process's, which is watched.
+        reached: Whether it has used a parameter or a buffer of the user's.
+    """
+
+    generator: torch.Generator
+    reached: bool = False
+
+
+_thread: contextvars.ContextVar[_Thread | None] = contextvars.ContextVar("thread", default=None)
 _drawing: dict[Any, bool] = {}
+# PyTorch before 2.8 does not say which hooks on saved tensors there are.
+_saved_tensors_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 def own_generator() -> torch.Generator | None:
     """The generator of this thread, if several devices compute at once."""
-    return _own_generator.get()
+    return None if (thread := _thread.get()) is None else thread.generator
 
 
 def _draws(func: Any) -> bool:
@@ -167,15 +207,38 @@ def _draws(func: Any) -> bool:
     return _drawing[func]
 
 
+class _Tensors:
+    """Parameters and buffers of the modules in a state, each once, and its optimizers."""
+
+    def __init__(self, state: Any) -> None:
+        self._view = state_view.StateView(state)
+        self.parameters = _each_once(self._view.parameters.values())
+        self.buffers = _each_once(buffer for *_, buffer in self._view.buffers)
+        self.all = _each_once((*self.parameters, *self.buffers))
+        self.optimizers = [each for _, each in state_view.instances(state, Optimizer)]
+
+    def are_of(self, state: Any) -> bool:
+        return self._view.is_of(state) and self._view.is_current()
+
+
+def _each_once(values: Iterable[Any]) -> list[Any]:
+    return list({id(value): value for value in values}.values())
+
+
 class _Watched:
     """Objects that the threads share: the process's generator, `.grad` and buffers of the state."""
 
-    def __init__(self, state: Any) -> None:
-        self._modules = [module for _, module in state_view.modules(state)]
+    def __init__(self, tensors: _Tensors) -> None:
         self._random = torch.default_generator.get_state()
-        self._grads = [(p, p.grad) for m in self._modules for p in m.parameters()]
+        self._grads = [(p, p.grad) for p in tensors.parameters]
         self._versions = [p._version for p, _ in self._grads]
-        self._buffers = [(b, b.detach().clone()) for m in self._modules for b in m.buffers()]
+        self._buffers = [(b, b.detach().clone()) for b in tensors.buffers]
+        self._optimizers = tensors.optimizers
+        self._sizes = [len(optimizer.state) for optimizer in self._optimizers]
+
+    def has_new_keys(self) -> bool:
+        """Whether an optimizer has more entries: its `state` makes one for each key it is asked for."""
+        return self._sizes != [len(optimizer.state) for optimizer in self._optimizers]
 
     def disturbed(self) -> bool:
         """Whether any of them changed; they are put back."""
@@ -195,11 +258,19 @@ class _Watched:
         return changed or self._versions != [p._version for p, _ in self._grads]
 
 
-def _module_tensors(state: Any) -> list[Any]:
-    """Parameters and buffers of the modules in a state, each once."""
-    modules = [module for _, module in state_view.modules(state)]
-    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    return list({id(tensor): tensor for tensor in tensors}.values())
+class _Shared:
+    """Generators of the process that take too long to read in every step."""
+
+    def __init__(self) -> None:
+        self._states = process_random.encode(process_random.capture())
+
+    def disturbed(self) -> bool:
+        """Whether a thread drew from one of them; they are put back."""
+        now = process_random.encode(process_random.capture())
+        changed = [name for name in ("python", "numpy") if now[name] != self._states[name]]
+        for name in changed:
+            process_random.restore_generator(name, self._states[name])
+        return bool(changed)
 
 
 def _has_tensor_hooks(tensors: list[Any]) -> bool:
@@ -207,10 +278,59 @@ def _has_tensor_hooks(tensors: list[Any]) -> bool:
     return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors)
 
 
+def _in_use() -> StateError:
+    """The error for a use of the user's parameters and buffers while several devices compute."""
+    if (thread := _thread.get()) is not None:
+        thread.reached = True  # the user's code may catch the error
+    return StateError(
+        "a parameter or a buffer of the state was used by another thread while a step computes on "
+        "several devices of this process. Use it between two steps, or copy it there for the other "
+        "thread (copy.deepcopy(model.state_dict()))"
+    )
+
+
+class ThreadParameter(nn.Parameter):
+    """The parameter of one thread, whose hash is that of the user's parameter.
+
+    So a dict or a set of the user's that has the user's parameter as a key compares the two, which is
+    an error as every use of the user's parameter is.
+    """
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        return id(self) if self._hash is None else self._hash
+
+    def __eq__(self, other: Any) -> Any:
+        # A key that another thread has left, or the user's parameter beside one.
+        if self is not other and isinstance(other, nn.Parameter) and hash(other) == hash(self):
+            raise _in_use()
+        return super().__eq__(other)
+
+
+def _remove_keys(states: list[Any]) -> None:
+    """Remove parameters of threads from the dicts and sets that have them as keys.
+
+    A `defaultdict` such as `optimizer.state` takes the keys that it is asked for.
+    """
+    modules = [module for state in states for _, module in state_view.modules(state)]
+    own = [p for module in modules for p in module.parameters()]
+    # Those of earlier steps, too: an entry may have been noticed only now.
+    own += [each for each in gc.get_objects() if type(each) is ThreadParameter]
+    numbers = {id(parameter) for parameter in own}
+    for holder in gc.get_referrers(*own):
+        if isinstance(holder, dict):
+            for key in [key for key in holder if id(key) in numbers]:
+                del holder[key]
+        elif isinstance(holder, set):
+            for key in [key for key in holder if id(key) in numbers]:
+                holder.remove(key)
+
+
 @functools.cache
 def _withheld_class(kind: type) -> type:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("a parameter or a buffer was used that is not the one of this thread")
+        raise _in_use()
 
     return type(kind.__name__, (kind,), {"__torch_function__": classmethod(refuse)})
 
@@ -235,10 +355,15 @@ def _withheld(tensors: list[Any]) -> Iterator[None]:
             tensor.__class__ = kind
 
 
-def _private(state: Any) -> tuple[Any, bool]:
+def _private(state: Any, compiled: bool) -> tuple[Any, bool]:
     """`state` around modules of its own, and whether these are all the modules in it."""
     memo: dict[int, Any] = {}
     copied = _around(state, memo)
+    # A compiled program is of the types that it has seen, and the reference has parameters.
+    for number, new in memo.items() if not compiled else ():
+        if type(new) is nn.Parameter:
+            own: Any = new
+            own.__class__, own._hash = ThreadParameter, number
     made = {id(new) for new in memo.values()}
     # Other modules may be in objects that are not containers.
     return copied, all(id(module) in made for _, module in state_view.modules(copied))
@@ -280,7 +405,9 @@ def _module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _parameter(parameter: Any, memo: dict[int, Any]) -> Any:
     if parameter is not None and id(parameter) not in memo:
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        memo[id(parameter)] = own = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        if attributes := vars(parameter):  # that the user has set
+            vars(own).update(attributes)
     return None if parameter is None else memo[id(parameter)]
 
 
@@ -298,6 +425,8 @@ def _ambient() -> bool:
         or torch.is_inference_mode_enabled()
         or torch._C._len_torch_function_stack() > 0
         or torch._C._len_torch_dispatch_stack() > 0
+        or _saved_tensors_hooks(True) is not None
+        or _autograd._saved_tensors_hooks_get_disabled_error_message() is not None
     )
 
 

@@ -97,7 +97,8 @@ def prove(
     try:
         single = hlo.SinglePrograms(
             _compiled(programs.grad, layout.first, state, *turn),
-            _compiled(programs.add, layout.first, contributions, contributions)
+            # The left one is a result of grad or of an addition, and is not used again.
+            _compiled(programs.add, layout.first, contributions, contributions, donate=True)
             if layout.per_device > 1
             else None,
             _compiled(programs.update, layout.first, state, contributions),
@@ -205,7 +206,7 @@ def _in_pieces(
         grad = layout.compile(programs.grad, state, *turn)
         if path := hlo.difference(single.grad, grad, single.contributions):
             return Proof(None, f"XLA computes {path} of grad in another way for {count} devices")
-        add = layout.compile(programs.add, contributions, contributions)
+        add = layout.compile(programs.add, contributions, contributions, donate=True)
     if count > 1 or donate:
         update = layout.compile(programs.update, state, contributions, donate=donate)
         if path := hlo.difference(single.update, update, single.results):

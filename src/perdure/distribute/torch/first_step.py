@@ -1,0 +1,63 @@
+"""What `grad` must not do to the state, and what takes too long to look for in every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from perdure.distribute.torch import state_view
+from perdure.errors import StateError
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class FirstStep:
+    """The parameters and generators of a state before the replicas of the first step.
+
+    Raises:
+        StateError: A parameter or a buffer has no shape yet (a lazy module).
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._parameters: list[tuple[str, Tensor, int]] = []
+        for path, module in state_view.modules(state):
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                where = ".".join(filter(None, (path, name)))
+                if nn.parameter.is_lazy(tensor):
+                    raise StateError(
+                        f"{where}: expected a tensor with a shape, found one of a lazy module, which "
+                        "gets its shape in the first forward pass. Call the model once on an example "
+                        "before the first step"
+                    )
+                if type(tensor) is nn.Parameter:
+                    self._parameters.append((where, tensor, _sum(tensor)))
+        self._generators = [
+            (p, g, g.get_state()) for p, g in state_view.instances(state, torch.Generator)
+        ]
+
+    def require_unchanged(self) -> None:
+        """StateError if `grad` has changed one of them."""
+        for path, parameter, before in self._parameters:
+            if _sum(parameter) != before:
+                raise StateError(
+                    f"{path}: grad changed this parameter through .data or another tensor over its "
+                    "memory. Only update may change parameters, because grad runs once for each "
+                    "logical replica"
+                )
+        for path, generator, before in self._generators:
+            if not torch.equal(generator.get_state(), before):
+                raise StateError(
+                    f"{path}: grad drew from this generator of the state, so that its numbers depend "
+                    "on which replicas ran here before. Draw from key, the generator that grad gets, "
+                    "or in update"
+                )
+
+
+def _sum(tensor: Tensor) -> int:
+    """The sum of what is in memory, as integers."""
+    if tensor.layout is not torch.strided:
+        return 0
+    data = tensor.detach().reshape(-1)
+    return int(data.view(_INTEGERS.get(data.element_size(), torch.uint8)).sum())

@@ -1,0 +1,242 @@
+"""What decides the next step of PyTorch and is in no `state_dict`, as leaves beside the state.
+
+`requires_grad` of the parameters of modules, the modes (`training`) of their submodules, and which
+parameters of an optimizer keep their gradients. A loop that unfreezes a layer in its second epoch would
+train with a frozen one after a resume.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from perdure.errors import CorruptionError
+from perdure.state.leaf_values import plain_value, scalar_leaf
+from perdure.state.live_objects import live_objects
+from perdure.state.paths import join_dotted
+from perdure.store.leaf import Leaf
+
+_FROZEN, _MODES, _GRADIENTS = "torch/frozen", "torch/modes", "torch/gradients"
+_WRAPPERS = ("module", "_orig_mod")
+_FEW = 5
+_decoder = msgspec.json.Decoder(dict[str, list[str]])
+
+
+class _Sample(NamedTuple):
+    """A gradient of an optimizer at the last look, and whether the program was seen to keep it."""
+
+    gradient: Any  # a `torch.utils.weak.TensorWeakRef`
+    version: int
+    is_kept: bool
+
+
+_samples: weakref.WeakKeyDictionary[Any, _Sample] = weakref.WeakKeyDictionary()
+
+
+def leaves_beside(state: Any) -> dict[str, Leaf]:
+    """The leaves beside `state`; none without a module or an optimizer of PyTorch."""
+    frozen: dict[str, list[str]] = {}
+    modes: dict[str, list[str]] = {}
+    for path, module in _live(state, "nn", "Module"):
+        parts = _parts(module)
+        frozen[path] = sorted(
+            {name for name, value in _parameters(parts) if not value.requires_grad}
+        )
+        top, *others = _modes(parts).items()
+        modes[path] = ["" for name, mode in [top] if not mode]
+        modes[path] += sorted(name for name, mode in others if mode != top[1])
+    gradients = {
+        path: _ranges(
+            number for number, value in enumerate(_held(optimizer)) if _gradient(value) is not None
+        )
+        for path, optimizer in _live(state, "optim", "Optimizer")
+        if keeps_gradients(optimizer)
+    }
+    named = {_FROZEN: frozen, _MODES: modes, _GRADIENTS: gradients}
+    return {
+        path: scalar_leaf(msgspec.json.encode(value, order="sorted").decode())
+        for path, value in named.items()
+        if value
+    }
+
+
+def restore_beside(
+    state: Any, process_leaves: Mapping[str, Leaf], renamed: Callable[[str], str], where: str
+) -> list[str]:
+    """Set what the leaves of `leaves_beside` say, as far as the checkpoint has them.
+
+    Args:
+        state: a state that was restored exactly.
+        process_leaves: those of the checkpoint.
+        renamed: gives the path in `state` for a path in the checkpoint.
+        where: names the checkpoint in messages.
+
+    Returns:
+        A warning for each attribute that was set, which names where.
+    """
+    stored: dict[str, dict[str, list[str]]] = {}
+    for name in (_FROZEN, _MODES, _GRADIENTS):
+        try:
+            leaf = process_leaves.get(name)
+            values = {} if leaf is None else _decoder.decode(plain_value(leaf))
+        except ValueError as error:  # of msgspec
+            raise CorruptionError(f"{where}: {name} cannot be read: {error}.") from error
+        stored[name] = {renamed(path): names for path, names in values.items()}
+    frozen: dict[str, bool] = {}
+    modes: dict[str, bool] = {}
+    for path, module in _live(state, "nn", "Module"):
+        parts = _parts(module)
+        if (names := stored[_FROZEN].get(path)) is not None:
+            frozen |= _set_frozen(path, parts, set(names))
+        if (names := stored[_MODES].get(path)) is not None:
+            modes |= _set_modes(path, parts, set(names))
+    for path, optimizer in _live(state, "optim", "Optimizer"):
+        if path in stored[_GRADIENTS]:
+            _give_gradients(optimizer, stored[_GRADIENTS][path])
+    return [
+        *_warning(f"{where}: the program has frozen other parameters", "requires_grad", frozen),
+        *_warning(f"{where}: the program has submodules in other modes", "training", modes),
+    ]
+
+
+def keeps_gradients(optimizer: Any) -> bool:
+    """Whether the program lets the gradients of `optimizer` stay from step to step.
+
+    With `zero_grad(set_to_none=False)` the tensor that was a gradient at the last look still is one,
+    and was written since. At two looks at one moment, the answer is that of the first.
+    """
+    from torch.utils.weak import TensorWeakRef
+
+    old = _samples.get(optimizer)
+    before = None if old is None else old.gradient()
+    sample = None
+    for value in _held(optimizer):
+        if (gradient := _gradient(value)) is None:
+            continue
+        if sample is None:
+            sample = _Sample(TensorWeakRef(gradient), gradient._version, False)
+        if before is None:
+            break
+        if old is not None and gradient is before:
+            is_kept = old.is_kept or gradient._version > old.version
+            sample = _Sample(old.gradient, gradient._version, is_kept)
+            break
+    if sample is None:
+        _samples.pop(optimizer, None)
+        return False
+    _samples[optimizer] = sample
+    return sample.is_kept
+
+
+def _give_gradients(optimizer: Any, ranges: list[str]) -> None:
+    """Give the parameters that had a gradient at the save, and have none now, one of zeros.
+
+    An optimizer leaves a parameter without a gradient alone, and moves one with a gradient of zeros (by
+    momentum, by weight decay). A program that keeps its gradients calls `zero_grad` before the next
+    `backward`, so that their values at the save decide nothing, unless it saves between two `backward`
+    of one step, which loses what they have added.
+    """
+    import torch
+    from torch.utils.weak import TensorWeakRef
+
+    held = list(_held(optimizer))
+    for text in ranges:
+        start, _, end = text.partition("-")
+        for value in held[int(start) : int(end or start) + 1]:
+            if value.grad is None and not value.is_meta:
+                value.grad = torch.zeros_like(value, requires_grad=False)
+    if gradients := [gradient for value in held if (gradient := _gradient(value)) is not None]:
+        # The checkpoint says that the program keeps them, so the next save need not see it again.
+        first = gradients[0]
+        _samples[optimizer] = _Sample(TensorWeakRef(first), first._version, True)
+
+
+def _ranges(numbers: Iterator[int]) -> list[str]:
+    """Rising numbers as ranges: `["0-157", "160"]`."""
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    members = ([number for _, number in group] for _, group in runs)
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in members]
+
+
+def _held(optimizer: Any) -> Iterator[Any]:
+    """The parameters of an optimizer, in the order in which its `state_dict` numbers them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _gradient(value: Any) -> Any:
+    """The gradient of a parameter; None for a sparse one, which is given to no parameter again."""
+    return None if value.grad is None or value.grad.is_sparse else value.grad
+
+
+def _set_frozen(path: str, parts: list[tuple[str, Any]], names: set[str]) -> dict[str, bool]:
+    changed: dict[str, bool] = {}
+    for name, value in _parameters(parts):
+        is_trained = name not in names
+        if value.requires_grad != is_trained and value.is_leaf:
+            value.requires_grad_(is_trained)
+            changed[join_dotted(path, name)] = is_trained
+    return changed
+
+
+def _set_modes(path: str, parts: list[tuple[str, Any]], names: set[str]) -> dict[str, bool]:
+    """Set the modes of submodules, if the module itself has the mode that it was saved in.
+
+    Otherwise one of the two is in an evaluation, which the program begins and ends itself.
+    """
+    is_training = "" not in names
+    if _modes(parts)[""] != is_training:
+        return {}
+    changed: dict[str, bool] = {}
+    for name, part in parts:
+        mode = is_training != (name in names)
+        if name and part.training != mode:
+            part.training = mode  # `train` would set what is below it, too
+            changed[join_dotted(path, name)] = mode
+    return changed
+
+
+def _warning(what: str, attribute: str, changed: Mapping[str, bool]) -> list[str]:
+    names = [f"{path} to {value}" for path, value in changed.items()]
+    more = f" and {len(names) - _FEW:,} more" if len(names) > _FEW else ""
+    warning = (
+        f"{what} than the checkpoint. `{attribute}` is set as it was saved: "
+        f"{', '.join(names[:_FEW])}{more}. To train from here with others, set it after the restore."
+    )
+    return [warning] if names else []
+
+
+def _live(state: Any, package: str, name: str) -> Iterator[tuple[str, Any]]:
+    """The path of each object of a class of PyTorch, and the object."""
+    if (torch := sys.modules.get("torch")) is not None:
+        kind = getattr(getattr(torch, package), name)
+        for path, value in live_objects(state):
+            if isinstance(value, kind):
+                yield path, value
+
+
+def _parts(module: Any) -> list[tuple[str, Any]]:
+    """A module and those in it by name, without the parts of wrappers in the names."""
+    return [(_plain(name), part) for name, part in module.named_modules(remove_duplicate=False)]
+
+
+def _modes(parts: list[tuple[str, Any]]) -> dict[str, bool]:
+    """The mode of each module by its name, the outermost first; of a wrapper, that of what it wraps."""
+    return {name: part.training for name, part in parts}
+
+
+def _parameters(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for prefix, part in parts:
+        for name, value in part._parameters.items():
+            if value is not None:
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _plain(name: str) -> str:
+    """The name of a module without the parts of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -19,6 +19,7 @@ from perdure.cli import main
 from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
 from perdure.drill.causes import diagnosis
 from perdure.drill.drill_report import DrillReport
+from perdure.drill.execution import log_tail
 from perdure.drill.fault_plan import LAST
 from perdure.drill.scenario import Observed, Outcome
 from perdure.drill.text_report import verdict
@@ -423,6 +424,36 @@ def test_more_workers_than_replicas(tmp_path: Path) -> None:
     said = refused(command("too_many_workers"), tmp_path / "drill", workers=2)
     assert "before its first step" in said
     assert "TopologyError" in said
+
+
+def test_the_log_of_the_worker_that_failed_is_shown(tmp_path: Path) -> None:
+    # Worker 1 writes last, and is killed within its traceback.
+    program = (
+        "import os, pathlib, sys, time\n"
+        "failed, written = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    print('KeyError: the cause', flush=True)\n"
+        "    failed.touch()\n"
+        "    while not written.exists(): time.sleep(0.001)\n"
+        "    os._exit(1)\n"
+        "while not failed.exists(): time.sleep(0.001)\n"
+        "print('half a traceback', flush=True)\n"
+        "written.touch()\n"
+        "time.sleep(600)\n"
+    )
+    marks = [str(tmp_path / "failed"), str(tmp_path / "written")]
+    line = [sys.executable, "-c", program, *marks]
+    said = refused(line, tmp_path / "drill", workers=2)
+    assert "KeyError: the cause" in said
+    assert "half a traceback" not in said
+
+
+def test_the_newest_log_is_shown_if_no_worker_failed_by_itself(tmp_path: Path) -> None:
+    for index, written in enumerate(("older", "newer", "")):
+        log = tmp_path / f"attempt-1-worker-{index}.log"
+        log.write_text(written)
+        os.utime(log, (index, index))
+    assert log_tail(tmp_path, []) == "newer"
 
 
 def test_faults_that_cannot_happen_say_why(tmp_path: Path) -> None:

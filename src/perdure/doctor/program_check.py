@@ -103,7 +103,7 @@ def _run(
     if summary.status != 0 and not kinds & {"checked", "fired"}:
         raise LaunchError(
             f"the program failed: {why_it_failed(summary)}. The end of its log:\n"
-            f"{log_tail(directory / LOGS) or '(nothing)'}"
+            f"{log_tail(directory / LOGS, summary.attempts) or '(nothing)'}"
         )
     for kind, read in (("checked", _checked), ("state", _states), ("commit", _checkpoints)):
         if kind in kinds:

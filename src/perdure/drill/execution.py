@@ -120,7 +120,7 @@ def execute(
     outcome.began, outcome.seconds = began, summary.seconds
     if summary.status != 0:
         outcome.problem = outcome.problem or summary.reason
-        outcome.log = log_tail(directory / LOGS)
+        outcome.log = log_tail(directory / LOGS, summary.attempts)
     return outcome
 
 
@@ -213,7 +213,7 @@ class _FaultObserver(Observer):
             outcome.problem = (
                 f"attempt {attempt.number} ended by itself: {attempt.cause}; no fault had hit it"
             )
-            outcome.log = log_tail(self._directory / LOGS, attempt.number)
+            outcome.log = log_tail(self._directory / LOGS, [attempt])
         outcome.attempts.append(done)
 
     def close(self) -> None:
@@ -388,10 +388,21 @@ def writable(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def log_tail(logs: Path, attempt: int | None = None) -> str:
-    """The last lines of the newest log that is not empty."""
-    pattern = "*.log" if attempt is None else f"attempt-{attempt}-*.log"
-    for path in sorted(logs.glob(pattern), key=lambda p: p.stat().st_mtime, reverse=True):
+def log_tail(logs: Path, attempts: Sequence[history.AttemptRecord]) -> str:
+    """The last lines of the log of a worker that failed by itself, or else of the newest log.
+
+    The newest log alone would not do: after a failure the other workers are killed, and theirs may end
+    within a line.
+    """
+    paths = sorted(logs.glob("attempt-*.log"), key=lambda p: p.stat().st_mtime, reverse=True)
+    failed = [
+        logs / f"attempt-{last.number}-worker-{index}.log"
+        for last in attempts[-1:]
+        for index, status in enumerate(last.statuses)
+        if status not in (0, -signal.SIGKILL)
+    ]
+    paths.sort(key=lambda path: path not in failed)
+    for path in paths:
         lines = path.read_text(errors="replace").strip().splitlines()
         if lines:
             return "\n".join(lines[-_TAIL:])

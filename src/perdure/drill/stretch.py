@@ -99,7 +99,7 @@ def recompute(
     opened = [event["name"] for event in events if event["e"] == "open"]
     has_stopped = any(event["e"] == "fired" for event in events)
     if summary.status != 0 and not has_stopped:
-        log = log_tail(directory / LOGS) or "(nothing)"
+        log = log_tail(directory / LOGS, summary.attempts) or "(nothing)"
         steps = span_text(1 if stretch.start is None else stretch.start + 1, stretch.stop)
         raise LaunchError(
             f"the program failed in the replay of {steps}: {why_it_failed(summary)}. The end of its "

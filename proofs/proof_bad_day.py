@@ -157,7 +157,7 @@ class BadDay:
 
     def _unplug_bucket(self) -> None:
         """The server of the bucket does not answer, until the run has noticed."""
-        (server,) = [pid for pid in children() if runs(pid, "moto.server")]
+        (server,) = [pid for pid in children() if runs(pid, "moto_server_program")]
         os.kill(server, signal.SIGSTOP)
         try:
             until = time.monotonic() + UNPLUGGED_S

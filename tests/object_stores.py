@@ -21,6 +21,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 from perdure.store import CloudOptions, CloudStorage
@@ -152,7 +153,8 @@ class ObjectServer:
 @contextlib.contextmanager
 def moto_server() -> Iterator[ObjectServer]:
     """moto's S3 server. Raises `ServerUnavailable` where moto is not installed."""
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    program = Path(__file__).with_name("moto_server_program.py")
+    command = [sys.executable, str(program), "-H", "127.0.0.1", "-p", "0"]
     with running(command, r"Running on (http://[\d.]+:\d+)", {}) as endpoint:
         yield ObjectServer(endpoint, "s3")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from perdure import CheckpointManager, MemoryStorage
+from perdure.checkpoint import saver
 from perdure.errors import MismatchError, StateError
 from perdure.state import beside_state, restore, snapshot
 from perdure.state.beside_state import leaves_beside
@@ -112,14 +113,14 @@ LOOPS = {  # (to None, where `zero_grad` is called)
 
 
 def heads(
-    run: MemoryStorage, loop: str, stop: int, look: Callable[[State], None]
+    run: MemoryStorage, loop: str, stop: int, look: Callable[[State], None], interval: int = 1
 ) -> dict[str, bytes]:
     """Trains one head or the other, so that momentum moves an idle one that has a gradient."""
     to_none, when = LOOPS[loop]
     torch.manual_seed(0)
     net = torch.nn.ModuleList(torch.nn.Linear(2, 1) for _ in range(3))
     optimizer = torch.optim.Adam(net.parameters(), 0.1)
-    with CheckpointManager(run, recipe={}) as manager:
+    with CheckpointManager(run, save_interval_steps=interval, recipe={}) as manager:
         state, start = manager.restore_or_initialize({"net": net, "optimizer": optimizer})
         look(state)
         for step in range(start, stop):
@@ -155,6 +156,19 @@ def test_an_optimizer_moves_an_idle_layer_after_a_resume_if_the_run_does(
         given.clear()
         assert heads(run, loop, 7, look) == whole
         assert given == [0 if LOOPS[loop][0] else 6]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_first_due_save_knows_whether_gradients_stay(
+    monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    whole = heads(MemoryStorage(), loop, 7, lambda _: None)
+    heads(run := MemoryStorage(), loop, 2, lambda _: None, interval=2)
+    assert heads(run, loop, 7, lambda _: None, interval=2) == whole
+    monkeypatch.setattr(saver, "look_at_gradients", lambda _: None)
+    heads(run := MemoryStorage(), loop, 2, lambda _: None, interval=2)
+    is_same = heads(run, loop, 7, lambda _: None, interval=2) == whole
+    assert is_same == LOOPS[loop][0]  # the negative control
 
 
 @pytest.mark.filterwarnings("ignore:.*has frozen other parameters")

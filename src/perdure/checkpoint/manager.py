@@ -181,16 +181,13 @@ class CheckpointManager(RunQueries):
         """
         step = step_number(step)
         beat("step", step)
-        is_alone = self._processes.count == 1
-        if is_alone:  # in a group only where all of them do: in a due save
-            self._saver.settle(wait=False)
-            self._saver.take_lock()
+        self._saver.begin_save(state)
         self.journal.record_saved(step, state, metrics)
         if not force and not self.should_save(step):
             return False
         beat("save", step)
         self._saver.settle(wait=True)
-        if not is_alone:
+        if self._processes.count > 1:
             self._interval.record(step)  # also if this process raises: all decide alike at the next
         try:
             is_saved = self._saver.save(step, state, metrics)

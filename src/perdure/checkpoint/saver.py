@@ -37,7 +37,7 @@ from perdure.errors import (
 )
 from perdure.heartbeats import saving
 from perdure.state import snapshot
-from perdure.state.beside_state import leaves_beside
+from perdure.state.beside_state import leaves_beside, look_at_gradients
 from perdure.state.epoch_ends import store_epoch_ends
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import ProcessRandom
@@ -71,7 +71,7 @@ class BackgroundSaver:
         self._layouts = LayoutCache()
         self._notes: list[str] = []
         self._warned: set[str] = set()
-        self._has_begun = False
+        self._has_begun = self._has_looked = False
         # A save above this step is new; None until the processes have agreed on it.
         self._highest: int | None = None
 
@@ -97,7 +97,20 @@ class BackgroundSaver:
             self._tolerate(error)
         self._has_begun = True
 
-    def take_lock(self) -> None:
+    def begin_save(self, state: Any) -> None:
+        """What every call of `save` begins with, even if it is not due.
+
+        The first one looks at the gradients, so that the next one, which may be the first that is due,
+        sees whether the program keeps them.
+        """
+        if self._processes.count == 1:  # in a group only where all of them do: in a due save
+            self.settle(wait=False)
+            self._take_lock()
+        if not self._has_looked:
+            look_at_gradients(state)
+            self._has_looked = True
+
+    def _take_lock(self) -> None:
         """Take the writer's lock alone, which costs less, in the first `save` even if it is not due.
 
         The rest of `begin_writing` is left to the background. Not for a group.

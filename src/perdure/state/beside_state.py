@@ -104,6 +104,12 @@ def restore_beside(
     ]
 
 
+def look_at_gradients(state: Any) -> None:
+    """Take the first of the two looks that it takes to see whether the program keeps gradients."""
+    for _, optimizer in _live(state, "optim", "Optimizer"):
+        keeps_gradients(optimizer)
+
+
 def keeps_gradients(optimizer: Any) -> bool:
     """Whether the program lets the gradients of `optimizer` stay from step to step.
 

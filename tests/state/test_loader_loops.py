@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from noisy_loader import EPOCHS, batches, loader, resumed, until
 
 from perdure import CheckpointManager
@@ -128,3 +130,31 @@ def test_epochs_that_are_left_at_their_last_batch_are_not_warned_about() -> None
             for _ in zip(range(1), data, strict=False):  # the rest of a resumed epoch
                 data.state_dict()
             data.set_epoch(1)
+
+
+def endless(data: ResumableLoader) -> Iterator[torch.Tensor]:
+    while True:
+        yield from data
+
+
+def beside(data: ResumableLoader, again: Callable[[Any], Any], count: int) -> list[bytes]:
+    """Batches beside those of another loader, which makes more of them."""
+    return [batch.numpy().tobytes() for _, batch in zip(range(count), again(data), strict=False)]
+
+
+def test_a_cycle_over_a_loader_is_warned_about_and_an_endless_generator_is_exact() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = beside(loader(), endless, 8)
+        first = beside(data := loader(), endless, 5)
+        assert first + beside(resumed(data.state_dict(), loader), endless, 3) == whole
+        beside(loader(), itertools.cycle, 3)  # none is given again
+    with pytest.warns(RuntimeWarning, match="itertools.cycle keeps") as caught:
+        whole = beside(loader(), itertools.cycle, 8)
+    assert [line.filename for line in caught] == [__file__]
+    with pytest.warns(RuntimeWarning, match="itertools.cycle keeps"):
+        first = beside(data := loader(), itertools.cycle, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rest = beside(resumed(data.state_dict(), loader), itertools.cycle, 3)
+    assert first + rest != whole  # as it says

@@ -10,14 +10,12 @@ import copy
 import operator
 import random
 import sys
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from perdure.errors import DataError
 from perdure.state.epoch_ends import ended_order
+from perdure.state.loader_loops import is_lightning, warn_of_cycle, warn_of_empty_loop
 
 _END = object()
 _MOST_COMPARED = 2**14
@@ -77,7 +76,7 @@ class ResumableLoader:
         self._loaded = -1  # the step of the position that was loaded last
         self._is_part = False  # whether the loop has begun where an earlier one left the epoch
         self._taken = -1  # the step of a state taken within such a loop at the last batch
-        self._has_warned = False
+        self._has_warned = self._has_ended = False
         self._order = _Order(self)
         self._inner = copy.copy(loader)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -140,16 +139,20 @@ class ResumableLoader:
         """
         if self._is_at_last_batch():
             self._end_epoch()  # a loop that is kept has received the last batch
-        if self._taken == self._step and not _is_lightning(sys._getframe(1)):
-            self._warn_of_empty_loop()
+        is_empty_after_resume = self._taken == self._step and not is_lightning(sys._getframe(1))
+        if is_empty_after_resume and not self._has_warned:
+            self._has_warned = True
+            warn_of_empty_loop(self._step, self._epoch - 1)
         self._taken = -1
         # Loops that are left at the last batch of a whole epoch (by `zip`) resume rightly.
         self._is_part = self._batch > 0 and self._step != self._loaded
-        batches = self._batches()
+        own: list[Any] = []
+        batches = self._batches(own)
+        own.append(weakref.ref(batches))
         next(batches)  # begun, so that its end is noticed even if the loop asks for no batch
         return batches
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, own: list[Any]) -> Iterator[Any]:
         self._pass = current = object()
         is_finished = False
         try:
@@ -167,6 +170,9 @@ class ResumableLoader:
                     )
                 if is_finished := batch is _END:
                     self._taken = -1
+                    if not self._has_ended:
+                        self._has_ended = True
+                        warn_of_cycle(own[0]())
                     return
                 if not self._order.ahead:
                     raise _own_iterator(self._loader)
@@ -218,27 +224,12 @@ class ResumableLoader:
         self._loaded = self._step
         epoch, batch, order = numbers["epoch"], numbers["batch"], state["order"]
         self._go_to(epoch, batch, order)
-        if batch == numbers["batches_per_epoch"] and _is_lightning(sys._getframe(1)):
+        if batch == numbers["batches_per_epoch"] and is_lightning(sys._getframe(1)):
             self._end_epoch()  # an empty rest makes no batches
 
     def _is_at_last_batch(self) -> bool:
         """Whether a loop has received the last batch of its epoch, and has not ended."""
         return self._pass is not None and self._batch == _length(self._loader)
-
-    def _warn_of_empty_loop(self) -> None:
-        """A loop over `islice` has left the epoch at its last batch, with a checkpoint from within."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"step {self._step}: the state of this ResumableLoader was saved inside a loop that was "
-            f"left at the last batch of epoch {self._epoch - 1}, and the program goes on with the next "
-            f"epoch. A checkpoint of that step resumes with the end of that epoch: its first loop is "
-            f"empty. If the loop is one of a number of batches (`itertools.islice`, `break`) and not "
-            f"of an epoch, save after that loop.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
     def _go_to(self, epoch: int, batch: int, digest: str) -> None:
         self._epoch, self._batch, self._digest = epoch, batch, digest
@@ -419,11 +410,6 @@ def _position_numbers(state: Any, present: Mapping[str, Any]) -> dict[str, int]:
 def _is_built_in(part: Any) -> bool:
     """Whether a sampler, or a list of indices, has no code of the user's."""
     return type(part).__module__.startswith(("torch.", "builtins"))
-
-
-def _is_lightning(frame: FrameType) -> bool:
-    """Whether a frame is that of Lightning's Trainer, which loads the states of its loaders."""
-    return frame.f_globals.get("__name__", "").endswith("pytorch.utilities.combined_loader")
 
 
 def _own_iterator(loader: Any) -> DataError:

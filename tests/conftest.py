@@ -26,6 +26,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # A cluster that the surrounding job belongs to is not the one that a test describes.
 os.environ.pop("TF_CONFIG", None)
 
+# Keras imports them if it can, for parts that no test uses: 2 s of CPU in each process of pytest. They
+# can be imported again after the collection.
+UNUSED_BY_KERAS = ("sklearn", "matplotlib")
+for _name in UNUSED_BY_KERAS:
+    sys.modules.setdefault(_name, None)  # type: ignore[arg-type]
+
 # The same examples in every run: a failure that is seen once is seen again.
 settings.register_profile("perdure", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("perdure")
@@ -97,6 +103,9 @@ def pytest_collection_finish() -> None:
     With JAX, PyTorch and Keras imported a full collection takes 0.4 s, and a second manager of a run
     directory makes one: the random walks took 53 s instead of 7.
     """
+    for name in UNUSED_BY_KERAS:
+        if name in sys.modules and sys.modules[name] is None:
+            del sys.modules[name]
     gc.collect()
     gc.freeze()
 

@@ -19,6 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+UNUSED_BY_KERAS = ("tensorflow", "sklearn", "matplotlib")
+"""Keras imports them if it can, for parts that no program uses; that takes longer than most do."""
+
 
 def configure_jax(environment: Mapping[str, str]) -> None:
     """Set the options that these variables name, which JAX reads only while it is imported."""
@@ -53,11 +56,13 @@ def become(worker: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    # Keras imports TensorFlow for its own checks if it can, which takes longer than most programs.
-    sys.modules["tensorflow"] = None  # type: ignore[assignment]
+    for name in UNUSED_BY_KERAS:
+        sys.modules[name] = None  # type: ignore[assignment]
     gc.disable()  # what is imported stays: to look for garbage in it takes a tenth of the time or more
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    for name in UNUSED_BY_KERAS[1:]:  # a program may import them itself
+        del sys.modules[name]
     gc.enable()
     gc.freeze()
     # The threads of NumPy's library for linear algebra are what Python warns of; it survives a fork.

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Keras imports TensorFlow for its own checks if it can, which takes longer than the tests.
-if os.environ["KERAS_BACKEND"] != "tensorflow":
-    sys.modules["tensorflow"] = None  # type: ignore[assignment]
+# Keras imports these for its own checks if it can, which takes longer than the tests.
+if os.environ["KERAS_BACKEND"] == "tensorflow":
+    sys.modules.update(sklearn=None, matplotlib=None)  # type: ignore[arg-type]
+else:
+    sys.modules.update(sklearn=None, matplotlib=None, tensorflow=None)  # type: ignore[arg-type]
 
 import keras
 import numpy as np

@@ -347,10 +347,16 @@ def controls(devices: int) -> dict[str, str]:
 
 
 def main() -> None:
-    args = arguments(devices="1", controls="", die_at=int, unmeasured=int)
+    args = arguments(devices="1", controls="", die_at=int, unmeasured=int, compared=int)
     if args.unmeasured:
         self_check.MEASURED = ()
     out: dict[str, Any] = {}
+    if args.compared:
+        out["by comparison"] = by_comparison()
+        out["both ways"] = first_steps_both_ways()
+        out["generated"] = [of_generated_functions(devices) for devices in (1, 2)]
+        answer(out)
+        return
     for devices in map(int, args.devices.split(",")):
         if args.processes > 1:
             cluster = SimpleClusterResolver(args.coordinator, args.processes, args.process)
@@ -378,9 +384,6 @@ def main() -> None:
         strategy = MirroredStrategy(jax.devices()[2::-1], REPLICAS)
         out["reversed"] = train(strategy, "cnn")
         out["in parts"] = train_in_parts()
-        out["by comparison"] = by_comparison()
-        out["both ways"] = first_steps_both_ways()
-        out["generated"] = [of_generated_functions(devices) for devices in (1, 2)]
     for devices in map(int, filter(None, args.controls.split(","))):
         out[f"controls {devices}"] = controls(devices)
     answer(out)

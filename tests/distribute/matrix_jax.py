@@ -112,11 +112,13 @@ def cells(
 
 
 def weights(**shapes: tuple[int, ...]) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(SEED), len(shapes))
-    return {
-        name: jax.random.normal(key, shape) / np.sqrt(np.prod(shape[:-1]))
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    """By NumPy: JAX compiles the normal distribution for each shape, which takes 0.7 s of CPU."""
+    rng = np.random.default_rng(SEED)
+    scaled = {
+        name: rng.standard_normal(shape) / np.sqrt(np.prod(shape[:-1]))
+        for name, shape in shapes.items()
     }
+    return {name: jnp.asarray(values.astype(np.float32)) for name, values in scaled.items()}
 
 
 def dropout(x: Any, key: Any, rate: float) -> Any:

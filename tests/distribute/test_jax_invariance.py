@@ -16,17 +16,23 @@ DEVICES = (1, 3, 8)
 CONTROLS = (1, 3)
 
 
+def with_8_devices(compiled: dict[str, str], *options: str) -> Any:
+    """One process; its strategies share what is compiled for one and the same device."""
+    env = {"JAX_NUM_CPU_DEVICES": "8", **compiled}
+    (out,) = group.results("jax_worker.py", 1, *options, env=env, forked="jax")
+    return out
+
+
 @pytest.fixture(scope="module")
 def alone(compiled: dict[str, str]) -> Any:
-    """One process with 8 devices; its strategies share what is compiled for one and the same device."""
-    (out,) = group.results(
-        "jax_worker.py",
-        1,
-        *("--devices", ",".join(map(str, DEVICES)), "--controls", ",".join(map(str, CONTROLS))),
-        env={"JAX_NUM_CPU_DEVICES": "8", **compiled},
-        forked="jax",
-    )
-    return out
+    devices, controls = (",".join(map(str, counts)) for counts in (DEVICES, CONTROLS))
+    return with_8_devices(compiled, "--devices", devices, "--controls", controls)
+
+
+@pytest.fixture(scope="module")
+def compared(compiled: dict[str, str]) -> Any:
+    """A process of its own, so that no fixture of a busy machine reaches the limit of a group."""
+    return with_8_devices(compiled, "--compared", "1")
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +103,16 @@ def test_a_lost_worker_is_reported_and_nothing_hangs() -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny", "scan", "attention"])
-def test_devices_run_together_if_the_compiled_programs_are_equal(alone: Any, model: str) -> None:
-    digests, answers = alone["by comparison"][model]["compared"]
+def test_devices_run_together_if_the_compiled_programs_are_equal(compared: Any, model: str) -> None:
+    digests, answers = compared["by comparison"][model]["compared"]
     assert digests == 1
     assert answers
     assert all(answers)
 
 
-def test_control_programs_that_differ_are_refused(alone: Any) -> None:
+def test_control_programs_that_differ_are_refused(compared: Any) -> None:
     """XLA's partitioner, if it may clean up, merges the values of an attention."""
-    models = alone["by comparison"]["attention, cleaned up"]
+    models = compared["by comparison"]["attention, cleaned up"]
     digests, answers = models["compared"]
     assert digests == 1
     assert False in answers
@@ -118,8 +124,8 @@ def test_control_programs_that_differ_are_refused(alone: Any) -> None:
     assert "on cpu a step computed both ways had other bits in new state w on " in warning
 
 
-def test_several_devices_that_were_not_measured(alone: Any) -> None:
-    (expected, slow), (found, explained) = alone["both ways"].values()
+def test_several_devices_that_were_not_measured(compared: Any) -> None:
+    (expected, slow), (found, explained) = compared["both ways"].values()
     assert slow.startswith("Not fast: it has been measured on ")
     assert found == expected
     assert explained.startswith("Fast: ")
@@ -131,5 +137,5 @@ def test_a_group_has_no_fast_steps_that_its_processes_could_decide_on(pair: Any)
     assert explained == {"Not fast: the sum goes through 2 processes."}
 
 
-def test_generated_functions_give_one_digest_on_1_and_2_devices(alone: Any) -> None:
-    assert len(set(alone["generated"])) == 1
+def test_generated_functions_give_one_digest_on_1_and_2_devices(compared: Any) -> None:
+    assert len(set(compared["generated"])) == 1

@@ -112,7 +112,10 @@ def cnn_update(state: Any, total: Any) -> Any:
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        weights = {"kernel_init": lambda _key, shape, *_: drawn(shape), "rngs": rngs}
+        weights: dict[str, Any] = {
+            "kernel_init": lambda _key, shape, *_: drawn(shape),
+            "rngs": rngs,
+        }
         self.conv = nnx.Conv(1, 8, (3, 3), strides=2, **weights)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.drop = nnx.Dropout(0.3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -301,10 +302,15 @@ def test_results_are_given_away_only_as_long_as_that_is_asked_for() -> None:
 def test_memory_of_replicas_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the state, at most log2(V) + 1 gradients, and none for a new state if it is donated."""
     size, replicas, alive = 1 << 12, 8, [0]
-    compiled = proven_programs._compiled
+    lower, start = proven_programs._Lowered.__init__, proven_programs._Lowered.start
 
-    def watched(fn: Any, *arguments: Any, donate: bool = False) -> Any:
-        program = compiled(fn, *arguments, donate=donate and (overwrites or fn is not add_program))
+    def lowered(self: Any, compiler: Any, fn: Any, *arguments: Any) -> None:
+        sharding, values, donate, *options = arguments
+        donate = donate and (overwrites or fn is not add_program)
+        lower(self, compiler, fn, sharding, values, donate, *options)
+
+    def watched(self: Any, **options: Any) -> Any:
+        program = start(self, **options).result()
 
         def call(*values: Any) -> Any:
             result = program(*values)
@@ -313,9 +319,12 @@ def test_memory_of_replicas_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
             return result
 
         call.runtime_executable = program.runtime_executable  # type: ignore[attr-defined]
-        return call
+        done: Future[Any] = Future()
+        done.set_result(call)
+        return done
 
-    monkeypatch.setattr(proven_programs, "_compiled", watched)
+    monkeypatch.setattr(proven_programs._Lowered, "__init__", lowered)
+    monkeypatch.setattr(proven_programs._Lowered, "start", watched)
     monkeypatch.setattr(proven_programs, "UNROLLED_BYTES", 0)
     most = {}
     for donate, overwrites in ((True, True), (False, True), (True, False)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -24,6 +25,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.distribute.hardware import xla_flags
+from perdure.distribute.jax.eager import thread_settings
 from perdure.distribute.jax.fused import hlo
 from perdure.distribute.jax.group import bits, from_bits, packed_width
 from perdure.distribute.jax.programs import name_of, one_form, plus
@@ -33,6 +35,7 @@ UNROLLED_BYTES = 16 << 20
 """One program holds the contributions of all replicas of a device at once: up to so much of them."""
 UNROLLED_INSTRUCTIONS = 2000
 """The compiler takes as long for each replica: up to so many instructions of grad in all."""
+_THREADS = 4
 
 T = TypeVar("T")
 
@@ -69,12 +72,6 @@ class Layout:
         self.replicas = replicas
         self.per_device = replicas // len(self.devices)
 
-    def compile(self, fn: Any, *values: Any, donate: bool = False) -> Any:
-        """The program of `fn` for all devices at once; `donate` gives its first argument away."""
-        if len(self.devices) > 1:
-            fn = jax.shard_map(fn, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        return _compiled(fn, self.sharding, *values, donate=donate)
-
     def sum(self, values: Iterable[T], add: Callable[[T, T], T]) -> T:
         """The contributions of a device, added in the tree."""
         stack = TreeSum(self.per_device, add)
@@ -82,6 +79,80 @@ class Layout:
             stack.push(TreeNode(0, number), value)
         ((_, root),) = stack.roots()
         return root
+
+
+class Compiler:
+    """Lowers the programs of a proof, and compiles them beside each other: XLA releases the GIL."""
+
+    def __init__(self, layout: Layout, pool: ThreadPoolExecutor) -> None:
+        self.layout = layout
+        self._pool = pool
+        self._settings = thread_settings()
+
+    def single(self, fn: Any, *values: Any, donate: bool = False) -> _Lowered:
+        """The program of `fn` for the first device; `donate` gives its first argument away."""
+        return _Lowered(self, fn, self.layout.first, values, donate)
+
+    def everywhere(self, fn: Any, *values: Any, donate: bool = False) -> _Lowered:
+        """The program of `fn` for all devices at once."""
+        layout, options = self.layout, None
+        if len(layout.devices) > 1:
+            fn = jax.shard_map(fn, mesh=layout.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+            options = _options()
+        return _Lowered(self, fn, layout.sharding, values, donate, options)
+
+    def submit(self, compiled: Callable[[], Any]) -> Future[Any]:
+        def work() -> Any:
+            with self._settings():
+                return compiled()
+
+        return self._pool.submit(work)
+
+
+class _Lowered:
+    """A program with every argument, used or not: its parameters are compared by number."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        fn: Any,
+        sharding: Any,
+        values: tuple[Any, ...],
+        donate: bool,
+        options: dict[str, str] | None = None,
+    ) -> None:
+        described = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), values
+        )
+        self._program = jax.jit(
+            lambda *args: fn(*args),
+            keep_unused=True,
+            donate_argnums=(0,) if donate else (),
+            compiler_options=options,
+        )
+        self._compiler = compiler
+        self._lowered = self._program.lower(*described)
+        self._packed = holds_packed(values)
+
+    def start(self, *, runs: bool = True) -> Future[Any]:
+        """Compile it in another thread. A program that only is compared takes less time."""
+        on_cpu = self._compiler.layout.devices[0].platform == "cpu"
+        options = _NEVER_RUNS if on_cpu and not runs else None
+
+        def compiled() -> Any:
+            program = self._lowered.compile(compiler_options=options)
+            return _Packed(program, self._program) if self._packed else program
+
+        return self._compiler.submit(compiled)
+
+
+class _Values(NamedTuple):
+    """What the programs take and return, or its form."""
+
+    state: Any
+    turn: Turn
+    contributions: Any
+    results: Any
 
 
 def prove(
@@ -93,26 +164,52 @@ def prove(
     results = jax.eval_shape(programs.update, state, contributions)
     if why := _unsuitable(layout, contributions):
         return Proof(None, why)
-    proof = Proof(None, "")
     try:
-        single = hlo.SinglePrograms(
-            _compiled(programs.grad, layout.first, state, *turn),
-            # The left one is a result of grad or of an addition, and is not used again.
-            _compiled(programs.add, layout.first, contributions, contributions, donate=True)
-            if layout.per_device > 1
-            else None,
-            _compiled(programs.update, layout.first, state, contributions),
+        with ThreadPoolExecutor(_THREADS) as pool:
+            values = _Values(state, turn, contributions, results)
+            return _proof(programs, Compiler(layout, pool), values, donate)
+    except Exception as error:  # noqa: BLE001  XLA may refuse for several devices what it takes for one
+        return Proof(None, f"XLA does not compile it ({str(error).partition(chr(10))[0]})")
+
+
+def _proof(programs: ReferencePrograms, compiler: Compiler, values: _Values, donate: bool) -> Proof:
+    layout, (state, turn, contributions, results) = compiler.layout, values
+    alone, several = len(layout.devices) == 1, layout.per_device > 1
+    # On one device grad, add and update themselves run if its replicas take turns.
+    grad = compiler.single(programs.grad, state, *turn).start(runs=alone and several)
+    # The left one is a result of grad or of an addition, and is not used again.
+    add = (
+        compiler.single(programs.add, contributions, contributions, donate=True)
+        if several
+        else None
+    )
+    update = compiler.single(programs.update, state, contributions)
+
+    def references(*, runs: bool) -> Callable[[], hlo.SinglePrograms]:
+        adding = add and add.start(runs=runs)
+        updating = update.start(runs=runs and not donate)
+        return lambda: hlo.SinglePrograms(
+            grad.result(),
+            adding and adding.result(),
+            updating.result(),
             paths_of("contribution", contributions),
             paths_of("new state", results[0]) + paths_of("logs", results[1]),
         )
-        if len(layout.devices) > 1 and (why := _called_back(single)):
+
+    single = None
+    if not alone:
+        single = references(runs=False)
+        if why := _called_back(single()):
             return Proof(None, why)
-        if layout.per_device == 1 or _is_small(layout, single, contributions):
-            proof = _one_program(programs, layout, single, (state, turn), donate)
-        if proof.run is None and layout.replicas > 1:
-            proof = _in_pieces(programs, layout, single, (state, turn, contributions), donate)
-    except Exception as error:  # noqa: BLE001  XLA may refuse for several devices what it takes for one
-        return Proof(None, f"XLA does not compile it ({str(error).partition(chr(10))[0]})")
+    proof = Proof(None, "")
+    if _has_few_bytes(layout, contributions):
+        one_program = _one_program(programs, compiler, values, donate)  # while grad is compiled
+        if not several or _has_few_instructions(layout, grad.result()):
+            proof = one_program(single or references(runs=False))
+    if proof.run is None and layout.replicas > 1:
+        if single is None:
+            single = references(runs=True)
+        proof = _in_pieces(programs, compiler, single, values, donate)
     return proof
 
 
@@ -142,29 +239,26 @@ def _called_back(single: hlo.SinglePrograms) -> str:
     return ""
 
 
-def _is_small(layout: Layout, single: hlo.SinglePrograms, contributions: Any) -> bool:
+def _has_few_bytes(layout: Layout, contributions: Any) -> bool:
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(contributions))
-    count = hlo.instructions(single.grad)
-    return (
-        size * layout.per_device <= UNROLLED_BYTES
-        and count * layout.per_device <= UNROLLED_INSTRUCTIONS
-    )
+    return layout.per_device == 1 or size * layout.per_device <= UNROLLED_BYTES
+
+
+def _has_few_instructions(layout: Layout, grad: Any) -> bool:
+    return hlo.instructions(grad) * layout.per_device <= UNROLLED_INSTRUCTIONS
 
 
 def _one_program(
-    programs: ReferencePrograms,
-    layout: Layout,
-    single: hlo.SinglePrograms,
-    values: tuple[Any, Turn],
-    donate: bool,
-) -> Proof:
-    """A whole step as one program.
+    programs: ReferencePrograms, compiler: Compiler, values: _Values, donate: bool
+) -> Callable[[Callable[[], hlo.SinglePrograms]], Proof]:
+    """A whole step as one program: lowered, and compiled by the function that compares it.
 
     The sums and the update stay computations of their own, so that nothing is fused across their
     edges. Grad is not one: XLA's CPU compiler rewrites convolutions to their fast form only outside of
     calls.
     """
-    (state, turn), turns, exchanges = values, layout.per_device, len(layout.devices) > 1
+    layout, state, turn = compiler.layout, values.state, values.turn
+    turns, exchanges = layout.per_device, len(layout.devices) > 1
 
     def step(state: Any, *arguments: Any) -> tuple[Any, Any]:
         size = len(turn)
@@ -180,38 +274,53 @@ def _one_program(
             total = _kept(lambda root: _total(layout, root), total)
         return _kept(programs.update, state, total)
 
-    whole = layout.compile(step, state, *turn * turns, donate=donate)
-    if why := hlo.step_difference(whole, single, turns, exchanges, layout.sum):
-        return Proof(None, why)
-    each = "" if turns == 1 else f" for the {turns} replicas of a device"
-    return Proof(
-        lambda state, turns: whole(state, *itertools.chain(*turns)),
-        f"one program computes grad{each}, the sums and update"
-        + (f" on {len(layout.devices)} devices" if exchanges else ""),
-    )
+    lowered = compiler.everywhere(step, state, *turn * turns, donate=donate)
+
+    def proof(single: Callable[[], hlo.SinglePrograms]) -> Proof:
+        compiled = lowered.start()
+        references, whole = single(), compiled.result()
+        if why := hlo.step_difference(whole, references, turns, exchanges, layout.sum):
+            return Proof(None, why)
+        each = "" if turns == 1 else f" for the {turns} replicas of a device"
+        return Proof(
+            lambda state, turns: whole(state, *itertools.chain(*turns)),
+            f"one program computes grad{each}, the sums and update"
+            + (f" on {len(layout.devices)} devices" if exchanges else ""),
+        )
+
+    return proof
 
 
 def _in_pieces(
     programs: ReferencePrograms,
-    layout: Layout,
-    single: hlo.SinglePrograms,
-    values: tuple[Any, Turn, Any],
+    compiler: Compiler,
+    single: Callable[[], hlo.SinglePrograms],
+    values: _Values,
     donate: bool,
 ) -> Proof:
     """Grad, additions and update as programs over all devices."""
-    state, turn, contributions = values
-    grad, add, update = single.grad, single.add, single.update
+    layout, (state, turn, contributions, _) = compiler.layout, values
     count = len(layout.devices)
+    grads = adds = totals = updates = None
     if count > 1:
-        grad = layout.compile(programs.grad, state, *turn)
-        if path := hlo.difference(single.grad, grad, single.contributions):
-            return Proof(None, f"XLA computes {path} of grad in another way for {count} devices")
-        add = layout.compile(programs.add, contributions, contributions, donate=True)
+        both = contributions, contributions
+        grads = compiler.everywhere(programs.grad, state, *turn).start()
+        adds = compiler.everywhere(programs.add, *both, donate=True).start()
+        totals = compiler.everywhere(lambda root: _total(layout, root), contributions).start()
     if count > 1 or donate:
-        update = layout.compile(programs.update, state, contributions, donate=donate)
-        if path := hlo.difference(single.update, update, single.results):
+        updates = compiler.everywhere(programs.update, state, contributions, donate=donate).start()
+    references = single()
+    grad, add, update = references.grad, references.add, references.update
+    if grads is not None:
+        grad = grads.result()
+        if path := hlo.difference(references.grad, grad, references.contributions):
+            return Proof(None, f"XLA computes {path} of grad in another way for {count} devices")
+    if updates is not None:
+        update = updates.result()
+        if path := hlo.difference(references.update, update, references.results):
             return Proof(None, f"XLA computes {path} of update in another way for {count} devices")
-    total = layout.compile(lambda root: _total(layout, root), contributions) if count > 1 else None
+    add = adds.result() if adds is not None else add
+    total = totals.result() if totals is not None else None
 
     def step(state: Any, turns: list[Turn]) -> Any:
         # One at a time, so that few partial sums are alive at once.
@@ -260,22 +369,6 @@ def paths_of(what: str, tree: Any) -> list[str]:
     return [f"{what} {name_of(path)}" if path else what for path, _ in leaves]
 
 
-def _compiled(fn: Any, sharding: Any, *values: Any, donate: bool = False) -> Any:
-    """The program of `fn`, with every argument, used or not: its parameters are compared by number."""
-    described = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), values
-    )
-    options = _options() if isinstance(sharding, NamedSharding) else None
-    program = jax.jit(
-        lambda *args: fn(*args),
-        keep_unused=True,
-        donate_argnums=(0,) if donate else (),
-        compiler_options=options,
-    )
-    compiled = program.lower(*described).compile()
-    return _Packed(compiled, program) if holds_packed(values) else compiled
-
-
 class _Packed(NamedTuple):
     """A program with arguments whose elements share a byte (int4).
 
@@ -296,6 +389,10 @@ class _Packed(NamedTuple):
 def holds_packed(values: Any) -> bool:
     """Whether several elements of an array share a byte."""
     return any(packed_width(x.dtype) is not None for x in jax.tree.leaves(values))
+
+
+# LLVM's effort. XLA's own passes, which make the instructions that are compared, do not look at it.
+_NEVER_RUNS = {"xla_backend_optimization_level": "0"}
 
 
 def _options() -> dict[str, str]:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import flax.nnx as nnx
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from training_case import FIRST, REPLICAS, STEPS, dataset, strided
 from worker_program import answer, arguments
 
@@ -26,7 +28,7 @@ from perdure.demo.train_jax import all_reduce
 from perdure.distribute import SimpleClusterResolver
 from perdure.distribute.jax.fused import hlo as jax_hlo
 from perdure.distribute.jax.fused import proven_programs as jax_proven
-from perdure.distribute.jax.fused import self_check
+from perdure.distribute.jax.fused import self_check, step_by_form
 from perdure.distribute.values import PerReplica
 from perdure.errors import WorkerLostError
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -307,6 +309,48 @@ def first_steps_both_ways() -> dict[str, tuple[str, str]]:
     return out
 
 
+def placed_shares() -> dict[str, list[Any]]:
+    """By kind of share: the parts placed without `device_put`, and whether each device has its own,
+    or that of the other.
+
+    Once more without that call, which another release of JAX may not have.
+    """
+    devices = jax.devices()[:2]
+    sharding = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec())
+    rows = np.random.default_rng(0).integers(0, 2, (4, 6))
+    one, two = rows[:2].astype(np.float32), rows[2:].astype(np.float32)
+    columns: dict[str, list[Any]] = {
+        "floats": [one, two],
+        "strided": [one[:, ::2], two[:, ::2]],
+        "bool": [one > 0, two > 0],
+        "numbers": [np.uint32(3), np.uint32(4)],
+        "int64": [rows[:2], rows[2:]],  # int32 on the devices
+        "int64 and int32": [rows[:2], rows[2:].astype(np.int32)],
+        "int4": [jnp.int4(one), jnp.int4(two)],
+        "int4 of NumPy": [np.asarray(jnp.int4(one)), np.asarray(jnp.int4(two))],
+        "arrays of JAX": [jnp.asarray(one), jnp.asarray(two)],
+        "elsewhere": [jax.device_put(one, devices[1]), jax.device_put(two, devices[0])],
+        "mixed": [one, jnp.asarray(two)],
+    }
+    calls: list[Any] = []
+    find = step_by_form._pxla
+    place = find().batched_device_put
+    modules = SimpleNamespace(batched_device_put=lambda *of: [calls.append(of), place(*of)][1])
+    out = {}
+    for module, note in ((modules, ""), (SimpleNamespace(), ", without it")):
+        step_by_form._pxla = lambda module=module: module
+        for name, column in columns.items():
+            calls.clear()
+            array = step_by_form._on_each(column, devices, sharding)
+            parts = {shard.device: shard.data for shard in array.addressable_shards}
+            found = [digest(parts[device]) for device in devices]
+            expected = [digest(jax.device_put(x, d)) for x, d in zip(column, devices, strict=True)]
+            assert array.sharding == sharding
+            out[name + note] = [len(calls), found == expected, found == expected[::-1]]
+    step_by_form._pxla = find
+    return out
+
+
 def of_generated_functions(devices: int) -> str:
     """Functions of many kinds in one step, whose constants differ in the last bit."""
     kinds = (
@@ -357,6 +401,7 @@ def main() -> None:
     if args.compared:
         out["by comparison"] = by_comparison()
         out["both ways"] = first_steps_both_ways()
+        out["placed"] = placed_shares()
         out["generated"] = [of_generated_functions(devices) for devices in (1, 2)]
         answer(out)
         return

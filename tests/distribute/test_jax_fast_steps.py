@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,6 +237,48 @@ def test_small_replicas_of_a_device_are_one_program(
     monkeypatch.setattr(proven_programs, "UNROLLED_BYTES", 0)
     assert trained(turns, replicas) == expected
     assert "its replicas take turns" in strategy.explain(turns)
+
+
+# ---------------------------------------------------------------- what is compiled
+
+
+def test_a_program_that_is_only_compared_has_the_instructions_of_one_that_runs() -> None:
+    grads = {name: explained.FAST[name].grad for name in ("attention", "GRU", "GroupNorm")}
+    arguments = explained.first_state(), explained.shares(0, 1).values[0], jax.random.key(0)
+    lowered = jax.jit(lambda *args: {n: fn(*args) for n, fn in grads.items()}).lower(*arguments)
+    first, *others = [
+        hlo_graph.graph_of(lowered.compile(compiler_options=options))
+        for options in (None, proven_programs._NEVER_RUNS, {"xla_disable_hlo_passes": "fusion"})
+    ]
+    assert [graph == first for graph in others] == [True, False]  # the last one is the control
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_a_program_that_is_only_compared_never_runs(
+    control: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = proven_programs._Lowered.start
+
+    def started(self: Any, *, runs: bool = True) -> Any:
+        program = start(self, runs=runs).result()
+        never = SimpleNamespace(runtime_executable=program.runtime_executable)  # cannot be called
+        done: Future[Any] = Future()
+        done.set_result(program if runs and not control else never)
+        return done
+
+    monkeypatch.setattr(proven_programs._Lowered, "start", started)
+    for replicas, limit, donate in (
+        (1, 1, False),
+        (2, 1 << 24, False),
+        (2, 0, False),
+        (2, 0, True),
+    ):
+        monkeypatch.setattr(proven_programs, "UNROLLED_BYTES", limit)
+        strategy = OneDeviceStrategy(replicas=replicas)
+        step = strategy.step(*plain(), donate=donate)
+        with pytest.raises(TypeError, match="not callable") if control else nullcontext():
+            trained(step, replicas)
+        assert strategy.explain(step).startswith("Fast: ")
 
 
 # ---------------------------------------------------------------- states that are given away

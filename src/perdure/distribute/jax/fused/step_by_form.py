@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import operator
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from perdure.distribute.engine import FusedStep, NotFused, Reference
 from perdure.distribute.jax.fused import self_check
@@ -24,6 +25,7 @@ from perdure.distribute.jax.fused.proven_programs import (
     holds_packed,
     prove,
 )
+from perdure.distribute.jax.group import packed_width
 from perdure.distribute.jax.programs import SETTINGS, name_of, strong, without_weak_type
 from perdure.errors import StateError
 
@@ -261,8 +263,38 @@ class _StepByForm:
         devices, sharding = self._layout.devices, self._layout.sharding
         if len(devices) == 1:
             return jax.device_put([column[0] for column in columns], devices[0])
-        placed = jax.device_put(columns, [list(devices)] * len(columns))
-        return [jax.make_array_from_single_device_arrays(c[0].shape, sharding, c) for c in placed]
+        return [_on_each(column, devices, sharding) for column in columns]
+
+
+def _on_each(column: list[Any], devices: list[Any], sharding: NamedSharding) -> Any:
+    """One array that holds a value of its own on each device."""
+    shape, dtype = column[0].shape, column[0].dtype
+    put: Any = getattr(_pxla(), "batched_device_put", None)
+    if put is None or not all(_is_numpy(x, dtype) for x in column) or not _is_known(dtype):
+        placed = jax.device_put(column, devices)
+    else:
+        # `device_put` ends in this call and takes several times as long. One call for all devices would
+        # give them the first value, because the sharding says that all have the same.
+        aval = jax.core.ShapedArray(shape, dtype)
+        placed = [
+            put(aval, SingleDeviceSharding(device), [value], [device])
+            for value, device in zip(column, devices, strict=True)
+        ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+
+def _is_numpy(leaf: Any, dtype: Any) -> bool:
+    return (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and leaf.dtype == dtype
+
+
+def _is_known(dtype: Any) -> bool:
+    """Whether JAX keeps the dtype, and gives each element bytes of its own."""
+    return jax.dtypes.canonicalize_dtype(dtype) == dtype and packed_width(dtype) is None
+
+
+@functools.cache
+def _pxla() -> Any:
+    return importlib.import_module("jax._src.interpreters.pxla")
 
 
 def _first_line(error: Exception) -> str:

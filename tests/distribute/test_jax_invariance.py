@@ -137,13 +137,13 @@ def test_a_group_has_no_fast_steps_that_its_processes_could_decide_on(pair: Any)
     assert explained == {"Not fast: the sum goes through 2 processes."}
 
 
-def test_shares_are_placed_together_with_the_bytes_that_device_put_places(compared: Any) -> None:
+def test_shares_are_placed_with_the_bytes_that_device_put_places(compared: Any) -> None:
     """Two that change places are the control: their bytes are not the expected ones."""
     placed = compared["placed"]
     assert {equal for _, equal, _ in placed.values()} == {True}
     assert {exchanged for *_, exchanged in placed.values()} == {False}
-    together = [name for name, (calls, *_) in placed.items() if calls]
-    assert together == ["floats", "strided", "bool", "numbers"]
+    without_device_put = [name for name, (calls, *_) in placed.items() if calls]
+    assert without_device_put == ["floats", "strided", "bool", "numbers"]
 
 
 def test_generated_functions_give_one_digest_on_1_and_2_devices(compared: Any) -> None:

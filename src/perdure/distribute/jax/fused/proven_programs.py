@@ -392,7 +392,7 @@ def holds_packed(values: Any) -> bool:
 
 
 # LLVM's effort. XLA's own passes, which make the instructions that are compared, do not look at it.
-_NEVER_RUNS = {"xla_backend_optimization_level": "0"}
+_NEVER_RUNS: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 
 def _options() -> dict[str, str]:

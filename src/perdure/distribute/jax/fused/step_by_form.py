@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from perdure.distribute.engine import FusedStep, NotFused, Reference
@@ -275,7 +276,7 @@ def _on_each(column: list[Any], devices: list[Any], sharding: NamedSharding) -> 
     else:
         # `device_put` ends in this call and takes several times as long. One call for all devices would
         # give them the first value, because the sharding says that all have the same.
-        aval = jax.core.ShapedArray(shape, dtype)
+        aval = ShapedArray(shape, dtype)
         placed = [
             put(aval, SingleDeviceSharding(device), [value], [device])
             for value, device in zip(column, devices, strict=True)

@@ -57,6 +57,14 @@ class Adapter(Protocol):
         """The bytes of an array, without a copy where that is possible."""
         ...
 
+    def specs(self, values: Sequence[Any]) -> Sequence[LeafSpec] | None:
+        """`spec` of many values of one type in few calls, None if each has to be asked for."""
+        ...
+
+    def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
+        """`leaf` of many values of one type in few calls, None if each has to be asked for."""
+        ...
+
     def load(self, like: Any, leaf: Leaf) -> Any:
         """An array of the class, device and sharding of `like` with the bits of `leaf`."""
         ...
@@ -103,7 +111,17 @@ def adapter(framework: str) -> Adapter:
     return import_module(ADAPTERS[framework]).ADAPTER
 
 
-class NoVariables:
+class OneByOne:
+    """Base of an adapter that looks at each value by itself."""
+
+    def specs(self, values: Sequence[Any]) -> Sequence[LeafSpec] | None:
+        return None
+
+    def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
+        return None
+
+
+class NoVariables(OneByOne):
     """Base of an adapter whose arrays are all replaced by a restore."""
 
     def variable(self, value: Any) -> Stateful | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import repeat
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +33,8 @@ from perdure.state.leaf_values import (
 from perdure.state.paths import key_text
 from perdure.state.stateful import Stateful
 from perdure.store.leaf import Leaf
+
+_DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 
 # Mappings that `_rebuild_mapping` rebuilds exactly. Any other class is tried at the save.
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter, MappingProxyType}
@@ -73,6 +77,18 @@ class Builtin(NoVariables):
         if isinstance(value, (np.ndarray, np.generic)) and type(value) is not np.ma.MaskedArray:
             return array_leaf(value)
         return None
+
+    def specs(self, values: Sequence[Any]) -> Sequence[LeafSpec] | None:
+        names = _dtype_names(values)
+        return names and list(map(LeafSpec, names, map(_SHAPE, values)))
+
+    def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
+        names = _dtype_names(values)
+        if not names or not all(0 < size <= COPIED_BYTES for size in map(_NBYTES, values)):
+            return None
+        return list(
+            map(Leaf, names, map(_SHAPE, values), map(ndarray.tobytes, values), repeat(True))
+        )
 
     def load(self, like: Any, leaf: Leaf) -> Any:
         if leaf.is_scalar:
@@ -128,6 +144,14 @@ class _PositionedIterator(Stateful):
 
     def load(self, state: Any) -> None:
         reposition(self.target, state)
+
+
+def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:
+    """The names of the dtypes of NumPy arrays, None for other values and dtypes."""
+    if set(map(type, arrays)) != {ndarray}:
+        return None
+    names = list(map(BUFFER_DTYPES.get, map(_DTYPE, arrays)))
+    return None if None in names else names  # type: ignore[return-value]
 
 
 def _mapping_node(value: Mapping[Any, Any]) -> Node:

@@ -6,12 +6,15 @@ A path joins the keys from the root to a leaf with `/`. A `/` or `%` inside a ke
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.leaf_errors import add_path
 from perdure.store.format import escape, unescape
+
+TOGETHER = 128
+"""So many children of a container are looked at in few calls, if they are leaves of one type."""
 
 
 def key_text(key: object) -> str:
@@ -42,6 +45,12 @@ def join_key(path: str, key: str) -> str:
             add_path(error, path)
             raise error from None
     return join_part(path, part)
+
+
+def join_keys(path: str, keys: Iterable[str]) -> list[str]:
+    """`join_key` of the keys of many children, of which nearly all need no look at their letters."""
+    prefix = f"{path}/" if path else ""
+    return [prefix + key if key.isalnum() else join_key(path, key) for key in keys]
 
 
 def join_part(path: str, part: str) -> str:

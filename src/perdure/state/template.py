@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
+from operator import attrgetter, eq
 from typing import Any
 
 from perdure.errors import StateError, UnsupportedLeafError
@@ -12,11 +14,14 @@ from perdure.state.adapter import Adapter, loaded_adapters
 from perdure.state.adapter_choice import leaf_adapter, node_of
 from perdure.state.leaf_errors import add_path, nested_too_deeply
 from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
-from perdure.state.paths import join_key, join_part, nearest
+from perdure.state.paths import TOGETHER, join_keys, join_part, nearest
 from perdure.state.stateful import Stateful
 from perdure.state.wholes import is_whole
+from perdure.store.json_blocks import blocks
 from perdure.store.leaf import Leaf, containers_of
 from perdure.store.selection import Selection
+
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class TargetWalk:
         try:
             if (spec := self._spec(value)) is not None:
                 if is_selected:
-                    self._add_leaf(path, spec, value)
+                    self._add_leaves([path], [spec], [value])
                 else:
                     self.unselected.add(path)
                 return
@@ -128,26 +133,24 @@ class TargetWalk:
         self._visit_children(node.children, path)
 
     def _visit_children(self, children: Iterable[tuple[str, Any]], path: str) -> None:
-        prefix = f"{path}/" if path else ""
         takers = self._takers if self._selection is None else {}
-        for key, child in children:
-            child_path = prefix + key if key.isalnum() else join_key(path, key)
+        for block in blocks(children, TOGETHER):
+            keys, values = zip(*block, strict=True)
+            paths = join_keys(path, keys)
             # There may be very many leaves of a type that was met before.
-            if (taker := takers.get(type(child))) is not None:
-                try:
-                    spec = taker.spec(child)
-                except StateError as error:
-                    add_path(error, child_path)
-                    raise
-                if spec is not None:
-                    self._add_leaf(child_path, spec, child)
-                    continue
-            self._visit(child, child_path)
+            taker = takers.get(type(values[0]))
+            if taker is not None and (specs := taker.specs(values)) is not None:
+                self._add_leaves(paths, specs, values)
+                continue
+            for child_path, child in zip(paths, values, strict=True):
+                self._visit(child, child_path)
 
-    def _add_leaf(self, path: str, spec: LeafSpec, value: Any) -> None:
-        self.template.paths.append(path)
-        self.template.specs.append(spec)
-        self._values.append(value)
+    def _add_leaves(
+        self, paths: Sequence[str], specs: Sequence[LeafSpec], values: Sequence[Any]
+    ) -> None:
+        self.template.paths.extend(paths)
+        self.template.specs.extend(specs)
+        self._values.extend(values)
 
     def _spec(self, value: Any) -> LeafSpec | None:
         """dtype and shape of a leaf; None for an interior value."""
@@ -178,15 +181,12 @@ class _Comparison(TargetWalk):
         super().__init__(state, None)
         self.is_same &= not self.template.objects and next(self._expected, None) is None
 
-    def _add_leaf(self, path: str, spec: LeafSpec, value: Any) -> None:
+    def _add_leaves(
+        self, paths: Sequence[str], specs: Sequence[LeafSpec], values: Sequence[Any]
+    ) -> None:
         if self.is_same:
-            expected, leaf = next(self._expected, ("", None))
-            self.is_same = (
-                leaf is not None
-                and path == expected
-                and spec.dtype == leaf.dtype
-                and spec.shape == leaf.shape
-            )
+            expected = dict(islice(self._expected, len(paths)))
+            self.is_same = same_specs(paths, specs, expected)
 
 
 def same_specs(
@@ -194,11 +194,13 @@ def same_specs(
 ) -> bool:
     """Whether leaves have these paths, in this order, and these dtypes and shapes.
 
-    It looks up no path, because there may be very many.
+    It looks up no path, because there may be very many, and takes no line of Python for each.
     """
-    return len(paths) == len(leaves) and all(
-        path == stored and spec.dtype == leaf.dtype and spec.shape == leaf.shape
-        for path, spec, stored, leaf in zip(paths, specs, leaves, leaves.values(), strict=True)
+    return (
+        len(paths) == len(leaves)
+        and all(map(eq, paths, leaves))
+        and all(map(eq, map(_DTYPE, specs), map(_DTYPE, leaves.values())))
+        and all(map(eq, map(_SHAPE, specs), map(_SHAPE, leaves.values())))
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node
+from perdure.state.adapter import Node, OneByOne
 from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import Check, LeafSpec
 from perdure.state.leaf_values import BUFFER_DTYPES
@@ -44,7 +44,7 @@ _NO_DISPATCH = (
 )
 
 
-class TorchState:
+class TorchState(OneByOne):
     """See `perdure.state.adapter.Adapter`."""
 
     def spec(self, value: Any) -> LeafSpec | None:

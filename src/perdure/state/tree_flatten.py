@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from perdure.errors import StateError
@@ -12,11 +13,12 @@ from perdure.state.containers import array_class_name
 from perdure.state.leaf_errors import add_path, duplicate_path, nested_too_deeply
 from perdure.state.leaf_values import is_plain, plain_value
 from perdure.state.object_flatten import ObjectFlattener
-from perdure.state.paths import insert, join_key, split_path
+from perdure.state.paths import TOGETHER, insert, join_key, join_keys, split_path
 from perdure.state.per_rank import current_rank_context
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.state.stateful import Stateful
 from perdure.store.gc_pause import gc_paused
+from perdure.store.json_blocks import blocks
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container
 
@@ -76,6 +78,20 @@ def is_state(value: Any) -> bool:
         return False
 
 
+def _add_many(
+    block: Sequence[tuple[str, Any]], parent: str, taker: Adapter, leaves: Leaves
+) -> bool:
+    """Add the leaves of values of one type in few calls; False if `taker` needs one for each."""
+    keys, values = zip(*block, strict=True)
+    if not is_plain(values[0]) or (many := taker.leaves(values)) is None:
+        return False
+    new = dict(zip(join_keys(parent, keys), many, strict=True))
+    if len(new) < len(many) or not leaves.keys().isdisjoint(new):
+        return False  # which finds the path that there is twice
+    leaves.update(new)
+    return True
+
+
 def _add_leaves(
     children: Iterable[tuple[str, Any]],
     parent: str,
@@ -85,22 +101,28 @@ def _add_leaves(
 ) -> None:
     # The training loop waits for this. So `Adapter.leaf` both decides whether a value is a leaf and
     # returns its bytes, the adapter that took the last value is asked alone if this one has the same
-    # type, and only a value that is no leaf costs a call of this function.
-    prefix = f"{parent}/" if parent else ""
+    # type, for many values in one call if it can, and only a value that is no leaf costs a call of
+    # this function.
     path = parent
     kind: type | None = None
-    take: Callable[[Any], Leaf | None] = adapters[0].leaf
+    taker = adapters[0]
+    rest = chain.from_iterable(
+        block
+        for block in blocks(children, TOGETHER)
+        if type(block[0][1]) is not kind or not _add_many(block, parent, taker, leaves)
+    )
+    prefix = f"{parent}/" if parent else ""
     try:
-        for key, value in children:
+        for key, value in rest:
             path = prefix + key if key.isalnum() else join_key(parent, key)
             leaf = None
             if type(value) is kind:
-                leaf = take(value)
+                leaf = taker.leaf(value)
             if leaf is None:
                 for adapter in adapters:
                     leaf = adapter.leaf(value)
                     if leaf is not None:
-                        kind, take = type(value), adapter.leaf
+                        kind, taker = type(value), adapter
                         break
             if leaf is None:
                 node = node_of(value, path, adapters, None)

@@ -6,7 +6,7 @@ memory. Without it a save of a million leaves needs 0.6 GB more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -26,17 +26,18 @@ def blocks(items: Iterable[T], size: int | None = None) -> Iterator[list[T]]:
         yield block
 
 
-def json_parts(
-    blocks: Iterable[list[Any]],
-    frame: Any = PLACEHOLDER,
-    encode: Callable[[Any], bytes] = msgspec.json.encode,
-) -> Iterator[bytes | memoryview]:
-    """The JSON of `frame` with a list of all items in the place of `PLACEHOLDER`, in parts."""
-    head, tail = encode(frame).split(b"\0")
+def json_parts(lists: Iterable[bytes], frame: bytes = b"\0") -> Iterator[bytes | memoryview]:
+    """The JSON `frame` with one list in the place of `PLACEHOLDER`, in parts.
+
+    Args:
+        lists: The JSON of lists with an item or more, whose items the one list has.
+        frame: The JSON around it.
+    """
+    head, tail = frame.split(b"\0")
     yield head + b"["
     comma = b""
-    for block in blocks:
+    for text in lists:
         yield comma
-        yield memoryview(encode(block))[1:-1]
+        yield memoryview(text)[1:-1]
         comma = b","
     yield b"]" + tail

@@ -189,7 +189,7 @@ def format_of(
 
 def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]]) -> str:
     """Hash of (path, dtype, shape, chunk hashes) over a whole state, in path order."""
-    return hash_parts(json_parts(blocks(sorted(leaves))))
+    return hash_parts(json_parts(map(msgspec.json.encode, blocks(sorted(leaves)))))
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from itertools import compress, pairwise
 from operator import itemgetter
 
+import msgspec
+
 from perdure.errors import CorruptionError
 from perdure.store.format import (
     CHUNK_BYTES,
@@ -62,7 +64,8 @@ def checked_fingerprint(
     if len({pack.name for pack in packs}) < len(packs):
         raise CorruptionError(f"{where}: a pack is listed twice.")
     check = _LeafCheck(version, len(packs), where)
-    digest = hash_parts(json_parts(map(check.rows, blocks(leaves))))
+    rows = map(check.rows, blocks(leaves))
+    digest = hash_parts(json_parts(map(msgspec.json.encode, rows)))
     for (dtype, shape, length), path in check.shapes.items():
         if not 0 < length <= CHUNK_BYTES or not _holds(dtype, shape, length):
             raise CorruptionError(
@@ -138,7 +141,7 @@ def _check_paths(paths: list[str], where: str) -> None:
     # All paths that begin with one follow it directly: the next one shows whether there are any.
     for upper, lower in compress(pairwise(paths), map(str.startswith, paths[1:], paths)):
         below = f"{upper}/"
-        if lower != upper:
+        if upper != lower < below:  # such as "a-b", which is between "a" and "a/b"
             place = bisect_left(paths, below)
             lower = paths[place] if place < len(paths) else ""
         if lower == upper or lower.startswith(below):

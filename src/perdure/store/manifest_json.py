@@ -45,7 +45,7 @@ UNTIL_VERIFIED = " Run `perdure verify` on the run directory; restore an older s
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The canonical JSON of a manifest, which begins with its digest."""
-    return b"".join(_encode(manifest, blocks(manifest.leaves)))
+    return b"".join(_encode(manifest, map(_encoder.encode, blocks(manifest.leaves))))
 
 
 def encode_checked(manifest: Manifest, where: str) -> list[bytes | memoryview]:
@@ -60,7 +60,7 @@ def encode_checked(manifest: Manifest, where: str) -> list[bytes | memoryview]:
         CorruptionError: A value cannot be read back. `where` names the manifest.
     """
 
-    def checked(leaves: list[LeafEntry]) -> list[LeafEntry]:
+    def checked(leaves: list[LeafEntry]) -> bytes:
         text = _encoder.encode(leaves)
         try:
             same = _leaves_decoder.decode(text) == leaves
@@ -68,7 +68,7 @@ def encode_checked(manifest: Manifest, where: str) -> list[bytes | memoryview]:
             same = decode_json(text, list[LeafEntry], where) == leaves  # names the cause
         if not same:
             raise _unequal(where)
-        return leaves
+        return text
 
     rest = msgspec.structs.replace(manifest, leaves=())
     if _manifest(memoryview(_encoder.encode(rest)), where) != rest:
@@ -76,9 +76,9 @@ def encode_checked(manifest: Manifest, where: str) -> list[bytes | memoryview]:
     return _encode(manifest, map(checked, blocks(manifest.leaves)))
 
 
-def _encode(manifest: Manifest, leaves: Iterable[list[LeafEntry]]) -> list[bytes | memoryview]:
-    frame = msgspec.structs.replace(manifest, leaves=PLACEHOLDER)
-    parts = list(json_parts(leaves, frame, _encoder.encode))
+def _encode(manifest: Manifest, leaves: Iterable[bytes]) -> list[bytes | memoryview]:
+    frame = _encoder.encode(msgspec.structs.replace(manifest, leaves=PLACEHOLDER))
+    parts = list(json_parts(leaves, frame))
     parts.append(b"\n")
     digest = hash_parts(parts)
     # A comma takes the place of the brace of the body.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 from msgspec import Struct
 
@@ -62,7 +63,7 @@ def pack_tail(
         rows = ((digest, length, sizes.get(digest, length)) for digest, length in chunks)
     frame = {"format": CODEC_FORMAT if sizes else FORMAT, "chunks": PLACEHOLDER}
     length, hasher = 0, blake3()
-    for part in json_parts(blocks(rows), frame):
+    for part in json_parts(map(msgspec.json.encode, blocks(rows)), msgspec.json.encode(frame)):
         length += len(part)
         hasher.update(part)
         yield part

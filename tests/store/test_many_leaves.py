@@ -10,7 +10,7 @@ import pytest
 from helpers import run_on
 
 from perdure.errors import CorruptionError
-from perdure.store import Leaf, MemoryStorage, Run
+from perdure.store import Leaf, MemoryStorage, Run, pack_writer
 from perdure.store.format import PACKS, chunk_spans, hash_bytes
 from perdure.store.manifest import Chunk, LeafEntry, Manifest, PackEntry, fingerprint
 from perdure.store.manifest_check import checked_fingerprint
@@ -168,3 +168,32 @@ def test_paths_are_those_of_different_leaves_of_a_tree() -> None:
     for paths in (["a", "a"], ["b", "a"]):
         with pytest.raises(CorruptionError, match=r"is the same|not sorted"):
             checked_fingerprint(1, (), [LeafEntry(p, "py:none", text="") for p in paths], "here")
+
+
+@pytest.mark.parametrize("count", [3, 12, 24])
+def test_a_pack_of_one_thread_has_the_bytes_of_a_pack_of_several(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large chunks of whole blocks and of others, one of them twice; above the limit threads hash."""
+    source = random.Random(count)
+    leaves = {
+        f"w{n}": Leaf("uint8", (size,), source.randbytes(size))
+        for n, size in enumerate([417_792 - n % 3 for n in range(count)])
+    }
+    leaves["again"] = leaves["w1"]
+    threads = []
+    on_copies = pack_writer._on_copies
+    monkeypatch.setattr(
+        pack_writer, "_on_copies", lambda *args: (threads.append(1), on_copies(*args))[1]
+    )
+    monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)
+    objects = []
+    for limit in (pack_writer.ALONE_BYTES, 0):
+        monkeypatch.setattr(pack_writer, "ALONE_BYTES", limit)
+        storage = MemoryStorage()
+        with Run(storage, create=True, clock=lambda: 0) as run:
+            run.save(1, leaves)
+        objects.append({name: storage.objects[name] for name in storage.objects if "/" in name})
+    assert objects[0] == objects[1]
+    assert len(objects[0]) == 2
+    assert len(threads) == (1 if count < 24 else 2)  # the second save has none alone

@@ -461,7 +461,7 @@ def test_a_second_save_takes_no_new_buffer(
     counts = []
     with Run(tmp_path, create=True) as run:
         for step in range(2):
-            size = 600_000  # chunks of medium size, each copied before it is written
+            size = 800_000  # chunks of medium size, each copied before it is written
             leaves = {f"w{n}": bytes([step, n]) * (size // 2) for n in range(12)}
             run.save(step, {k: Leaf("uint8", (size,), memoryview(v)) for k, v in leaves.items()})
             counts.append(len(made))

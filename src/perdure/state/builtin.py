@@ -84,7 +84,10 @@ class Builtin(NoVariables):
 
     def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
         names = _dtype_names(values)
-        if not names or not all(0 < size <= COPIED_BYTES for size in map(_NBYTES, values)):
+        if not names:
+            return None
+        sizes = list(map(_NBYTES, values))
+        if not 0 < min(sizes) <= max(sizes) <= COPIED_BYTES:
             return None
         return list(
             map(Leaf, names, map(_SHAPE, values), map(ndarray.tobytes, values), repeat(True))

@@ -37,6 +37,8 @@ class _Mark(Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, member: Any) -> _Mark:
+        if type(member) is np.ndarray:  # nearly every member
+            return cls(None, weakref.ref(member), id(member), None)
         if type(member) in SCALARS or isinstance(member, np.generic):
             return cls(member, None, 0, None)
         try:
@@ -86,9 +88,9 @@ class ReplacedContainers:
         """The array `old` was replaced: the containers above `path` keep it alive."""
         is_plain = isinstance(old, np.ndarray) or type(old).__module__.startswith("torch")
         container = path.rpartition("/")[0]
+        if container in self._with_arrays and (is_plain or container in self._with_device_arrays):
+            return  # as nearly always: there may be very many arrays
         for paths in [self._with_arrays] + [self._with_device_arrays] * (not is_plain):
-            if container in paths:  # as nearly always: there may be very many arrays
-                continue
             for above in ancestors(container):
                 if above in paths:
                     break

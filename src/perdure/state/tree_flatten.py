@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any
 
 from perdure.errors import StateError
@@ -85,11 +86,13 @@ def _add_many(
     keys, values = zip(*block, strict=True)
     if not is_plain(values[0]) or (many := taker.leaves(values)) is None:
         return False
-    new = dict(zip(join_keys(parent, keys), many, strict=True))
-    if len(new) < len(many) or not leaves.keys().isdisjoint(new):
-        return False  # which finds the path that there is twice
-    leaves.update(new)
-    return True
+    paths = join_keys(parent, keys)
+    if all(map(is_, map(leaves.setdefault, paths, many), many)):
+        return True
+    for path, leaf in zip(paths, many, strict=True):
+        if leaves.get(path) is leaf:
+            del leaves[path]
+    return False  # which finds the path that there is twice
 
 
 def _add_leaves(

@@ -15,7 +15,7 @@ from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, loaded_adapters
 from perdure.state.adapter_choice import leaf_adapter, load_leaf, node_of
 from perdure.state.containers import array_template
-from perdure.state.leaf_errors import PathInErrors, type_name
+from perdure.state.leaf_errors import PathInErrors, add_path, type_name
 from perdure.state.leaf_spec import Difference, format_differences, mismatch_error
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
@@ -187,7 +187,6 @@ class _Restore:
         if path in self._keep_branches:
             return like
         with PathInErrors(path):
-            # There may be very many leaves of a type that was met before.
             taker = self._takers.get(type(like))
             if taker is None and (found := leaf_adapter(like, self._adapters)) is not None:
                 taker = self._takers[type(like)] = found[0]
@@ -199,10 +198,19 @@ class _Restore:
                 self._changes.append(_Change(path, node, self._state(node, path)))
             return node.target
         prefix = f"{path}/" if path else ""
-        children = [
-            self._build(child, prefix + key if key.isalnum() else join_key(path, key))
-            for key, child in node.children
-        ]
+        takers, branches = self._takers, self._keep_branches
+        children = []
+        for key, child in node.children:
+            child_path = prefix + key if key.isalnum() else join_key(path, key)
+            # Leaves of a type that was met before, in line.
+            if (taker := takers.get(type(child))) is not None and child_path not in branches:
+                try:
+                    children.append(self._build_leaf(taker, child, child_path))
+                except StateError as error:
+                    add_path(error, child_path)
+                    raise
+            else:
+                children.append(self._build(child, child_path))
         if self._keeps_some and _are_same(children, node):
             return like
         if node.in_place:

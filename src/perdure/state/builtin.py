@@ -80,11 +80,11 @@ class Builtin(NoVariables):
 
     def specs(self, values: Sequence[Any]) -> Sequence[LeafSpec] | None:
         names = _dtype_names(values)
-        return names and list(map(LeafSpec, names, map(_SHAPE, values)))
+        return None if names is None else list(map(LeafSpec, names, map(_SHAPE, values)))
 
     def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
         names = _dtype_names(values)
-        if not names:
+        if names is None:
             return None
         sizes = list(map(_NBYTES, values))
         if not 0 < min(sizes) <= max(sizes) <= COPIED_BYTES:

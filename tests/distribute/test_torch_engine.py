@@ -174,7 +174,8 @@ def test_a_view_of_a_state_is_used_until_something_is_replaced() -> None:
     def made() -> tuple[dict[str, Any], SimpleNamespace, nn.Linear]:
         inner, net = SimpleNamespace(x=torch.ones(1), note="a"), nn.Linear(1, 1)
         nets = [Data(nn.Linear(1, 1)), [nn.Linear(1, 1)]]
-        return {"step": 0, "net": net, "inner": inner, "nets": nets}, inner, net
+        sgd = torch.optim.SGD(net.parameters())
+        return {"step": 0, "net": net, "inner": inner, "nets": nets, "sgd": sgd}, inner, net
 
     def moves(state: Any) -> None:
         state["nets"] = [state["nets"][0], *state["nets"][1]]
@@ -193,6 +194,7 @@ def test_a_view_of_a_state_is_used_until_something_is_replaced() -> None:
         renames,
         lambda state: state.update(new=nn.Linear(1, 1)),
         lambda state: state.update(step=torch.ones(1)),
+        lambda state: state.update(sgd=torch.optim.SGD(state["net"].parameters())),
         lambda state: setattr(state["inner"], "x", nn.Linear(1, 1)),
         lambda state: setattr(state["nets"][0], "net", nn.Linear(1, 1)),
         lambda state: state["nets"][1].append(nn.Linear(1, 1)),

@@ -19,6 +19,7 @@ from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
 from perdure.data import ArrayDataset
+from perdure.distribute.torch import state_view
 from perdure.distribute.torch import threads as torch_threads
 from perdure.distribute.torch.threads import ONE_BY_ONE, REDIRECTED, THREADS
 from perdure.errors import StateError
@@ -304,6 +305,45 @@ def test_control_without_the_watch_draws_of_python_change_the_bits(
         test_draws_from_generators_of_python_run_one_by_one(data)
 
 
+def counts(net: Any) -> float:
+    net.calls = getattr(net, "calls", 0) + 1
+    return 0.5 if net.calls > 2 * V else 1.0
+
+
+def anneals(net: Any) -> float:
+    if not net.settings["is_first"]:
+        net.settings["factor"] *= 0.9
+    net.settings = dict(net.settings)  # with the same values: nothing has changed
+    return net.settings["factor"]
+
+
+def remembers(net: Any) -> float:
+    net.seen.append(len(net.seen))
+    return 0.5 if len(net.seen) > 2 * V else 1.0
+
+
+@pytest.mark.parametrize("change", [counts, anneals, remembers])
+def test_a_module_that_changes_its_numbers_later_runs_one_by_one(
+    change: Any, data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def how(net: Any, _: Any) -> tuple[Any, Any]:
+        net.settings, net.seen = {"factor": 1.0, "is_first": True}, []
+
+        def changing(state: Any, batch: Any, key: Any) -> Any:
+            return plain(state, (batch[0] * change(state["held"].net), batch[1]), key)
+
+        def later(state: Any, total: Any) -> Any:
+            net.settings["is_first"] = False
+            return update(state, total)
+
+        return changing, later
+
+    one, _ = train_with(how, 1, data)
+    assert train_with(how, 3, data) == (one, ONE_BY_ONE)
+    monkeypatch.setattr(torch_threads._Private, "has_other_attributes", lambda _: False)
+    assert train_with(how, 3, data)[0] != one  # control
+
+
 def test_another_thread_that_uses_the_model_during_a_step_gets_what_to_do() -> None:
     weight = nn.Parameter(torch.ones(2))
     refused = pytest.raises(StateError, match="Use it between two steps")
@@ -355,6 +395,28 @@ def test_no_thread_computes_beside_the_reference_after_an_error() -> None:
     error, _ = torch_threads.Threads(2, 1)._in_threads(work, [None, None])
     assert str(error) == "the first device"
     assert ended == [1]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_state_is_searched_once_for_the_engine_and_its_threads(
+    devices: int, data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Any] = []
+    search = state_view.StateView.__init__
+
+    def counted(self: Any, state: Any) -> None:
+        searched.append(state)
+        search(self, state)
+
+    monkeypatch.setattr(state_view.StateView, "__init__", counted)
+    strategy, net = MirroredStrategy(devices, V), network()
+    state = {"held": Held(net), "sgd": torch.optim.SGD(net.parameters(), 0.1, 0.9)}
+    train_step = strategy.step(grad, update)
+    for step in range(3):
+        train_step(state, strategy.batch(data, step))
+    assert [value is state for value in searched].count(True) == 1
+    if devices == 1:
+        assert len(searched) == 1
 
 
 def test_a_module_inside_an_unknown_object_runs_one_by_one(data: Any) -> None:

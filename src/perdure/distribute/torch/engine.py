@@ -39,6 +39,7 @@ from perdure.distribute.torch.compiled import CompiledGrads, learn, warn_of_comp
 from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.distribute.torch.random_streams import make_generator, seed
+from perdure.distribute.torch.state_view import StateView
 from perdure.distribute.torch.trees import TorchTrees
 from perdure.errors import StateError, TopologyError
 from perdure.excluded_devices import without_excluded
@@ -55,6 +56,13 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 # glibc's malloc keeps up to this many bytes that are free, for the next step.
 KEPT = 1 << 30
 KEPT_BY_OLD = 32 << 20
+
+
+class _Views(threading.local):
+    """What a thread knows of the state that was placed last, and of its own one for one device."""
+
+    placed: StateView | None = None
+    private: StateView | None = None
 
 
 class TorchEngine:
@@ -80,9 +88,7 @@ class TorchEngine:
         torch.backends.cudnn.benchmark = False
         self._warned = False
         self._compiled = None if compile is None else CompiledGrads(compile)
-        self._placed: Any = None
-        # Of each thread, the view of the state that it used last.
-        self._views = threading.local()
+        self._views = _Views()
         if self.devices[0].type == "cpu":
             keep_memory(os.environ)
 
@@ -94,12 +100,11 @@ class TorchEngine:
         return recipe
 
     def place(self, state: Any) -> list[Any]:
-        if state is not self._placed:  # most often the same object in every step
+        view = self._views.placed
+        if view is None or view.state is not state:
             torch_state.refuse_sharded(state)
-            self._placed = state
-        view = getattr(self._views, "last", None)
-        if view is not None and not view.is_of(state):
-            self._views.last = None
+        if view is None or not view.is_of(state):
+            self._views.placed = self._new_view(state)
         if self._compiled is not None:
             self._compiled.begin_step()
         return [state]
@@ -151,7 +156,7 @@ class TorchEngine:
         self._check_determinism()
         # `stream.replica` is V here: the number of terms, and a stream that no replica has.
         restore = seed(self.devices[0], stream)
-        token = torch_state.use_view(getattr(self._views, "last", None))
+        token = torch_state.use_view(self._views.placed)
         try:
             if total["buffers"]:
                 torch_buffers.write(self._view(state), total["buffers"], stream.replica)
@@ -165,7 +170,9 @@ class TorchEngine:
         return result
 
     def runner(self) -> Callable[[Work, list[Any]], None]:
-        return torch_threads.Threads(len(self.devices), self._threads, self._compiled is not None)
+        return torch_threads.Threads(
+            len(self.devices), self._threads, self._view, self._compiled is not None
+        )
 
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
         for function in (grad, update):
@@ -183,15 +190,22 @@ class TorchEngine:
     def key(self, stream: Stream) -> torch.Generator:
         return make_generator(self.devices[0], stream)
 
-    def _view(self, state: Any) -> torch_state.StateView:
-        view = getattr(self._views, "last", None)
+    def _view(self, state: Any) -> StateView:
+        views = self._views
+        name = "placed" if views.placed is not None and views.placed.state is state else "private"
+        view = getattr(views, name)
         if view is None or view.state is not state or not view.is_current():
-            view = self._views.last = torch_state.StateView(state)
-            if self._compiled is not None:
-                learn(view.parts)
-            else:
-                for part in view.parts:
-                    warn_of_compiled(f"a {type(part).__name__} of the state", part)
+            view = self._new_view(state)
+            setattr(views, name, view)
+        return view
+
+    def _new_view(self, state: Any) -> StateView:
+        view = StateView(state)
+        if self._compiled is not None:
+            learn(view.parts)
+        else:
+            for part in view.parts:
+                warn_of_compiled(f"a {type(part).__name__} of the state", part)
         return view
 
     def _check_determinism(self) -> None:

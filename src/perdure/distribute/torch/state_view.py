@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from perdure.checkpoint import Checkpoint
 from perdure.distribute import pytree
@@ -25,9 +26,10 @@ from perdure.errors import StateError
 # The search for modules does not enter these.
 _CLOSED = (
     Tensor, str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType,
-    torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator,
+    Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator,
 )  # fmt: skip
 
+_MEMBERS = (nn.Module, Optimizer)
 # Values that may change between steps, because there is nothing to find in them.
 _NUMBERS = frozenset((bool, int, float))
 _TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
@@ -73,7 +75,7 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def _has_children(value: Any) -> bool:
     containers = isinstance(value, (dict, list, tuple)) or dataclasses.is_dataclass(value)
-    return not isinstance(value, nn.Module) and (containers or hasattr(value, "__dict__"))
+    return not isinstance(value, _MEMBERS) and (containers or hasattr(value, "__dict__"))
 
 
 def refuse_sharded(state: Any) -> None:
@@ -137,23 +139,26 @@ class StateView:
         buffers: (path, module that has it, key, tensor) of each.
         tensors: Those outside of modules.
         parts: All modules.
+        optimizers: Those outside of modules.
         watched: Parameters and tensors, which `grad` must not change.
     """
 
     def __init__(self, state: Any) -> None:
         self.state = state
         seen: dict[int, Any] = {}
-        self._found = list(_instances(state, nn.Module, "", seen))
+        self._members = list(_instances(state, _MEMBERS, "", seen))
+        found = [member for member in self._members if isinstance(member[1], nn.Module)]
+        self.optimizers = [value for _, value in self._members if isinstance(value, Optimizer)]
         self._entered = [value for value in seen.values() if _has_children(value)]
         self._entered_held = self._read_entered()
         self.tensors = tensors(state)
-        self.parts = [part for _, module in self._found for part in module.modules()]
+        self.parts = [part for _, module in found for part in module.modules()]
         self._tables = [*_flat(map(_TABLES, self.parts))]
         self._sizes = [*map(len, self._tables)]
         self._filled = [table for table in self._tables if table]
         self._names, self._values = ([*_flat(map(get, self._filled))] for get in (_NAMES, _VALUES))
-        self.buffers = list(_buffers(self._found))
-        named = [(path, module, dict(module.named_parameters())) for path, module in self._found]
+        self.buffers = list(_buffers(found))
+        named = [(path, module, dict(module.named_parameters())) for path, module in found]
         self.parameters = {
             f"{path}.{name}" if path else name: parameter
             for path, _, parameters in named
@@ -165,7 +170,7 @@ class StateView:
         self._named = {id(module): parameters for _, module, parameters in named if plain}
 
     def is_of(self, state: Any) -> bool:
-        """Whether it is of this state, which has the same modules and other tensors as before."""
+        """Whether it is of this state, with the modules, optimizers and other tensors that it had."""
         if state is not self.state:
             return False
         sizes, names, values = self._read_entered()
@@ -177,7 +182,7 @@ class StateView:
                 for new, old in others
             ):
                 return True
-        return modules(state) == self._found and same(tensors(state), self.tensors)
+        return instances(state, _MEMBERS) == self._members and same(tensors(state), self.tensors)
 
     def is_current(self) -> bool:
         """Whether the modules have the same parameters, buffers and modules in them as before.

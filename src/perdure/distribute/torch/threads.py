@@ -20,15 +20,15 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import operator
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import _autograd
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perdure.checkpoint import Checkpoint
@@ -36,6 +36,7 @@ from perdure.distribute import pytree
 from perdure.distribute.engine import Work
 from perdure.distribute.torch import state_view
 from perdure.distribute.torch.first_step import FirstStep
+from perdure.distribute.torch.state_view import StateView
 from perdure.errors import StateError
 from perdure.state import process_random
 
@@ -47,9 +48,23 @@ _WAYS = (THREADS, REDIRECTED, ONE_BY_ONE)
 
 
 class Threads:
-    """Runs the replicas of one training step on `devices` threads."""
+    """Runs the replicas of one training step on `devices` threads.
 
-    def __init__(self, devices: int, threads: int, compiled: bool = False) -> None:
+    Args:
+        devices: Their number.
+        threads: Inside an operation.
+        view: Finds the tensors of the state; the same object as long as they are the same.
+        compiled: Whether `grad` is compiled.
+    """
+
+    def __init__(
+        self,
+        devices: int,
+        threads: int,
+        view: Callable[[Any], StateView] = StateView,
+        compiled: bool = False,
+    ) -> None:
+        self._view = view
         self._compiled = compiled
         self.way = THREADS if devices > 1 else ONE_BY_ONE
         self._devices = devices
@@ -74,20 +89,23 @@ class Threads:
 
     def _compute(self, work: Work, state: Any) -> None:
         tensors = self._tensors
-        if self.way != ONE_BY_ONE and (tensors is None or not tensors.are_of(state)):
-            tensors = self._tensors = _Tensors(state)
+        if self.way != ONE_BY_ONE:
+            view = self._view(state)
+            if tensors is None or tensors.view is not view:
+                tensors = self._tensors = _Tensors(view)
         while tensors is not None and self.way != ONE_BY_ONE and not _ambient():
-            copies = [_private(state, self._compiled) for _ in range(self._devices)]
-            if _has_tensor_hooks(tensors.all) or not all(complete for _, complete in copies):
+            copies = [_Private(state, self._compiled) for _ in range(self._devices)]
+            if _has_tensor_hooks(tensors.all) or not all(each.is_complete for each in copies):
                 self.way = ONE_BY_ONE
-            elif self._attempt(work, state, tensors, [value for value, _ in copies]):
+            elif self._attempt(work, state, tensors, copies):
                 return
         self._tensors = None
         for device in range(self._devices):
             deque(work(device, state), maxlen=0)
 
-    def _attempt(self, work: Work, state: Any, tensors: _Tensors, states: list[Any]) -> bool:
+    def _attempt(self, work: Work, state: Any, tensors: _Tensors, copies: list[_Private]) -> bool:
         """Run the step in threads; False if its results cannot be used."""
+        states = [each.state for each in copies]
         watched, shared = _Watched(tensors), None if self._proven else _Shared()
         self._reached = False
         try:
@@ -95,11 +113,12 @@ class Threads:
                 error, digests = self._in_threads(work, states)
         except TypeError as raised:  # a class of the user's cannot be withheld
             error, digests = raised, {}
-        by_identity = self._reached or watched.has_new_keys() or (shared and shared.disturbed())
+        is_one_by_one = self._reached or watched.has_new_keys() or (shared and shared.disturbed())
+        is_one_by_one = is_one_by_one or any(each.has_other_attributes() for each in copies)
         # The reference raises the error, so that it is the same for every topology.
-        if watched.disturbed() or by_identity or error is not None:
+        if watched.disturbed() or is_one_by_one or error is not None:
             self._next_way()
-            if by_identity:  # which no other way in threads changes
+            if is_one_by_one:  # which no other way in threads changes
                 self.way = ONE_BY_ONE
                 _remove_keys(states)
             return False
@@ -191,6 +210,10 @@ class _Thread:
 
 _thread: contextvars.ContextVar[_Thread | None] = contextvars.ContextVar("thread", default=None)
 _drawing: dict[Any, bool] = {}
+_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
+_CONTAINERS = frozenset((dict, list, deque))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MISSING = object()
 # PyTorch before 2.8 does not say which hooks on saved tensors there are.
 _saved_tensors_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
@@ -208,17 +231,13 @@ def _draws(func: Any) -> bool:
 
 
 class _Tensors:
-    """Parameters and buffers of the modules in a state, each once, and its optimizers."""
+    """Parameters and buffers of the modules in a state, each once."""
 
-    def __init__(self, state: Any) -> None:
-        self._view = state_view.StateView(state)
-        self.parameters = _each_once(self._view.parameters.values())
-        self.buffers = _each_once(buffer for *_, buffer in self._view.buffers)
+    def __init__(self, view: StateView) -> None:
+        self.view = view
+        self.parameters = _each_once(view.parameters.values())
+        self.buffers = _each_once(buffer for *_, buffer in view.buffers)
         self.all = _each_once((*self.parameters, *self.buffers))
-        self.optimizers = [each for _, each in state_view.instances(state, Optimizer)]
-
-    def are_of(self, state: Any) -> bool:
-        return self._view.is_of(state) and self._view.is_current()
 
 
 def _each_once(values: Iterable[Any]) -> list[Any]:
@@ -233,7 +252,7 @@ class _Watched:
         self._grads = [(p, p.grad) for p in tensors.parameters]
         self._versions = [p._version for p, _ in self._grads]
         self._buffers = [(b, b.detach().clone()) for b in tensors.buffers]
-        self._optimizers = tensors.optimizers
+        self._optimizers = tensors.view.optimizers
         self._sizes = [len(optimizer.state) for optimizer in self._optimizers]
 
     def has_new_keys(self) -> bool:
@@ -355,52 +374,94 @@ def _withheld(tensors: list[Any]) -> Iterator[None]:
             tensor.__class__ = kind
 
 
-def _private(state: Any, compiled: bool) -> tuple[Any, bool]:
-    """`state` around modules of its own, and whether these are all the modules in it."""
-    memo: dict[int, Any] = {}
-    copied = _around(state, memo)
-    # A compiled program is of the types that it has seen, and the reference has parameters.
-    for number, new in memo.items() if not compiled else ():
-        if type(new) is nn.Parameter:
-            own: Any = new
-            own.__class__, own._hash = ThreadParameter, number
-    made = {id(new) for new in memo.values()}
-    # Other modules may be in objects that are not containers.
-    return copied, all(id(module) in made for _, module in state_view.modules(copied))
+class _Private:
+    """A state around modules of its own.
 
+    Attributes:
+        state: The state of one thread.
+        is_complete: Whether all modules in it are its own.
+    """
 
-def _around(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, nn.Module):
-        return _module(value, memo)
-    if (children := pytree.children(value)) is not None:
-        return pytree.remake(value, {name: _around(child, memo) for name, child in children})
-    if isinstance(value, Checkpoint):
-        return Checkpoint(**{name: _around(old, memo) for name, old in vars(value).items()})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            f.name: new
-            for f in dataclasses.fields(value)
-            if (new := _around(old := getattr(value, f.name), memo)) is not old
+    def __init__(self, state: Any, compiled: bool) -> None:
+        memo: dict[int, Any] = {}
+        # Each module with the attributes that it was given.
+        self._made: list[tuple[nn.Module, dict[str, Any]]] = []
+        # Containers among them, with those of the user.
+        self._containers: list[tuple[Any, Any]] = []
+        self.state = self._around(state, memo)
+        # A compiled program is of the types that it has seen, and the reference has parameters.
+        for number, new in memo.items() if not compiled else ():
+            if type(new) is nn.Parameter:
+                own: Any = new
+                own.__class__, own._hash = ThreadParameter, number
+        made = {id(new) for new in memo.values()}
+        # Other modules may be in objects that are not containers.
+        self.is_complete = all(id(module) in made for _, module in state_view.modules(self.state))
+
+    def has_other_attributes(self) -> bool:
+        """Whether `grad` has changed a plain value of a module or a container that it has.
+
+        A counter of calls may decide nothing in the first step, and would begin again in each.
+        """
+        are_same = (_holds_the_same(*pair) for pair in self._containers)
+        return not all(are_same) or not all(_has_the_same(*pair) for pair in self._made)
+
+    def _around(self, value: Any, memo: dict[int, Any]) -> Any:
+        if isinstance(value, nn.Module):
+            return self._module(value, memo)
+        if (children := pytree.children(value)) is not None:
+            return pytree.remake(value, {name: self._around(v, memo) for name, v in children})
+        if isinstance(value, Checkpoint):
+            return Checkpoint(**{name: self._around(v, memo) for name, v in vars(value).items()})
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            changes = {
+                f.name: new
+                for f in dataclasses.fields(value)
+                if (new := self._around(old := getattr(value, f.name), memo)) is not old
+            }
+            if changes:
+                value = copy.copy(value)
+                for name, new in changes.items():
+                    object.__setattr__(value, name, new)
+        return value
+
+    def _module(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """The same module with its own `.grad`, buffers and attributes, over the same parameters."""
+        if id(module) in memo:
+            return memo[id(module)]
+        memo[id(module)] = own = object.__new__(type(module))
+        given = module.__dict__ | {
+            "_parameters": {k: _parameter(p, memo) for k, p in module._parameters.items()},
+            "_buffers": {k: _copy(b, memo) for k, b in module._buffers.items()},
+            "_modules": {k: m and self._module(m, memo) for k, m in module._modules.items()},
         }
-        if changes:
-            value = copy.copy(value)
-            for name, new in changes.items():
-                object.__setattr__(value, name, new)
-    return value
+        for name, value in given.items():
+            if type(value) in _CONTAINERS and name not in _OF_EVERY_MODULE:
+                given[name] = copied = memo.setdefault(id(value), copy.copy(value))
+                self._containers.append((copied, value))
+        own.__dict__.update(given)
+        self._made.append((own, given))
+        return own
 
 
-def _module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """The same module with its own `.grad`, buffers and attributes, over the same parameters."""
-    if id(module) in memo:
-        return memo[id(module)]
-    memo[id(module)] = own = object.__new__(type(module))
-    tables: dict[str, Any] = {
-        "_parameters": {k: _parameter(p, memo) for k, p in module._parameters.items()},
-        "_buffers": {k: _copy(b, memo) for k, b in module._buffers.items()},
-        "_modules": {k: m and _module(m, memo) for k, m in module._modules.items()},
-    }
-    own.__dict__.update(module.__dict__ | tables)
-    return own
+def _holds_the_same(new: Any, old: Any) -> bool:
+    """Whether a container holds what it held, under the same keys."""
+    if len(new) != len(old) or not all(map(_is_same, new, old)):
+        return False
+    return not isinstance(new, dict) or all(map(_is_same, new.values(), old.values()))
+
+
+def _has_the_same(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether the plain values among the attributes of a module are those that it was given."""
+    now = vars(module)
+    if len(now) == len(given) and all(map(operator.is_, now.values(), given.values())):
+        return True
+    plain = [name for name, value in now.items() if type(value) in _PLAIN]
+    return all(_is_same(now[name], given.get(name, _MISSING)) for name in plain)
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    return new is old or (type(new) is type(old) and type(new) in _PLAIN and new == old)
 
 
 def _parameter(parameter: Any, memo: dict[int, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perdure.digests.memory_sums import SMALL_BYTES, Sums, byte_sums, small_sums
-from perdure.state.adapter import ADAPTERS, Adapter, Node, adapter
+from perdure.state.adapter import ADAPTERS, Adapter, Node, OneByOne, adapter
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.stateful import Stateful
 from perdure.state.tree_flatten import flatten
@@ -57,7 +57,7 @@ class _SummedLeaf(Leaf, frozen=True, gc=False, kw_only=True):
     sums: LeafSums | LaterSums
 
 
-class _SummingAdapter:
+class _SummingAdapter(OneByOne):
     """An adapter that keeps the bytes of small leaves only; the others are summed one by one."""
 
     def __init__(self, inner: Adapter, taker: ArrayTaker) -> None:

@@ -11,6 +11,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -106,8 +107,9 @@ def restore_beside(
 
 def look_at_gradients(state: Any) -> None:
     """Take the first of the two looks that it takes to see whether the program keeps gradients."""
-    for _, optimizer in _live(state, "optim", "Optimizer"):
-        keeps_gradients(optimizer)
+    with suppress(RecursionError):  # the state contains itself, which a save refuses
+        for _, optimizer in _live(state, "optim", "Optimizer"):
+            keeps_gradients(optimizer)
 
 
 def keeps_gradients(optimizer: Any) -> bool:

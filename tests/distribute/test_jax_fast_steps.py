@@ -246,9 +246,9 @@ def test_a_program_that_is_only_compared_has_the_instructions_of_one_that_runs()
     grads = {name: explained.FAST[name].grad for name in ("attention", "GRU", "GroupNorm")}
     arguments = explained.first_state(), explained.shares(0, 1).values[0], jax.random.key(0)
     lowered = jax.jit(lambda *args: {n: fn(*args) for n, fn in grads.items()}).lower(*arguments)
+    ways: list[Any] = [None, proven_programs._NEVER_RUNS, {"xla_disable_hlo_passes": "fusion"}]
     first, *others = [
-        hlo_graph.graph_of(lowered.compile(compiler_options=options))
-        for options in (None, proven_programs._NEVER_RUNS, {"xla_disable_hlo_passes": "fusion"})
+        hlo_graph.graph_of(lowered.compile(compiler_options=options)) for options in ways
     ]
     assert [graph == first for graph in others] == [True, False]  # the last one is the control
 

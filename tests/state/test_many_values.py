@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from call_counts import calls
 from perdure.errors import UnsupportedLeafError
 from perdure.state import StateWithExtras, flatten
 from perdure.state.builtin import Builtin
@@ -85,23 +84,6 @@ def test_a_path_that_there_is_twice_is_refused_in_any_block() -> None:
     for look in (flatten, template_of):
         with pytest.raises(UnsupportedLeafError, match="not valid Unicode"):
             look({"model": bad})
-
-
-def calls(action: Callable[[], Any]) -> int:
-    """How many functions the Python code of `action` calls."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def test_most_arrays_take_one_call_of_python_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from call_counts import calls
 from perdure.errors import MismatchError
 from perdure.state import flatten, restore, snapshot
 
@@ -19,23 +19,6 @@ Linear = torch.nn.Linear
 
 def bits(state: Any) -> dict[str, bytes]:
     return {path: bytes(leaf.data) for path, leaf in flatten(state).items()}
-
-
-def calls(action: Callable[[], Any]) -> int:
-    """How many functions `action` calls, those of C included."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def many(layers: int) -> torch.nn.Module:

@@ -1,8 +1,8 @@
 """What decides the next step of PyTorch and is in no `state_dict`, as leaves beside the state.
 
-`requires_grad` of the parameters of modules, the modes (`training`) of their submodules, and which
-parameters of an optimizer keep their gradients. A loop that unfreezes a layer in its second epoch would
-train with a frozen one after a resume.
+`requires_grad` of the parameters of modules, the modes (`training`) of their submodules, what pruning
+will rank, and which parameters of an optimizer keep their gradients. A loop that unfreezes a layer in
+its second epoch would train with a frozen one after a resume.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from perdure.errors import CorruptionError
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.live_objects import live_objects
 from perdure.state.paths import join_dotted
+from perdure.state.torch_pruned import PREFIX, pruned_leaves, set_pruned
 from perdure.store.leaf import Leaf
 
 _FROZEN, _MODES, _GRADIENTS = "torch/frozen", "torch/modes", "torch/gradients"
@@ -43,8 +44,10 @@ def leaves_beside(state: Any) -> dict[str, Leaf]:
     """The leaves beside `state`; none without a module or an optimizer of PyTorch."""
     frozen: dict[str, list[str]] = {}
     modes: dict[str, list[str]] = {}
+    pruned: dict[str, Leaf] = {}
     for path, module in _live(state, "nn", "Module"):
         parts = _parts(module)
+        pruned |= pruned_leaves(path, parts)
         frozen[path] = sorted(
             {name for name, value in _parameters(parts) if not value.requires_grad}
         )
@@ -59,7 +62,7 @@ def leaves_beside(state: Any) -> dict[str, Leaf]:
         if keeps_gradients(optimizer)
     }
     named = {_FROZEN: frozen, _MODES: modes, _GRADIENTS: gradients}
-    return {
+    return pruned | {
         path: scalar_leaf(msgspec.json.encode(value, order="sorted").decode())
         for path, value in named.items()
         if value
@@ -88,10 +91,16 @@ def restore_beside(
         except ValueError as error:  # of msgspec
             raise CorruptionError(f"{where}: {name} cannot be read: {error}.") from error
         stored[name] = {renamed(path): names for path, names in values.items()}
+    pruned = {
+        renamed(path.removeprefix(PREFIX)): leaf
+        for path, leaf in process_leaves.items()
+        if path.startswith(PREFIX)
+    }
     frozen: dict[str, bool] = {}
     modes: dict[str, bool] = {}
     for path, module in _live(state, "nn", "Module"):
         parts = _parts(module)
+        set_pruned(path, parts, pruned)
         if (names := stored[_FROZEN].get(path)) is not None:
             frozen |= _set_frozen(path, parts, set(names))
         if (names := stored[_MODES].get(path)) is not None:

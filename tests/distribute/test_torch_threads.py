@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
 from perdure.data import ArrayDataset
-from perdure.distribute.torch import state_view
+from perdure.distribute.torch import private_state, state_view
 from perdure.distribute.torch import threads as torch_threads
 from perdure.distribute.torch.threads import ONE_BY_ONE, REDIRECTED, THREADS
 from perdure.errors import StateError
@@ -237,11 +238,9 @@ def test_what_reaches_the_parameters_in_another_way_later_is_noticed(how: Any, d
     assert train_with(how, 3, data) == (expected, THREADS if in_threads else ONE_BY_ONE)
 
 
-def plain_parameter(parameter: Any, memo: dict[int, Any]) -> Any:
+def plain_parameter(parameter: Any) -> Any:
     """One without the attributes of the user's."""
-    if parameter is not None and id(parameter) not in memo:
-        memo[id(parameter)] = nn.Parameter(parameter.detach())
-    return None if parameter is None else memo[id(parameter)]
+    return nn.Parameter(parameter.detach())
 
 
 @LATER
@@ -251,8 +250,8 @@ def test_control_without_the_refusal_it_changes_the_bits(
     expected, _ = train_with(how, 1, data)
     monkeypatch.setattr(torch_threads, "_withheld", lambda _: nullcontext())
     monkeypatch.setattr(torch_threads, "_has_tensor_hooks", lambda _: False)
-    monkeypatch.setattr(torch_threads, "_parameter", plain_parameter)
-    monkeypatch.setattr(torch_threads.ThreadParameter, "__hash__", torch.Tensor.__hash__)
+    monkeypatch.setattr(private_state, "_same_memory", plain_parameter)
+    monkeypatch.setattr(private_state.ThreadParameter, "__hash__", torch.Tensor.__hash__)
     monkeypatch.setattr(torch_threads._Watched, "has_new_keys", lambda _: False)
     monkeypatch.setattr(torch.optim.Optimizer, "state_dict", lambda _: {})
     monkeypatch.setattr(torch_threads, "_saved_tensors_hooks", lambda _: None)
@@ -322,15 +321,86 @@ def remembers(net: Any) -> float:
     return 0.5 if len(net.seen) > 2 * V else 1.0
 
 
-@pytest.mark.parametrize("change", [counts, anneals, remembers])
-def test_a_module_that_changes_its_numbers_later_runs_one_by_one(
-    change: Any, data: Any, monkeypatch: pytest.MonkeyPatch
+class Tally:
+    def __init__(self) -> None:
+        self.counts = ({"n": 0}, [0])
+
+
+def change_of(member: Any, change: Callable[[Any], float]) -> Any:
+    """`grad` that changes the member `held` of the module, and reads the number that this returns."""
+
+    def changed(net: Any) -> float:
+        if not hasattr(net, "held"):
+            net.held = member()
+        return 0.5 if change(net) > 2 * V else 1.0
+
+    return changed
+
+
+def rebind(net: Any, new: Any) -> Any:
+    net.held = new
+    return new
+
+
+def increment(table: Any, key: Any) -> Any:
+    table[key] += 1
+    return table[key]
+
+
+def append(values: Any) -> int:
+    values.append(len(values))
+    return len(values)
+
+
+def add_element(values: set[int]) -> int:
+    values.add(len(values))
+    return len(values)
+
+
+CHANGES = {
+    "a number": counts,
+    "a dict, once": anneals,
+    "a list": remembers,
+    "another list": change_of(list, lambda net: len(rebind(net, [*net.held, 1]))),
+    "another dict": change_of(
+        lambda: {"n": 0}, lambda net: rebind(net, {"n": net.held["n"] + 1})["n"]
+    ),
+    "another tuple": change_of(tuple, lambda net: len(rebind(net, (*net.held, 1)))),
+    "a scalar of NumPy": change_of(lambda: np.float32(0), lambda net: rebind(net, net.held + 1)),
+    "another tensor": change_of(
+        lambda: torch.zeros(()), lambda net: float(rebind(net, net.held + 1))
+    ),
+    "a tensor": change_of(lambda: torch.zeros(()), lambda net: float(net.held.add_(1))),
+    "an array": change_of(lambda: np.zeros(2), lambda net: increment(net.held, 0)),
+    "a set": change_of(set, lambda net: add_element(net.held)),
+    "a defaultdict": change_of(lambda: defaultdict(int), lambda net: increment(net.held, "n")),
+    "an OrderedDict": change_of(lambda: OrderedDict(n=0), lambda net: increment(net.held, "n")),
+    "a Counter": change_of(Counter, lambda net: increment(net.held, "n")),
+    "a list in a dict": change_of(lambda: {"n": []}, lambda net: append(net.held["n"])),
+    "an object": change_of(Tally, lambda net: increment(net.held.counts[0], "n")),
+    "a namespace": change_of(
+        lambda: SimpleNamespace(n=0), lambda net: increment(vars(net.held), "n")
+    ),
+}
+
+
+SHARED = {"a tensor", "an array"}
+"""Threads write to one and the same: without the repetition their results depend on who comes first."""
+
+
+@pytest.mark.parametrize("through", ["the state", "a closure"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_grad_changes_in_a_module_is_as_with_one_device(
+    name: str, through: str, data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    change = CHANGES[name]
+
     def how(net: Any, _: Any) -> tuple[Any, Any]:
         net.settings, net.seen = {"factor": 1.0, "is_first": True}, []
 
         def changing(state: Any, batch: Any, key: Any) -> Any:
-            return plain(state, (batch[0] * change(state["held"].net), batch[1]), key)
+            changed = state["held"].net if through == "the state" else net
+            return plain(state, (batch[0] * change(changed), batch[1]), key)
 
         def later(state: Any, total: Any) -> Any:
             net.settings["is_first"] = False
@@ -340,8 +410,45 @@ def test_a_module_that_changes_its_numbers_later_runs_one_by_one(
 
     one, _ = train_with(how, 1, data)
     assert train_with(how, 3, data) == (one, ONE_BY_ONE)
-    monkeypatch.setattr(torch_threads._Private, "has_other_attributes", lambda _: False)
-    assert train_with(how, 3, data)[0] != one  # control
+    if through == "the state" and name not in SHARED:
+        monkeypatch.setattr(private_state.PrivateState, "has_changed", lambda _: False)
+        monkeypatch.setattr(torch_threads._Originals, "changed", lambda _: False)
+        assert train_with(how, 3, data)[0] != one  # control
+
+
+@pytest.mark.parametrize("place", ["state", "optimizer"])
+def test_a_trained_tensor_outside_of_modules_has_gradients_of_its_own(
+    place: str, data: Any
+) -> None:
+    def scales(devices: int, with_backward: bool) -> list[float]:
+        strategy, net = MirroredStrategy(devices, V), network()
+        scale = torch.zeros((), requires_grad=True)
+        state = {"held": Held(net), "sgd": torch.optim.SGD([*net.parameters(), scale], 0.1)}
+        if place == "state":
+            state["scale"] = scale
+
+        def scaled(state: Any, batch: Any, key: Any) -> Any:
+            net, factor = state["held"].net, state.get("scale", scale)
+            loss = (net(batch[0])[:, 0] * factor.exp() * batch[1]).sum()
+            if with_backward:
+                loss.backward()
+                grads = [p.grad for p in (*net.parameters(), factor)]
+            else:
+                grads = torch.autograd.grad(loss, [*net.parameters(), factor])
+            names = [name for name, _ in net.named_parameters()]
+            return {"scale": grads[-1], "net": dict(zip(names, grads, strict=False))}
+
+        def stepped(state: Any, total: Any) -> Any:
+            apply_gradients(state["held"].net, total["net"], 0.01)
+            scale.grad = total["scale"] * 0.01
+            state["sgd"].step()
+            return state, scale.detach().clone()
+
+        train_step = strategy.step(scaled, stepped)
+        return [float(train_step(state, strategy.batch(data, n))[1]) for n in range(3)]
+
+    expected = scales(1, with_backward=False)
+    assert [scales(devices, with_backward=True) for devices in (1, 2, 3)] == [expected] * 3
 
 
 def test_another_thread_that_uses_the_model_during_a_step_gets_what_to_do() -> None:
@@ -404,9 +511,9 @@ def test_the_state_is_searched_once_for_the_engine_and_its_threads(
     searched: list[Any] = []
     search = state_view.StateView.__init__
 
-    def counted(self: Any, state: Any) -> None:
+    def counted(self: Any, state: Any, in_thread: bool = False) -> None:
         searched.append(state)
-        search(self, state)
+        search(self, state, in_thread)
 
     monkeypatch.setattr(state_view.StateView, "__init__", counted)
     strategy, net = MirroredStrategy(devices, V), network()
@@ -419,8 +526,11 @@ def test_the_state_is_searched_once_for_the_engine_and_its_threads(
         assert len(searched) == 1
 
 
-def test_a_module_inside_an_unknown_object_runs_one_by_one(data: Any) -> None:
+def test_a_module_inside_an_object_that_is_not_copied_runs_one_by_one(data: Any) -> None:
     class Box:
+        def __new__(cls, *_: Any) -> Any:  # nobody else knows how to make one
+            return super().__new__(cls)
+
         def __init__(self, net: nn.Module) -> None:
             self.net = net
 

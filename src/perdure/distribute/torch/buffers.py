@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from perdure.distribute.torch.private_state import ThreadParameter
 from perdure.distribute.torch.state_view import StateView, named_tensors, same, tensors
-from perdure.distribute.torch.threads import ThreadParameter
 from perdure.errors import StateError
 
 _PLAIN = frozenset((Tensor, nn.Parameter, ThreadParameter))
@@ -69,7 +69,7 @@ def isolated(view: StateView, share: Any, grad: Callable[[], Any]) -> tuple[Any,
     watched = [*view.watched, *tensors(share)]
     versions = _versions(watched)
     # With backward() in `grad`, each replica finds its own gradients in `.grad` and no others.
-    parameters = view.parameters.values()
+    parameters = view.trained
     grads = [*map(_GRAD, parameters)]
     if not all(map(operator.is_, grads, itertools.repeat(None))):
         for parameter in parameters:

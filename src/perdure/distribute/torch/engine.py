@@ -195,12 +195,12 @@ class TorchEngine:
         name = "placed" if views.placed is not None and views.placed.state is state else "private"
         view = getattr(views, name)
         if view is None or view.state is not state or not view.is_current():
-            view = self._new_view(state)
+            view = self._new_view(state, in_thread=name == "private")
             setattr(views, name, view)
         return view
 
-    def _new_view(self, state: Any) -> StateView:
-        view = StateView(state)
+    def _new_view(self, state: Any, in_thread: bool = False) -> StateView:
+        view = StateView(state, in_thread)
         if self._compiled is not None:
             learn(view.parts)
         else:

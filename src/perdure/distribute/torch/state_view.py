@@ -24,7 +24,7 @@ from perdure.distribute import pytree
 from perdure.errors import StateError
 
 # The search for modules does not enter these.
-_CLOSED = (
+CLOSED = (
     Tensor, str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType,
     Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator,
 )  # fmt: skip
@@ -51,7 +51,7 @@ def _instances(
     value: Any, kinds: Any, path: str, seen: dict[int, Any]
 ) -> Iterator[tuple[str, Any]]:
     wanted = isinstance(value, kinds)
-    if value is None or id(value) in seen or (not wanted and isinstance(value, _CLOSED)):
+    if value is None or id(value) in seen or (not wanted and isinstance(value, CLOSED)):
         return
     seen[id(value)] = value
     if wanted or isinstance(value, nn.Module):
@@ -130,8 +130,18 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
+def each_once(values: Iterable[Any]) -> list[Any]:
+    """The objects without repetitions, in the order of their first places."""
+    return list({id(value): value for value in values}.values())
+
+
 class StateView:
     """The tensors of a state.
+
+    Args:
+        state: The state.
+        in_thread: Whether it is that of one of several devices. Its optimizers are the user's, with
+            parameters that no thread uses.
 
     Attributes:
         state: The state.
@@ -140,10 +150,12 @@ class StateView:
         tensors: Those outside of modules.
         parts: All modules.
         optimizers: Those outside of modules.
+        trained: Parameters, and other tensors that a replica may compute gradients of: those outside of
+            modules, and those that only an optimizer has. Each once.
         watched: Parameters and tensors, which `grad` must not change.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, in_thread: bool = False) -> None:
         self.state = state
         seen: dict[int, Any] = {}
         self._members = list(_instances(state, _MEMBERS, "", seen))
@@ -165,6 +177,10 @@ class StateView:
             for name, parameter in parameters.items()
         }
         self.watched = [*self.parameters.values(), *self.tensors]
+        optimizers = () if in_thread else self.optimizers
+        groups = [group["params"] for value in optimizers for group in value.param_groups]
+        others = [t for t in self.tensors if t.is_leaf and not (_has_whole(t) or t.is_inference())]
+        self.trained = each_once([*self.parameters.values(), *others, *_flat(groups)])
         # A module may have a method of its own that gives other parameters each time.
         plain = all(map(_has_plain_names, self.parts))
         self._named = {id(module): parameters for _, module, parameters in named if plain}
@@ -217,6 +233,11 @@ class StateView:
             sizes.append(len(entries))
             values += entries
         return sizes, names, values
+
+
+def _has_whole(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor are whole, so that it never has a gradient."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _has_plain_names(part: nn.Module) -> bool:

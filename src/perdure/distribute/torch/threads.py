@@ -4,40 +4,44 @@ One replica after another is the reference. Threads are used only after a step i
 the same bytes, and as long as no replica draws from a generator that the threads share; otherwise the
 step is repeated one by one.
 
-Each device gets the user's state with modules of its own, over the same memory of the parameters:
-`.grad`, buffers and attributes that a forward pass writes are then private. Parameters and buffers of
-the user's own modules, which `grad` may reach in other ways (an optimizer, a closure, a hook, a dict
-that has parameters as keys), refuse to take part meanwhile. Objects that are neither modules nor
-containers are shared, so `grad` must not write to them.
+Each device gets a state of its own (`private_state`), over the same memory of the parameters.
+Parameters and buffers of the user's own modules, which `grad` may reach in other ways (an optimizer, a
+closure, a hook, a dict that has parameters as keys), refuse to take part meanwhile. If `grad` has
+changed a module, a container or an object of either state, this step is repeated one by one, and all
+later ones are computed so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import copy
-import dataclasses
 import functools
 import gc
 import hashlib
-import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perdure.checkpoint import Checkpoint
 from perdure.distribute import pytree
 from perdure.distribute.engine import Work
 from perdure.distribute.torch import state_view
 from perdure.distribute.torch.first_step import FirstStep
-from perdure.distribute.torch.state_view import StateView
-from perdure.errors import StateError
+from perdure.distribute.torch.private_state import (
+    DeviceThread,
+    PrivateState,
+    ThreadParameter,
+    content,
+    device_thread,
+    differs,
+    in_use,
+    put_back,
+)
+from perdure.distribute.torch.state_view import StateView, each_once
 from perdure.state import process_random
 
 # The ways to run the replicas of a step, in the order in which they are tried.
@@ -73,6 +77,7 @@ class Threads:
         self._tensors: _Tensors | None = None
         # Whether a thread has used a parameter or a buffer of the user's in this attempt.
         self._reached = False
+        self._marks: dict[int, _Mark] = {}
         # The caller is the first device. Each thread has an intra-op pool of its own.
         self._pool = ThreadPoolExecutor(
             max(devices - 1, 1), "device", initializer=torch.set_num_threads, initargs=(threads,)
@@ -94,7 +99,9 @@ class Threads:
             if tensors is None or tensors.view is not view:
                 tensors = self._tensors = _Tensors(view)
         while tensors is not None and self.way != ONE_BY_ONE and not _ambient():
-            copies = [_Private(state, self._compiled) for _ in range(self._devices)]
+            copies = [
+                PrivateState(state, tensors.trained, self._compiled) for _ in range(self._devices)
+            ]
             if _has_tensor_hooks(tensors.all) or not all(each.is_complete for each in copies):
                 self.way = ONE_BY_ONE
             elif self._attempt(work, state, tensors, copies):
@@ -103,10 +110,13 @@ class Threads:
         for device in range(self._devices):
             deque(work(device, state), maxlen=0)
 
-    def _attempt(self, work: Work, state: Any, tensors: _Tensors, copies: list[_Private]) -> bool:
+    def _attempt(
+        self, work: Work, state: Any, tensors: _Tensors, copies: list[PrivateState]
+    ) -> bool:
         """Run the step in threads; False if its results cannot be used."""
         states = [each.state for each in copies]
         watched, shared = _Watched(tensors), None if self._proven else _Shared()
+        originals = _Originals(copies[0], self._marks)
         self._reached = False
         try:
             with _withheld(tensors.all):
@@ -114,7 +124,8 @@ class Threads:
         except TypeError as raised:  # a class of the user's cannot be withheld
             error, digests = raised, {}
         is_one_by_one = self._reached or watched.has_new_keys() or (shared and shared.disturbed())
-        is_one_by_one = is_one_by_one or any(each.has_other_attributes() for each in copies)
+        is_one_by_one = originals.changed() or is_one_by_one
+        is_one_by_one = is_one_by_one or any(each.has_changed() for each in copies)
         # The reference raises the error, so that it is the same for every topology.
         if watched.disturbed() or is_one_by_one or error is not None:
             self._next_way()
@@ -160,15 +171,15 @@ class Threads:
     def _one(self, work: Work, device: int, state: Any) -> dict[int, bytes]:
         """Run one device; returns the digests of its contributions until the way is proven."""
         with _Redirect() if self.way == REDIRECTED else contextlib.nullcontext() as mode:
-            thread = _Thread(mode.generator if mode else torch.Generator())
-            token = _thread.set(thread)
+            thread = DeviceThread(mode.generator if mode else torch.Generator())
+            token = device_thread.set(thread)
             try:
                 if not self._proven:
                     return {r: _digest(value) for r, value in work(device, state)}
                 deque(work(device, state), maxlen=0)
                 return {}
             finally:
-                _thread.reset(token)
+                device_thread.reset(token)
                 self._reached |= thread.reached
 
 
@@ -195,32 +206,14 @@ class _Redirect(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@dataclasses.dataclass
-class _Thread:
-    """What a thread of a device has.
-
-    Attributes:
-        generator: The generator to seed in place of the process's, which is watched.
-        reached: Whether it has used a parameter or a buffer of the user's.
-    """
-
-    generator: torch.Generator
-    reached: bool = False
-
-
-_thread: contextvars.ContextVar[_Thread | None] = contextvars.ContextVar("thread", default=None)
 _drawing: dict[Any, bool] = {}
-_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
-_CONTAINERS = frozenset((dict, list, deque))
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_MISSING = object()
 # PyTorch before 2.8 does not say which hooks on saved tensors there are.
 _saved_tensors_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 def own_generator() -> torch.Generator | None:
     """The generator of this thread, if several devices compute at once."""
-    return None if (thread := _thread.get()) is None else thread.generator
+    return None if (thread := device_thread.get()) is None else thread.generator
 
 
 def _draws(func: Any) -> bool:
@@ -231,17 +224,66 @@ def _draws(func: Any) -> bool:
 
 
 class _Tensors:
-    """Parameters and buffers of the modules in a state, each once."""
+    """What a replica may compute gradients of, and buffers, each once."""
 
     def __init__(self, view: StateView) -> None:
         self.view = view
-        self.parameters = _each_once(view.parameters.values())
-        self.buffers = _each_once(buffer for *_, buffer in view.buffers)
-        self.all = _each_once((*self.parameters, *self.buffers))
+        self.trained = view.trained
+        self.buffers = each_once(buffer for *_, buffer in view.buffers)
+        self.all = each_once((*self.trained, *self.buffers))
 
 
-def _each_once(values: Iterable[Any]) -> list[Any]:
-    return list({id(value): value for value in values}.values())
+class _Mark(NamedTuple):
+    """A tensor of the user's, its version, and its value then."""
+
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor
+
+
+class _Originals:
+    """The modules, containers, objects and arrays of the user's that threads have copies of, or share.
+
+    A closure, a hook or an attribute of a library's object may lead `grad` to them.
+
+    Args:
+        private: The state of one thread.
+        known: The marks of tensors in earlier steps, by identity; replaced by those of this one.
+    """
+
+    def __init__(self, private: PrivateState, known: dict[int, _Mark]) -> None:
+        self._contents = [(value, content(value)) for value in private.originals]
+        self._arrays = [(array, array.copy()) for array in private.arrays]
+        self._marks = {id(t): _marked(t, known) for t in private.tensors if _counts_changes(t)}
+        known.clear()
+        known.update(self._marks)
+
+    def changed(self) -> bool:
+        """Whether any of them has; they are put back."""
+        changed = [pair for pair in self._contents if differs(*pair)]
+        for value, given in changed:
+            put_back(value, given)
+        arrays = [(array, old) for array, old in self._arrays if array.tobytes() != old.tobytes()]
+        for array, old in arrays:
+            array[...] = old
+        marks = [mark for mark in self._marks.values() if mark.tensor._version != mark.version]
+        with torch.no_grad():
+            for mark in marks:
+                mark.tensor.copy_(mark.copy)
+        return bool(changed or arrays or marks)
+
+
+def _counts_changes(tensor: torch.Tensor) -> bool:
+    if tensor.is_inference() or tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return not tensor.requires_grad
+
+
+def _marked(tensor: torch.Tensor, known: dict[int, _Mark]) -> _Mark:
+    mark = known.get(id(tensor))
+    if mark is None or mark.tensor is not tensor or mark.version != tensor._version:
+        mark = _Mark(tensor, tensor._version, tensor.detach().clone())
+    return mark
 
 
 class _Watched:
@@ -249,7 +291,7 @@ class _Watched:
 
     def __init__(self, tensors: _Tensors) -> None:
         self._random = torch.default_generator.get_state()
-        self._grads = [(p, p.grad) for p in tensors.parameters]
+        self._grads = [(p, p.grad) for p in tensors.trained]
         self._versions = [p._version for p, _ in self._grads]
         self._buffers = [(b, b.detach().clone()) for b in tensors.buffers]
         self._optimizers = tensors.view.optimizers
@@ -297,36 +339,6 @@ def _has_tensor_hooks(tensors: list[Any]) -> bool:
     return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors)
 
 
-def _in_use() -> StateError:
-    """The error for a use of the user's parameters and buffers while several devices compute."""
-    if (thread := _thread.get()) is not None:
-        thread.reached = True  # the user's code may catch the error
-    return StateError(
-        "a parameter or a buffer of the state was used by another thread while a step computes on "
-        "several devices of this process. Use it between two steps, or copy it there for the other "
-        "thread (copy.deepcopy(model.state_dict()))"
-    )
-
-
-class ThreadParameter(nn.Parameter):
-    """The parameter of one thread, whose hash is that of the user's parameter.
-
-    So a dict or a set of the user's that has the user's parameter as a key compares the two, which is
-    an error as every use of the user's parameter is.
-    """
-
-    _hash: int | None = None
-
-    def __hash__(self) -> int:
-        return id(self) if self._hash is None else self._hash
-
-    def __eq__(self, other: Any) -> Any:
-        # A key that another thread has left, or the user's parameter beside one.
-        if self is not other and isinstance(other, nn.Parameter) and hash(other) == hash(self):
-            raise _in_use()
-        return super().__eq__(other)
-
-
 def _remove_keys(states: list[Any]) -> None:
     """Remove parameters of threads from the dicts and sets that have them as keys.
 
@@ -349,7 +361,7 @@ def _remove_keys(states: list[Any]) -> None:
 @functools.cache
 def _withheld_class(kind: type) -> type:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise _in_use()
+        raise in_use()
 
     return type(kind.__name__, (kind,), {"__torch_function__": classmethod(refuse)})
 
@@ -372,110 +384,6 @@ def _withheld(tensors: list[Any]) -> Iterator[None]:
     finally:
         for tensor, kind in changed:
             tensor.__class__ = kind
-
-
-class _Private:
-    """A state around modules of its own.
-
-    Attributes:
-        state: The state of one thread.
-        is_complete: Whether all modules in it are its own.
-    """
-
-    def __init__(self, state: Any, compiled: bool) -> None:
-        memo: dict[int, Any] = {}
-        # Each module with the attributes that it was given.
-        self._made: list[tuple[nn.Module, dict[str, Any]]] = []
-        # Containers among them, with those of the user.
-        self._containers: list[tuple[Any, Any]] = []
-        self.state = self._around(state, memo)
-        # A compiled program is of the types that it has seen, and the reference has parameters.
-        for number, new in memo.items() if not compiled else ():
-            if type(new) is nn.Parameter:
-                own: Any = new
-                own.__class__, own._hash = ThreadParameter, number
-        made = {id(new) for new in memo.values()}
-        # Other modules may be in objects that are not containers.
-        self.is_complete = all(id(module) in made for _, module in state_view.modules(self.state))
-
-    def has_other_attributes(self) -> bool:
-        """Whether `grad` has changed a plain value of a module or a container that it has.
-
-        A counter of calls may decide nothing in the first step, and would begin again in each.
-        """
-        are_same = (_holds_the_same(*pair) for pair in self._containers)
-        return not all(are_same) or not all(_has_the_same(*pair) for pair in self._made)
-
-    def _around(self, value: Any, memo: dict[int, Any]) -> Any:
-        if isinstance(value, nn.Module):
-            return self._module(value, memo)
-        if (children := pytree.children(value)) is not None:
-            return pytree.remake(value, {name: self._around(v, memo) for name, v in children})
-        if isinstance(value, Checkpoint):
-            return Checkpoint(**{name: self._around(v, memo) for name, v in vars(value).items()})
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            changes = {
-                f.name: new
-                for f in dataclasses.fields(value)
-                if (new := self._around(old := getattr(value, f.name), memo)) is not old
-            }
-            if changes:
-                value = copy.copy(value)
-                for name, new in changes.items():
-                    object.__setattr__(value, name, new)
-        return value
-
-    def _module(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """The same module with its own `.grad`, buffers and attributes, over the same parameters."""
-        if id(module) in memo:
-            return memo[id(module)]
-        memo[id(module)] = own = object.__new__(type(module))
-        given = module.__dict__ | {
-            "_parameters": {k: _parameter(p, memo) for k, p in module._parameters.items()},
-            "_buffers": {k: _copy(b, memo) for k, b in module._buffers.items()},
-            "_modules": {k: m and self._module(m, memo) for k, m in module._modules.items()},
-        }
-        for name, value in given.items():
-            if type(value) in _CONTAINERS and name not in _OF_EVERY_MODULE:
-                given[name] = copied = memo.setdefault(id(value), copy.copy(value))
-                self._containers.append((copied, value))
-        own.__dict__.update(given)
-        self._made.append((own, given))
-        return own
-
-
-def _holds_the_same(new: Any, old: Any) -> bool:
-    """Whether a container holds what it held, under the same keys."""
-    if len(new) != len(old) or not all(map(_is_same, new, old)):
-        return False
-    return not isinstance(new, dict) or all(map(_is_same, new.values(), old.values()))
-
-
-def _has_the_same(module: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether the plain values among the attributes of a module are those that it was given."""
-    now = vars(module)
-    if len(now) == len(given) and all(map(operator.is_, now.values(), given.values())):
-        return True
-    plain = [name for name, value in now.items() if type(value) in _PLAIN]
-    return all(_is_same(now[name], given.get(name, _MISSING)) for name in plain)
-
-
-def _is_same(new: Any, old: Any) -> bool:
-    return new is old or (type(new) is type(old) and type(new) in _PLAIN and new == old)
-
-
-def _parameter(parameter: Any, memo: dict[int, Any]) -> Any:
-    if parameter is not None and id(parameter) not in memo:
-        memo[id(parameter)] = own = nn.Parameter(parameter.detach(), parameter.requires_grad)
-        if attributes := vars(parameter):  # that the user has set
-            vars(own).update(attributes)
-    return None if parameter is None else memo[id(parameter)]
-
-
-def _copy(buffer: Any, memo: dict[int, Any]) -> Any:
-    if buffer is not None and id(buffer) not in memo:
-        memo[id(buffer)] = buffer.detach().clone()
-    return None if buffer is None else memo[id(buffer)]
 
 
 def _ambient() -> bool:

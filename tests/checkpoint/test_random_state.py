@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 from perdure import Checkpoint, CheckpointManager, ManagerOptions, RunConfig, Trainer, verify_run
+from perdure.checkpoint import saver
 from perdure.state import process_random
 from perdure.store import Run
 from perdure.torch import MirroredStrategy
@@ -320,6 +322,27 @@ def test_a_generator_of_a_missing_device_is_a_warning(
         manager.restore()
     assert len(warned) == 1
     assert random.random() == expected, "the others are restored all the same"
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_draws_of_callbacks_under_way_belong_to_the_step_that_is_saved(
+    is_waited_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The callback of a program that JAX computes in the background.
+    monkeypatch.setattr(jax, "effects_barrier", lambda: np.random.random())  # noqa: NPY002
+    if not is_waited_for:
+        monkeypatch.setattr(saver, "finish_callbacks", lambda: None)  # the control
+    new_process(3)
+    with CheckpointManager(tmp_path) as manager:
+        state, _ = manager.restore_or_initialize({"x": 1.0})
+        manager.save(1, state)
+    if not is_waited_for:
+        jax.effects_barrier()
+    following = np.random.random()  # noqa: NPY002
+    new_process(5)
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore_or_initialize({"x": 1.0})
+    assert (np.random.random() == following) is is_waited_for  # noqa: NPY002
 
 
 def test_the_steps_of_a_strategy_do_not_count_as_draws(tmp_path: Path) -> None:

@@ -43,6 +43,31 @@ def first_state() -> dict[str, Any]:
     return {"w": jnp.zeros(()), "step": 0, "scale": 1.0, "key": jax.random.key(3), "none": None}
 
 
+@pytest.mark.parametrize("value", [2**40, 2**70, np.int64(2**40), np.full(2, 2**31), -(2**31) - 1])
+def test_a_number_that_jax_would_cut_is_refused(value: Any) -> None:
+    strategy = MirroredStrategy(1, V)
+    train_step = strategy.step(grad, update)
+    batch = strategy.batch(dataset(), 0)
+    with pytest.raises(StateError, match=r"seen: .* does not fit into the widest integers"):
+        train_step({**first_state(), "seen": value}, batch)
+    state, _ = train_step({**first_state(), "seen": 2**31 - 1}, batch)  # control
+    assert int(state["seen"]) == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("jax_default_prng_impl", "rbg"), ("jax_random_seed_offset", 5)]
+)
+def test_settings_that_change_bits_are_in_the_recipe(name: str, value: Any) -> None:
+    usual, before = MirroredStrategy(1, V).recipe(), getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        changed = MirroredStrategy(1, V).recipe()
+    finally:
+        jax.config.update(name, before)
+    assert f"{name}={value}" in str(changed["settings"])
+    assert {key for key in usual if usual[key] != changed[key]} == {"settings"}
+
+
 def test_a_state_of_python_scalars_and_keys_becomes_arrays_that_stay() -> None:
     strategy = MirroredStrategy(1, V)
     traced = []

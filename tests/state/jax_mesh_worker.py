@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure import CheckpointManager
+from perdure.errors import StateError
 from perdure.state import flatten
 
 MESHES: list[Any] = [(2, 4), (4, 2), (8, 1), (1, 1), None]
@@ -87,7 +89,27 @@ def main() -> None:
             out["control"] = bits(step(state(saved, 2))) == bits(step(state(saved, 1)))
             if not (out["abstract"] and out["as one"]):
                 break
+    out["copies"] = [*saves_of_copies(f"{directory}/copies")]
     sys.stdout.write(json.dumps(out))
+
+
+def saves_of_copies(directory: str) -> Iterator[str]:
+    """What a save says of a replicated array, if its copies are equal and if one is another."""
+    devices = jax.devices()[:4]
+    sharding = NamedSharding(Mesh(np.array(devices).reshape(2, 2), ("x", "y")), P("x"))
+    for other in (2.0, 3.0):
+        values = (1.0, 1.0, 2.0, other)
+        parts = [
+            jax.device_put(jnp.full(1, value), device)
+            for value, device in zip(values, devices, strict=True)
+        ]
+        array = jax.make_array_from_single_device_arrays((2,), sharding, parts)
+        with CheckpointManager(f"{directory}-{other}") as manager:
+            try:
+                manager.save(1, {"w": array})
+                yield "saved"
+            except StateError as error:
+                yield str(error)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,47 @@ def test_static_values_that_change_are_warned_about(tmp_path: Path) -> None:
     (line,) = caught
     assert "step 3: attributes of modules" in str(line.message)
     assert ": net/scale, static/scale. After" in str(line.message)
+
+
+@jax.tree_util.register_pytree_node_class
+class Registered:
+    def __init__(self, weight: Any, name: str) -> None:
+        self.weight, self.name, self.log = weight, name, []
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.weight,), (self.name,)
+
+    @classmethod
+    def tree_unflatten(cls, names: Any, children: Any) -> Registered:
+        return cls(*children, *names)
+
+
+@dataclasses.dataclass
+class Declared:
+    weight: Any
+    name: str
+
+
+jax.tree_util.register_dataclass(Declared, data_fields=["weight"], meta_fields=["name"])
+
+
+class ModuleOfNnx(nnx.Module):
+    def __init__(self, weight: Any, name: str) -> None:
+        self.weight, self.name = nnx.Param(weight), name
+
+
+@pytest.mark.parametrize("kind", [Registered, Declared, ModuleOfNnx])
+def test_a_static_value_that_is_not_that_of_the_target_is_warned_about_at_the_first_save(
+    kind: Any, tmp_path: Path
+) -> None:
+    for directory, name in (("same", "a"), ("other", "b")):
+        with (
+            CheckpointManager(tmp_path / directory, recipe={}) as manager,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            manager.restore_or_initialize({"net": kind(jnp.ones(2), "a")})
+            manager.save(1, {"net": kind(jnp.zeros(2), name)})
+        assert ["step 1: attributes of" in str(line.message) for line in caught] == [True] * (
+            name == "b"
+        )

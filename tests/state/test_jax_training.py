@@ -86,3 +86,6 @@ def test_a_state_of_one_mesh_is_restored_on_every_other(tmp_path: Path) -> None:
     assert answer["abstract"]
     assert answer["as one"], "the same bits continue the run on its own mesh"
     assert not answer["control"]
+    same, other = answer["copies"]
+    assert same == "saved"
+    assert other.startswith("w: the copies of this array on cpu:2 and cpu:3 have different bits")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -267,6 +268,51 @@ def test_a_module_that_changes_only_what_is_saved_is_left_alone(tmp_path: Path) 
             manager.save(step, {"net": net})
             trains(net)
         manager.save(4, {"net": Module()})  # another object
+
+
+class WarmingUp(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1)
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.calls += 1
+        return super().step(closure)
+
+
+class Whole(WarmingUp):
+    def state_dict(self) -> State:  # type: ignore[override]
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state_dict: State) -> None:  # type: ignore[override]
+        self.calls = state_dict.pop("calls")
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize(("kind", "names"), [(WarmingUp, ["o/calls"]), (Whole, [])])
+def test_a_counter_of_an_optimizer_is_warned_about(kind: Any, names: list[str]) -> None:
+    net, check = torch.nn.Linear(2, 1), UnsavedAttributes()
+    state = {"o": kind(net.parameters())}
+    torch.optim.lr_scheduler.StepLR(state["o"], 1)  # sets attributes, too
+    assert check.changed(state) is None
+    state["o"].step()
+    note = check.changed(state) or ""
+    assert [name for name in ("o/calls", "o/_opt_called") if name in note] == names
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.zeros(3)])
+def test_numbers_of_numpy_among_the_attributes_are_warned_about(value: Any) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = value.copy()
+
+    state, check = {"net": Net()}, UnsavedAttributes()
+    assert check.changed(state) is None
+    state["net"].mean = value.copy()
+    assert check.changed(state) is None
+    state["net"].mean += 1
+    assert "net/mean" in (check.changed(state) or "")
 
 
 def test_the_paths_of_many_attributes_are_few_and_nothing_is_kept_alive() -> None:

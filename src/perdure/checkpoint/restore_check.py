@@ -37,6 +37,11 @@ class RestoreCheck:
         self.replaced = ReplacedMembers()
         """What the last restore replaced, if the program has not taken what it returned."""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the next save is the first one of the program."""
+        return self._known is None
+
     def expect(self, like: Any) -> None:
         """The program restores into `like`, of which names, dtypes and shapes are remembered."""
         try:
@@ -45,6 +50,7 @@ class RestoreCheck:
             self.plain = {path for path, value in walk.pairs() if is_plain(value)}
         except StateError:  # the first save raises the same error
             self._template, self.plain = None, ()
+        self._attributes.expect(like)
         self._known = self._partial = None
 
     def restored(self, leaves: Mapping[str, Leaf]) -> None:

@@ -40,7 +40,8 @@ from perdure.state import snapshot
 from perdure.state.beside_state import leaves_beside, look_at_gradients
 from perdure.state.epoch_ends import store_epoch_ends
 from perdure.state.per_rank import RankContext, rank_context
-from perdure.state.process_random import ProcessRandom
+from perdure.state.process_random import ProcessRandom, finish_callbacks
+from perdure.state.shards import copies_compared
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
 from perdure.store.gc_pause import gc_paused
@@ -159,10 +160,12 @@ class BackgroundSaver:
         self._journal.require_agreement()
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
+            finish_callbacks()
             generators = self.random.capture() if self.random else None
             own = self._journal.reference(step)
             index, count = self._processes.index, self._processes.count
-            with rank_context(index, count) as rank, gc_paused():
+            is_first = self.restore_check.is_first
+            with rank_context(index, count) as rank, gc_paused(), copies_compared(is_first):
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)

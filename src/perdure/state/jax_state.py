@@ -19,7 +19,7 @@ from perdure.state.adapter import Node, NoVariables
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import array_bytes, key_words, leaf_array
 from perdure.state.per_rank import current_rank_context
-from perdure.state.shards import compares_shards
+from perdure.state.shards import compares_copies, compares_shards
 from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf, Region, Shards
@@ -120,6 +120,8 @@ class JaxState(NoVariables):
             raise _traced()
         dtype, shape = leaf_dtype(value), tuple(value.shape)
         _require_processes(value.sharding)
+        if compares_copies():
+            _require_equal_copies(numbers(value))
         if not value.is_fully_addressable and not value.is_fully_replicated:
             if current_rank_context().count > 1 and not compares_shards():
                 return Leaf(
@@ -157,6 +159,23 @@ def _shards(array: Any) -> Shards:
         if region not in parts:
             parts[region] = array_bytes(np.asarray(shard.data))[0]
     return Shards(tuple(array.shape), array.dtype.itemsize, tuple(parts), tuple(parts.values()))
+
+
+def _require_equal_copies(array: Any) -> None:
+    """Raise `UnsupportedLeafError` if devices of this process have copies with different bits."""
+    if len(array.sharding.device_set) == 1:
+        return
+    copies: dict[Region, tuple[Any, memoryview]] = {}
+    for shard in array.addressable_shards:
+        data = array_bytes(np.asarray(shard.data))[0]
+        device, first = copies.setdefault(_region(shard.index, array.shape), (shard.device, data))
+        if first is not data and first != data:
+            raise UnsupportedLeafError(
+                f"the copies of this array on {device} and {shard.device} have different bits, though "
+                f"its sharding ({array.sharding}) says that they are equal, and a restore gives one of "
+                f"them to all devices. A `shard_map` with `check_vma=False` may return such arrays. "
+                f"Save one value for each device (`out_specs=P(axis)`), or make them equal (`pmean`)."
+            )
 
 
 def _region(index: Any, shape: tuple[int, ...]) -> Region:

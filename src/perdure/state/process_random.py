@@ -154,6 +154,17 @@ _ONE_AT_A_TIME = threading.RLock()
 one that waits for the same lock and holds Python's: neither would ever continue."""
 
 
+def finish_callbacks() -> None:
+    """Wait for the callbacks into Python of programs that JAX computes in the background.
+
+    They belong to steps that the program has made, and may draw from these generators and write to
+    objects of the state. Returns at once if there are none.
+    """
+    jax = sys.modules.get("jax")
+    if jax is not None and hasattr(jax, "effects_barrier"):  # it is not being imported right now
+        jax.effects_barrier()
+
+
 def capture() -> dict[str, Any]:
     """Copies of the present states by name, which `encode` turns into bytes later."""
     states: dict[str, Any] = {

@@ -32,6 +32,24 @@ def compares_shards() -> bool:
     return _own_only.get()
 
 
+_copies_too: ContextVar[bool] = ContextVar("copies_compared", default=False)
+
+
+@contextmanager
+def copies_compared(on: bool) -> Iterator[None]:
+    """With `on`, an array of which devices of this process have different copies has no leaf."""
+    token = _copies_too.set(on)
+    try:
+        yield
+    finally:
+        _copies_too.reset(token)
+
+
+def compares_copies() -> bool:
+    """Whether the copies of replicated arrays on the devices of this process are to be compared."""
+    return _copies_too.get()
+
+
 def cut(leaf: Leaf, region: Region) -> Leaf:
     """The part of a leaf that has the elements in `region`: of a whole one, or one of its shards."""
     if leaf.shards is not None:

@@ -1,4 +1,4 @@
-"""The attributes of a PyTorch module that are in no `state_dict`: numbers, tensors, other buffers."""
+"""The attributes of PyTorch modules and optimizers that are in no `state_dict`: numbers and tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 
 from perdure.state.paths import join_part
@@ -16,6 +17,8 @@ _OWN = frozenset(vars(torch.nn.Module()))
 _COPIED = 4096
 """Elements of a tensor that is copied, so that an equal one that was made again counts as unchanged."""
 _MISSING: Any = object()
+_OF_SCHEDULERS = ("_opt_called", "_step_count")
+"""What a learning rate scheduler sets in its optimizer."""
 
 
 class _TensorMark(NamedTuple):
@@ -44,7 +47,7 @@ class ModuleAttributes:
             found = _Part(
                 name,
                 weakref.ref(part),
-                [(key, value) for key, value in values if type(value) in PLAIN],
+                [(key, _plain_copy(value)) for key, value in values if _is_plain(value)],
                 [(key, _mark(value)) for key, value in values if _is_kept(value)],
                 [
                     (key, _mark(value) if _is_kept(value) else None)
@@ -79,9 +82,21 @@ def _dotted(name: str, key: str) -> str:
 
 def _differs(before: Any, value: Any) -> bool:
     """Whether a plain attribute has another value: what is neither plain nor a tensor is left alone."""
-    if type(value) in PLAIN:
+    if isinstance(value, np.ndarray) and isinstance(before, np.ndarray):
+        return before.dtype != value.dtype or not np.array_equal(before, value)
+    if _is_plain(value):
         return not is_same(before, value)
     return _is_kept(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.size <= _COPIED and not value.dtype.hasobject
+    return type(value) in PLAIN or isinstance(value, np.generic)
+
+
+def _plain_copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
@@ -104,6 +119,26 @@ def _has_changed(mark: _TensorMark, value: Any) -> bool:
     if before is None or before.shape != value.shape or before.dtype != value.dtype:
         return True
     return before.device != value.device or not torch.equal(before, value)
+
+
+class OptimizerAttributes:
+    """Remembers the plain attributes of an optimizer of the user's, without keeping it alive."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        inherits = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+        self._plain = {
+            key: _plain_copy(value)
+            for key, value in (vars(optimizer).items() if inherits else ())
+            if _is_plain(value) and key not in _OF_SCHEDULERS
+        }
+
+    def changed(self) -> Iterator[str]:
+        """The names of the attributes that have other values now."""
+        values = vars(self._optimizer() or object)
+        for key, before in self._plain.items():
+            if _differs(before, values.get(key, before)):
+                yield key
 
 
 def unsaved_optimizer(optimizer: torch.optim.Optimizer) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -67,6 +67,14 @@ class UnsavedAttributes:
                 )
         return None
 
+    def expect(self, fresh: Any) -> None:
+        """Compare the static values of a JAX state with those of `fresh`, which a resume begins with.
+
+        Attributes of PyTorch modules are compared from the first save on: the first forward pass may
+        make caches.
+        """
+        self._static = _static_values(fresh)
+
     def changed(self, state: Any) -> str | None:
         """A warning about attributes that changed since the first call; at most one. Else None."""
         if self._has_warned:
@@ -77,37 +85,48 @@ class UnsavedAttributes:
         self._has_warned = True
         more = f" and {len(paths) - _FEW:,} more" if len(paths) > _FEW else ""
         return (
-            f"attributes of modules have changed since the first save, and no checkpoint has them: "
-            f"{', '.join(paths[:_FEW])}{more}. After a resume they have their fresh values. If later "
-            f"steps depend on them, let the state have them: a persistent buffer of the module in "
-            f"PyTorch (`register_buffer`), an `nnx.Variable` in Flax, an array in place of a static "
-            f"field in Equinox. Nothing is lost if they are only a log or a cache."
+            f"attributes of modules or optimizers have changed since the first save or the restore, "
+            f"and no checkpoint has them: {', '.join(paths[:_FEW])}{more}. After a resume they have "
+            f"their fresh values. If later steps depend on them, let the state have them: a persistent "
+            f"buffer of the module (`register_buffer`) or the optimizer's `state_dict` in PyTorch, "
+            f"an `nnx.Variable` in Flax, an array in place of a static field in Equinox and JAX. "
+            f"Nothing is lost if they are only a log or a cache."
         )
 
     def _changed_modules(self, state: Any) -> Iterator[str]:
         if (torch := sys.modules.get("torch")) is None:
             return
         for path, value in live_objects(state):
-            if not isinstance(value, torch.nn.Module):
+            if isinstance(value, torch.nn.Module):
+                kind = "ModuleAttributes"
+            elif isinstance(value, torch.optim.Optimizer) and not is_from_library(type(value)):
+                kind = "OptimizerAttributes"
+            else:
                 continue
             module, attributes = self._modules.get(path, (None, None))
             if module is None or module() is not value or attributes is None:
-                attributes = import_module("perdure.state.torch_attributes").ModuleAttributes(value)
+                attributes = getattr(import_module("perdure.state.torch_attributes"), kind)(value)
                 self._modules[path] = weakref.ref(value), attributes
                 continue
             yield from (join_dotted(path, name) for name in attributes.changed())
 
     def _changed_static(self, state: Any) -> list[str]:
-        if "jax" not in sys.modules:
-            return []
-        static: dict[str, Any] = {}
-        _add_static(state, "", static, set())
+        static = _static_values(state)
         before, self._static = self._static, self._static or static
         return [
             path
-            for path, value in static.items()
+            for path, value in (static or {}).items()
             if before is not None and path in before and not is_same(before[path], value)
         ]
+
+
+def _static_values(state: Any) -> dict[str, Any] | None:
+    """The plain values in a state that JAX takes as part of its structure; None without JAX."""
+    if "jax" not in sys.modules:
+        return None
+    static: dict[str, Any] = {}
+    _add_static(state, "", static, set())
+    return static
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -122,7 +141,8 @@ def is_from_library(kind: type) -> bool:
 
 
 def _add_static(value: Any, path: str, static: dict[str, Any], seen: set[int]) -> None:
-    """Add the plain attributes of Flax NNX modules, and the static fields of dataclasses, by path."""
+    """Add by path what JAX takes as part of the structure: static fields of dataclasses, plain
+    attributes of Flax NNX modules, auxiliary data of classes that the program has registered."""
     kind = kind_of(type(value))
     children: Any = ()
     if kind == "mapping":
@@ -136,9 +156,47 @@ def _add_static(value: Any, path: str, static: dict[str, Any], seen: set[int]) -
             (key, child) for key, child in _attributes(value).items() if key not in attributes
         ]
         static |= {join_key(path, key): child for key, child in attributes.items()}
+        # `register_dataclass(kind, data_fields, meta_fields)` leaves no mark in the fields.
+        node = None if attributes else _registered_node(value)
+        if node is not None and _is_plain(node[1]):
+            static[join_key(path, "(meta fields)")] = node[1]
+    elif id(value) not in seen and (node := _registered_node(value)) is not None:
+        seen.add(id(value))
+        parts, auxiliary = node
+        children = enumerate(parts)
+        if _is_plain(auxiliary):
+            static[join_key(path, "(auxiliary data)")] = auxiliary
     for key, child in children:
-        if kind_of(type(child)) != "other":
+        if kind_of(type(child)) != "other" or not _is_leaf(type(child)):
             _add_static(child, join_key(path, str(key)), static, seen)
+
+
+_LEAVES: set[type] = set()
+
+
+def _is_leaf(kind: type) -> bool:
+    """Whether values of a class are known to be no nodes of JAX."""
+    return kind in _LEAVES or kind in PLAIN
+
+
+def _registered_node(value: Any) -> tuple[Iterable[Any], Any] | None:
+    """(children, auxiliary data) of an object whose class is registered with JAX by the program."""
+    kind = type(value)
+    if _is_leaf(kind) or is_from_library(kind):
+        return None
+    node = sys.modules["jax"].tree_util.default_registry.flatten_one_level(value)
+    if node is None:
+        _LEAVES.add(kind)
+    return node
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is made of plain ones alone, which are equal if they were made again."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return type(value) in PLAIN
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:

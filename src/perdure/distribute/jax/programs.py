@@ -132,12 +132,27 @@ def strong(path: Any, leaf: Any) -> Any:
         array = np.asarray(leaf)
     except (TypeError, ValueError):
         array = None
+    if type(leaf) is int or (array is not None and array.dtype in (np.int64, np.uint64)):
+        _require_fits(path, leaf, array)
     if array is None or array.dtype.kind in "OSUMm":
         raise StateError(
             f"{name_of(path)}: every leaf of a state must be an array or a number, found "
             f"{type(leaf).__name__}; keep other values outside (eqx.partition), or as static fields"
         )
     return array
+
+
+def _require_fits(path: Any, leaf: Any, array: Any) -> None:
+    """StateError for integers that JAX would cut to 32 bits."""
+    if array is not None and array.dtype.kind in "iu":
+        narrow = jax.dtypes.canonicalize_dtype(array.dtype)
+        if np.array_equal(array.astype(narrow), array):
+            return
+    value = f"the number {leaf}" if np.ndim(leaf) == 0 else "a number in this array"
+    raise StateError(
+        f"{name_of(path)}: {value} does not fit into the widest integers of JAX with its present "
+        f"settings. Set jax_enable_x64, or keep it outside of the state of the strategy"
+    )
 
 
 def _same_form(fn: Update, old: Any, new: Any) -> None:

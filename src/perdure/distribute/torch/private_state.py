@@ -114,6 +114,10 @@ class PrivateState:
             if type(new) is nn.Parameter:
                 own: Any = new
                 own.__class__, own._hash = ThreadParameter, number
+        # Attributes of a parameter, and whether it is trained, are written to the parameter itself.
+        parameters = [new for new in self._memo.values() if isinstance(new, Tensor)]
+        self._trains = [(own, own.requires_grad) for own in parameters]
+        self._made += [(own, dict(vars(own))) for own in parameters if vars(own)]
         made = {id(new) for new in self._memo.values()}
         # Other modules may be in objects that are not copied.
         others = state_view.modules(self.state)
@@ -124,6 +128,8 @@ class PrivateState:
 
         A counter of calls may decide nothing in the first step, and would begin again in each.
         """
+        if any(own.requires_grad is not trains for own, trains in self._trains):
+            return True
         return any(differs(value, given) for value, given in self._made)
 
     def _own(self, value: Any) -> Any:
@@ -200,6 +206,8 @@ class PrivateState:
                 given[name] = self._own(value)
         own.__dict__.update(given)
         self._note(own, module, given)
+        for table in ("_parameters", "_modules"):
+            self._made.append((given[table], dict(given[table])))
         return own
 
     def _once(self, tensor: Tensor | None, copied: Callable[[Any], Any]) -> Any:

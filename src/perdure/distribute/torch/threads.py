@@ -116,7 +116,7 @@ class Threads:
         """Run the step in threads; False if its results cannot be used."""
         states = [each.state for each in copies]
         watched, shared = _Watched(tensors), None if self._proven else _Shared()
-        originals = _Originals(copies[0], self._marks)
+        originals = _Originals(copies[0], tensors.view.optimizers, self._marks)
         self._reached = False
         try:
             with _withheld(tensors.all):
@@ -248,11 +248,15 @@ class _Originals:
 
     Args:
         private: The state of one thread.
+        optimizers: Those of the user's, which the threads share.
         known: The marks of tensors in earlier steps, by identity; replaced by those of this one.
     """
 
-    def __init__(self, private: PrivateState, known: dict[int, _Mark]) -> None:
-        self._contents = [(value, content(value)) for value in private.originals]
+    def __init__(
+        self, private: PrivateState, optimizers: list[Any], known: dict[int, _Mark]
+    ) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._contents = [(value, content(value)) for value in (*private.originals, *groups)]
         self._arrays = [(array, array.copy()) for array in private.arrays]
         self._marks = {id(t): _marked(t, known) for t in private.tensors if _counts_changes(t)}
         known.clear()

@@ -7,6 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 from report import Row, row
 
@@ -17,16 +18,20 @@ from random_walk import walk_in_bucket, walk_in_memory, walk_on_disk
 
 from object_stores import moto_server
 
-DISK, MEMORY, S3 = 800, 1000, 200
+DISK, MEMORY, S3, INDEX = 800, 1000, 200, 200
 
 
 def walk_rows(_: Path) -> Iterator[Row]:
-    """2,000 walks, each of 24 acts of 17 kinds."""
+    """2,200 walks, each of 24 acts of 17 kinds."""
     seen: Counter[str] = Counter()
     yield row("random walks on a disk", _walks(walk_on_disk, range(DISK), seen))
     yield row(
         "random walks in memory", _walks(walk_in_memory, range(10_000, 10_000 + MEMORY), seen)
     )
+    # In walks as short as these an index is written and used only with other limits.
+    with patch.multiple("perdure.store.catalog", INDEX_FROM=2, READ_NEWEST=1):
+        seeds = range(30_000, 30_000 + INDEX)
+        yield row("random walks in memory with an index", _walks(walk_in_memory, seeds, seen))
     with moto_server() as server:
         seeds = range(20_000, 20_000 + S3)
         yield row(

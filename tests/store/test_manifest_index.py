@@ -437,11 +437,11 @@ def test_a_manifest_that_rotted_after_it_was_indexed_is_found(small_index: Count
 
 
 def test_random_walks_with_an_index_lose_nothing(small_index: Counter[str]) -> None:
-    for seed in range(5000, 5030):
+    for seed in range(5000, 5008):  # `make proof-store` has 200
         walk_in_memory(seed)
     walk_on_disk(5000)
-    assert small_index["written"] > 30
-    assert small_index["used"] > 30
+    assert small_index["written"] > 8
+    assert small_index["used"] > 8
 
 
 def test_random_walks_in_which_half_of_the_writers_know_no_index(
@@ -459,7 +459,7 @@ def test_random_walks_in_which_half_of_the_writers_know_no_index(
         Catalog, "_use_index", lambda c, steps: None if is_old(c) else use(c, steps)
     )
     monkeypatch.setattr(Catalog, "write_index", lambda c: None if is_old(c) else write(c))
-    for seed in range(6000, 6030):
+    for seed in range(6000, 6016):
         walk_in_memory(seed)
-    assert small_index["written"] > 15
-    assert small_index["used"] > 15
+    assert small_index["written"] > 4
+    assert small_index["used"] > 4

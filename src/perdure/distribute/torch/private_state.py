@@ -195,6 +195,9 @@ class PrivateState:
 
     def _module(self, module: nn.Module) -> nn.Module:
         """The same module with its own `.grad`, buffers and attributes, over the same parameters."""
+        if hasattr(type(module), "__del__"):
+            self.is_complete = False
+            return module
         own = self._memo[id(module)] = object.__new__(type(module))
         given = module.__dict__ | {
             "_parameters": {k: self._once(p, _same_memory) for k, p in module._parameters.items()},
@@ -221,8 +224,8 @@ def _is_copied(kind: type) -> bool:
     """Whether an object is a bag of attributes: of a class of the user's own, or a dataclass."""
     if kind in _BAGS:
         return True
-    if kind.__new__ is not object.__new__ or not kind.__dictoffset__:
-        return False
+    if kind.__new__ is not object.__new__ or not kind.__dictoffset__ or hasattr(kind, "__del__"):
+        return False  # the end of a copy would close what the user's object has open
     if issubclass(kind, (*state_view.CLOSED, BaseException)):
         return False
     if dataclasses.is_dataclass(kind):

@@ -11,6 +11,7 @@ and are not, until the total is.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from collections.abc import Callable, Iterable
@@ -170,6 +171,18 @@ def prove(
             return _proof(programs, Compiler(layout, pool), values, donate)
     except Exception as error:  # noqa: BLE001  XLA may refuse for several devices what it takes for one
         return Proof(None, f"XLA does not compile it ({str(error).partition(chr(10))[0]})")
+    finally:
+        _give_memory_back()
+
+
+def _give_memory_back() -> None:
+    """Have glibc return what compilation has freed, which it keeps for each thread that compiled.
+
+    Left alone, a process is 80 to 120 MB larger for as long as it lives.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def _proof(programs: ReferencePrograms, compiler: Compiler, values: _Values, donate: bool) -> Proof:

@@ -326,6 +326,41 @@ class Tally:
         self.counts = ({"n": 0}, [0])
 
 
+class AttributeDict(dict):
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.__dict__ = self
+
+
+class OwnNew:
+    def __new__(cls) -> Any:
+        made: Any = super().__new__(cls)
+        made.n = 0
+        return made
+
+
+class Doubling(list):
+    def __iter__(self) -> Iterator[Any]:
+        return (2 * value for value in list.__iter__(self))
+
+
+class Frozen(dict):
+    def __setitem__(self, name: Any, value: Any) -> None:
+        raise TypeError("frozen")
+
+
+class Link:
+    def __init__(self, following: Any) -> None:
+        self.following = following
+
+
+def chain(length: int) -> Any:
+    link = None
+    for _ in range(length):
+        link = Link(link)
+    return link
+
+
 def change_of(member: Any, change: Callable[[Any], float]) -> Any:
     """`grad` that changes the member `held` of the module, and reads the number that this returns."""
 
@@ -382,6 +417,61 @@ CHANGES = {
         lambda: SimpleNamespace(n=0), lambda net: increment(vars(net.held), "n")
     ),
 }
+
+
+ALONE = {
+    "a dict that is its own attributes": change_of(
+        lambda: AttributeDict(n=0), lambda net: increment(vars(net.held), "n")
+    ),
+    "an object of a class with __new__": change_of(
+        OwnNew, lambda net: increment(vars(net.held), "n")
+    ),
+    "an object in a set": change_of(
+        lambda: {Tally()}, lambda net: increment(next(iter(net.held)).counts[0], "n")
+    ),
+    "a list with other values": change_of(lambda: Doubling([1]), lambda net: sum(net.held)),
+    "a dict that refuses": change_of(lambda: Frozen(a=[1]), lambda net: net.held["a"][0]),
+    "a long chain": change_of(lambda: chain(2000), lambda net: net.held is not None),
+}
+"""What nobody can copy, so that no threads are used."""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_with_what_cannot_be_copied_replicas_run_one_by_one(name: str, data: Any) -> None:
+    def how(net: Any, _: Any) -> tuple[Any, Any]:
+        ALONE[name](net)  # there before the first step
+
+        def changing(state: Any, batch: Any, key: Any) -> Any:
+            return plain(state, (batch[0] * ALONE[name](state["held"].net), batch[1]), key)
+
+        return changing, update
+
+    one, _ = train_with(how, 1, data)
+    assert train_with(how, 3, data) == (one, ONE_BY_ONE)
+
+
+def test_hooks_that_grad_registers_are_those_of_one_thread(data: Any) -> None:
+    def featured(state: Any, batch: Any, key: Any) -> Any:
+        net, features = state["held"].net, []
+        hooks = [part.register_forward_hook(lambda *a: features.append(a[2])) for part in net]
+        result = plain(state, batch, key)
+        for hook in hooks:
+            hook.remove()
+        assert len(features) == len(net)
+        return result
+
+    one, _ = train_with(lambda *_: (featured, update), 1, data)
+    assert train_with(lambda *_: (featured, update), 3, data) == (one, THREADS)
+
+
+def test_a_hook_that_stays_is_noticed_and_is_not_that_of_the_user() -> None:
+    net: Any = network()
+    private = private_state.PrivateState({"net": net}, [], compiled=False)
+    hook = private.state["net"][0].register_forward_hook(lambda *_: None)
+    assert private.has_changed()
+    assert not net[0]._forward_hooks
+    hook.remove()
+    assert not private.has_changed()
 
 
 SHARED = {"a tensor", "an array"}

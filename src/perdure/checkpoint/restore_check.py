@@ -50,7 +50,8 @@ class RestoreCheck:
             self.plain = {path for path, value in walk.pairs() if is_plain(value)}
         except StateError:  # the first save raises the same error
             self._template, self.plain = None, ()
-        self._attributes.expect(like)
+        else:
+            self._attributes.expect(like)
         self._known = self._partial = None
 
     def restored(self, leaves: Mapping[str, Leaf]) -> None:

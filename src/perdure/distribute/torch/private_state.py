@@ -10,10 +10,12 @@ import argparse
 import contextvars
 import copy
 import dataclasses
+import enum
 import functools
+import operator
 import sys
 import types
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,8 +30,9 @@ from perdure.errors import StateError
 Content = dict[Any, Any] | list[Any] | set[Any] | tuple[Any, ...]
 
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.Size))
-_CONTAINERS = (dict, list, deque, set)
+_CONTAINERS = (dict, list, deque, set, OrderedDict, defaultdict, Counter)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = [name for name, value in vars(nn.Module()).items() if "hook" in name and value == {}]
 _BAGS = (types.SimpleNamespace, argparse.Namespace, Checkpoint)
 _COMPARED_BYTES = 4 << 20
 """With a larger array, comparing its bytes in every step would cost more than the threads gain."""
@@ -95,17 +98,20 @@ class PrivateState:
         state: The state of one thread.
         originals: The modules, containers and objects of the user's that were copied.
         arrays: The NumPy arrays among them, which are not copied.
+        hooks: The tables of hooks of the user's modules, and how many each has.
         tensors: The tensors among them that are none of the state's, and are not copied either.
-        is_complete: Whether all modules in it are its own.
+        is_complete: Whether all that `grad` may write to is its own or is compared.
     """
 
     def __init__(self, state: Any, trained: Iterable[Tensor], compiled: bool) -> None:
         self.originals: list[Any] = []
         self.arrays: list[np.ndarray[Any, Any]] = []
         self.tensors: list[Tensor] = []
+        self.hooks: list[tuple[dict[Any, Any], int]] = []
         self.is_complete = True
         self._trained = {id(tensor) for tensor in trained}
         self._memo: dict[int, Any] = {}
+        self._hooks: list[tuple[dict[Any, Any], int]] = []
         # Each module, container and object, with what it was given.
         self._made: list[tuple[Any, Content]] = []
         self.state = self._own(state)
@@ -130,6 +136,8 @@ class PrivateState:
         """
         if any(own.requires_grad is not trains for own, trains in self._trains):
             return True
+        if any(len(table) != count for table, count in self._hooks):
+            return True
         return any(differs(value, given) for value, given in self._made)
 
     def _own(self, value: Any) -> Any:
@@ -138,13 +146,13 @@ class PrivateState:
             return value
         if id(value) in self._memo:
             return self._memo[id(value)]
-        if isinstance(value, nn.Module):
+        if issubclass(kind, nn.Module):  # what a `weakref.proxy` is not
             return self._module(value)
-        if isinstance(value, Tensor):
+        if issubclass(kind, Tensor):
             return self._tensor(value)
-        if isinstance(value, _CONTAINERS):
+        if kind in _CONTAINERS:
             return self._container(value)
-        if isinstance(value, tuple):
+        if kind is tuple or hasattr(kind, "_fields"):
             children = [self._own(child) for child in value]
             if all(new is old for new, old in zip(children, value, strict=True)):
                 return value
@@ -152,30 +160,30 @@ class PrivateState:
         if isinstance(value, np.ndarray):
             self.arrays.append(value)
             self.is_complete &= value.nbytes <= _COMPARED_BYTES
-        elif _is_copied(kind):
+        elif (how := _treatment(kind)) is _Treatment.COPIED:
             own = copy.copy(value) if kind in _BAGS else object.__new__(kind)
             self._memo[id(value)] = own
             given = {name: self._own(child) for name, child in vars(value).items()}
             vars(own).update(given)
             self._note(own, value, given)
             return own
+        elif how is _Treatment.UNKNOWN:
+            self.is_complete = False
         return value
 
     def _container(self, value: Any) -> Any:
-        try:
-            own = copy.copy(value)
-        except Exception:  # noqa: BLE001  code of the user's class
-            self.is_complete = False
-            return value
-        self._memo[id(value)] = own
+        own = self._memo[id(value)] = copy.copy(value)
+        if isinstance(own, dict | set):
+            # What is a key or an element stays itself, so that it is found.
+            kinds = set(map(type, own))
+            self.is_complete &= all(_treatment(kind) is _Treatment.SHARED for kind in kinds)
         if isinstance(own, dict):
-            for name, child in value.items():
-                if (new := self._own(child)) is not child:
-                    own[name] = new
-        elif not isinstance(own, set):  # what is in a set is hashable, and seldom changes
+            if not _PLAIN.issuperset(map(type, own.values())):
+                for name, child in value.items():
+                    own[name] = self._own(child)
+        elif not isinstance(own, set) and not _PLAIN.issuperset(map(type, own)):
             for index, child in enumerate(value):
-                if (new := self._own(child)) is not child:
-                    own[index] = new
+                own[index] = self._own(child)
         self._note(own, value, content(own))
         return own
 
@@ -202,15 +210,20 @@ class PrivateState:
         given = module.__dict__ | {
             "_parameters": {k: self._once(p, _same_memory) for k, p in module._parameters.items()},
             "_buffers": {k: self._once(b, _clone) for k, b in module._buffers.items()},
-            "_modules": {k: m and self._own(m) for k, m in module._modules.items()},
+            "_modules": {k: self._own(m) for k, m in module._modules.items()},
         }
+        for name in _HOOKS:  # `grad` may register some, and remove them
+            given[name] = given[name].copy()
         for name, value in given.items():
             if name not in _OF_EVERY_MODULE and type(value) not in _PLAIN:
                 given[name] = self._own(value)
         own.__dict__.update(given)
         self._note(own, module, given)
-        for table in ("_parameters", "_modules"):
-            self._made.append((given[table], dict(given[table])))
+        for name in ("_parameters", "_modules"):
+            self._made.append((given[name], dict(given[name])))
+        for name in _HOOKS:
+            self._hooks.append((given[name], len(given[name])))
+            self.hooks.append((module.__dict__[name], len(given[name])))
         return own
 
     def _once(self, tensor: Tensor | None, copied: Callable[[Any], Any]) -> Any:
@@ -219,21 +232,42 @@ class PrivateState:
         return None if tensor is None else self._memo[id(tensor)]
 
 
+class _Treatment(enum.Enum):
+    """What a thread gets of an object that is no module, tensor or container.
+
+    Attributes:
+        COPIED: A bag of attributes: of a class of the user's own, or a dataclass.
+        SHARED: That of a library, which is taken to be the same for every replica.
+        UNKNOWN: Of a class of the user's that nobody else can make an object of.
+    """
+
+    COPIED = enum.auto()
+    SHARED = enum.auto()
+    UNKNOWN = enum.auto()
+
+
 @functools.cache
-def _is_copied(kind: type) -> bool:
-    """Whether an object is a bag of attributes: of a class of the user's own, or a dataclass."""
+def _treatment(kind: type) -> _Treatment:
     if kind in _BAGS:
-        return True
-    if kind.__new__ is not object.__new__ or not kind.__dictoffset__ or hasattr(kind, "__del__"):
-        return False  # the end of a copy would close what the user's object has open
-    if issubclass(kind, (*state_view.CLOSED, BaseException)):
-        return False
-    if dataclasses.is_dataclass(kind):
-        return True
+        return _Treatment.COPIED
+    if issubclass(kind, (*state_view.CLOSED, enum.Enum)) and not _is_container(kind):
+        return _Treatment.SHARED
+    can_copy = kind.__new__ is object.__new__ and kind.__dictoffset__ and not _is_container(kind)
+    # The end of a copy would close what the user's object has open.
+    can_copy = can_copy and not hasattr(kind, "__del__")
+    if can_copy and dataclasses.is_dataclass(kind):
+        return _Treatment.COPIED
     package = kind.__module__.partition(".")[0]
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     is_library = "site-packages" in file or package in sys.stdlib_module_names - {"__main__"}
-    return not is_library and package != "perdure"
+    if (is_library and not _is_container(kind)) or package == "perdure":
+        return _Treatment.SHARED
+    return _Treatment.COPIED if can_copy else _Treatment.UNKNOWN
+
+
+def _is_container(kind: type) -> bool:
+    """Whether it is a container with code of its own, which may give other values than it holds."""
+    return issubclass(kind, (dict, list, deque, set, tuple)) and kind is not tuple
 
 
 def content(value: Any) -> Content:
@@ -254,7 +288,7 @@ def differs(value: Any, given: Content) -> bool:
         return {*map(_key, now)} != {*map(_key, given)}
     if isinstance(given, dict):
         new, old = now.values(), given.values()
-        if not all(map(_is_same, now, given)):
+        if not all(map(operator.is_, now, given)) and not all(map(_is_same, now, given)):
             return True
     else:
         new, old = now, given

@@ -99,9 +99,14 @@ class Threads:
             if tensors is None or tensors.view is not view:
                 tensors = self._tensors = _Tensors(view)
         while tensors is not None and self.way != ONE_BY_ONE and not _ambient():
-            copies = [
-                PrivateState(state, tensors.trained, self._compiled) for _ in range(self._devices)
-            ]
+            try:
+                copies = [
+                    PrivateState(state, tensors.trained, self._compiled)
+                    for _ in range(self._devices)
+                ]
+            except Exception:  # noqa: BLE001  of the user's classes, or a chain of objects too long
+                self.way = ONE_BY_ONE
+                break
             if _has_tensor_hooks(tensors.all) or not all(each.is_complete for each in copies):
                 self.way = ONE_BY_ONE
             elif self._attempt(work, state, tensors, copies):
@@ -257,6 +262,7 @@ class _Originals:
     ) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._contents = [(value, content(value)) for value in (*private.originals, *groups)]
+        self._hooks = private.hooks
         self._arrays = [(array, array.copy()) for array in private.arrays]
         self._marks = {id(t): _marked(t, known) for t in private.tensors if _counts_changes(t)}
         known.clear()
@@ -274,13 +280,14 @@ class _Originals:
         with torch.no_grad():
             for mark in marks:
                 mark.tensor.copy_(mark.copy)
-        return bool(changed or arrays or marks)
+        has_hooks = any(len(table) != count for table, count in self._hooks)
+        return bool(changed or arrays or marks or has_hooks)
 
 
 def _counts_changes(tensor: torch.Tensor) -> bool:
     if tensor.is_inference() or tensor.is_meta or tensor.layout is not torch.strided:
         return False
-    return not tensor.requires_grad
+    return tensor.is_leaf  # others are results of an earlier forward pass
 
 
 def _marked(tensor: torch.Tensor, known: dict[int, _Mark]) -> _Mark:

@@ -7,7 +7,7 @@ the others waiting in a collective.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import numpy as np
@@ -15,16 +15,21 @@ import numpy as np
 from perdure.store.leaf import Leaf, Region
 
 _own_only: ContextVar[bool] = ContextVar("own_shards_only", default=False)
+_copies_too: ContextVar[bool] = ContextVar("copies_compared", default=False)
 
 
 @contextmanager
-def own_shards_only() -> Iterator[None]:
-    """Leaves of sharded arrays have only the elements of this process inside (`Leaf.region`)."""
-    token = _own_only.set(True)
+def _inside(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _own_only.reset(token)
+        variable.reset(token)
+
+
+def own_shards_only() -> AbstractContextManager[None]:
+    """Leaves of sharded arrays have only the elements of this process inside (`Leaf.region`)."""
+    return _inside(_own_only, True)
 
 
 def compares_shards() -> bool:
@@ -32,17 +37,9 @@ def compares_shards() -> bool:
     return _own_only.get()
 
 
-_copies_too: ContextVar[bool] = ContextVar("copies_compared", default=False)
-
-
-@contextmanager
-def copies_compared(on: bool) -> Iterator[None]:
+def copies_compared(on: bool) -> AbstractContextManager[None]:
     """With `on`, an array of which devices of this process have different copies has no leaf."""
-    token = _copies_too.set(on)
-    try:
-        yield
-    finally:
-        _copies_too.reset(token)
+    return _inside(_copies_too, on)
 
 
 def compares_copies() -> bool:

@@ -91,7 +91,7 @@ class PrivateState:
 
     Args:
         state: The user's state.
-        trained: Its tensors outside of modules that a replica may compute gradients of.
+        trained: The tensors that a replica may compute gradients of.
         compiled: Whether `grad` is compiled.
 
     Attributes:

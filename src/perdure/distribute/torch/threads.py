@@ -77,7 +77,7 @@ class Threads:
         self._tensors: _Tensors | None = None
         # Whether a thread has used a parameter or a buffer of the user's in this attempt.
         self._reached = False
-        self._marks: dict[int, _Mark] = {}
+        self._marks: dict[int, _SharedTensor] = {}
         # The caller is the first device. Each thread has an intra-op pool of its own.
         self._pool = ThreadPoolExecutor(
             max(devices - 1, 1), "device", initializer=torch.set_num_threads, initargs=(threads,)
@@ -238,7 +238,7 @@ class _Tensors:
         self.all = each_once((*self.trained, *self.buffers))
 
 
-class _Mark(NamedTuple):
+class _SharedTensor(NamedTuple):
     """A tensor of the user's, its version, and its value then."""
 
     tensor: torch.Tensor
@@ -258,7 +258,7 @@ class _Originals:
     """
 
     def __init__(
-        self, private: PrivateState, optimizers: list[Any], known: dict[int, _Mark]
+        self, private: PrivateState, optimizers: list[Any], known: dict[int, _SharedTensor]
     ) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._contents = [(value, content(value)) for value in (*private.originals, *groups)]
@@ -290,10 +290,10 @@ def _counts_changes(tensor: torch.Tensor) -> bool:
     return tensor.is_leaf  # others are results of an earlier forward pass
 
 
-def _marked(tensor: torch.Tensor, known: dict[int, _Mark]) -> _Mark:
+def _marked(tensor: torch.Tensor, known: dict[int, _SharedTensor]) -> _SharedTensor:
     mark = known.get(id(tensor))
     if mark is None or mark.tensor is not tensor or mark.version != tensor._version:
-        mark = _Mark(tensor, tensor._version, tensor.detach().clone())
+        mark = _SharedTensor(tensor, tensor._version, tensor.detach().clone())
     return mark
 
 

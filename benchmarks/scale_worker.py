@@ -286,17 +286,18 @@ def main() -> None:
     for step in range(1, int(saves) + 2):
         state = subject.state(step)
         expected = subject.total(state)
+        memory = MemoryPeak("RssAnon")  # it collects garbage, which takes each process another time
         barrier()
-        memory = MemoryPeak("RssAnon")
         start = time.perf_counter()
         subject.save(step, state)
         stall = time.perf_counter() - start
         subject.finish()
+        if not subject.is_durable:
+            barrier()
+            if is_chief:
+                sync_tree(path)
+        write = time.perf_counter() - start  # of peers, the chief's is the longest
         barrier()
-        if not subject.is_durable and is_chief:
-            sync_tree(path)
-        barrier()
-        write = time.perf_counter() - start
         peak = memory.end()
         out["save peak"].append(peak)
         if step > 1:  # the first one allocates memory that the others use again
@@ -305,11 +306,10 @@ def main() -> None:
         del state
     out["received"] = max(received, default=0)
     for onto in ("rows", "columns"):
-        gc.collect()
         if is_chief:
             leave_cache(path)
-        barrier()
         memory = MemoryPeak("RssAnon", "RssShmem")
+        barrier()
         start, used = time.perf_counter(), time.process_time()
         state = subject.load(int(saves) + 1, onto)
         subject.ready(state)

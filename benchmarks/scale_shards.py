@@ -118,18 +118,22 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(dir=given.out.parent.absolute()) as scratch:
         path = Path(scratch) / "files"
         for name in given.subjects.split(","):
-            alone = [group(name, "rows", 1, given, path) for _ in range(given.rounds)]
-            total = given.mib / 1000 * 1.048576
-            one = middle([total / middle(report["write"]) for report in alone])
+            has_peer = installed((MODULES[PEERS[name]],))
             for count in map(int, given.processes.split(",")):
                 for cut in ("rows", "columns"):
-                    mine, theirs = [], []
+                    mine, theirs, alone = [], [], []
                     for _ in range(given.rounds):
+                        alone.append(group(name, "rows", 1, given, path))
                         mine.append(group(name, cut, count, given, path))
-                        if installed((MODULES[PEERS[name]],)):
+                        if has_peer:
                             theirs.append(group(PEERS[name], cut, count, given, path))
                     yield from rows_of(name, cut, count, mine, theirs, given)
-                    speeds = [total / middle(report["write"]) for report in mine]
-                    text = f"{name}, {count} processes, {cut}: durable write"
-                    this = row(text, middle(speeds), "GB/s", spread(speeds))
-                    yield compared(this, "one process with the whole state", one, least=0.95)
+                    yield beside_one(f"{name}, {count} processes, {cut}", mine, alone, given)
+
+
+def beside_one(what: str, mine: list[Report], alone: list[Report], given: Any) -> Row:
+    """The write of a group beside that of one process with the whole state."""
+    total = given.mib / 1000 * 1.048576
+    one, speeds = ([total / middle(r["write"]) for r in reports] for reports in (alone, mine))
+    this = row(f"{what}: durable write", middle(speeds), "GB/s", spread(speeds))
+    return compared(this, "one process with the whole state", middle(one), least=0.95)

@@ -147,9 +147,8 @@ def against(
 
 def peers(rounds: int) -> list[Row]:
     """Compare with TensorFlow and DDP, on the tutorial's network at a global batch of 128."""
-    torch1, torch2, ddp = Subject("torch"), Subject("torch", 2), Subject("torch", 2)
+    torch2, ddp = Subject("torch", 2), Subject("torch", 2)
     subjects = {
-        "exact": (torch1, "exact cnn 128 2 2"),
         "exact, 2 workers": (torch2, "exact cnn 128 2"),
         "DDP, gloo": (ddp, "ddp cnn 128"),
     }
@@ -160,16 +159,12 @@ def peers(rounds: int) -> list[Row]:
     for subject, _ in subjects.values():
         subject.close()
     rows = []
-    one, two = (
-        "exact V=2, PyTorch, 2 threads of 1 process",
-        "exact V=2, PyTorch, 2 worker processes",
-    )
-    if "exact" in medians and "TF MirroredStrategy" in medians:
-        name = "TF MirroredStrategy"
-        rows.append(against(one, medians["exact"], name, medians[name], 1.0))
+    two = "exact V=2, PyTorch, 2 worker processes"
     groups = [n for n in ("TF MultiWorkerMirroredStrategy", "DDP, gloo") if n in medians]
     if "exact, 2 workers" in medians:
         mine = medians["exact, 2 workers"]
+        if (name := "TF MirroredStrategy") in medians:
+            rows.append(against(two, mine, name, medians[name], 1.0))
         rows += [against(two, mine, name, medians[name], None) for name in groups]
         if groups:
             best = min(groups, key=lambda name: statistics.median(medians[name]))

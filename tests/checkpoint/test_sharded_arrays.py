@@ -31,9 +31,10 @@ from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError
 from perdure.state import builtin, flatten
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
-from perdure.store import Run, chunk_read, direct, pack_writer, reader
+from perdure.store import Run, catalog, chunk_read, direct, pack_writer, reader
 from perdure.store.format import CHUNK_BYTES, hash_bytes
 from perdure.store.leaf import Leaf, Shards
+from perdure.store.manifest_json import decode_manifest
 from pretend import Pretend, play
 
 CUTS: dict[str, Any] = {"axis": 0, "copies": 1}
@@ -108,6 +109,7 @@ def state(k: int) -> dict[str, Any]:
     return {
         "large": np.arange(k, k + 5 * words + 6, dtype=np.int32).reshape(2, -1),
         "net": {"small%": np.full((3, 4), k, np.float32), "empty": np.zeros((0, 4))},
+        "a shared one": np.full(3, k),
         "shared": np.full(3, k),
     }
 
@@ -730,3 +732,24 @@ def test_undamaged_shards_are_read_once(tmp_path: Path) -> None:
     outcomes = restored_parts(tmp_path, 2)
     whole = state(1)["large"].nbytes
     assert sum(read for *_, read in outcomes) < whole + 3 * CHUNK_BYTES
+
+
+def test_no_process_reads_a_manifest_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(data: bytes, where: str, *rest: Any) -> Any:
+        read.append(where)
+        return decode_manifest(data, where, *rest)
+
+    monkeypatch.setattr(catalog, "decode_manifest", counted)
+
+    def program(processes: Pretend) -> None:
+        with CheckpointManager(tmp_path, max_to_keep=None, processes=processes) as manager:
+            for step in range(1, 7):
+                manager.save(step, {"same": np.arange(9), **state(step)})
+            manager.wait_until_finished()
+
+    play(2, program)
+    assert len(read) == len(set(read)) == 5, "the second process reads what was saved before"
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [1, 2, 3, 4, 5, 6]

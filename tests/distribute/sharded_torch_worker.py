@@ -210,11 +210,14 @@ def errors(options: Any, processes: Any, mesh: Any) -> dict[str, Any]:
         return refused(save)
 
     pending = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+    # Each process has every third part of what `flatten` makes of columns.
+    flat = distribute_tensor(torch.arange(18.0).reshape(2, 9), mesh, [Shard(1)]).flatten()
     other_shape = distribute_tensor(torch.zeros(4, 7), mesh, [Replicate()])
     out: dict[str, Any] = {
         "no_processes": refused(lambda: perdure.CheckpointManager(f"{options.directory}/none")),
         "alone": attempt(f"alone-{rank}", 1, {"tree": tree}, SingleProcess()),
         "partial": attempt("partial", 1, {"net": {"sum": pending}}),
+        "strided": attempt("strided", 1, {"flat": flat}),
         "per_rank": attempt("per_rank", 1, {"mine": PerRank(tree["large"])}),
         "steps": attempt("steps", 1 + rank, {"tree": tree}),
         "good": attempt("good", 1, {"tree": tree}),

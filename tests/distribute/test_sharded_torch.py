@@ -112,6 +112,7 @@ def test_what_a_group_refuses(tmp_path: Path) -> None:
         assert report["per_rank"].startswith("UnsupportedLeafError: mine/rank")
         assert report["partial"].startswith("UnsupportedLeafError: net/sum: ")
         assert "Partial" in report["partial"]
+        assert "is not one block of the tensor" in report["strided"]
         assert report["steps"].startswith("StateError")
         assert "process 0: 1, process 1: 2, process 2: 3" in report["steps"]
         assert report["good"] == ""

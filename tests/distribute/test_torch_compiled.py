@@ -22,7 +22,6 @@ from torch import nn
 from perdure import CheckpointManager
 from perdure.data import ArrayDataset
 from perdure.distribute import PerReplica
-from perdure.distribute.torch.threads import REDIRECTED, THREADS, _Redirect
 from perdure.errors import RecipeMismatchError, StateError, TopologyError
 from perdure.torch import MirroredStrategy, OneDeviceStrategy, apply_gradients, gradients
 
@@ -99,38 +98,28 @@ def bits(state: Any) -> bytes:
     return b"".join(value.numpy().tobytes() for value in state["net"].state_dict().values())
 
 
-def train(strategy: Any, state: Any, fn: Any = grad, steps: range = range(3)) -> tuple[bytes, str]:
+def train(strategy: Any, state: Any, fn: Any = grad, steps: range = range(3)) -> bytes:
     train_step = strategy.step(fn, update)
     for step in steps:
         state, _ = train_step(state, strategy.batch(data(), step))
-    return bits(state), train_step._run.way
+    return bits(state)
 
 
 def test_any_number_of_devices_has_the_bits_of_one() -> None:
     for dropout in (0.0, 0.5):
-        plain, _ = train(MirroredStrategy(1, V), start(dropout))
+        plain = train(MirroredStrategy(1, V), start(dropout))
         compiled = [
             train(MirroredStrategy(devices, V, compile=BACKEND), start(dropout))
             for devices in (1, 2, 4)
         ]
-        assert {result for result, _ in compiled} == {compiled[0][0]}
-        assert compiled[0][0] != plain, "the compiled program did not run"
-        assert {way for _, way in compiled[1:]} != {compiled[0][1]}, "no threads were used"
+        assert {*compiled} == {compiled[0]}
+        assert compiled[0] != plain, "the compiled program did not run"
     assert programs == [False, False], "one program for each network, whatever the devices"
-
-
-def test_threads_that_begin_together_make_one_program() -> None:
-    """Twelve would be more than PyTorch allows for one function."""
-    strategy = MirroredStrategy(12, 12, compile=BACKEND)
-    train_step = strategy.step(grad, update)
-    train_step(start(), strategy.batch(data(24), 0))
-    assert train_step._run.way == THREADS  # pyright: ignore[reportFunctionMemberAccess]
-    assert programs == [False]
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     strategy = MirroredStrategy(2, V, compile=BACKEND)
-    expected, _ = train(strategy, start(0.5), steps=range(4))
+    expected = train(strategy, start(0.5), steps=range(4))
     state = start(0.5)
     for part, devices in ((range(2), 1), (range(2, 4), 4)):
         torch._dynamo.reset()  # another process has seen nothing of this one
@@ -138,7 +127,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> N
         with CheckpointManager(tmp_path, recipe=strategy.recipe(data())) as manager:
             state, first = manager.restore_or_initialize(state)
             assert first == part[0]
-            result, _ = train(strategy, state, steps=part)
+            result = train(strategy, state, steps=part)
             state = {**state, "step": part[-1] + 1}
             manager.save(part[-1] + 1, state)
     assert result == expected
@@ -217,19 +206,6 @@ def test_a_flag_that_overlapping_modes_of_threads_left_set_is_no_mode_around_the
     with pytest.raises(StateError, match="none in this thread") as caught:
         strategy.step(grad, update)(state, strategy.batch(data(), 0))
     assert "Leave the mode" not in str(caught.value)
-
-
-def test_threads_that_redirect_random_numbers_do_not_switch_compilation_off() -> None:
-    """Control: an ordinary mode sets PyTorch's flag, which threads that overlap leave set."""
-    dispatch = importlib.import_module("torch.utils._python_dispatch")
-    flag = dispatch.is_in_any_mode_without_ignore_compile_internals
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert flag()
-    with _Redirect():
-        assert not flag()
-    _, way = train(MirroredStrategy(4, V), start(0.5))
-    assert way == REDIRECTED
-    assert not flag()
 
 
 def test_backends_that_do_not_exist_or_do_not_run_are_refused() -> None:

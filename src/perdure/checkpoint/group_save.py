@@ -59,6 +59,7 @@ from perdure.store.pack_part import (
 from perdure.store.pack_writer import Written
 from perdure.store.shard_chunks import pieces_of, read_pieces
 from perdure.store.shard_plan import ShardPlan, plan_shards
+from perdure.store.storage import Storage
 
 _MOST_LINES = 20
 
@@ -72,11 +73,19 @@ class GroupState:
     own: OwnLeaves = field(default_factory=OwnLeaves)
 
 
-class LayoutCache:
-    """The layouts of the sharded arrays, from one save of this process to the next."""
+class SaveCache:
+    """What this process keeps from one save to the next: the layouts of the sharded arrays, and the
+    manifests that it has read (the chief has those of its `Run`)."""
 
     def __init__(self) -> None:
         self.layouts = GroupLayouts()
+        self.catalog: Catalog | None = None
+
+    def held(self, storage: Storage) -> Mapping[str, Held]:
+        """The chunks that kept checkpoints have."""
+        if self.catalog is None or self.catalog.storage is not storage:
+            self.catalog = Catalog(storage)
+        return self.catalog.held_now()
 
 
 class _LaterHashes(RemoteLeaf, frozen=True, gc=True):
@@ -96,22 +105,22 @@ def save_in_group(
     state: GroupState,
     recipe: Mapping[str, RecipeValue],
     metrics: Mapping[str, float],
-    cache: LayoutCache | None = None,
+    cache: SaveCache | None = None,
 ) -> Iterator[None]:
     """Save one checkpoint by all processes, and run the block after the commit.
 
     Every process enters this with its own copy of the state, on a channel of its own. The block is for
     work of the chief (retention): when it ends, the checkpoint is durable and committed for all
     processes. An error of the save, or of the block in the chief, is raised in all of them. A process
-    that has no state to save calls `decline_save` instead. `cache` saves messages if it is that of the
-    save before.
+    that has no state to save calls `decline_save` instead. `cache` saves messages and reads if it is
+    that of the save before.
 
     Raises:
         StateError: The copies of the state differ; names leaf and process.
         StoreError: As `Run.save`, or as the block.
     """
     with ExitStack() as stack:
-        member = _Member(run, processes, state, cache or LayoutCache(), stack)
+        member = _Member(run, processes, state, cache or SaveCache(), stack)
         if processes.is_chief:
             error: BaseException | None = None
             try:
@@ -171,7 +180,7 @@ class _Member:
         run: Run,
         processes: Processes,
         state: GroupState,
-        cache: LayoutCache,
+        cache: SaveCache,
         stack: ExitStack,
     ) -> None:
         self.run, self.processes, self.state = run, processes, state
@@ -243,7 +252,7 @@ class _Member:
             self._plans = None
 
     def _done(self, order: SaveOrder) -> SaveAnswer:
-        step, leaves = self.state.step, self.state.leaves
+        step, leaves, storage = self.state.step, self.state.leaves, self.run.storage
         if order.what == LAYOUT:
             return SaveAnswer(step, regions=self._regions)
         share = self._share(order)
@@ -252,10 +261,8 @@ class _Member:
         if order.what == COMPARE:
             copies = copy_digests(leaves, share.plans)
             return SaveAnswer(step, digests=leaf_digests(leaves), copies=copies)
-        known = Catalog(self.run.storage).held() if self.held is None else self.held
-        part = write_pack_part(
-            self.run.storage, step, leaves, known, share, self.run.encode, self.state.own
-        )
+        known = self._cache.held(storage) if self.held is None else self.held
+        part = write_pack_part(storage, step, leaves, known, share, self.run.encode, self.state.own)
         return SaveAnswer(step, part=part)
 
     def _share(self, order: SaveOrder) -> WriterShare:
@@ -297,10 +304,10 @@ class HashedShards:
             self._by_path = {}
             first = 0
             for name, leaf in sorted(self._member.state.leaves.items()):
-                count = 0 if leaf.is_scalar else len(chunk_spans(leaf.nbytes))
-                if leaf.shards is not None:
+                if leaf.shards is not None:  # the others have no numbers in `WriterShare.hashes`
+                    count = len(chunk_spans(leaf.nbytes))
                     self._by_path[name] = [hashes[first + number] for number in range(count)]
-                first += count
+                    first += count
         return self._by_path[path]
 
 

@@ -17,7 +17,7 @@ from perdure.checkpoint.grace_period import GracePeriod
 from perdure.checkpoint.group_call import GroupCall, run_in_chief
 from perdure.checkpoint.group_save import (
     GroupState,
-    LayoutCache,
+    SaveCache,
     as_save_error,
     decline_save,
     save_in_group,
@@ -69,7 +69,7 @@ class BackgroundSaver:
         self._grace = grace
         self._background = Background()
         self._buffer = SnapshotBuffer()
-        self._layouts = LayoutCache()
+        self._save_cache = SaveCache()
         self._notes: list[str] = []
         self._warned: set[str] = set()
         self._has_begun = self._has_looked = False
@@ -270,7 +270,7 @@ class BackgroundSaver:
         state = GroupState(step, leaves, OwnLeaves(ranked, process_leaves))
         channel = self._processes.channel("save")
         recipe = self._managed.recipe.recipe
-        with save_in_group(self._run, channel, state, recipe, metrics, self._layouts):
+        with save_in_group(self._run, channel, state, recipe, metrics, self._save_cache):
             if self._processes.is_chief:
                 self._prune(step, metrics)
 

@@ -182,7 +182,7 @@ def _ranges(numbers: Iterator[int]) -> list[str]:
 
 def _held(optimizer: Any) -> Iterator[Any]:
     """The parameters of an optimizer, in the order in which its `state_dict` numbers them."""
-    for group in optimizer.param_groups:
+    for group in getattr(optimizer, "param_groups", ()):
         yield from group["params"]
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 
 from perdure.state.paths import join_part
-from perdure.state.unsaved_attributes import PLAIN, is_from_library, is_same
+from perdure.state.unsaved_attributes import PLAIN, is_from_library, is_plain, is_same
 
 _OWN = frozenset(vars(torch.nn.Module()))
 _COPIED = 4096
@@ -43,12 +44,12 @@ class ModuleAttributes:
         for name, part in module.named_modules():
             if is_from_library(type(part)):
                 continue
-            values = [(key, value) for key, value in vars(part).items() if key not in _OWN]
+            values = _values_of(part)
             found = _Part(
                 name,
                 weakref.ref(part),
-                [(key, _plain_copy(value)) for key, value in values if _is_plain(value)],
-                [(key, _mark(value)) for key, value in values if _is_kept(value)],
+                [(key, _plain_copy(value)) for key, value in values.items() if _is_plain(value)],
+                [(key, _mark(value)) for key, value in values.items() if _is_kept(value)],
                 [
                     (key, _mark(value) if _is_kept(value) else None)
                     for key in sorted(part._non_persistent_buffers_set)
@@ -63,7 +64,7 @@ class ModuleAttributes:
         for name, reference, plain, tensors, buffers in self._parts:
             if (module := reference()) is None:
                 continue
-            values = vars(module)
+            values = _values_of(module)
             for key, before in plain:
                 if (value := values.get(key, before)) is not before and _differs(before, value):
                     yield _dotted(name, key)
@@ -76,6 +77,29 @@ class ModuleAttributes:
                     yield _dotted(name, key)
 
 
+def _values_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a module that is not PyTorch's, and the tensors in those that are tuples.
+
+    Of a generator, a digest of its state. Left out is what a parametrization computes from others.
+    """
+    values: dict[str, Any] = {}
+    for key, value in vars(module).items():
+        if key in _OWN or any(f"{key}_{made}" in module._parameters for made in ("orig", "v")):
+            continue
+        values[key] = _generator_state(value)
+        if type(value) is tuple and not is_plain(value):
+            values |= {f"{key}.{number}": part for number, part in enumerate(value)}
+    return values
+
+
+def _generator_state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return hashlib.blake2b(value.get_state().numpy().tobytes()).hexdigest()
+    if isinstance(value, np.random.Generator):
+        return hashlib.blake2b(repr(value.bit_generator.state).encode()).hexdigest()
+    return value
+
+
 def _dotted(name: str, key: str) -> str:
     return join_part(name.replace(".", "/"), key).replace("/", ".")
 
@@ -83,16 +107,17 @@ def _dotted(name: str, key: str) -> str:
 def _differs(before: Any, value: Any) -> bool:
     """Whether a plain attribute has another value: what is neither plain nor a tensor is left alone."""
     if isinstance(value, np.ndarray) and isinstance(before, np.ndarray):
-        return before.dtype != value.dtype or not np.array_equal(before, value)
+        described = before.dtype, before.shape
+        return described != (value.dtype, value.shape) or before.tobytes() != value.tobytes()
     if _is_plain(value):
         return not is_same(before, value)
-    return _is_kept(value)
+    return any(map(_is_kept, value)) if type(value) is tuple else _is_kept(value)
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.size <= _COPIED and not value.dtype.hasobject
-    return type(value) in PLAIN or isinstance(value, np.generic)
+    return (type(value) in PLAIN and is_plain(value)) or isinstance(value, np.generic)
 
 
 def _plain_copy(value: Any) -> Any:
@@ -101,7 +126,12 @@ def _plain_copy(value: Any) -> Any:
 
 def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether a value is a tensor that is no result of this step: without a graph."""
-    return isinstance(value, torch.Tensor) and value.grad_fn is None and not value.is_inference()
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return False
+    try:
+        return value.grad_fn is None
+    except RuntimeError:  # a view of a parameter, which an optimizer has changed since
+        return False
 
 
 def _mark(tensor: torch.Tensor) -> _TensorMark:
@@ -118,20 +148,30 @@ def _has_changed(mark: _TensorMark, value: Any) -> bool:
     before = mark.copy
     if before is None or before.shape != value.shape or before.dtype != value.dtype:
         return True
-    return before.device != value.device or not torch.equal(before, value)
+    return before.device != value.device or not _has_same_bits(before, value)
+
+
+def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one form are equal; a NaN is equal to itself."""
+    if torch.equal(one, other):
+        return True
+    bits = [tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*bits)
 
 
 class OptimizerAttributes:
-    """Remembers the plain attributes of an optimizer of the user's, without keeping it alive."""
+    """Remembers the numbers and tensors of an optimizer of the user's, without keeping it alive."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         inherits = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+        values = vars(optimizer) if inherits else {}
         self._plain = {
             key: _plain_copy(value)
-            for key, value in (vars(optimizer).items() if inherits else ())
+            for key, value in values.items()
             if _is_plain(value) and key not in _OF_SCHEDULERS
         }
+        self._tensors = {key: _mark(value) for key, value in values.items() if _is_kept(value)}
 
     def changed(self) -> Iterator[str]:
         """The names of the attributes that have other values now."""
@@ -139,14 +179,20 @@ class OptimizerAttributes:
         for key, before in self._plain.items():
             if _differs(before, values.get(key, before)):
                 yield key
+        for key, mark in self._tensors.items():
+            if _has_changed(mark, values.get(key)):
+                yield key
 
 
-def unsaved_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """The name of an attribute that is an optimizer with a state which `optimizer` does not save."""
-    for name, inner in vars(optimizer).items():
-        if not isinstance(inner, torch.optim.Optimizer) or inner.state is optimizer.state:
+def unsaved_optimizer(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[str, torch.optim.Optimizer] | None:
+    """An attribute that is, or has in it, an optimizer with a state which `optimizer` does not save."""
+    for name, inner in _inner_optimizers(vars(optimizer)):
+        state = getattr(inner, "state", {})
+        if state is getattr(optimizer, "state", None):
             continue
-        needed = [*_tensors(dict(inner.state))]
+        needed = [*_tensors(dict(state))]
         if not needed:
             continue
         saved = [*_tensors(optimizer.state_dict())]
@@ -155,8 +201,20 @@ def unsaved_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
         else:  # which may return copies
             is_saved = not Counter(map(_form, needed)) - Counter(map(_form, saved))
         if not is_saved:
-            return name
+            return name, inner
     return None
+
+
+def _inner_optimizers(
+    values: Mapping[str, Any],
+) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    for name, value in values.items():
+        if isinstance(value, (list, tuple)):
+            yield from _inner_optimizers({f"{name}[{n}]": v for n, v in enumerate(value)})
+        elif type(value) is dict:
+            yield from _inner_optimizers({f"{name}[{key!r}]": v for key, v in value.items()})
+        elif isinstance(value, torch.optim.Optimizer):
+            yield name, value
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

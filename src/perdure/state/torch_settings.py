@@ -58,7 +58,11 @@ def optimizer_check(optimizer: torch.optim.Optimizer) -> Check:
     ]
     is_from_torch = kind.__module__.startswith("torch.optim")
     adds_settings = kind.__setstate__ is not torch.optim.Optimizer.__setstate__
-    required = frozenset() if adds_settings and not is_from_torch else frozenset(optimizer.defaults)
+    required = (
+        frozenset()
+        if adds_settings and not is_from_torch
+        else frozenset(getattr(optimizer, "defaults", ()))
+    )
     shapes = [
         None if isinstance(parameter, LAZY) else tuple(parameter.shape)
         for group in optimizer.param_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -81,6 +82,7 @@ def region(value: Any) -> Region:
     ]
     # FSDP over tensor parallelism: the dimension of the mesh that is listed first cuts last.
     sharded.sort(key=lambda entry: getattr(entry[0], "split_factor", 1) > 1)
+    _require_boxes(value, sharded)
     for placement, number, count in sharded:
         axis = placement.dim % len(spans)
         start, stop = spans[axis]
@@ -95,6 +97,26 @@ def region(value: Any) -> Region:
             f"its `full_tensor()`."
         )
     return tuple(spans)
+
+
+def _require_boxes(value: Any, sharded: list[tuple[Any, int, int]]) -> None:
+    """Raise `UnsupportedLeafError` for a shard that is not one box of the tensor.
+
+    A strided placement is one if it follows the cuts of the dimensions of the mesh to its right, as
+    FSDP makes it over tensor parallelism; that of a tensor that was flattened takes every n-th part.
+    """
+    for placement, number, _ in sharded:
+        if (factor := getattr(placement, "split_factor", 1)) == 1:
+            continue
+        others = [(o, at, n) for o, at, n in sharded if o.dim == placement.dim and at != number]
+        cuts = math.prod(n for _, at, n in others if at > number)
+        strided = [o for o, _, _ in others if getattr(o, "split_factor", 1) > 1]
+        if strided or factor != cuts or value.shape[placement.dim] % factor:
+            raise UnsupportedLeafError(
+                f"a DTensor with the placements {_shown(value)}: its shard in this process is not one "
+                f"block of the tensor. Save and restore its `full_tensor()`, or redistribute it before "
+                f"(`x.redistribute(placements=[Shard(0)])`)."
+            )
 
 
 def shard_of(like: Any, leaf: Leaf) -> torch.Tensor:

@@ -200,7 +200,8 @@ class _Optimizer(Stateful):
         return optimizer_check(self.target) if self._has_groups else super().check()
 
     def depends_on(self) -> Iterable[Any]:
-        return [param for group in self.target.param_groups for param in group["params"]]
+        groups = getattr(self.target, "param_groups", ())  # one that wraps another may have none
+        return [param for group in groups for param in group["params"]]
 
     def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
         """A moment of a sharded parameter is sharded as the parameter is."""
@@ -253,6 +254,8 @@ class _Optimizer(Stateful):
         """Whether `state_dict` returns what PyTorch's does, perhaps with more."""
         if type(self.target).state_dict is torch.optim.Optimizer.state_dict:
             return True
+        if not hasattr(self.target, "param_groups"):
+            return False
         state = self.read()
         groups = state.get("param_groups") if isinstance(state, dict) else None
         return isinstance(groups, list) and all(

@@ -55,13 +55,11 @@ class UnsavedAttributes:
             if path in self._optimizers or is_from_library(type(value)):
                 continue
             inner = import_module("perdure.state.torch_attributes").unsaved_optimizer(value)
-            if inner is not None and not any(
-                getattr(value, inner) is other for other in optimizers.values()
-            ):
+            if inner is not None and not any(inner[1] is other for other in optimizers.values()):
                 self._optimizers.add(path)
                 return (
                     f"{path or '(the state itself)'}: the {type(value).__name__} steps with its "
-                    f"attribute `{inner}`, an optimizer whose state (momentum) is not in its "
+                    f"attribute `{inner[0]}`, an optimizer whose state (momentum) is not in its "
                     f"`state_dict()`, so that no checkpoint has it and a resume begins without it. "
                     f"Return its state in `state_dict` and load it in `load_state_dict`."
                 )
@@ -158,13 +156,13 @@ def _add_static(value: Any, path: str, static: dict[str, Any], seen: set[int]) -
         static |= {join_key(path, key): child for key, child in attributes.items()}
         # `register_dataclass(kind, data_fields, meta_fields)` leaves no mark in the fields.
         node = None if attributes else _registered_node(value)
-        if node is not None and _is_plain(node[1]):
+        if node is not None and is_plain(node[1]):
             static[join_key(path, "(meta fields)")] = node[1]
     elif id(value) not in seen and (node := _registered_node(value)) is not None:
         seen.add(id(value))
         parts, auxiliary = node
         children = enumerate(parts)
-        if _is_plain(auxiliary):
+        if is_plain(auxiliary):
             static[join_key(path, "(auxiliary data)")] = auxiliary
     for key, child in children:
         if kind_of(type(child)) != "other" or not _is_leaf(type(child)):
@@ -190,12 +188,12 @@ def _registered_node(value: Any) -> tuple[Iterable[Any], Any] | None:
     return node
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether a value is made of plain ones alone, which are equal if they were made again."""
     if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        return all(map(is_plain, value.values()))
     return type(value) in PLAIN
 
 
@@ -214,7 +212,8 @@ def _plain_attributes(value: Any) -> Iterator[tuple[str, Any]]:
     else:
         return
     for name in names:
-        if name not in _MODES and type(plain := getattr(value, name, ...)) in PLAIN:
+        plain = getattr(value, name, ...)
+        if name not in _MODES and type(plain) in PLAIN and is_plain(plain):
             yield name, plain
 
 

@@ -188,6 +188,12 @@ class Catalog:
             self._held = held
         return self._held
 
+    def held_now(self) -> dict[str, Held]:
+        """`held` for a process beside the one writer: reads what is new, or replaced since."""
+        self._read(fresh=True)
+        self._held = None
+        return self.held()
+
     def write_index(self) -> None:
         """Write what the index lacks, once that is much, and give the memory of manifests back.
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perdure.distribute.torch.private_state import ThreadParameter
 from perdure.distribute.torch.state_view import StateView, named_tensors, same, tensors
 from perdure.errors import StateError
 
-_PLAIN = frozenset((Tensor, nn.Parameter, ThreadParameter))
+_PLAIN = frozenset((Tensor, nn.Parameter))
 _COUNT, _GRAD = operator.attrgetter("_version"), operator.attrgetter("grad")
 # What `grad` must not change in place, and why.
 _PARAMETER = (
@@ -43,12 +42,18 @@ def _versions(tensors: Collection[Tensor]) -> tuple[list[int], list[int]]:
     if _PLAIN.issuperset(map(type, tensors)):
         try:
             return [*map(_COUNT, tensors)], [*map(Tensor.data_ptr, tensors)]
-        except RuntimeError:  # a tensor of inference mode, which counts no changes
+        except (
+            RuntimeError
+        ):  # of inference mode, which counts no changes, or sparse, without a place
             pass
     return (
         [0 if tensor.is_inference() else tensor._version for tensor in tensors],
-        [tensor.data_ptr() if type(tensor) in _PLAIN else 0 for tensor in tensors],
+        [tensor.data_ptr() if _has_place(tensor) else 0 for tensor in tensors],
     )
+
+
+def _has_place(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def _changed(
@@ -100,6 +105,7 @@ def _change(view: StateView, share: Any, changed: Tensor) -> str:
     for named, what in (
         (view.parameters.items(), _PARAMETER),
         (named_tensors(view.state), _TENSOR),
+        (view.fixed.items(), _TENSOR),
         (named_tensors(share), _BATCH),
     ):
         for path, tensor in named:

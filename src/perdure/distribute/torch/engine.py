@@ -1,9 +1,9 @@
 """The PyTorch engine.
 
 A logical replica computes with one thread count, by deterministic algorithms, from equal buffers, and
-with random numbers that are a function of (seed, step, replica). On the CPU a process may have several
-devices, which are threads; it has one accelerator. `update` changes the state in place, as programs for
-PyTorch do, and returns it.
+with random numbers that are a function of (seed, step, replica). A process has one accelerator, or any
+number of CPU devices, whose replicas it computes one after another. `update` changes the state in
+place, as programs for PyTorch do, and returns it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import os
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -34,10 +35,10 @@ from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
 from perdure.distribute.torch import optimizer_calls
 from perdure.distribute.torch import state_view as torch_state
-from perdure.distribute.torch import threads as torch_threads
 from perdure.distribute.torch.compiled import CompiledGrads, learn, warn_of_compiled
 from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.distribute.torch.environment import environment, not_deterministic
+from perdure.distribute.torch.first_step import FirstStep
 from perdure.distribute.torch.random_streams import make_generator, seed
 from perdure.distribute.torch.state_view import StateView
 from perdure.distribute.torch.trees import TorchTrees
@@ -45,9 +46,9 @@ from perdure.errors import StateError, TopologyError
 from perdure.excluded_devices import without_excluded
 from perdure.process_group import Processes
 
-# Threads inside an operation. Replicas in threads of their own gain more on a CPU than threads inside
-# operations do (docs/DECISIONS.md), and OpenMP's threads spin while they wait for each other: on a
-# machine shared with other programs two of them took 2.5 to 4 times as long as one.
+# Threads inside an operation. Processes gain more on a CPU than threads inside operations do, and
+# OpenMP's threads spin while they wait for each other: on a machine shared with other programs two of
+# them took 2.5 to 4 times as long as one.
 # OMP_NUM_THREADS does not count: torchrun sets it by the number of processes, which is topology.
 THREADS = 1
 
@@ -59,10 +60,9 @@ KEPT_BY_OLD = 32 << 20
 
 
 class _Views(threading.local):
-    """What a thread knows of the state that was placed last, and of its own one for one device."""
+    """What a thread of the program knows of the state that it placed last."""
 
     placed: StateView | None = None
-    private: StateView | None = None
 
 
 class TorchEngine:
@@ -170,9 +170,7 @@ class TorchEngine:
         return result
 
     def runner(self) -> Callable[[Work, list[Any]], None]:
-        return torch_threads.Threads(
-            len(self.devices), self._threads, self._view, self._compiled is not None
-        )
+        return _InTurn(len(self.devices))
 
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
         for function in (grad, update):
@@ -191,16 +189,13 @@ class TorchEngine:
         return make_generator(self.devices[0], stream)
 
     def _view(self, state: Any) -> StateView:
-        views = self._views
-        name = "placed" if views.placed is not None and views.placed.state is state else "private"
-        view = getattr(views, name)
+        view = self._views.placed
         if view is None or view.state is not state or not view.is_current():
-            view = self._new_view(state, in_thread=name == "private")
-            setattr(views, name, view)
+            view = self._views.placed = self._new_view(state)
         return view
 
-    def _new_view(self, state: Any, in_thread: bool = False) -> StateView:
-        view = StateView(state, in_thread)
+    def _new_view(self, state: Any) -> StateView:
+        view = StateView(state)
         if self._compiled is not None:
             learn(view.parts)
         else:
@@ -218,6 +213,27 @@ class TorchEngine:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+class _InTurn:
+    """Runs the replicas of a step, one device after another.
+
+    Several threads would share what PyTorch and the program keep for the process: the generator, the
+    cache of autocast, hooks, attributes of modules and every object that `grad` can reach.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self._devices = devices
+        self._is_first = True
+
+    def __call__(self, work: Work, states: list[Any]) -> None:
+        (state,) = states
+        first = FirstStep(state) if self._is_first else None
+        for device in range(self._devices):
+            deque(work(device, state), maxlen=0)
+        if first is not None:
+            first.require_unchanged()
+            self._is_first = False
 
 
 def _unusable(fn: Grad, result: Any) -> StateError:

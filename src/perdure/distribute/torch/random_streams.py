@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from perdure.distribute.engine import Stream
-from perdure.distribute.torch import threads as torch_threads
 
 
 def make_generator(device: torch.device, stream: Stream) -> torch.Generator:
@@ -34,18 +33,11 @@ def seed(device: torch.device, stream: Stream) -> Callable[[], None]:
     Otherwise what the user draws between two steps would depend on which replicas ran here.
     """
     number = _mixed(stream)
-    if (own := torch_threads.own_generator()) is not None:
-        own.manual_seed(number)
-        return _leave
     restore = remember(device)
     for generator in _generators(device):
         # Not torch.manual_seed, which formats a stack trace for a CUDA that is not there.
         generator.manual_seed(number)
     return restore
-
-
-def _leave() -> None:
-    """Nothing is put back: the generator belongs to a thread of perdure's."""
 
 
 @contextlib.contextmanager

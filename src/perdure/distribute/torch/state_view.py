@@ -140,22 +140,21 @@ class StateView:
 
     Args:
         state: The state.
-        in_thread: Whether it is that of one of several devices. Its optimizers are the user's, with
-            parameters that no thread uses.
 
     Attributes:
         state: The state.
         parameters: Those of all modules, by path.
-        buffers: (path, module that has it, key, tensor) of each.
+        buffers: (path, module that has it, key, tensor) of each that is dense.
+        fixed: The other buffers, by path.
         tensors: Those outside of modules.
         parts: All modules.
         optimizers: Those outside of modules.
         trained: Parameters, and other tensors that a replica may compute gradients of: those outside of
             modules, and those that only an optimizer has. Each once.
-        watched: Parameters and tensors, which `grad` must not change.
+        watched: Parameters, tensors and fixed buffers, which `grad` must not change.
     """
 
-    def __init__(self, state: Any, in_thread: bool = False) -> None:
+    def __init__(self, state: Any) -> None:
         self.state = state
         seen: dict[int, Any] = {}
         self._members = list(_instances(state, _MEMBERS, "", seen))
@@ -169,16 +168,17 @@ class StateView:
         self._sizes = [*map(len, self._tables)]
         self._filled = [table for table in self._tables if table]
         self._names, self._values = ([*_flat(map(get, self._filled))] for get in (_NAMES, _VALUES))
-        self.buffers = list(_buffers(found))
+        buffers = list(_buffers(found))
+        self.buffers = [entry for entry in buffers if _has_mean(entry[-1])]
         named = [(path, module, dict(module.named_parameters())) for path, module in found]
         self.parameters = {
             f"{path}.{name}" if path else name: parameter
             for path, _, parameters in named
             for name, parameter in parameters.items()
         }
-        self.watched = [*self.parameters.values(), *self.tensors]
-        optimizers = () if in_thread else self.optimizers
-        groups = [group["params"] for value in optimizers for group in value.param_groups]
+        self.fixed = {entry[0]: entry[-1] for entry in buffers if not _has_mean(entry[-1])}
+        self.watched = [*self.parameters.values(), *self.tensors, *self.fixed.values()]
+        groups = [group["params"] for value in self.optimizers for group in value.param_groups]
         others = [t for t in self.tensors if t.is_leaf and not (_has_whole(t) or t.is_inference())]
         self.trained = each_once([*self.parameters.values(), *others, *_flat(groups)])
         # A module may have a method of its own that gives other parameters each time.
@@ -233,6 +233,11 @@ class StateView:
             sizes.append(len(entries))
             values += entries
         return sizes, names, values
+
+
+def _has_mean(buffer: Tensor) -> bool:
+    """Whether what replicas make of a buffer can be added up: not if it is sparse or quantized."""
+    return buffer.layout is torch.strided and not buffer.is_quantized
 
 
 def _has_whole(tensor: Tensor) -> bool:

@@ -14,15 +14,14 @@ from perdure.process_group import SingleProcess
 class MirroredStrategy(Strategy):
     """The devices of one process; they share its memory and the state.
 
-    With several devices `grad` runs in several threads at once and must not write to objects that they
-    share. For several accelerators start a process for each, with MultiWorkerMirroredStrategy.
+    Their replicas are computed one after another. To use several cores or accelerators at once, start
+    a process for each, with MultiWorkerMirroredStrategy (`perdure run --workers 2`): the same bits.
 
     Args:
-        devices: None (the CPU), a number of CPU devices (threads), a device, or a list.
+        devices: None (the CPU), a number of CPU devices, a device, or a list.
         replicas: V, the number of logical replicas; by default the number of devices.
         seed: 0 to 2**63 - 1.
-        threads: The number of threads inside an operation, for each device, which is part of the
-            recipe; by default 1.
+        threads: The number of threads inside an operation, which is part of the recipe; by default 1.
         compile: A backend of `torch.compile` ("inductor") for the `grad` of `step`. It is part of the
             recipe, so that no run resumes what was compiled in another way; by default None.
 

@@ -1,0 +1,171 @@
+"""Which attributes of PyTorch modules and optimizers a save compares with those of an earlier one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils import prune
+
+from perdure import CheckpointManager
+from perdure.state.unsaved_attributes import UnsavedAttributes
+
+
+class Layer(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("ready", torch.zeros(()))
+
+
+def warning_after(change: Callable[[Any], Any], prepare: Callable[[Any], Any] = vars) -> str:
+    """What the second of two saves says, with a change between them."""
+    net, check = Layer(), UnsavedAttributes()
+    prepare(net)
+    assert check.changed({"net": net}) is None
+    change(net)
+    return check.changed({"net": net}) or ""
+
+
+def hidden(net: Any) -> None:
+    """As a recurrent network keeps it from one batch to the next."""
+    net.hidden = torch.rand(2, 3), torch.rand(2, 3)
+
+
+def views(net: Any) -> None:
+    with torch.no_grad():
+        net.first = net.weight[0]
+    net.halves = net.weight.chunk(2)
+
+
+def step(net: Any) -> None:
+    with torch.no_grad():
+        net.weight.mul_(2)
+
+
+def draws(net: Any) -> None:
+    torch.rand(1, generator=net.torch_generator)
+    net.numpy_generator.random()
+
+
+def generators(net: Any) -> None:
+    net.torch_generator, net.numpy_generator = torch.Generator(), np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "change", "names"),
+    [
+        (hidden, hidden, ["net/hidden/0", "net/hidden/1"]),
+        (lambda net: setattr(net, "hidden", None), hidden, ["net/hidden"]),
+        (generators, draws, ["net/torch_generator", "net/numpy_generator"]),
+    ],
+    ids=["a tuple of tensors", "a tuple that was None", "generators"],
+)
+def test_what_training_changes_is_named(prepare: Any, change: Any, names: list[str]) -> None:
+    found = warning_after(change, prepare)
+    assert all(name in found for name in names), found
+
+
+def sizes(net: Any) -> None:
+    net.sizes = (1, (2, f"{net.in_features}"))
+
+
+def evaluated(net: Any) -> None:
+    with torch.no_grad():
+        net(torch.ones(1, 2))
+
+
+def pruned(net: Any) -> None:
+    prune.l1_unstructured(net, "weight", 0.5)
+
+
+def with_nan(net: Any) -> None:
+    net.bounds, net.limits = np.array([0.0, np.nan]), torch.tensor([0.0, float("nan")])
+
+
+@pytest.mark.parametrize(
+    ("prepare", "change"),
+    [
+        (views, step),
+        (pruned, evaluated),
+        (torch.nn.utils.weight_norm, evaluated),
+        (torch.nn.utils.spectral_norm, evaluated),
+        (with_nan, with_nan),
+        (generators, vars),
+        (sizes, sizes),
+    ],
+    ids=["views", "pruned", "weight_norm", "spectral_norm", "NaN", "idle generators", "made again"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_what_only_looks_changed_is_left_alone(prepare: Any, change: Any) -> None:
+    assert warning_after(change, prepare) == ""
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another one, which has nothing that PyTorch's constructor makes."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def test_an_optimizer_that_only_wraps_another_is_saved_and_restored(tmp_path: Path) -> None:
+    def made() -> dict[str, Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(2, 1)
+        return {"net": net, "sgd": Wrapping(torch.optim.SGD(net.parameters(), 0.1, 0.9))}
+
+    def trained(state: dict[str, Any]) -> None:
+        for _ in range(2):
+            state["net"](torch.ones(3, 2)).sum().backward()
+            state["sgd"].step()
+
+    state, other = made(), made()
+    trained(state)
+    with warnings.catch_warnings(), CheckpointManager(tmp_path, recipe={}) as manager:
+        warnings.simplefilter("error")
+        manager.save(1, state)
+        manager.restore(like=other)
+    for each in (state, other):
+        each["net"].zero_grad()
+        trained(each)
+    assert torch.equal(state["net"].weight, other["net"].weight)
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers for parts of the parameters, in an attribute that is a container."""
+
+    def __init__(self, parameters: list[Any], kind: type) -> None:
+        super().__init__(parameters, {})
+        made = [torch.optim.SGD([parameter], 0.1, 0.9) for parameter in parameters]
+        self.parts = made if kind is list else dict(enumerate(made))
+        self.norm = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        for each in self.parts.values() if isinstance(self.parts, dict) else self.parts:
+            each.step()
+        self.norm = self.norm + 1
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_inner_optimizers_in_containers_and_tensors_are_warned_about(kind: type) -> None:
+    net, check = torch.nn.Linear(2, 1), UnsavedAttributes()
+    state = {"net": net, "own": Several([*net.parameters()], kind)}
+    assert check.inner_optimizer(state) is None
+    assert check.changed(state) is None
+    net(torch.ones(1, 2)).sum().backward()
+    state["own"].step()
+    assert "attribute `parts[0]`" in (check.inner_optimizer(state) or "")
+    assert "own/norm" in (check.changed(state) or "")

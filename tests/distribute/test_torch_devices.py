@@ -390,7 +390,7 @@ def test_the_first_step_refuses_what_grad_must_not_change(devices: int, data: An
     strategy = MirroredStrategy(devices, V)
 
     def step(fn: Callable[..., Any], net: Any) -> Any:
-        state = {"held": Held(net), "noise": torch.Generator(), "sgd": None}
+        state = {"held": Held(net), "noise": torch.Generator(), "mean": torch.zeros(8)}
         return strategy.step(fn, lambda state, _: (state, None))(state, strategy.batch(data, 0))
 
     def shrinks(state: Any, batch: Any, key: Any) -> Any:
@@ -401,7 +401,13 @@ def test_the_first_step_refuses_what_grad_must_not_change(devices: int, data: An
         noise = torch.rand(8, generator=state["noise"])
         return plain(state, (batch[0] + noise, batch[1]), key)
 
+    def moves(state: Any, batch: Any, key: Any) -> Any:
+        F.batch_norm(batch[0], state["mean"], torch.ones(8), training=True)
+        return plain(state, batch, key)
+
     step(plain, network())
+    with pytest.raises(StateError, match="mean: grad changed this parameter or tensor"):
+        step(moves, network())
     with pytest.raises(StateError, match=r"held\.net\.0\.weight: grad changed this parameter"):
         step(shrinks, network())
     with pytest.raises(StateError, match="noise: grad drew from this generator"):

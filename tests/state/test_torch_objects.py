@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from perdure import CheckpointManager
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state import flatten, restore, snapshot
 from perdure.store.leaf import Leaves
@@ -497,3 +499,14 @@ def test_a_module_that_converts_what_it_loads_is_not_restored_silently() -> None
     with pytest.raises(MismatchError, match=r"b/weight: stored .* the object has other bits"):
         restore(new, saved)
     assert bits(new) == before
+
+
+def test_an_empty_tensor_can_have_a_size_after_a_save_or_a_restore(tmp_path: Path) -> None:
+    saved, restored = torch.nn.BatchNorm1d(1), torch.nn.BatchNorm1d(1)
+    for module in (saved, restored):
+        module.register_buffer("least", torch.tensor([]))
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.save(1, {"net": saved})
+        manager.restore(like={"net": restored})
+    for module in (saved, restored):
+        assert module.get_buffer("least").resize_(3).shape == (3,)

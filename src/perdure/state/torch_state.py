@@ -90,10 +90,11 @@ class TorchState(OneByOne):
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if plain.dtype in _BUFFER_DTYPES and plain.numel():  # nearly every leaf, so in line
             data = plain.numpy().data.cast("B")
-        else:
+        elif plain.numel():
             # One element counts as contiguous with any stride; `reshape` keeps it, and `view` refuses.
-            octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
-            data = octets.data if octets.size else memoryview(b"")
+            data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+        else:  # `numpy` would fix its size, and observers of quantization give it one later
+            data = memoryview(b"")
         is_copy = plain.data_ptr() != value.data_ptr()
         if part is None or compares_shards():
             return Leaf(spec.dtype, spec.shape, data, is_copy, part)

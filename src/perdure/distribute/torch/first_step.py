@@ -14,7 +14,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FirstStep:
-    """The parameters and generators of a state before the replicas of the first step.
+    """The parameters, other tensors and generators of a state before the replicas of the first step.
 
     Raises:
         StateError: A parameter or a buffer has no shape yet (a lazy module).
@@ -33,6 +33,9 @@ class FirstStep:
                     )
                 if type(tensor) is nn.Parameter:
                     self._parameters.append((where, tensor, _sum(tensor)))
+        for where, tensor in state_view.named_tensors(state):
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
+                self._parameters.append((where, tensor, _sum(tensor)))
         self._generators = [
             (p, g, g.get_state()) for p, g in state_view.instances(state, torch.Generator)
         ]
@@ -42,9 +45,10 @@ class FirstStep:
         for path, parameter, before in self._parameters:
             if _sum(parameter) != before:
                 raise StateError(
-                    f"{path}: grad changed this parameter through .data or another tensor over its "
-                    "memory. Only update may change parameters, because grad runs once for each "
-                    "logical replica"
+                    f"{path}: grad changed this parameter or tensor through .data, another tensor over "
+                    "its memory, or an operation whose changes PyTorch does not count (batch_norm with "
+                    "running statistics). Only update may change the state, because grad runs once for "
+                    "each logical replica"
                 )
         for path, generator, before in self._generators:
             if not torch.equal(generator.get_state(), before):

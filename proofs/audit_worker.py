@@ -155,7 +155,7 @@ def main() -> None:
     rows = np.random.default_rng(1).random((4096, FEATURES), np.float32)
     dataset = ArrayDataset({"x": rows}, batch_size=2 * REPLICAS)
     train_step = strategy.step(grad, update, audit=options.rate)
-    state, _ = train_step(state, strategy.batch(dataset, 0))  # compiles, and proves the threads
+    state, _ = train_step(state, strategy.batch(dataset, 0))  # compiles
     result = {"clean": 0, "alarms": 0, "planted": 0, "found": 0, "named": 0, "drawn": 0}
     for step in range(1, options.clean + 1):
         try:

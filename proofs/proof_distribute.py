@@ -57,9 +57,7 @@ REFUSED = {
         "several devices": "test_jax_invariance.py::test_control_programs_that_differ",
     },
     "torch": {
-        "threads, draws": "test_torch_threads.py::test_control_without_the_watch",
-        "threads, parameters": "test_torch_threads.py::test_control_without_the_refusal",
-        "threads, results": "test_torch_threads.py::test_a_result_that_differs",
+        "one after another": "test_torch_devices.py::test_control_with_a_copy_of_the_state",
         "torch.compile": "test_torch_compiled.py::test_the_program_does_not_depend",
     },
 }

@@ -189,9 +189,9 @@ class Catalog:
         return self._held
 
     def held_now(self) -> dict[str, Held]:
-        """`held` for a process beside the one writer: reads what is new, or replaced since."""
+        """`held` for a process beside the one writer: only manifests that did not change are known."""
         self._read(fresh=True)
-        self._held = None
+        self._held, self._sizes, self._notes_read = None, {}, False
         return self.held()
 
     def write_index(self) -> None:

@@ -85,7 +85,7 @@ class SaveCache:
         """The chunks that kept checkpoints have."""
         if self.catalog is None or self.catalog.storage is not storage:
             self.catalog = Catalog(storage)
-        return self.catalog.held_now()
+        return self.catalog.held(fresh=True)
 
 
 class _LaterHashes(RemoteLeaf, frozen=True, gc=True):

@@ -170,14 +170,17 @@ class Catalog:
         for manifest in replaced:
             self.replace(manifest)
 
-    def held(self) -> dict[str, Held]:
+    def held(self, *, fresh: bool = False) -> dict[str, Held]:
         """Places of the chunks of readable checkpoints, by hash.
 
         Their packs had their full size when they were last looked at, and are not known to be damaged.
-        `agrees` tells afterwards whether the packs that were used still have that size.
+        `agrees` tells afterwards whether the packs that were used still have that size. A process
+        beside the one writer asks for `fresh` ones: only manifests that did not change are remembered.
         """
+        if fresh:
+            self._held, self._sizes, self._notes_read = None, {}, False
         if self._held is None:
-            summaries = self._read(fresh=False)
+            summaries = self._read(fresh)
             self._read_notes()
             held: dict[str, Held] = {}
             if self.indexed and self._index.segments:
@@ -187,12 +190,6 @@ class Catalog:
                     held.update(self._places(manifest))
             self._held = held
         return self._held
-
-    def held_now(self) -> dict[str, Held]:
-        """`held` for a process beside the one writer: only manifests that did not change are known."""
-        self._read(fresh=True)
-        self._held, self._sizes, self._notes_read = None, {}, False
-        return self.held()
 
     def write_index(self) -> None:
         """Write what the index lacks, once that is much, and give the memory of manifests back.

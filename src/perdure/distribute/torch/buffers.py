@@ -42,10 +42,8 @@ def _versions(tensors: Collection[Tensor]) -> tuple[list[int], list[int]]:
     if _PLAIN.issuperset(map(type, tensors)):
         try:
             return [*map(_COUNT, tensors)], [*map(Tensor.data_ptr, tensors)]
-        except (
-            RuntimeError
-        ):  # of inference mode, which counts no changes, or sparse, without a place
-            pass
+        except RuntimeError:
+            pass  # one of inference mode, which counts no changes, or a sparse one, without a place
     return (
         [0 if tensor.is_inference() else tensor._version for tensor in tensors],
         [tensor.data_ptr() if _has_place(tensor) else 0 for tensor in tensors],

@@ -21,7 +21,7 @@ class FirstStep:
     """
 
     def __init__(self, state: Any) -> None:
-        self._parameters: list[tuple[str, Tensor, int]] = []
+        self._tensors: list[tuple[str, Tensor, int]] = []
         for path, module in state_view.modules(state):
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 where = ".".join(filter(None, (path, name)))
@@ -32,17 +32,17 @@ class FirstStep:
                         "before the first step"
                     )
                 if type(tensor) is nn.Parameter:
-                    self._parameters.append((where, tensor, _sum(tensor)))
+                    self._tensors.append((where, tensor, _sum(tensor)))
         for where, tensor in state_view.named_tensors(state):
             if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
-                self._parameters.append((where, tensor, _sum(tensor)))
+                self._tensors.append((where, tensor, _sum(tensor)))
         self._generators = [
             (p, g, g.get_state()) for p, g in state_view.instances(state, torch.Generator)
         ]
 
     def require_unchanged(self) -> None:
         """StateError if `grad` has changed one of them."""
-        for path, parameter, before in self._parameters:
+        for path, parameter, before in self._tensors:
             if _sum(parameter) != before:
                 raise StateError(
                     f"{path}: grad changed this parameter or tensor through .data, another tensor over "

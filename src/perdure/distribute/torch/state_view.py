@@ -24,7 +24,7 @@ from perdure.distribute import pytree
 from perdure.errors import StateError
 
 # The search for modules does not enter these.
-CLOSED = (
+_CLOSED = (
     Tensor, str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType,
     Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator,
 )  # fmt: skip
@@ -51,7 +51,7 @@ def _instances(
     value: Any, kinds: Any, path: str, seen: dict[int, Any]
 ) -> Iterator[tuple[str, Any]]:
     wanted = isinstance(value, kinds)
-    if value is None or id(value) in seen or (not wanted and isinstance(value, CLOSED)):
+    if value is None or id(value) in seen or (not wanted and isinstance(value, _CLOSED)):
         return
     seen[id(value)] = value
     if wanted or isinstance(value, nn.Module):
@@ -130,7 +130,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def each_once(values: Iterable[Any]) -> list[Any]:
+def _each_once(values: Iterable[Any]) -> list[Any]:
     """The objects without repetitions, in the order of their first places."""
     return list({id(value): value for value in values}.values())
 
@@ -180,7 +180,7 @@ class StateView:
         self.watched = [*self.parameters.values(), *self.tensors, *self.fixed.values()]
         groups = [group["params"] for value in self.optimizers for group in value.param_groups]
         others = [t for t in self.tensors if t.is_leaf and not (_has_whole(t) or t.is_inference())]
-        self.trained = each_once([*self.parameters.values(), *others, *_flat(groups)])
+        self.trained = _each_once([*self.parameters.values(), *others, *_flat(groups)])
         # A module may have a method of its own that gives other parameters each time.
         plain = all(map(_has_plain_names, self.parts))
         self._named = {id(module): parameters for _, module, parameters in named if plain}

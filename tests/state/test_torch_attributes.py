@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,14 +58,29 @@ def generators(net: Any) -> None:
     net.torch_generator, net.numpy_generator = torch.Generator(), np.random.default_rng(0)
 
 
+class Phase(enum.Enum):
+    WARM = 1
+    MAIN = 2
+
+
+def phase(net: Any) -> None:
+    net.phase, net.counters = Phase.WARM, SimpleNamespace(batches=0)
+
+
+def next_phase(net: Any) -> None:
+    net.phase = Phase.MAIN
+    net.counters.batches += 1
+
+
 @pytest.mark.parametrize(
     ("prepare", "change", "names"),
     [
+        (phase, next_phase, ["net/phase", "net/counters/batches"]),
         (hidden, hidden, ["net/hidden/0", "net/hidden/1"]),
         (lambda net: setattr(net, "hidden", None), hidden, ["net/hidden"]),
         (generators, draws, ["net/torch_generator", "net/numpy_generator"]),
     ],
-    ids=["a tuple of tensors", "a tuple that was None", "generators"],
+    ids=["an enum and a namespace", "a tuple of tensors", "a tuple that was None", "generators"],
 )
 def test_what_training_changes_is_named(prepare: Any, change: Any, names: list[str]) -> None:
     found = warning_after(change, prepare)
@@ -97,12 +114,40 @@ def with_nan(net: Any) -> None:
         (with_nan, with_nan),
         (generators, vars),
         (sizes, sizes),
+        (phase, phase),
     ],
-    ids=["views", "pruned", "weight_norm", "spectral_norm", "NaN", "idle generators", "made again"],
+    ids=["views", "pruned", "weight_norm", "spectral_norm", "NaN", "idle generators", "made again",
+         "one phase"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 def test_what_only_looks_changed_is_left_alone(prepare: Any, change: Any) -> None:
     assert warning_after(change, prepare) == ""
+
+
+class FirstBatch(Layer):
+    """Initialises itself by its first batch, and remembers it in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialised = self.is_used = False
+
+    def forward(self, input: Any) -> Any:
+        self.cache = input
+        if not self.is_initialised:
+            self.is_initialised = True
+            with torch.no_grad():
+                self.bias.copy_(-input.mean(0))
+        return super().forward(input)
+
+
+def test_a_flag_that_the_first_batch_sets_is_named_at_the_first_save(tmp_path: Path) -> None:
+    for step in (1, 2):  # the second program would initialise a trained module again
+        net = FirstBatch()
+        with CheckpointManager(tmp_path, recipe={}) as manager:
+            manager.restore_or_initialize({"net": net})
+            net(torch.ones(1, 2))
+            with pytest.warns(UserWarning, match=r"has them: net/is_initialised\."):
+                manager.save(step, {"net": net})
 
 
 class Wrapping(torch.optim.Optimizer):

@@ -134,7 +134,7 @@ def save_in_group(
             yield
 
 
-def decline_save(processes: Processes, step: int, error: BaseException) -> None:
+def decline_save(processes: Processes, where: str, step: int, error: BaseException) -> None:
     """Take part in a save without a state, so that every other process learns of `error` at once."""
     text, kind = _failure(processes, error)
     sent = processes.collect(
@@ -144,7 +144,7 @@ def decline_save(processes: Processes, step: int, error: BaseException) -> None:
         if processes.is_chief:
             rows = [decoded(data, SaveRow) for data in sent]
             _, failed = attempt(lambda: _require_rows(processes, rows))
-            outcome = CallOutcome.of(as_save_error(failed or error))
+            outcome = CallOutcome.of(as_save_error(failed or error, where, step))
             processes.broadcast(msgspec.msgpack.encode(SaveOrder(END, outcome=outcome)))
         else:
             while decoded(processes.broadcast(None), SaveOrder).what != END:
@@ -156,11 +156,13 @@ def decline_save(processes: Processes, step: int, error: BaseException) -> None:
         pass  # the caller raises `error`
 
 
-def as_save_error(error: BaseException) -> PerdureError:
+def as_save_error(error: BaseException, where: str, step: int) -> PerdureError:
     """`error` itself if perdure raised it on purpose, else a `SaveError` about it."""
     if isinstance(error, PerdureError):
         return error
-    return SaveError(f"the save failed: {error!r}. Every earlier checkpoint is still there.")
+    return SaveError(
+        f"{where}: the save of step {step} failed: {error!r}. Every earlier checkpoint is still there."
+    )
 
 
 def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
@@ -351,7 +353,8 @@ def _write_parts(member: _Member) -> Written:
 
 def _end(member: _Member, error: BaseException | None) -> None:
     """Tell all processes how the save ended, in the chief, and raise its error."""
-    agreed = None if error is None else as_save_error(error)
+    where, step = member.run.where, member.state.step
+    agreed = None if error is None else as_save_error(error, where, step)
     order = SaveOrder(END, outcome=CallOutcome.of(agreed))
     member.processes.broadcast(msgspec.msgpack.encode(order))
     if agreed is not None:

@@ -175,7 +175,7 @@ class BackgroundSaver:
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
                 self._background.submit(partial(self._decline, step, error))
-                shared = as_save_error(error)
+                shared = as_save_error(error, self._run.where, step)
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
@@ -275,7 +275,7 @@ class BackgroundSaver:
                 self._prune(step, metrics)
 
     def _decline(self, step: int, error: BaseException) -> None:
-        decline_save(self._processes.channel("save"), step, error)
+        decline_save(self._processes.channel("save"), self._run.where, step, error)
 
     def _check_restorable(
         self, step: int, state: Any, leaves: Mapping[str, Leaf], preempted: bool

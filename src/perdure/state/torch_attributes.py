@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -37,14 +39,21 @@ class _Part(NamedTuple):
 
 
 class ModuleAttributes:
-    """Remembers the attributes of a module and of those inside, without keeping any of them alive."""
+    """Remembers the attributes of a module and of those inside, without keeping any of them alive.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    `flags_only`: only what is True or False, as of a module that initialises itself by its first batch.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, flags_only: bool = False) -> None:
         self._parts: list[_Part] = []
         for name, part in module.named_modules():
             if is_from_library(type(part)):
                 continue
             values = _values_of(part)
+            if flags_only:
+                flags = [(key, value) for key, value in values.items() if type(value) is bool]
+                self._parts.append(_Part(name, weakref.ref(part), flags, [], []))
+                continue
             found = _Part(
                 name,
                 weakref.ref(part),
@@ -78,7 +87,7 @@ class ModuleAttributes:
 
 
 def _values_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The attributes of a module that is not PyTorch's, and the tensors in those that are tuples.
+    """The attributes of a module that is not PyTorch's, and those of tuples and namespaces in them.
 
     Of a generator, a digest of its state. Left out is what a parametrization computes from others.
     """
@@ -89,6 +98,8 @@ def _values_of(module: torch.nn.Module) -> dict[str, Any]:
         values[key] = _generator_state(value)
         if type(value) is tuple and not is_plain(value):
             values |= {f"{key}.{number}": part for number, part in enumerate(value)}
+        elif type(value) is SimpleNamespace:
+            values |= {f"{key}.{name}": part for name, part in vars(value).items()}
     return values
 
 
@@ -117,7 +128,7 @@ def _differs(before: Any, value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.size <= _COPIED and not value.dtype.hasobject
-    return (type(value) in PLAIN and is_plain(value)) or isinstance(value, np.generic)
+    return (type(value) in PLAIN and is_plain(value)) or isinstance(value, (np.generic, enum.Enum))
 
 
 def _plain_copy(value: Any) -> Any:

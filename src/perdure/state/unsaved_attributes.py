@@ -35,8 +35,10 @@ class UnsavedAttributes:
 
     def __init__(self) -> None:
         self._modules: dict[str, tuple[weakref.ref[Any], Any]] = {}
+        # By path, the flags of modules that the program restores into.
+        self._flags: dict[str, tuple[weakref.ref[Any], Any]] = {}
         self._static: dict[str, Any] | None = None
-        self._has_warned = False
+        self._named: set[str] = set()
         self._optimizers: set[str] = set()
 
     def inner_optimizer(self, state: Any) -> str | None:
@@ -54,7 +56,7 @@ class UnsavedAttributes:
         for path, value in optimizers.items():
             if path in self._optimizers or is_from_library(type(value)):
                 continue
-            inner = import_module("perdure.state.torch_attributes").unsaved_optimizer(value)
+            inner = _torch_attributes().unsaved_optimizer(value)
             if inner is not None and not any(inner[1] is other for other in optimizers.values()):
                 self._optimizers.add(path)
                 return (
@@ -66,24 +68,32 @@ class UnsavedAttributes:
         return None
 
     def expect(self, fresh: Any) -> None:
-        """Compare the static values of a JAX state with those of `fresh`, which a resume begins with.
+        """Compare what JAX takes as structure with that of `fresh`, which a resume begins with.
 
-        Attributes of PyTorch modules are compared from the first save on: the first forward pass may
-        make caches.
+        Of the attributes of PyTorch modules only flags; the others are compared from the first save on,
+        since the first forward pass may make caches.
         """
         self._static = _static_values(fresh)
+        if torch := sys.modules.get("torch"):
+            self._flags = {
+                path: (
+                    weakref.ref(value),
+                    _torch_attributes().ModuleAttributes(value, flags_only=True),
+                )
+                for path, value in live_objects(fresh)
+                if isinstance(value, torch.nn.Module)
+            }
 
     def changed(self, state: Any) -> str | None:
-        """A warning about attributes that changed since the first call; at most one. Else None."""
-        if self._has_warned:
-            return None
-        paths = [*self._changed_modules(state), *self._changed_static(state)]
+        """A warning about attributes that have changed and were not named before; else None."""
+        changed = [*self._changed_modules(state), *self._changed_static(state)]
+        paths = [path for path in changed if path not in self._named]
         if not paths:
             return None
-        self._has_warned = True
+        self._named.update(paths)
         more = f" and {len(paths) - _FEW:,} more" if len(paths) > _FEW else ""
         return (
-            f"attributes of modules or optimizers have changed since the first save or the restore, "
+            f"attributes of modules or optimizers have changed since the restore or the first save, "
             f"and no checkpoint has them: {', '.join(paths[:_FEW])}{more}. After a resume they have "
             f"their fresh values. If later steps depend on them, let the state have them: a persistent "
             f"buffer of the module (`register_buffer`) or the optimizer's `state_dict` in PyTorch, "
@@ -103,9 +113,11 @@ class UnsavedAttributes:
                 continue
             module, attributes = self._modules.get(path, (None, None))
             if module is None or module() is not value or attributes is None:
-                attributes = getattr(import_module("perdure.state.torch_attributes"), kind)(value)
+                attributes = getattr(_torch_attributes(), kind)(value)
                 self._modules[path] = weakref.ref(value), attributes
-                continue
+                module, attributes = self._flags.pop(path, (None, None))
+                if module is None or module() is not value or attributes is None:
+                    continue
             yield from (join_dotted(path, name) for name in attributes.changed())
 
     def _changed_static(self, state: Any) -> list[str]:
@@ -116,6 +128,10 @@ class UnsavedAttributes:
             for path, value in (static or {}).items()
             if before is not None and path in before and not is_same(before[path], value)
         ]
+
+
+def _torch_attributes() -> Any:
+    return import_module("perdure.state.torch_attributes")
 
 
 def _static_values(state: Any) -> dict[str, Any] | None:
@@ -156,14 +172,13 @@ def _add_static(value: Any, path: str, static: dict[str, Any], seen: set[int]) -
         static |= {join_key(path, key): child for key, child in attributes.items()}
         # `register_dataclass(kind, data_fields, meta_fields)` leaves no mark in the fields.
         node = None if attributes else _registered_node(value)
-        if node is not None and is_plain(node[1]):
-            static[join_key(path, "(meta fields)")] = node[1]
+        if node is not None:
+            static[join_key(path, "(meta fields)")] = _plain_part(node[1])
     elif id(value) not in seen and (node := _registered_node(value)) is not None:
         seen.add(id(value))
         parts, auxiliary = node
         children = enumerate(parts)
-        if is_plain(auxiliary):
-            static[join_key(path, "(auxiliary data)")] = auxiliary
+        static[join_key(path, "(auxiliary data)")] = _plain_part(auxiliary)
     for key, child in children:
         if kind_of(type(child)) != "other" or not _is_leaf(type(child)):
             _add_static(child, join_key(path, str(key)), static, seen)
@@ -195,6 +210,15 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
     return type(value) in PLAIN
+
+
+def _plain_part(value: Any) -> Any:
+    """What is plain in a value, with the class in place of what is not."""
+    if isinstance(value, (tuple, list)):
+        return [_plain_part(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _plain_part(part) for key, part in value.items()}
+    return value if type(value) in PLAIN else type(value)
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:

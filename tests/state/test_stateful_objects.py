@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import optax
 import pytest
 import torch
 
+from perdure import CheckpointManager
 from perdure.checkpoint import Checkpoint
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state import flatten, restore, snapshot
@@ -456,3 +458,51 @@ def test_a_different_prefix_is_reported_in_one_line(reverse: bool) -> None:
     assert len(text.splitlines()) == 3
     assert "all 1,000 leaves differ by the prefix `0/` after `model/`" in text
     assert ("only the target has" if reverse else "only the checkpoint has") in text
+
+
+class Transition(NamedTuple):
+    reward: float
+
+
+class Memory:
+    """The replay memory of a tutorial: records of a class of its own in a list."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": self.records}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.records = state["records"]
+
+
+def test_objects_that_no_fresh_target_can_rebuild_are_refused_at_the_first_save(
+    tmp_path: Path,
+) -> None:
+    memory = Memory()
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.restore_or_initialize({"memory": memory})
+        memory.records.append(Transition(1.0))
+        with pytest.raises(
+            MismatchError, match=r"memory/records/0: would be saved as a .*Transition"
+        ):
+            manager.save(1, {"memory": memory})
+        memory.records = [(1.0,)]
+        manager.save(2, {"memory": memory})
+        manager.wait_until_finished()
+        memory.records.append(Transition(2.0))
+        manager.save(3, {"memory": memory})
+        manager.wait_until_finished()
+        with pytest.warns(UserWarning, match="step 3: the structure of the state has changed"):
+            manager.save(4, {"memory": memory})
+
+
+def test_objects_that_the_target_has_are_rebuilt(tmp_path: Path) -> None:
+    memory, other = Memory(), Memory()
+    memory.records, other.records = [Holder(n=1)], [Holder(n=2)]
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.restore_or_initialize({"memory": memory})
+        manager.save(1, {"memory": memory})
+        manager.restore(like={"memory": other})
+    assert other.records[0].n == 1

@@ -57,6 +57,27 @@ def test_a_layer_that_the_run_has_unfrozen_is_trained_after_a_resume(tmp_path: P
         assert flags(other) == [False, False, True, True]
 
 
+class Backbone(torch.nn.Module):
+    """Has a part called `module`, as wrappers have, with a layer of the name of one outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2)}).eval()
+        self.module.requires_grad_(False)
+        self.head = torch.nn.Linear(2, 2)
+
+
+def test_a_part_that_is_called_as_in_a_wrapper_keeps_its_own_flags(tmp_path: Path) -> None:
+    net, other = Backbone(), Backbone().requires_grad_(True)
+    other.module["head"].train()
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.save(1, {"net": net})
+        with pytest.warns(UserWarning, match="set as it was saved"):
+            manager.restore(like={"net": other})
+    assert flags(other) == flags(net) == [False, False, True, True]
+    assert modes(other) == modes(net)
+
+
 def modes(module: torch.nn.Module) -> list[bool]:
     return [part.training for part in module.modules()]
 

@@ -510,3 +510,14 @@ def test_an_empty_tensor_can_have_a_size_after_a_save_or_a_restore(tmp_path: Pat
         manager.restore(like={"net": restored})
     for module in (saved, restored):
         assert module.get_buffer("least").resize_(3).shape == (3,)
+
+
+def test_a_restore_does_not_depend_on_the_default_device(tmp_path: Path) -> None:
+    state = {"x": torch.arange(3.0), "net": torch.nn.Linear(2, 1)}
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.save(1, state)
+        like = {"x": torch.zeros(3), "net": torch.nn.Linear(2, 1)}
+        with torch.device("meta"):
+            restored, _ = manager.restore(like=like)
+    assert restored["x"].tolist() == [0, 1, 2]
+    assert torch.equal(restored["net"].weight, state["net"].weight)

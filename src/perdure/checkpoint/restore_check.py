@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.errors import MismatchError, StateError
 from perdure.state import Template, differences, format_differences
-from perdure.state.leaf_spec import LeafSpec
+from perdure.state.inner_objects import inner_objects, lost_objects
+from perdure.state.leaf_spec import Difference, LeafSpec
 from perdure.state.leaf_values import is_plain
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import state_dict_advice
 from perdure.state.template import TargetWalk, own_differences, same_specs
 from perdure.state.unsaved_attributes import UnsavedAttributes
 from perdure.store import Leaf
+from perdure.store.leaf import containers_of
 
 
 class RestoreCheck:
@@ -34,6 +37,8 @@ class RestoreCheck:
         self._exact: int | None = None
         self._partial: int | None = None
         self._attributes = UnsavedAttributes()
+        # The objects inside those of the target; None if they are not known.
+        self._inner: Collection[str] | None = None
         self.replaced = ReplacedMembers()
         """What the last restore replaced, if the program has not taken what it returned."""
 
@@ -52,6 +57,9 @@ class RestoreCheck:
             self._template, self.plain = None, ()
         else:
             self._attributes.expect(like)
+            self._inner = None
+            with suppress(StateError, RecursionError):  # which the restore or the save raises
+                self._inner = inner_objects(walk.objects)
         self._known = self._partial = None
 
     def restored(self, leaves: Mapping[str, Leaf]) -> None:
@@ -96,7 +104,7 @@ class RestoreCheck:
             target, lines = "the state itself", own_differences(state, leaves)
         else:
             target = "the target that was given to the restore"
-            lines = differences(self._template, leaves)
+            lines = self._differences(self._template, leaves)
         if lines:
             grown = (
                 " A list or a dict that grows belongs in an object with `state_dict` and "
@@ -126,13 +134,19 @@ class RestoreCheck:
         if same_specs(self._known, self._known.values(), leaves):
             return None
         self._known = _structure(leaves)
-        if not (lines := differences(self._template, leaves)):
+        if not (lines := self._differences(self._template, leaves)):
             return None
         return (
             f"{where}: the structure of the state has changed, and it can no longer be restored into "
             f"the target that this program began with:\n{format_differences(lines)}\n"
             f"A restart needs a target of the new structure."
         )
+
+    def _differences(self, template: Template, leaves: Mapping[str, Leaf]) -> list[Difference]:
+        lines = differences(template, leaves)
+        if self._inner is not None and containers_of(leaves):
+            lines += lost_objects(leaves, template.objects, self._inner)
+        return lines
 
 
 def _structure(leaves: Mapping[str, Leaf]) -> dict[str, LeafSpec]:

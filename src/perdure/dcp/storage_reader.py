@@ -232,7 +232,7 @@ def _part_of(leaf: Leaf, item: ReadItem) -> torch.Tensor:
     """The part of a stored tensor that an item asks for."""
     dtype = getattr(torch, leaf.strong().dtype)
     if not leaf.nbytes:
-        tensor = torch.empty(leaf.shape, dtype=dtype)
+        tensor = torch.empty(leaf.shape, dtype=dtype, device="cpu")
     else:
         tensor = torch.frombuffer(leaf.data, dtype=torch.uint8).view(dtype).reshape(leaf.shape)
     spans = zip(item.storage_offsets, item.lengths, strict=True)

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +25,6 @@ from perdure.state.torch_pruned import PREFIX, pruned_leaves, set_pruned
 from perdure.store.leaf import Leaf
 
 _FROZEN, _MODES, _GRADIENTS = "torch/frozen", "torch/modes", "torch/gradients"
-_WRAPPERS = ("module", "_orig_mod")
 _FEW = 5
 _decoder = msgspec.json.Decoder(dict[str, list[str]])
 
@@ -239,7 +239,7 @@ def _live(state: Any, package: str, name: str) -> Iterator[tuple[str, Any]]:
 
 def _parts(module: Any) -> list[tuple[str, Any]]:
     """A module and those in it by name, without the parts of wrappers in the names."""
-    return [(_plain(name), part) for name, part in module.named_modules(remove_duplicate=False)]
+    return import_module("perdure.state.torch_module").parts_by_name(module)
 
 
 def _modes(parts: list[tuple[str, Any]]) -> dict[str, bool]:
@@ -252,8 +252,3 @@ def _parameters(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         for name, value in part._parameters.items():
             if value is not None:
                 yield f"{prefix}.{name}" if prefix else name, value
-
-
-def _plain(name: str) -> str:
-    """The name of a module without the parts of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -167,20 +167,36 @@ class ModuleState(Stateful):
 def _full_names(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """The names in a module's state, by the same name without the parts of wrappers (DDP,
     `torch.compile`)."""
-    cuts: list[tuple[str, str]] = []
+    cuts = _cuts(module)
+    return {_without(cuts, full): full for full in state}
+
+
+def parts_by_name(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """A module and those in it by name, without the parts of wrappers in the names."""
+    cuts = _cuts(module)
+    return [
+        (_without(cuts, f"{name}.")[:-1] if name else "", part)
+        for name, part in module.named_modules(remove_duplicate=False)
+    ]
+
+
+def _cuts(module: torch.nn.Module) -> list[tuple[str, str]]:
+    """The place of each wrapper and the name of what it wraps, both with a dot; the innermost first."""
     if not any(map(_inner_name, {type(part) for part in module.modules()})):
-        return {name: name for name in state}
-    for name, part in module.named_modules(remove_duplicate=False):
-        if (inner := _inner_name(type(part))) is not None:
-            cuts.append((f"{name}." if name else "", f"{inner}."))
-    full_names = {}
-    for full in state:
-        name = full
-        for prefix, inner in sorted(cuts, reverse=True):  # the innermost first
-            if name.startswith(prefix + inner):
-                name = prefix + name[len(prefix + inner) :]
-        full_names[name] = full
-    return full_names
+        return []
+    cuts = [
+        (f"{name}." if name else "", f"{inner}.")
+        for name, part in module.named_modules(remove_duplicate=False)
+        if (inner := _inner_name(type(part))) is not None
+    ]
+    return sorted(cuts, reverse=True)
+
+
+def _without(cuts: list[tuple[str, str]], name: str) -> str:
+    for prefix, inner in cuts:
+        if name.startswith(prefix + inner):
+            name = prefix + name[len(prefix + inner) :]
+    return name
 
 
 def _inner_name(kind: type[torch.nn.Module]) -> str | None:

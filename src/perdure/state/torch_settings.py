@@ -157,9 +157,10 @@ def _stored_groups(stored: Mapping[str, Leaf]) -> list[_Group]:
 def _order_differences(present: list[_Group], stored: list[_Group]) -> list[Difference]:
     """The same names in another order: every parameter would get the state of another one."""
     before, now = (
-        [_plain_name(name) for group in groups for name in group.names]
-        for groups in (stored, present)
+        [name for group in groups for name in group.names] for groups in (stored, present)
     )
+    if sorted(before) != sorted(now):  # one of them was taken from a wrapped module
+        before, now = (list(map(_plain_name, names)) for names in (before, now))
     if before == now or sorted(before) != sorted(now):
         return []
     number = next(n for n, (old, new) in enumerate(zip(before, now, strict=True)) if old != new)

@@ -134,7 +134,7 @@ def shard_of(like: Any, leaf: Leaf) -> torch.Tensor:
         # Read for this target alone, so that the tensor may lie in the same memory.
         local = torch.frombuffer(octets, dtype=torch.uint8).view(dtype).reshape(present.shape)
     if local is None or local.data_ptr() % ALIGNMENT:
-        local = torch.empty(present.shape, dtype=dtype)
+        local = torch.empty(present.shape, dtype=dtype, device="cpu")
         if octets.nbytes:
             local.reshape(-1).view(torch.uint8).numpy()[:] = octets
     if local.device.type != device.type or local.stride() != present.stride():

@@ -119,7 +119,7 @@ class TorchState(OneByOne):
                 return torch.nn.Parameter(shard, requires_grad=like.requires_grad)
             return shard.requires_grad_(like.requires_grad)
         dtype = getattr(torch, leaf.dtype)
-        target = torch.empty(leaf.shape, dtype=dtype)
+        target = torch.empty(leaf.shape, dtype=dtype, device="cpu")
         if len(leaf.data):
             target.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(leaf.data, np.uint8)
         target = target.to("cpu" if like.is_meta else like.device)

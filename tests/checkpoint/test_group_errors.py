@@ -138,7 +138,9 @@ def test_different_calls_raise_in_all_processes_and_change_nothing(tmp_path: Pat
         "rollback(1)": lambda manager: manager.rollback(1),
         "claim()": lambda manager: manager.claim(),
         "restore": lambda manager: manager.restore(1, state(0)),
-        "save": lambda manager: manager.save(3, state(3)),  # the first of a manager is a collective
+        f"save into {tmp_path.name}": lambda manager: manager.save(
+            3, state(3)
+        ),  # the first of a manager is a collective
         "reached_preemption": lambda manager: manager.reached_preemption(2),
         "restore_or_initialize": lambda manager: manager.restore_or_initialize(lambda: state(0)),
     }
@@ -172,7 +174,7 @@ def test_a_barrier_of_the_program_is_not_mistaken_for_a_call(tmp_path: Path) -> 
 
     error, other = play(2, program)
     assert type(error) is StoreError
-    assert "process 0 save, process 1" in str(error)
+    assert "process 0 save into" in str(error)
     assert other[1] == b""
 
 
@@ -518,7 +520,7 @@ def test_a_save_into_a_directory_that_is_not_shared_is_not_committed(
     """Two hosts where one path leads to the local disk of each."""
 
     def program(processes: Pretend) -> tuple[BaseException | None, list[int]]:
-        directory = tmp_path / str(processes.index)
+        directory = tmp_path / str(processes.index) / "run"
         with CheckpointManager(directory, processes=processes) as manager:
             manager.save(1, state(1))
             error = raised(manager.wait_until_finished)
@@ -534,11 +536,11 @@ def test_a_save_that_finds_its_chunks_in_an_unshared_directory_is_not_committed(
     tmp_path: Path,
 ) -> None:
     for name in ("0", "1"):
-        with CheckpointManager(tmp_path / name) as manager:
+        with CheckpointManager(tmp_path / name / "run") as manager:
             manager.save(1, state(1))
 
     def program(processes: Pretend) -> tuple[BaseException | None, list[int]]:
-        directory = tmp_path / str(processes.index)
+        directory = tmp_path / str(processes.index) / "run"
         with CheckpointManager(directory, processes=processes) as manager:
             manager.save(2, {**state(1), "step": 2})
             error = raised(manager.wait_until_finished)

@@ -19,6 +19,7 @@ from perdure.errors import (
     SaveError,
     StateError,
     StepExistsError,
+    StoreError,
     WorkerLostError,
 )
 from perdure.state.iterator import reposition
@@ -508,3 +509,47 @@ def test_a_sharded_grain_loader_resumes_in_every_process(tmp_path: Path) -> None
     for error in play(2, lambda processes: resuming(processes, 2)):
         assert isinstance(error, StateError)
         assert "sampler" in str(error)
+
+
+def test_saves_of_several_managers_of_one_group_overlap(tmp_path: Path) -> None:
+    held = threading.Event()
+
+    class Slow(LocalStorage):
+        """One whose first pack waits until another manager has saved."""
+
+        def create(self, name: str, size: int) -> Any:
+            assert not name.startswith("packs/") or held.wait(60)
+            return super().create(name, size)
+
+    def program(processes: Pretend) -> None:
+        def manager(storage: Any) -> CheckpointManager:
+            return CheckpointManager(storage, processes=processes)
+
+        with manager(Slow(tmp_path / "model")) as model, manager(tmp_path / "ema") as average:
+            model.save(1, state(1))
+            average.save(1, state(11))
+            average.wait_until_finished()
+            held.set()
+            model.save(2, state(2))
+            average.save(2, state(12))
+        with manager(tmp_path / "best") as best:
+            best.save(1, state(3))
+
+    assert play(2, program) == [None, None]
+    for name, more in (("model", 0), ("ema", 10)):
+        for step in (1, 2):
+            assert same(load_checkpoint(tmp_path / name, step), more + step)
+    assert same(load_checkpoint(tmp_path / "best", 1), 3)
+
+
+def test_processes_that_save_by_different_managers_are_refused(tmp_path: Path) -> None:
+    def program(processes: Pretend) -> None:
+        with (
+            CheckpointManager(tmp_path / "model", processes=processes) as model,
+            CheckpointManager(tmp_path / "ema", processes=processes) as average,
+        ):
+            (model if processes.is_chief else average).save(1, state(1))
+
+    for error in play(2, program):
+        assert isinstance(error, StoreError)
+        assert "process 0 save into model, process 1 save into ema" in str(error)

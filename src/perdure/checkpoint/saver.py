@@ -27,6 +27,7 @@ from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import prune_after_save
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.retention_rules import RetentionRules
+from perdure.checkpoint.save_channel import SaveChannel
 from perdure.errors import (
     LockedError,
     MismatchError,
@@ -70,6 +71,7 @@ class BackgroundSaver:
         self._background = Background()
         self._buffer = SnapshotBuffer()
         self._save_cache = SaveCache()
+        self._channel: SaveChannel | None = None
         self._notes: list[str] = []
         self._warned: set[str] = set()
         self._has_begun = self._has_looked = False
@@ -132,6 +134,7 @@ class BackgroundSaver:
         try:
             if self._processes.count == 1:
                 self._run.take_lock()
+            self._agree_on_channel()
             is_new = self._is_new(step)
             self.submit(step, state, metrics)
             if not is_new:
@@ -155,6 +158,7 @@ class BackgroundSaver:
 
         A preempted run warns about a state that could not be restored; otherwise that is an error.
         """
+        self._agree_on_channel()
         self._managed.recipe.warn_if_missing(self._run.where)
         self._managed.recipe.check_group("save")
         self._journal.require_agreement()
@@ -220,6 +224,8 @@ class BackgroundSaver:
         self._journal.close()
         self._buffer.release()
         self._run.close()
+        if self._channel is not None:
+            self._channel.release()
 
     def save_snapshot(
         self,
@@ -268,14 +274,21 @@ class BackgroundSaver:
         if rank.members:
             ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
         state = GroupState(step, leaves, OwnLeaves(ranked, process_leaves))
-        channel = self._processes.channel("save")
+        assert self._channel is not None
+        channel = self._channel.processes
         recipe = self._managed.recipe.recipe
         with save_in_group(self._run, channel, state, recipe, metrics, self._save_cache):
             if self._processes.is_chief:
                 self._prune(step, metrics)
 
     def _decline(self, step: int, error: BaseException) -> None:
-        decline_save(self._processes.channel("save"), self._run.where, step, error)
+        assert self._channel is not None
+        decline_save(self._channel.processes, self._run.where, step, error)
+
+    def _agree_on_channel(self) -> None:
+        """Find a channel for the saves of this manager, at its first save in a group. A collective."""
+        if self._processes.count > 1 and self._channel is None:
+            self._channel = SaveChannel(self._processes, self._run.where)
 
     def _check_restorable(
         self, step: int, state: Any, leaves: Mapping[str, Leaf], preempted: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from perdure.distribute.agreement import Agreement
 from perdure.distribute.engine import Engine, Stream
 from perdure.distribute.reduction import Plan, Reduction
 
@@ -77,6 +78,9 @@ class _PlainSum(Reduction):
         held = self._sums.get(device)
         self._sums[device] = value if held is None else self._plan.engine.add(held, value)
 
-    def total(self, *, check: bool) -> Any:
+    def close(self) -> None:
+        """Nothing: `total` adds."""
+
+    def total(self, agreement: Agreement | None = None, step: int | None = None) -> Any:
         """The sum over all devices of the group."""
         return self._all_reduce(self._plan.engine, [self._sums[d] for d in sorted(self._sums)])

@@ -7,9 +7,9 @@ edge of `perdure.distribute.reduction_tree`, whatever the devices, and is made b
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
+from perdure.distribute.agreement import Agreement, differences
 from perdure.distribute.engine import Engine
 from perdure.distribute.leaves import describe, signature
 from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge, partial_roots
@@ -69,6 +69,7 @@ class Reduction:
         self._plan = plan
         self._engine = plan.engine
         self._devices = [_DeviceSum(plan) for _ in plan.local]
+        self._nodes: list[tuple[TreeNode, Any]] | None = None
 
     def begin(self, device: int) -> None:
         """Forget what was pushed for a device. Devices may be pushed to from different threads."""
@@ -98,12 +99,8 @@ class Reduction:
         else:
             here.whole = False
 
-    def total(self, *, check: bool) -> Any:
-        """The sum over all replicas of the group, on the first local device. A collective.
-
-        With `check`, the processes first compare the structures of what they are about to add,
-        because a difference would otherwise be a hang or a wrong sum.
-        """
+    def close(self) -> None:
+        """Add what was pushed for different devices; raises `StateError` if it cannot be added."""
         engine, plan = self._engine, self._plan
         first, *others = self._devices
         if others or not first.whole:  # else `push` has compared them
@@ -113,57 +110,34 @@ class Reduction:
         for device in others:
             home = engine.devices[0]
             nodes += [(node, engine.put(value, home)) for node, value in device.tree.roots()]
-        if len(nodes) > 1:
-            nodes = merge(nodes, plan.replicas, engine.add)
-        if engine.processes.count > 1:
-            assert tuple(node for node, _ in nodes) == plan.roots[engine.processes.index]
-            if check:
-                self._compare(nodes[0][1])
-            counts = tuple(len(roots) for roots in plan.roots)
+        self._nodes = merge(nodes, plan.replicas, engine.add) if len(nodes) > 1 else nodes
 
-            def merge_all(values_of_processes: list[list[Any]]) -> Any:
-                all_nodes = [
-                    node
-                    for roots, values in zip(plan.roots, values_of_processes, strict=True)
-                    for node in zip(roots, values, strict=True)
-                ]
-                ((_, total),) = merge(all_nodes, plan.replicas, engine.add)
-                return total
+    def total(self, agreement: Agreement | None = None, step: int | None = None) -> Any:
+        """The sum over all replicas of the group, on the first local device. A collective.
 
-            return engine.exchange([value for _, value in nodes], counts, merge_all)
-        ((_, total),) = nodes
+        The processes compare step and structure of what they are about to add, because a difference
+        would otherwise be a hang or a wrong sum: with the `agreement` of earlier calls without a
+        message of its own.
+        """
+        plan = self._plan
+        if self._nodes is None:
+            self.close()
+        assert self._nodes is not None
+        if self._engine.processes.count > 1:
+            assert tuple(node for node, _ in self._nodes) == plan.roots[plan.engine.processes.index]
+            agreement = agreement or Agreement(plan)
+            return agreement.exchange(step, [value for _, value in self._nodes])
+        ((_, total),) = self._nodes
         return total
 
     def _require_alike(self, first: tuple[int, Any], other: tuple[int, Any]) -> None:
         if other[1] != first[1]:
             raise StateError(
                 f"logical replica {other[0]} gives another structure than replica {first[0]}: "
-                + _differences(
+                + differences(
                     self._plan.described[first[1]],
                     self._plan.described[other[1]],
                     f"replica {first[0]}",
                     f"replica {other[0]}",
                 )
             )
-
-    def _compare(self, value: Any) -> None:
-        mine = describe(self._engine.trees, value)
-        texts = self._engine.processes.gather(json.dumps(mine, sort_keys=True).encode())
-        for process, text in enumerate(texts):
-            theirs = json.loads(text)
-            if theirs != mine:
-                index = self._engine.processes.index
-                raise StateError(
-                    f"process {process} gives another structure than process {index}: "
-                    + _differences(mine, theirs, f"process {index}", f"process {process}")
-                )
-
-
-def _differences(one: dict[str, str], other: dict[str, str], name: str, other_name: str) -> str:
-    lines = [
-        f"{path}: {one.get(path, 'nothing')} in {name}, {other.get(path, 'nothing')} in {other_name}"
-        for path in sorted(one.keys() | other.keys())
-        if one.get(path) != other.get(path)
-    ]
-    shown = "; ".join(lines[:10]) or "the containers differ"
-    return shown + (f"; and {len(lines) - 10} more" if len(lines) > 10 else "")

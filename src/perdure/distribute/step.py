@@ -11,6 +11,7 @@ from typing import Any
 
 from perdure.checkpoint.group_save import require_same
 from perdure.checkpoint.journal import Journal
+from perdure.distribute.agreement import Agreement
 from perdure.distribute.audit import Audit, AuditedStep, AuditOptions
 from perdure.distribute.engine import Grad, Stream, Update
 from perdure.distribute.leaves import stack
@@ -53,6 +54,7 @@ class TrainStep:
         self._run = plan.engine.runner()
         self._fused = plan.engine.fused_step(grad, update, plan.replicas, seed)
         self._checked = False
+        self._agreement = Agreement(plan)
         self._audited = False
         self._step_check = step_check(plan, seed, (grad, update), self._fused)
         self.set_audit(AuditOptions())
@@ -187,10 +189,16 @@ class TrainStep:
                 yield replica, value
                 del value  # not alive beside the next one
 
-        self._run(contribute, states)
-        if audit:
-            audit.check(self._run, compute, states, batch.values)
-        total = reduction.total(check=not self._checked)
+        try:
+            self._run(contribute, states)
+            if audit:
+                audit.check(self._run, compute, states, batch.values)
+            reduction.close()
+        except Exception as error:
+            if engine.processes.count > 1:
+                self._agreement.fail(step, error)
+            raise
+        total = reduction.total(self._agreement, step)
         self._checked = True
         return total
 

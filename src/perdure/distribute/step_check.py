@@ -96,7 +96,7 @@ class _StepCheck:
                         value = result if value is None else value
                         del result
                 reduction.push(number, replica, value)
-        return reduction.total(check=True)
+        return reduction.total()
 
     def _updates(self, places: list[tuple[Any, Any]], total: Any, step: int) -> None:
         engine = self._plan.engine

@@ -226,7 +226,7 @@ class Engine(Protocol):
         merged, a slice to each process and then the slices of the total to all.
 
         Args:
-            roots: The partial sums of this process.
+            roots: The partial sums of this process. Their leaves may be NumPy arrays, too.
             counts: The number of partial sums of every process.
             merge: Adds values with `add`. Without it, the values of every process are the result.
         """

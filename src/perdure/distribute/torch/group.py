@@ -423,7 +423,7 @@ class _PackedTree:
 
     def __init__(self, value: Any) -> None:
         self._like = value
-        leaves = [leaf.detach() for _, leaf in pytree.flatten(value)]
+        leaves = [torch.as_tensor(leaf).detach() for _, leaf in pytree.flatten(value)]
         self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
         self._types = sorted({leaf.dtype for leaf in leaves}, key=str)
         self._order = sorted(range(len(leaves)), key=lambda n: self._types.index(leaves[n].dtype))

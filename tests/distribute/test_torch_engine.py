@@ -78,6 +78,26 @@ def test_buffers_are_means_over_logical_replicas() -> None:
     assert module.mask.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt])
+def test_an_update_that_raises_leaves_the_buffers_as_they_were(error: type[BaseException]) -> None:
+    strategy, module, errors = MirroredStrategy(replicas=V), Counting(), [error]
+
+    def raises_once(state: Any, total: Any) -> Any:
+        assert module.seen.item() == 1
+        if errors:
+            raise errors.pop()
+        return update(state, total)
+
+    step, batch = strategy.step(grad, raises_once), strategy.batch(dataset(), 0)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(error):
+        step({"model": module}, batch)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    step({"model": module}, batch)
+    assert module.seen.item() == 1
+
+
 def test_modules_are_found_anywhere_in_a_state() -> None:
     @dataclass
     class Data:

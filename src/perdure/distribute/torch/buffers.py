@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator
@@ -140,16 +141,25 @@ def _take_buffers(view: StateView, before: list[Tensor]) -> tuple[dict[str, Tens
     return after, without_mean
 
 
-def write(view: StateView, totals: dict[str, Tensor], replicas: int) -> None:
-    """Put the mean over the replicas into the buffers that one of them changed.
+@contextlib.contextmanager
+def written(view: StateView, totals: dict[str, Tensor], replicas: int) -> Iterator[None]:
+    """The buffers that a replica changed have the mean over the replicas, which an error undoes.
 
     Integers (num_batches_tracked) are divided as integers: all replicas count alike.
     """
     names = [name for name in totals if name != CHANGED]
     changed = {n for n, count in zip(names, totals[CHANGED].tolist(), strict=True) if count}
-    with torch.no_grad():
-        for name, _, _, buffer in view.buffers:
-            if name in changed:
+    buffers = [(name, buffer) for name, *_, buffer in view.buffers if name in changed]
+    before = [buffer.clone() for _, buffer in buffers]
+    try:
+        with torch.no_grad():
+            for name, buffer in buffers:
                 total = totals[name]
                 whole = not (total.is_floating_point() or total.is_complex())
                 buffer.copy_(total // replicas if whole else total / replicas)
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for (_, buffer), value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        raise

@@ -159,8 +159,10 @@ class TorchEngine:
         token = torch_state.use_view(self._views.placed)
         try:
             if total["buffers"]:
-                torch_buffers.write(self._view(state), total["buffers"], stream.replica)
-            result = fn(state, total["contributions"])
+                with torch_buffers.written(self._view(state), total["buffers"], stream.replica):
+                    result = fn(state, total["contributions"])
+            else:
+                result = fn(state, total["contributions"])
         finally:
             torch_state.forget_view(token)
             restore()

@@ -98,6 +98,41 @@ def test_an_update_that_raises_leaves_the_buffers_as_they_were(error: type[BaseE
     assert module.seen.item() == 1
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (torch.zeros((), dtype=torch.int64), torch.ones(()), "expected int64[], found float32[]"),
+        (torch.zeros(1), torch.ones(2), "expected float32[1], found float32[2] after grad"),
+        (torch.zeros(2), torch.ones(1), "expected float32[2], found float32[1] after grad"),
+        (torch.zeros(2), None, "expected float32[2], found None after grad"),
+        (None, torch.ones(2), "grad filled this buffer"),
+        (None, torch.ones(2, dtype=torch.bool), ""),  # a mask is no contribution
+        (torch.zeros(2), torch.ones(2, dtype=torch.bfloat16), ""),  # as autocast makes
+    ],
+)
+@pytest.mark.parametrize("replicas", [1, V])
+def test_a_buffer_keeps_its_dtype_and_shape(
+    replicas: int, before: Any, after: Any, says: str
+) -> None:
+    def sets(state: Any, batch: Any, key: Any) -> Any:
+        state["model"].cache = after
+        return grad(state, batch, key)
+
+    strategy = MirroredStrategy(replicas=replicas)
+    module: Any = Counting()
+    module.register_buffer("cache", None if before is None else before.clone())
+    step, batch = strategy.step(sets, update), strategy.batch(dataset(), 0)
+    if says:
+        with pytest.raises(StateError) as error:
+            step({"model": module}, batch)
+        assert str(error.value).startswith(f"model.cache: {says}")
+        assert before is None or torch.equal(module.cache, before)
+    else:
+        step({"model": module}, batch)
+        assert module.cache.dtype == (after if before is None else before).dtype
+        assert torch.equal(module.cache.to(after.dtype), after)
+
+
 def test_modules_are_found_anywhere_in_a_state() -> None:
     @dataclass
     class Data:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from perdure.distribute.torch.change_watch import form_of
 from perdure.distribute.torch.state_view import StateView, named_tensors, same, tensors
 from perdure.errors import StateError
 
@@ -33,6 +34,15 @@ _TENSOR = (
 _BATCH = (
     "tensor of its batch in place, which may be the memory of the dataset, and a replica may be "
     "computed more than once. Compute a new tensor: x = x / 255 for x.div_(255)"
+)
+_FORM = (
+    "Every replica starts from the same buffer, and their mean is written into it: give the buffer its "
+    "final dtype and shape when the module is made"
+)
+_FILLED = (
+    "grad filled this buffer, which the other replicas would start from or not, depending on the "
+    "topology. Make it together with the module, or call the module once on an example before the "
+    "first step"
 )
 # An entry beside the names of buffers, which never have a slash.
 CHANGED = "/changed"
@@ -79,23 +89,24 @@ def isolated(view: StateView, share: Any, grad: Callable[[], Any]) -> tuple[Any,
         for parameter in parameters:
             parameter.grad = None
     buffers: dict[str, Tensor] = {}
-    without_mean: list[str] = []
+    problems: list[str] = []
     try:
         result = grad()
     finally:
         if values:
-            buffers, without_mean = _take_buffers(view, values)
+            buffers, problems = _take_buffers(view, values)
         if not same([*map(_GRAD, parameters)], grads):
             for parameter, old in zip(parameters, grads, strict=True):
                 parameter.grad = old
     if _versions(watched) != versions:
         changed = next(_changed(watched, versions))
         raise StateError(_change(view, share, changed))
-    if without_mean:
-        raise StateError(
-            f"{without_mean[0]}: grad changed this buffer of bool, which has no mean: change it in "
-            f"update, or make it a buffer of integers or floats"
-        )
+    # A cache is filled by the first forward pass; one of bool (a mask) is no contribution.
+    filled = [] if view.is_used else view.filled_buffers()
+    problems += [f"{name}: {_FILLED}" for name, b in filled if b.dtype != torch.bool]
+    if problems:
+        raise StateError(problems[0])
+    view.is_used = True
     return result, buffers
 
 
@@ -114,7 +125,7 @@ def _change(view: StateView, share: Any, changed: Tensor) -> str:
 
 
 def _take_buffers(view: StateView, before: list[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """(buffers by name, names of those of bool that changed); the buffers are put back.
+    """(buffers by name, what is wrong with them); the buffers are put back.
 
     One more entry counts, for each buffer, whether it changed: buffers that no replica changed are not
     written afterwards, because V equal values divided by V may give another value. Values are compared,
@@ -122,23 +133,46 @@ def _take_buffers(view: StateView, before: list[Tensor]) -> tuple[dict[str, Tens
     """
     after: dict[str, Tensor] = {}
     changed: list[bool] = []
-    without_mean: list[str] = []
+    problems: list[str] = []
     with torch.no_grad():
         for (name, part, key, buffer), value in zip(view.buffers, before, strict=True):
-            now = part._buffers[key]
-            assert now is not None
+            now = part._buffers.get(key)
+            if now is None or now.shape != value.shape or now.dtype != value.dtype:
+                if now is buffer:  # changed through `.data`
+                    now, buffer.data = buffer.detach(), value.clone()
+                now, problem = _in_form(now, value)
+                if problem:
+                    problems.append(f"{name}: {problem}")
             differs = not torch.equal(now, value)
             if value.dtype != torch.bool:
                 changed.append(differs)
                 after[name] = now.clone() if differs else value
             elif differs:
-                without_mean.append(name)
-            if differs or now is not buffer:
+                problems.append(
+                    f"{name}: grad changed this buffer of bool, which has no mean: change it in "
+                    "update, or make it a buffer of integers or floats"
+                )
+            if differs or part._buffers.get(key) is not buffer:
                 part._buffers[key] = buffer
                 buffer.copy_(value)
     if after:
         after[CHANGED] = torch.tensor(changed, dtype=torch.int64)
-    return after, without_mean
+    return after, problems
+
+
+def _in_form(now: Tensor | None, value: Tensor) -> tuple[Tensor, str]:
+    """(what a replica made of a buffer, in the buffer's own dtype; what is wrong with it).
+
+    A dtype that the buffer's holds, such as that of autocast, is right.
+    """
+    if (
+        now is not None
+        and now.shape == value.shape
+        and torch.promote_types(now.dtype, value.dtype) == value.dtype
+    ):
+        return now.to(value.dtype), ""
+    found = "None" if now is None else form_of(now)
+    return value, f"expected {form_of(value)}, found {found} after grad. {_FORM}"
 
 
 @contextlib.contextmanager

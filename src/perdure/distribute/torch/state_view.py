@@ -152,13 +152,15 @@ class StateView:
         trained: Parameters, and other tensors that a replica may compute gradients of: those outside of
             modules, and those that only an optimizer has. Each once.
         watched: Parameters, tensors and fixed buffers, which `grad` must not change.
+        is_used: Whether a `grad` has returned that used it.
     """
 
     def __init__(self, state: Any) -> None:
         self.state = state
+        self.is_used = False
         seen: dict[int, Any] = {}
         self._members = list(_instances(state, _MEMBERS, "", seen))
-        found = [member for member in self._members if isinstance(member[1], nn.Module)]
+        self._found = found = [m for m in self._members if isinstance(m[1], nn.Module)]
         self.optimizers = [value for _, value in self._members if isinstance(value, Optimizer)]
         self._entered = [value for value in seen.values() if _has_children(value)]
         self._entered_held = self._read_entered()
@@ -212,6 +214,12 @@ class StateView:
             and all(map(is_, _flat(map(_VALUES, self._filled)), self._values))
             and all(map(is_, _flat(map(_NAMES, self._filled)), self._names))
         )
+
+    def filled_buffers(self) -> list[tuple[str, Tensor]]:
+        """Those with a mean that were None or missing when this was made."""
+        known = {name for name, *_ in self.buffers}.union(self.fixed)
+        now = ((name, buffer) for name, *_, buffer in _buffers(self._found) if name not in known)
+        return [(name, buffer) for name, buffer in now if _has_mean(buffer)]
 
     def named_parameters(self, module: nn.Module) -> dict[str, nn.Parameter] | None:
         """Those of an outermost module, if they are known and the same as before."""

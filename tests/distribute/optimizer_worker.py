@@ -51,7 +51,18 @@ def with_torch(strategy: Any) -> dict[str, Any]:
     for number in range(STEPS):
         losses = strategy.run(step, (strategy.batch(dataset(), number),))
     parameters = [*first.parameters(), *second.parameters()]
+
+    def accumulate(batch: Any) -> None:
+        layers = (heads[0], heads[1]) if batch["x"][0, 0] > 0 else (heads[1], heads[0])
+        for layer in layers:
+            layer(batch["x"]).square().sum().backward()
+
+    # The order of the first uses depends on the data, and differs between processes.
+    heads: Any = [torch.nn.Linear(4, 1, bias=False) for _ in range(2)]
+    x = np.repeat(np.array([[1, 1], [-2, -2]], np.float32), 4).reshape(4, 4)
+    strategy.run(accumulate, (strategy.batch(ArrayDataset({"x": x}, 4, shuffle=False), 0),))
     return {
+        "accumulated": [layer.weight.grad.tolist() for layer in heads],
         "weights": digest([p.detach() for p in parameters]),
         "left": digest([p.grad for p in parameters]),
         "loss": digest([strategy.reduce("sum", losses)]),

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from perdure.data import ArrayDataset
 from perdure.distribute import PerReplica, get_replica_context
+from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.errors import StateError
 from perdure.torch import MirroredStrategy, compute_average_loss
 
@@ -167,6 +168,36 @@ def test_gradients_accumulate_over_runs_until_a_step(devices: int) -> None:
         parameter.grad = grad
     torch.optim.SGD(again.parameters(), 0.1).step()
     assert bits(net.parameters()) == bits(again.parameters())
+
+
+def test_left_gradients_in_a_group_are_named_alike_or_refused_in_another_order_of_use() -> None:
+    """The sums that two processes ask for, which use their parameters in different orders."""
+
+    def asked(layers: list[Any]) -> dict[str, list[float]]:
+        def asks(values: tuple[Any, ...]) -> Any:
+            sums.update({name: grad.tolist() for name, grad in values[0]["gradients"].items()})
+            return values[0]
+
+        sums: dict[str, list[float]] = {}
+        run = TorchEagerRun(torch.device("cpu"), lambda *_: None, asks, in_group=True)
+        with run.replica(0, ()):
+            for layer in layers:
+                run.before_backward(0, [*layer.parameters()])
+                for parameter in layer.parameters():
+                    parameter.grad = parameter.detach() * 2
+        run.finish()
+        return sums
+
+    for zeros, refused in ((False, False), (True, True)):
+        layers = [torch.nn.Linear(2, 1) for _ in range(3)]
+        for layer in layers:
+            torch.nn.init.zeros_(layer.bias) if zeros else None
+        one = asked(layers)
+        assert len(one) == 6
+        for layer in layers:
+            layer.zero_grad()
+        other = asked([*reversed(layers)])
+        assert (one != other) == (one.keys() != other.keys()) == refused
 
 
 def test_replicas_that_do_not_step_alike_are_refused() -> None:

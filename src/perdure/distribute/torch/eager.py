@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from perdure.digests.digest import leaf_digests_of_each
 from perdure.distribute import pytree
 from perdure.distribute.engine import EagerRun, Stream, SumOverReplicas
 from perdure.distribute.replica_run import Meeting, RunContext, current_run
@@ -32,6 +35,9 @@ from perdure.distribute.torch.change_watch import (
 from perdure.distribute.torch.random_streams import remember, seeded
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
+
+# Of each parameter when a group first added gradients of it that no optimizer took: computed once.
+_digests = WeakIdKeyDictionary()
 
 
 def _unnoticed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,9 +55,14 @@ class TorchEagerRun(EagerRun):
     """See EagerRun. Keeps the `.grad` of each replica, and adds them at the steps of optimizers."""
 
     def __init__(
-        self, device: torch.device, put: Callable[..., Any], sum_over_replicas: SumOverReplicas
+        self,
+        device: torch.device,
+        put: Callable[..., Any],
+        sum_over_replicas: SumOverReplicas,
+        in_group: bool = False,
     ) -> None:
         self._device = device
+        self._in_group = in_group
         self._put = put
         self._sum_over_replicas = sum_over_replicas
         # Every parameter whose `.grad` a replica has used, and its `.grad` outside of replicas. A
@@ -298,18 +309,46 @@ class TorchEagerRun(EagerRun):
     def finish(self) -> None:
         """Add the gradients that no optimizer took over the replicas; they are then outside of them."""
         live = self._live()
-        names = {number: str(n) for n, (number, _) in enumerate(live)}
+        all_grads = self._grads.values()
+        names = self._names(
+            [(n, p) for n, p in live if any(grads.get(n) is not None for grads in all_grads)]
+        )
         left = [
             {names[number]: grad.detach() for number, grad in grads.items() if grad is not None}
-            for grads in self._grads.values()
+            for grads in all_grads
         ]
         total: dict[str, torch.Tensor] = {}
         if any(left):
             values = tuple({"gradients": grads, "runs": torch.ones(())} for grads in left)
             total = self._sum_over_replicas(values)["gradients"]
         for number, parameter in live:
-            if any(number in grads for grads in self._grads.values()):
-                parameter.grad = total.get(names[number])
+            if any(number in grads for grads in all_grads):
+                parameter.grad = total[names[number]] if number in names else None
+
+    def _names(self, parameters: list[tuple[int, torch.Tensor]]) -> dict[int, str]:
+        """A name for each parameter, in the order of their first use.
+
+        Processes may use them in different orders, so that in a group the values are in the names:
+        these are equal everywhere. Of parameters with equal values, such as biases of zeros, all but
+        the first also have the name before theirs in them. With another order of these the names
+        differ, which the exchange refuses.
+        """
+        if not self._in_group:
+            return {number: str(n) for n, (number, _) in enumerate(parameters)}
+        new = [parameter for _, parameter in parameters if parameter not in _digests]
+        found = leaf_digests_of_each([{"parameter": parameter.detach()} for parameter in new])
+        for parameter, digests in zip(new, found, strict=True):
+            _digests[parameter] = digests["parameter"].hex
+        names: dict[int, str] = {}
+        taken: set[str] = set()
+        name = ""
+        for number, parameter in parameters:
+            before, name = name, _digests[parameter]
+            if name in taken:
+                name = blake3(f"{name} after {before}".encode()).hexdigest(16)
+            taken.add(name)
+            names[number] = name
+        return names
 
     def _use(self, parameter: torch.Tensor) -> None:
         known = self._parameters.get(id(parameter))

@@ -180,7 +180,8 @@ class TorchEngine:
 
     def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:
         optimizer_calls.install()
-        return TorchEagerRun(self.devices[0], self.put, sum_over_replicas)
+        in_group = self.processes.count > 1
+        return TorchEagerRun(self.devices[0], self.put, sum_over_replicas, in_group)
 
     def exchange(
         self, roots: list[Any], counts: tuple[int, ...], merge: Merge | None = None

@@ -10,10 +10,12 @@ import dataclasses
 import itertools
 import operator
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,11 @@ _CLOSED = (
     Tensor, str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType,
     Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator,
 )  # fmt: skip
+
+# Where the search for attributes ends: levels below a module, and values in all.
+_DEPTH, _MOST = 3, 20_000
+# What every module has.
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 _MEMBERS = (nn.Module, Optimizer)
 # Values that may change between steps, because there is nothing to find in them.
@@ -76,6 +83,38 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
 def _has_children(value: Any) -> bool:
     containers = isinstance(value, (dict, list, tuple)) or dataclasses.is_dataclass(value)
     return not isinstance(value, _MEMBERS) and (containers or hasattr(value, "__dict__"))
+
+
+def attributes(state: Any) -> dict[str, Tensor]:
+    """The tensors that objects of the state and its modules have as attributes, by path.
+
+    Those of modules may also be in containers and objects a few levels below. Not all of very many.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    pending: deque[tuple[str, Any, int]] = deque()
+    for path, module in modules(state):
+        for inner, part in module.named_modules():
+            where = ".".join(filter(None, (path, inner)))
+            own = [entry for entry in vars(part).items() if entry[0] not in _OF_MODULES]
+            pending.extend((f"{where}.{n}" if where else n, value, 0) for n, value in own)
+    while pending and len(seen) < _MOST:
+        path, value, depth = pending.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        kind = type(value)  # isinstance would ask a proxy for its object
+        if issubclass(kind, Tensor):
+            found[path] = value
+        elif depth < _DEPTH and not issubclass(kind, (*_CLOSED, *ProxyTypes, nn.Module)):
+            if isinstance(value, (dict, list, tuple)):
+                inside = _children(value)
+            else:  # what a library keeps in a module may lead to all of its own objects
+                hidden = path.rpartition(".")[2].startswith("_")
+                inside = () if hidden else getattr(value, "__dict__", {}).items()
+            entries = itertools.islice(inside, _MOST)
+            pending.extend((f"{path}.{name}", child, depth + 1) for name, child in entries)
+    return found | dict(instances(state, Tensor))
 
 
 def refuse_sharded(state: Any) -> None:

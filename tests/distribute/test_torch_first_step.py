@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -103,3 +104,81 @@ def test_what_modules_of_pytorch_keep_is_left_alone(made: Any) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # of weight_norm itself
         model = made()
         run(model)
+
+
+def step_with(loss: Any, state: Any, parameters: Any) -> None:
+    """One step that adds `loss(state, x)` to the model's, and trains `parameters` as well."""
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        total = state["model"](batch["x"]).square().sum() + loss(state, batch["x"])
+        trained = [*state["model"].parameters(), *parameters]
+        return [*torch.autograd.grad(total, trained, allow_unused=True, materialize_grads=True)]
+
+    def update(state: Any, total: Any) -> Any:
+        trained = [*state["model"].parameters(), *parameters]
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, total, strict=True):
+                parameter -= 0.01 * gradient
+        return state, {}
+
+    strategy = MirroredStrategy(1, V)
+    strategy.step(grad, update)(state, strategy.batch(DATA, 0))
+
+
+def network() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def test_a_module_that_the_step_trains_without_its_state_is_warned_of_once() -> None:
+    net, frozen = network(), network().requires_grad_(False)
+    says = "grad uses a Sequential that is not in the state"
+    for other, trained in ((net, net.parameters()), (frozen, ())):
+        with pytest.warns(UserWarning, match=says) as found:
+            step_with(lambda _, x, m=other: m(x).sum(), {"model": nn.Linear(4, 1)}, [*trained])
+        assert len(found) == 1
+    optimizer = torch.optim.SGD(net.eval().parameters(), 0.0)  # a warmup begins with 0
+    with pytest.warns(UserWarning, match=says):
+        step_with(lambda _, x: net(x).sum(), {"model": nn.Linear(4, 1), "sgd": optimizer}, ())
+
+    def fails(state: Any, x: Any) -> Any:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        step_with(fails, {"model": nn.Linear(4, 1)}, ())
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_other_modules_that_grad_uses_are_left_alone() -> None:
+    model, values, untrained = nn.Linear(4, 1), nn.Linear(4, 1), network().eval()
+    skeleton = copy.deepcopy(values)
+    around = nn.Sequential(model, nn.Tanh(), nn.Dropout(0.1))
+
+    def adapts(state: Any, x: Any) -> Any:
+        fast = nn.Sequential(copy.deepcopy(state["model"]), nn.BatchNorm1d(1))
+        fast.cycle = [fast]
+        gradients = torch.autograd.grad(fast(x).square().sum(), list(fast.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(fast.parameters(), gradients, strict=True):
+                parameter -= gradient
+        return fast(x).sum()
+
+    def by_function(state: Any, x: Any) -> Any:
+        return torch.func.functional_call(skeleton, state["values"], (x,)).sum()
+
+    def of_each(state: Any, x: Any) -> Any:
+        values = {name: torch.stack([value, value]) for name, value in state["values"].items()}
+        call = lambda one: torch.func.functional_call(skeleton, one, (x,))  # noqa: E731
+        return torch.func.vmap(call)(values).sum()
+
+    named = {name: p.detach().requires_grad_() for name, p in values.named_parameters()}
+    for loss, parameters in (
+        (lambda _, x: untrained(x).sum(), ()),
+        (lambda _, x: around(x).sum(), ()),
+        (lambda _, x: nn.MSELoss()(x, x), ()),
+        (adapts, ()),
+        (by_function, named.values()),
+        (of_each, named.values()),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step_with(loss, {"model": model, "values": named}, [*parameters])

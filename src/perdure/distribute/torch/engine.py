@@ -8,6 +8,7 @@ place, as programs for PyTorch do, and returns it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -63,6 +64,8 @@ class _Views(threading.local):
     """What a thread of the program knows of the state that it placed last."""
 
     placed: StateView | None = None
+    # From the replicas of a first step to its update.
+    first: FirstStep | None = None
 
 
 class TorchEngine:
@@ -157,6 +160,7 @@ class TorchEngine:
         # `stream.replica` is V here: the number of terms, and a stream that no replica has.
         restore = seed(self.devices[0], stream)
         token = torch_state.use_view(self._views.placed)
+        first, self._views.first = self._views.first, None
         try:
             if total["buffers"]:
                 with torch_buffers.written(self._view(state), total["buffers"], stream.replica):
@@ -166,13 +170,15 @@ class TorchEngine:
         finally:
             torch_state.forget_view(token)
             restore()
+        if first is not None:
+            first.warn_of_outside()
         if not isinstance(result, tuple) or len(result) != 2:
             name = getattr(fn, "__name__", repr(fn))
             raise StateError(f"{name} must return (state, logs), got {type(result).__name__}")
         return result
 
     def runner(self) -> Callable[[Work, list[Any]], None]:
-        return _InTurn(len(self.devices))
+        return _InTurn(len(self.devices), self._views, self._compiled is not None)
 
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
         for function in (grad, update):
@@ -225,18 +231,22 @@ class _InTurn:
     cache of autocast, hooks, attributes of modules and every object that `grad` can reach.
     """
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int, views: _Views, is_compiled: bool) -> None:
         self._devices = devices
+        self._views = views
+        self._is_compiled = is_compiled
         self._is_first = True
 
     def __call__(self, work: Work, states: list[Any]) -> None:
         (state,) = states
-        first = FirstStep(state) if self._is_first else None
-        for device in range(self._devices):
-            deque(work(device, state), maxlen=0)
+        first = FirstStep(state, self._is_compiled) if self._is_first else None
+        with contextlib.nullcontext() if first is None else first.watched():
+            for device in range(self._devices):
+                deque(work(device, state), maxlen=0)
         if first is not None:
             first.require_unchanged()
             self._is_first = False
+            self._views.first = first
 
 
 def _unusable(fn: Grad, result: Any) -> StateError:

@@ -1,8 +1,13 @@
-"""What `grad` must not do to the state, and what takes too long to look for in every step."""
+"""What `grad` must not do to the state or outside of it, and takes too long to look for each time."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
+import warnings
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,11 +28,16 @@ class FirstStep:
         StateError: A parameter or a buffer has no shape yet (a lazy module).
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, is_compiled: bool = False) -> None:
         self._state = state
+        # What is compiled with the hook of `watched` would be compiled again without it.
+        self._is_compiled = is_compiled
         self._tensors: list[tuple[str, Tensor, int]] = []
         known: set[int] = set()
         for path, module in state_view.modules(state):
+            for part in module.modules():  # some leave out tensors of theirs in `named_parameters`
+                known.update(map(id, (*part._parameters.values(), *part._buffers.values())))
+                self._is_compiled = self._is_compiled or _is_compiled(part)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 where = ".".join(filter(None, (path, name)))
                 if nn.parameter.is_lazy(tensor):
@@ -36,7 +46,6 @@ class FirstStep:
                         "gets its shape in the first forward pass. Call the model once on an example "
                         "before the first step"
                     )
-                known.add(id(tensor))
                 if type(tensor) is nn.Parameter:
                     self._tensors.append((where, tensor, _sum(tensor)))
         for where, tensor in state_view.named_tensors(state):
@@ -49,9 +58,66 @@ class FirstStep:
             if id(tensor) not in known and _is_plain(tensor)
         )
         self._attributes = list(itertools.islice(others, _MOST))
+        self._known = known
+        self._optimizers = state_view.instances(state, torch.optim.Optimizer)
+        # The modules that `grad` ran, in this order, and of those outside of the state what changes
+        # where they are trained: weakly, because `grad` may make modules of its own.
+        self._ran: dict[int, weakref.ref[nn.Module]] = {}
+        self._outside: list[tuple[weakref.ref[Tensor], int]] = []
         self._generators = [
             (p, g, g.get_state()) for p, g in state_view.instances(state, torch.Generator)
         ]
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes the modules that run in it."""
+        if self._is_compiled:
+            yield
+            return
+        hook = nn.modules.module.register_module_forward_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _note(self, module: nn.Module, args: Any) -> None:
+        # In a program that PyTorch compiles this leaves nothing behind.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or id(module) in self._ran:
+            return
+        self._ran[id(module)] = weakref.ref(module)
+        parameters = [p for p in module._parameters.values() if type(p) is nn.Parameter]
+        buffers = [b for b in module._buffers.values() if b is not None and module.training]
+        for tensor in (*(p for p in parameters if p.requires_grad), *buffers):
+            if id(tensor) not in self._known and _is_plain(tensor):
+                self._outside.append((weakref.ref(tensor), _sum(tensor)))
+
+    def warn_of_outside(self) -> None:
+        """Called after `update`: a warning if the step trained a module that is not in the state."""
+        if not self._outside:
+            return
+        gc.collect()  # what `grad` made and only cycles keep
+        groups = [group for _, optimizer in self._optimizers for group in optimizer.param_groups]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        changed = {
+            id(tensor)
+            for reference, before in self._outside
+            if (tensor := reference()) is not None
+            and (id(tensor) in trained or _sum(tensor) != before)
+        }
+        for module in (reference() for reference in self._ran.values()):
+            if module is not None and any(
+                id(tensor) in changed
+                for tensor in (*nn.Module.parameters(module), *nn.Module.buffers(module))
+            ):
+                warnings.warn(
+                    f"grad uses a {type(module).__name__} that is not in the state of the step, and "
+                    "the step changes it. The strategy does not keep its gradients and buffers apart "
+                    "for each logical replica, and a checkpoint of the state does not have it. Put the "
+                    "module into the state",
+                    UserWarning,
+                    stacklevel=5,
+                )
+                return
 
     def require_unchanged(self) -> None:
         """StateError if `grad` has changed one of them."""
@@ -83,10 +149,16 @@ class FirstStep:
                 )
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    marks = ("_torchdynamo_orig_callable", "_compiled_call_impl")
+    return any(vars(module).get(mark) is not None for mark in marks)
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether its memory can be read, and is not so large that this takes long."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and tensor.numel() <= _LARGE
     )

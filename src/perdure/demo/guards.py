@@ -81,6 +81,6 @@ class _PlainSum(Reduction):
     def close(self) -> None:
         """Nothing: `total` adds."""
 
-    def total(self, agreement: Agreement | None = None, step: int | None = None) -> Any:
+    def total(self, agreement: Agreement | None = None, at: str = "") -> Any:
         """The sum over all devices of the group."""
         return self._all_reduce(self._plan.engine, [self._sums[d] for d in sorted(self._sums)])

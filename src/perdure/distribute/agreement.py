@@ -43,8 +43,12 @@ class Agreement:
         self._shapes: list[list[int]] = []
         self._scalars: Any = None
 
-    def exchange(self, step: int | None, roots: list[Any]) -> Any:
+    def exchange(self, at: str, roots: list[Any]) -> Any:
         """The sum of the partial sums of all processes, on the first local device. A collective.
+
+        Args:
+            at: What all processes are at, such as "step 3".
+            roots: The partial sums of this process.
 
         Raises:
             StateError: The processes are at different steps, one of them has failed in this one, or
@@ -54,33 +58,33 @@ class Agreement:
         is_new = form != self._form
         described = self._description(roots[0]) if is_new else self._described
         if self._form is None:
-            self._compare(step, described)
+            self._compare(at, described)
         else:
             sent = self._zeros(len(roots)) if is_new else roots
             try:
-                is_equal, total = self._sum(sent, f"{step} {described}")
+                is_equal, total = self._sum(sent, f"{at} {described}")
             except WorkerLostError:
                 raise
             except PerdureError as error:  # of this process alone, which has sent nothing
-                self.fail(step, error)
+                self.fail(at, error)
                 raise
             if not is_equal:
-                self._compare(step, described)
-                raise StateError(f"step {step}: the processes add different values. {_ALIKE}")
+                self._compare(at, described)
+                raise StateError(f"{at}: the processes add different values. {_ALIKE}.")
             if not is_new:
                 return total
         # All processes have this structure.
         self._form, self._described, self._shapes = form, described, []
         self._scalars = self._engine.trees.map(self._scalar, roots[0])
-        return self.exchange(step, roots)
+        return self.exchange(at, roots)
 
-    def fail(self, step: int | None, error: BaseException) -> None:
-        """Let all processes raise an error, because this one failed in `step`. A collective."""
+    def fail(self, at: str, error: BaseException) -> None:
+        """Let all processes raise an error, because this one has failed there. A collective."""
         index = self._engine.processes.index
         with suppress(PerdureError):  # the caller raises `error`
             if self._form is not None:
-                self._sum(self._zeros(self._counts[index]), f"{step} has failed in {index}")
-            self._compare(step, "", f"{type(error).__name__}: {error}")
+                self._sum(self._zeros(self._counts[index]), f"{at} failed in {index}")
+            self._compare(at, "", f"{type(error).__name__}: {error}")
 
     def _sum(self, roots: list[Any], text: str) -> tuple[bool, Any]:
         """The sum, and whether all processes have given the same text."""
@@ -116,22 +120,19 @@ class Agreement:
     def _description(self, value: Any) -> str:
         return json.dumps(describe(self._engine.trees, value), sort_keys=True)
 
-    def _compare(self, step: int | None, described: str, error: str = "") -> None:
-        """Raise `StateError` unless all processes are at one step with one structure. A collective."""
+    def _compare(self, at: str, described: str, error: str = "") -> None:
+        """Raise `StateError` unless all processes are at one place with one structure. A collective."""
         processes = self._engine.processes
         rows = [
-            json.loads(row)
-            for row in processes.gather(json.dumps([step, described, error]).encode())
+            json.loads(row) for row in processes.gather(json.dumps([at, described, error]).encode())
         ]
-        for process, (at, _, failure) in enumerate(rows):
+        for process, (there, _, failure) in enumerate(rows):
             if failure:
-                where = "" if at is None else f" in step {at}"
-                raise StateError(f"process {process} failed{where}: {failure}. {_ALIKE}.")
-        for process, (at, text, _) in enumerate(rows):
-            if at != step:
+                raise StateError(f"process {process} failed in {there}: {failure}. {_ALIKE}.")
+        for process, (there, text, _) in enumerate(rows):
+            if there != at:
                 raise StateError(
-                    f"process {processes.index} is at step {step}, and process {process} at step {at}. "
-                    f"{_ALIKE}."
+                    f"process {processes.index} is at {at}, and process {process} at {there}. {_ALIKE}."
                 )
             if text != described:
                 raise StateError(

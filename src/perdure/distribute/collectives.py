@@ -46,7 +46,7 @@ def reduce(plan: Plan, reduce_op: ReduceOp | str, value: Any, axis: int | None) 
             sizes.append([])
             prepared = engine.trees.map(prepare, of(value, replica))
             reduction.push(device, replica, engine.put(prepared, engine.devices[device]))
-    total = reduction.total()
+    total = reduction.total(at=f"call {plan.runs} of strategy.run")
     if op == "sum":
         return total
     # Divided once, by the number of all elements, which may differ between replicas.

@@ -33,6 +33,8 @@ class Plan:
         # The leaves of a contribution, by signature: for errors, without keeping values.
         self.described: dict[Any, dict[str, str]] = {}
         self.last_described: Any = None
+        self.runs = 0
+        """The calls of `strategy.run` so far."""
         self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))
 
     def reduction(self) -> Reduction:
@@ -112,12 +114,12 @@ class Reduction:
             nodes += [(node, engine.put(value, home)) for node, value in device.tree.roots()]
         self._nodes = merge(nodes, plan.replicas, engine.add) if len(nodes) > 1 else nodes
 
-    def total(self, agreement: Agreement | None = None, step: int | None = None) -> Any:
+    def total(self, agreement: Agreement | None = None, at: str = "") -> Any:
         """The sum over all replicas of the group, on the first local device. A collective.
 
-        The processes compare step and structure of what they are about to add, because a difference
-        would otherwise be a hang or a wrong sum: with the `agreement` of earlier calls without a
-        message of its own.
+        The processes compare where they are (`at`) and the structures of what they are about to add,
+        because a difference would otherwise be a hang or a wrong sum: with the `agreement` of earlier
+        calls without a message of its own.
         """
         plan = self._plan
         if self._nodes is None:
@@ -126,7 +128,7 @@ class Reduction:
         if self._engine.processes.count > 1:
             assert tuple(node for node, _ in self._nodes) == plan.roots[plan.engine.processes.index]
             agreement = agreement or Agreement(plan)
-            return agreement.exchange(step, [value for _, value in self._nodes])
+            return agreement.exchange(at, [value for _, value in self._nodes])
         ((_, total),) = self._nodes
         return total
 

@@ -130,6 +130,7 @@ class ReplicaRun:
         stream: Callable[[int], Stream] | None,
     ) -> None:
         self.plan = plan
+        plan.runs += 1
         self.strategy = strategy
         self.eager = plan.engine.eager_run(
             lambda values: collectives.reduce(

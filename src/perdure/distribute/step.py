@@ -196,9 +196,9 @@ class TrainStep:
             reduction.close()
         except Exception as error:
             if engine.processes.count > 1:
-                self._agreement.fail(step, error)
+                self._agreement.fail(f"step {step}", error)
             raise
-        total = reduction.total(self._agreement, step)
+        total = reduction.total(self._agreement, f"step {step}")
         self._checked = True
         return total
 

@@ -96,7 +96,7 @@ class _StepCheck:
                         value = result if value is None else value
                         del result
                 reduction.push(number, replica, value)
-        return reduction.total()
+        return reduction.total(at=f"the check of step {step}")
 
     def _updates(self, places: list[tuple[Any, Any]], total: Any, step: int) -> None:
         engine = self._plan.engine

@@ -130,6 +130,52 @@ def test_calls_that_differ_are_an_error(tmp_path: Path) -> None:
     train(tmp_path, 3)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        ({"step": 1}, {"step": 2}, "process 0 restore(1), process 2 restore(2)"),
+        ({}, {"step": 2}, "process 0 restore, process 2 restore(2)"),
+        ({"leaves": {"small", "step"}}, {"leaves": "small"}, "restore(leaves=['small', 'step'])"),
+        ({}, {"rename": {"small": "b"}}, "process 2 restore(rename={'small': 'b'})"),
+        ({"strict": False}, {"cast": True}, "restore(strict=False), process 2 restore(cast=True)"),
+        (
+            {"leaves": [f"small{n}" for n in range(100)]},
+            {"leaves": [f"small{n}" for n in range(99)] + ["step"]},
+            "'sm",
+        ),
+    ],
+)
+def test_processes_that_restore_different_things_raise(
+    tmp_path: Path, first: Any, second: Any, text: str
+) -> None:
+    train(tmp_path, 1, 2)
+    states = [state(0) for _ in range(3)]
+
+    def program(processes: Pretend) -> Any:
+        asked = second if processes.index == 2 else first
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            return raised(lambda: manager.restore(like=states[processes.index], **asked))
+
+    errors = play(3, program)
+    assert len({str(error) for error in errors}) == 1
+    assert type(errors[0]) is StoreError
+    assert text in str(errors[0])
+    assert "process 1" not in str(errors[0]), "it asks for what process 0 does"
+
+
+def test_sets_of_leaves_in_any_order_are_the_same_restore(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+
+    def program(processes: Pretend) -> Any:
+        names = ["small", "step"][:: 1 - 2 * processes.index]
+        rename = {name: name for name in names}
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            restored = manager.restore(like=state(0), leaves=names, rename=rename)
+            return restored.state["step"]
+
+    assert play(2, program) == [1, 1]
+
+
 def test_different_calls_raise_in_all_processes_and_change_nothing(tmp_path: Path) -> None:
     train(tmp_path, 1, 2)
     kinds: dict[str, Callable[[CheckpointManager], object]] = {
@@ -137,10 +183,9 @@ def test_different_calls_raise_in_all_processes_and_change_nothing(tmp_path: Pat
         "pin(1)": lambda manager: manager.pin(1),
         "rollback(1)": lambda manager: manager.rollback(1),
         "claim()": lambda manager: manager.claim(),
-        "restore": lambda manager: manager.restore(1, state(0)),
-        f"save into {tmp_path.name}": lambda manager: manager.save(
-            3, state(3)
-        ),  # the first of a manager is a collective
+        "restore(1)": lambda manager: manager.restore(1, state(0)),
+        # The first save of a manager is a collective.
+        f"save into {tmp_path.name}": lambda manager: manager.save(3, state(3)),
         "reached_preemption": lambda manager: manager.reached_preemption(2),
         "restore_or_initialize": lambda manager: manager.restore_or_initialize(lambda: state(0)),
     }

@@ -104,10 +104,11 @@ class GroupCall(ByAgreement):
 
         def answer(sent: list[bytes]) -> bytes:
             messages = [_message(part) for part in sent]
-            if len({message.call for message in messages}) == 1:
+            differ = [n for n, message in enumerate(messages) if message.call != messages[0].call]
+            if not differ:
                 decided = decide([message.data for message in messages])
                 return msgspec.msgpack.encode(_Answer(decided))
-            calls = [f"process {number} {message.call}" for number, message in enumerate(messages)]
+            calls = [f"process {number} {messages[number].call}" for number in (0, *differ)]
             return msgspec.msgpack.encode(_Answer(differing=", ".join(calls[:_MOST_CALLS])))
 
         sent = self._processes.agree(msgspec.msgpack.encode(_Message(self._call, data)), answer)
@@ -119,7 +120,8 @@ class GroupCall(ByAgreement):
         if answered.differing:
             raise StoreError(
                 f"the processes of the group made different calls: {answered.differing}. Nothing was "
-                f"changed. In a group every process makes the same calls, in the same order."
+                f"changed. In a group every process makes the same calls with the same arguments, in "
+                f"the same order."
             )
         return answered.data
 

@@ -235,7 +235,7 @@ class CheckpointManager(RunQueries):
         stateful objects in `like` are changed in place. Newer checkpoints that are damaged are
         skipped with a warning; if this manager holds the writer's lock they move to quarantine at
         once, otherwise at its first save, so that a manager that only restores changes nothing. In a
-        group every process restores the same step.
+        group every process passes the same arguments, apart from `like`, and restores the same step.
 
         Only a restore of everything, bit for bit, resumes the run (`restored.report.is_exact`): it
         alone restores the random generators of the process, as the last part
@@ -264,7 +264,7 @@ class CheckpointManager(RunQueries):
                 part of an object that is restored as a whole.
         """
         request = RestoreRequest.of(like, leaves, strict, rename, cast)
-        restored = self._restore(step_or_name(step, self._run), like, request)
+        restored = self._restore(step, like, request)
         if restored is None:
             if like is not None and request.is_strict:
                 self._restorer.expect(like)  # a program may catch the error and start from it
@@ -469,11 +469,14 @@ class CheckpointManager(RunQueries):
         self._saver.begin_writing()
 
     @exclusive
-    def _restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
+    def _restore(
+        self, step: int | str | None, like: Any, request: RestoreRequest
+    ) -> Restored | None:
         beat("restore")
         self._saver.settle(wait=True)
         self._saver.forget_highest()
-        restored = self._restorer.restore(step, like, request)
+        # After the wait for the save: a name is then the same step in every process.
+        restored = self._restorer.restore(step_or_name(step, self._run), like, request)
         if restored is not None and restored.report.is_exact:
             self._interval.record(restored.step)
         return restored

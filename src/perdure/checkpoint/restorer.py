@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from contextlib import closing
 from typing import Any
 
+from blake3 import blake3
+
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.group_call import GroupCall, run_in_all
@@ -36,6 +38,9 @@ _LOAD_WITH_DCP = (
     "where each shard of a tensor is a leaf, and an optimizer has DCP's form: load it with "
     "`dcp.load(state_dict, storage_reader=perdure.dcp.Reader(RUN))`."
 )
+
+_MOST_SHOWN = 300
+"""So many characters of the arguments of a restore are compared as they are; of more, a digest."""
 
 
 class Restorer:
@@ -72,7 +77,7 @@ class Restorer:
         run, mirror = self._managed.run, self._managed.mirror
         needs = Needs(wanted, self._regions(like, request))
         with closing(ChunkSharing(self._processes.index, self._processes.count)) as sharing:
-            call = GroupCall(self._processes, "restore")
+            call = GroupCall(self._processes, _call(step, request))
             token = call.agree(secrets.token_bytes(32), lambda sent: sent[0])
             if needs.regions is not None and mirror is None:
                 sharing.listen(token)
@@ -186,6 +191,21 @@ class Restorer:
                 f"{counted(saved, 'process', 'processes')} for the same bits; "
                 f"recipe={{'processes': processes.count}} makes this an error."
             )
+
+
+def _call(step: int | None, request: RestoreRequest) -> str:
+    """The call with what decides about the result, which all processes of a group have to ask for."""
+    asked = [] if step is None else [str(step)]
+    if request.selection is not None:  # sorted, as a set is not
+        asked.append(f"leaves={sorted(request.selection.patterns)}")
+    if request.renaming:
+        asked.append(f"rename={dict(sorted(request.renaming.paths.items()))}")
+    asked += [] if request.strict else ["strict=False"]
+    asked += ["cast=True"] if request.cast else []
+    text = ", ".join(asked)
+    if len(text) > _MOST_SHOWN:
+        text = f"{text[:_MOST_SHOWN]}... ({blake3(text.encode()).hexdigest()[:16]})"
+    return f"restore({text})" if text else "restore"
 
 
 def quarantine_skipped(run: Run, loaded: Loaded, readable: Collection[int]) -> dict[int, str]:

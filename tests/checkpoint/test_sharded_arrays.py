@@ -27,7 +27,14 @@ from perdure.checkpoint import (
     shared_memory,
 )
 from perdure.checkpoint.piece_exchange import PieceExchange
-from perdure.errors import ArgumentError, CorruptionError, SaveError, StateError, StepExistsError
+from perdure.errors import (
+    ArgumentError,
+    CorruptionError,
+    MismatchError,
+    SaveError,
+    StateError,
+    StepExistsError,
+)
 from perdure.state import builtin, flatten
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
@@ -706,6 +713,27 @@ def test_bytes_of_another_user_are_not_used(
     assert load_shared(tmp_path, 2) == [True] * 2
     assert asked
     assert len(reads) == 14, "each process reads all"
+
+
+@pytest.mark.parametrize(("dtype", "helps"), [(np.float16, True), (np.int32, False)])
+def test_a_sharded_target_of_another_dtype_is_a_mismatch(
+    tmp_path: Path, dtype: Any, helps: bool
+) -> None:
+    play(2, saver(tmp_path, {"w": np.full((4, 3), 1.5, np.float32)}, 1))
+
+    def program(processes: Pretend) -> Any:
+        like = {"w": np.zeros((4, 3), dtype)}
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            with pytest.raises(MismatchError) as error:
+                manager.restore(like=like)
+            state = manager.restore(like=like, cast=True).state if helps else like
+            return str(error.value), state["w"]
+
+    for text, values in play(2, program):
+        assert f"w: expected {np.dtype(dtype).name}[4,3], found float32[4,3]" in text
+        assert ("`cast=True` converts dtypes" in text) == helps
+        assert values.dtype == dtype
+        assert (values == 1.5 * helps).all()
 
 
 def test_damage_that_only_one_process_reads_makes_all_take_the_older_step(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from worker_program import answer, arguments
 
 from perdure import CheckpointManager
+from perdure.checkpoint import SingleProcess
 from perdure.distribute.cluster import SimpleClusterResolver
 from perdure.errors import UnsupportedLeafError
 from perdure.jax import MultiWorkerMirroredStrategy
@@ -55,6 +56,17 @@ def refused(manager: CheckpointManager, is_save: bool) -> str:
     return "nothing"
 
 
+def refused_alone(directory: str) -> str:
+    """The error for a sharded array in a process that saves without the others."""
+    with CheckpointManager(directory, processes=SingleProcess()) as manager:
+        try:
+            manager.save(3, {"model": placed(by_rows=True, fill=True)})
+            manager.wait_until_finished()
+        except UnsupportedLeafError as error:
+            return str(error)
+    return "nothing"
+
+
 def main() -> None:
     options = arguments(directory=str, action=str)
     resolver = SimpleClusterResolver(options.coordinator, options.processes, options.process)
@@ -63,6 +75,7 @@ def main() -> None:
     with CheckpointManager(options.directory, processes=strategy.processes) as manager:
         if options.action == "save":
             out["refused"] = refused(manager, is_save=True)
+            out["alone"] = refused_alone(f"{options.directory}-{options.process}")
             manager.save(3, placed(by_rows=True, fill=True))
         else:
             out["refused"] = refused(manager, is_save=False)

@@ -30,6 +30,10 @@ def test_shards_of_two_processes_are_restored_in_three_and_without_jax(tmp_path:
 
     saved = worker(2, 2, tmp_path, "save")
     assert_refused(saved, "JAX's processes [1]")
+    for answer in saved:
+        alone = answer.pop("alone")
+        assert "model/rows: an array with the sharding" in alone
+        assert "processes=perdure.initialize_distributed('jax')" in alone
     packs = {pack.name.split("-")[1] for pack in Run(tmp_path).manifest(3).packs}
     assert packs == {"00000", "00001"}
     arrays = load_checkpoint(tmp_path)

@@ -123,7 +123,8 @@ class JaxState(NoVariables):
         if compares_copies():
             _require_equal_copies(numbers(value))
         if not value.is_fully_addressable and not value.is_fully_replicated:
-            if current_rank_context().count > 1 and not compares_shards():
+            _require_group(value)
+            if not compares_shards():
                 return Leaf(
                     dtype, shape, memoryview(b""), frozen=True, shards=_shards(numbers(value))
                 )
@@ -227,6 +228,18 @@ def _require_processes(sharding: Any) -> None:
         f"Put the array on a mesh of the devices of all processes, or save and restore it in a group "
         f"of those processes alone."
     )
+
+
+def _require_group(value: Any) -> None:
+    """Raise `UnsupportedLeafError` for an array over several processes if this one saves alone."""
+    if current_rank_context().count == 1:
+        raise UnsupportedLeafError(
+            f"an array with the sharding {value.sharding}, which has parts in other processes, and "
+            f"this process saves alone, so that it does not have all elements. Make the manager in "
+            f"every process as CheckpointManager(..., "
+            f"processes=perdure.initialize_distributed('jax')), or save a copy that each has "
+            f"(`jax.experimental.multihost_utils.process_allgather(x, tiled=True)` in all processes)."
+        )
 
 
 def _place(like: Any, array: Any, weak: bool = False) -> Any:

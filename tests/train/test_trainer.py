@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import grain
+import jax
+import jax.numpy as jnp
 import numpy as np
 import problem
 import pytest
@@ -36,8 +38,10 @@ from perdure.errors import (
     LockedError,
     MismatchError,
     RecipeMismatchError,
+    StateError,
     TrainError,
 )
+from perdure.jax import MirroredStrategy
 from perdure.store import Run, verify_run
 from perdure.testing import check_run
 from perdure.train import CheckpointConfig, EarlyStopping, Hook, ReduceLROnPlateau
@@ -279,6 +283,46 @@ def test_an_error_in_the_middle_of_an_execution_leaves_the_last_state(tmp_path: 
     with pytest.raises(ZeroDivisionError):
         made.train(STEPS)
     assert made.state["n"] == 2
+
+
+@pytest.mark.parametrize("donate", [None, False])
+def test_a_state_that_a_failed_step_has_used_is_lost_and_train_resumes(
+    tmp_path: Path, donate: bool | None
+) -> None:
+    fails = [False]
+
+    def check(loss: Any) -> None:
+        if fails[0]:
+            raise ValueError(f"the loss is {loss}")
+
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        jax.debug.callback(check, state["w"].sum())
+        return {"w": batch["x"].sum(0)}
+
+    def update(state: Any, total: Any) -> Any:
+        return {"w": state["w"] + total["w"]}, {"loss": total["w"].sum()}
+
+    class Breaks(Hook):
+        def before_step(self, trainer: Trainer) -> None:
+            fails[0] = trainer.step == 6 and failures.pop()
+
+    strategy = MirroredStrategy(1, replicas=1)
+    first = {"w": jnp.zeros(3)}
+    failures = [False, True]  # at the first and at the second time, from the end
+    step = strategy.step(grad, update, donate=donate)
+    made = Trainer(step, first, data(), config(tmp_path), [Breaks()], strategy=strategy)
+    with pytest.raises(Exception, match="the loss is"):
+        made.train(STEPS)
+    assert made.step == 6
+    if donate is None:
+        with pytest.raises(StateError, match=r"is lost: .*donate=False"):
+            _ = made.state
+    else:
+        assert np.asarray(made.state["w"]).any()
+    resumed = np.asarray(made.train(STEPS)["w"])
+    other = Trainer(step, first, data(), config(tmp_path / "other"), strategy=strategy)
+    assert np.asarray(other.train(STEPS)["w"]).tobytes() == resumed.tobytes()
+    assert made.step == STEPS
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,17 @@ class Computation:
     def train(self, training: TrainingState, batches: list[Any]) -> Any:
         """Make one step for each batch; returns the logs of the last one.
 
-        `training.state` is replaced after every step, so that no older state is kept alive, and an
-        error leaves the state of the last step that was done.
+        `training.state` is replaced after every step, so that no older state is kept alive. An error
+        leaves the state of the last step that was done, unless the step that failed has changed it in
+        place, or has used its memory (`donate`): then `training.state` is lost.
         """
+        try:
+            return self._train(training, batches)
+        except BaseException:
+            training._step_failed()
+            raise
+
+    def _train(self, training: TrainingState, batches: list[Any]) -> Any:
         if len(batches) > 1 and self._many is not None:
             training.state, logs = self._many(training.state, batches)
             return _last(logs)

@@ -58,7 +58,8 @@ class RunCheckpoints:
         """Become the writer and restore the newest good checkpoint; True if there was none."""
         training, manager = self._training, self.manager
         manager.claim()
-        restored = manager.restore_or_initialize(self.tree())
+        target = StateWithExtras(training._target, self._extras)
+        restored = manager.restore_or_initialize(target)
         training.state, training.step = restored.state.main, restored.step
         self.restored_step = self.saved_step = restored.step
         # A state that came from the mirror is not fresh, even if the run directory is empty.

@@ -126,7 +126,9 @@ class Trainer(TrainingState):
         """Train from the newest good checkpoint in `model_dir`, and return the state.
 
         On SIGTERM or a cloud's notice, the step is finished and saved, and the process exits with
-        status 75. After an error of a step or a hook, another call resumes from the last checkpoint.
+        status 75. After an error of a step or a hook, another call resumes from the last checkpoint. On
+        JAX a step of a strategy that fails may have used the memory of `state`, which is lost then:
+        reading it raises `StateError`.
 
         Args:
             max_steps: Train until the state contains this many steps, those of earlier calls and runs
@@ -189,7 +191,7 @@ class Trainer(TrainingState):
         if steps is not None:
             _require_steps("steps", steps)
         with self._open_manager() as manager:
-            fresh = StateWithExtras(self.state, self._extras)
+            fresh = StateWithExtras(self._target, self._extras)
             try:  # `restore` takes no lock: another process may be training
                 restored = manager.restore(like=fresh)
             except StepNotFoundError:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from contextlib import suppress
 from typing import Any
 
 from perdure.checkpoint import CheckpointManager
+from perdure.errors import StateError
 from perdure.train.config import RunConfig
 from perdure.train.progress import Progress
 from perdure.train.summaries import Summaries
 
 
-@dataclass(eq=False, repr=False)
 class TrainingState:
     """The state of the training, and what hooks may use.
 
     Attributes:
         config: The configuration of the run.
-        state: The state after `step` steps. A hook may replace it.
         summaries: Scalars and texts of the run, by step.
         progress: The bar or the lines that show the run.
         step: Number of steps that are in `state`.
@@ -25,13 +25,43 @@ class TrainingState:
         manager: The manager of the run directory while the run trains, else None.
     """
 
-    config: RunConfig
-    state: Any
-    summaries: Summaries
-    progress: Progress = field(default_factory=lambda: Progress("off"))
-    step: int = 0
-    stop_reason: str = ""
-    manager: CheckpointManager | None = None
+    def __init__(self, config: RunConfig, state: Any, summaries: Summaries) -> None:
+        self.config = config
+        self.state = state
+        self.summaries = summaries
+        self.progress = Progress("off")
+        self.step = 0
+        self.stop_reason = ""
+        self.manager: CheckpointManager | None = None
+
+    @property
+    def state(self) -> Any:
+        """The state after `step` steps. A hook may replace it.
+
+        Raises:
+            StateError: A step has failed that had used its memory.
+        """
+        if self._is_lost:
+            raise StateError(
+                "the state is lost: it was given to the step that failed, which used its memory. "
+                "`train` resumes from the last checkpoint. To keep it, do not give it away: "
+                "strategy.step(..., donate=False), or jax.jit without `donate_argnums`."
+            )
+        return self._target
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        # What a restore gives back: of a lost state the deleted arrays.
+        self._target, self._is_lost = state, False
+
+    def _step_failed(self) -> None:
+        """Find out whether the step that has raised an error had used the memory of `state`."""
+        if (jax := sys.modules.get("jax")) is not None:
+            with suppress(TypeError, ValueError):  # no tree of JAX
+                self._is_lost = any(
+                    isinstance(leaf, jax.Array) and leaf.is_deleted()
+                    for leaf in jax.tree.leaves(self._target)
+                )
 
     def due(self, every: int) -> bool:
         """Whether the execution that ended at `step` contains a multiple of `every`.

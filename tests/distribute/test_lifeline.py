@@ -180,6 +180,7 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
     ("origin", "how", "count", "victim"),
     [
         ("made", "kill", 3, 2),
+        ("made", "kill", 3, 0),
         ("made", "raise", 2, 0),
         ("joined", "kill", 2, 1),
         ("joined", "raise", 3, 1),
@@ -200,6 +201,8 @@ def test_a_wait_for_a_lost_torch_process_ends(
     if victim:
         assert set(texts) == {texts[0]}, "process 0, which waits for it, tells the others"
         assert f"waiting for process {victim} failed" in texts[0]
+    else:
+        assert all("process 0" in text for text in texts), "its store is gone, too"
 
 
 @pytest.mark.parametrize(("origin", "how"), [("made", "exit"), ("joined", "raise")])

@@ -275,6 +275,45 @@ def test_the_stores_wait_for_what_is_left_of_the_limit(monkeypatch: pytest.Monke
     assert waits == [20, 5, 1] * 2
 
 
+@pytest.mark.parametrize(
+    ("engine", "reason", "gone"),
+    [
+        ("torch", "Broken pipe", "process 0 (or the launcher"),
+        ("jax", "UNAVAILABLE: Socket closed", "process 0 (or the launcher"),
+        ("jax", "UNAVAILABLE: The following tasks are unhealthy", "a process of the group is gone"),
+        ("jax", "ABORTED: Task 1", "a process of the group is gone"),
+    ],
+)
+def test_a_store_that_does_not_answer_means_that_process_0_is_gone(
+    monkeypatch: pytest.MonkeyPatch, engine: str, reason: str, gone: str
+) -> None:
+    class Client:
+        def fail(self, *_: Any) -> Any:
+            raise RuntimeError(reason) if engine == "torch" else jax.errors.JaxRuntimeError(reason)
+
+        set_timeout = set = get = check = delete_key = fail
+        key_value_set_bytes = blocking_key_value_get_bytes = key_value_delete = fail
+
+    monkeypatch.setattr(jax._src.distributed.global_state, "client", Client())
+    watch = torch_group._LossWatch(timedelta(seconds=20))
+    store: Any = (
+        torch_group._Store(Client(), watch)
+        if engine == "torch"
+        else jax_group._CoordinationService(20)
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: store.set("key", b""),
+        lambda: store.get("key", 1),
+        lambda: store.has("key"),
+        lambda: store.delete("key"),
+    ]
+    for call in calls:
+        with pytest.raises(WorkerLostError) as caught:
+            call()
+        assert gone in str(caught.value)
+        assert reason in str(caught.value)
+
+
 def test_an_error_of_process_0_in_an_operation_ends_it_for_all() -> None:
     """Its next operation would otherwise be taken for the answer of this one."""
 

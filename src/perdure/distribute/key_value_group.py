@@ -226,7 +226,14 @@ def late(process: int, seconds: float) -> WorkerLostError:
     )
 
 
-def lost(what: str, error: BaseException | None = None) -> WorkerLostError:
-    """The error for an operation of the group that failed."""
+def lost(
+    what: str, error: BaseException | None = None, gone: str = "a process of the group"
+) -> WorkerLostError:
+    """The error for an operation of the group that failed because `gone` is gone."""
     reason = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error) else ""
-    return WorkerLostError(f"{what} failed: a process of the group is gone{reason}. {LOST}")
+    return WorkerLostError(f"{what} failed: {gone} is gone{reason}. {LOST}")
+
+
+def unreachable(what: str, error: BaseException) -> WorkerLostError:
+    """The error for an operation that failed because the key-value store does not answer."""
+    return lost(what, error, "process 0 (or the launcher, if that serves the group's messages)")

@@ -24,8 +24,15 @@ from perdure.distribute.cluster.listener import ALL, local_address
 from perdure.distribute.cluster.variables import join_address
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
-from perdure.distribute.key_value_group import LOOK_S, KeyValueProcesses, late, lost, time_left
-from perdure.errors import ClusterError, UnsupportedLeafError
+from perdure.distribute.key_value_group import (
+    LOOK_S,
+    KeyValueProcesses,
+    late,
+    lost,
+    time_left,
+    unreachable,
+)
+from perdure.errors import ClusterError, UnsupportedLeafError, WorkerLostError
 from perdure.process_group import Processes, SingleProcess
 
 
@@ -107,7 +114,7 @@ class _CoordinationService:
         try:
             self._client.key_value_set_bytes(key, value)
         except jax.errors.JaxRuntimeError as error:
-            raise lost("a message to the other processes", error) from error
+            raise _failed("a message to the other processes", error) from error
 
     def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
         try:
@@ -116,7 +123,7 @@ class _CoordinationService:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 raise late(process, self._wait_s) from error
-            raise lost("waiting for the other processes", error) from error
+            raise _failed("waiting for the other processes", error) from error
 
     def has(self, key: str) -> bool:
         try:
@@ -124,7 +131,7 @@ class _CoordinationService:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return False
-            raise lost("waiting for the other processes", error) from error
+            raise _failed("waiting for the other processes", error) from error
         return True
 
     def delete(self, key: str) -> None:
@@ -132,7 +139,13 @@ class _CoordinationService:
         try:
             self._client.key_value_delete(key)
         except jax.errors.JaxRuntimeError as error:
-            raise lost("a message to the other processes", error) from error
+            raise _failed("a message to the other processes", error) from error
+
+
+def _failed(what: str, error: BaseException) -> WorkerLostError:
+    """The error for an operation of the store, which also fails if it knows that a process is gone."""
+    is_gone = "UNAVAILABLE" in str(error) and "unhealthy" not in str(error)
+    return (unreachable if is_gone else lost)(what, error)
 
 
 def exchange(

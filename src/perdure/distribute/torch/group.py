@@ -25,7 +25,7 @@ from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, w
 from perdure.distribute.cluster.listener import listen
 from perdure.distribute.cluster.variables import AGENT
 from perdure.distribute.engine import Merge, sliced
-from perdure.distribute.key_value_group import KeyValueProcesses, late, lost, time_left
+from perdure.distribute.key_value_group import KeyValueProcesses, late, lost, time_left, unreachable
 from perdure.distribute.lifeline import Lifeline
 from perdure.errors import ClusterError
 from perdure.framework_group import innermost_store
@@ -344,7 +344,7 @@ class _Store:
         try:
             self._store.set(key, value)
         except RuntimeError as error:
-            raise lost("a message to the other processes", error) from error
+            raise unreachable("a message to the other processes", error) from error
 
     def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
         try:
@@ -355,7 +355,7 @@ class _Store:
         except RuntimeError as error:
             if "timeout" in str(error):
                 raise late(process, self._watch.seconds) from error
-            raise lost("waiting for the other processes", error) from error
+            raise unreachable("waiting for the other processes", error) from error
         if value == _LossWatch.GONE:
             raise lost(f"waiting for process {process}")
         self._watch.connect()
@@ -365,13 +365,13 @@ class _Store:
         try:
             return self._store.check([key])
         except RuntimeError as error:
-            raise lost("waiting for the other processes", error) from error
+            raise unreachable("waiting for the other processes", error) from error
 
     def delete(self, key: str) -> None:
         try:
             self._store.delete_key(key)
         except RuntimeError as error:
-            raise lost("a message to the other processes", error) from error
+            raise unreachable("a message to the other processes", error) from error
 
 
 def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merge | None) -> Any:

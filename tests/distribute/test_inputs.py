@@ -44,6 +44,21 @@ def test_a_for_loop_runs_one_epoch_and_the_next_loop_the_next() -> None:
     assert batches.step == 8
 
 
+@pytest.mark.parametrize("step", [1.0, -1, True, "1", None, np.float32(1), np.int64(-1)])
+def test_a_step_that_is_no_index_is_refused_by_its_name(step: Any) -> None:
+    for call in (lambda: make_strategy().batch(data(), step), lambda: data().batch(step)):
+        with pytest.raises(DataError, match=r"^step: expected an integer of at least 0, found"):
+            call()
+
+
+def test_any_integer_is_a_step() -> None:
+    strategy = make_strategy()
+    steps: list[Any] = [3, np.uint8(3), np.array(3)]
+    found = rows(strategy.batch(data(), step) for step in steps)
+    assert found == found[:1] * 3
+    assert [type(step) for step, _ in found] == [int] * 3
+
+
 def test_a_resumed_loop_finishes_the_epoch_that_was_begun() -> None:
     strategy = make_strategy()
     every = rows(strategy.batch(data(), step) for step in range(8))

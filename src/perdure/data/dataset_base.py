@@ -8,6 +8,7 @@ iterator, and so no position to save.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +65,9 @@ class DatasetBase:
         """The epoch of a global step, and its number within that epoch. Both start at 0.
 
         Raises:
-            DataError: `step` is negative.
+            DataError: `step` is negative, or no integer.
         """
-        if step < 0:
-            raise DataError(f"step: expected at least 0, found {step}.")
-        return divmod(step, self.steps_per_epoch)
+        return divmod(step_index(step), self.steps_per_epoch)
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
         """The rows of one logical replica in the global batch of a step.
@@ -85,8 +84,10 @@ class DatasetBase:
 
         Raises:
             TopologyError: the batch does not divide evenly.
-            DataError: an example cannot be read; the message names the step and the example.
+            DataError: `step` is negative, or no integer; or an example cannot be read, and the message
+                names the step and the example.
         """
+        step = step_index(step)
         size = rows_per_replica(self.batch_size, replicas)
         if not 0 <= replica < replicas:
             raise TopologyError(f"replica: expected 0 to {replicas - 1}, found {replica}.")
@@ -126,6 +127,20 @@ class DatasetBase:
 
     def _recipe_fields(self) -> dict[str, str | int | bool]:
         raise NotImplementedError
+
+
+def step_index(step: Any) -> int:
+    """`step` as an int, from an integer of any framework; raises `DataError` for another value."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)
+    except TypeError:
+        found = f"{step!r} of type {type(step).__name__}"
+        raise DataError(f"step: expected an integer of at least 0, found {found}.") from None
+    if number < 0:
+        raise DataError(f"step: expected an integer of at least 0, found {number}.")
+    return number
 
 
 def rows_per_replica(batch_size: int, replicas: int) -> int:

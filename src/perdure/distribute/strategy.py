@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
+from perdure.data.dataset_base import step_index
 from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute import collectives, inputs, keras_calls
 from perdure.distribute.audit import OnCorruption, audit_options
@@ -138,8 +139,8 @@ class Strategy:
 
     def batch(self, dataset: StepDataset, step: int) -> PerReplica:
         """The shares of this process's replicas of the global batch of a step."""
-        if not 0 <= step < 2**32:
-            raise DataError(f"step: expected 0 to 2**32 - 1, found {step}")
+        if (step := step_index(step)) >= 2**32:
+            raise DataError(f"step: expected 0 to 2**32 - 1, found {step}.")
         inputs.require_dataset(dataset)
         shares = tuple(dataset.batch(step, r, self._replicas) for r in self.local_replicas)
         return PerReplica(shares, self.local_replicas, step)

@@ -395,7 +395,9 @@ def test_an_inner_optimizer_that_no_checkpoint_has_is_warned_about(tmp_path: Pat
                 optimizer.step()
                 if make is Sharpness or step == 1:
                     manager.save(step, {"optimizer": optimizer}, force=True)
-        found = [str(line.message) for line in caught if "attribute `base`" in str(line.message)]
+        found = [
+            str(line.message) for line in caught if "optimizer/base (SGD)" in str(line.message)
+        ]
         assert len(found) == (make is Sharpness), make
 
 

@@ -92,7 +92,7 @@ class RestoreCheck:
 
     def check_attributes(self, where: str, state: Any) -> None:
         """Warn once about what the program changes in its modules, and no checkpoint has."""
-        for note in (self._attributes.changed(state), self._attributes.inner_optimizer(state)):
+        for note in (self._attributes.changed(state), *self._attributes.unsaved(state)):
             if note is not None:
                 warn_caller(f"{where}: {note}")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -193,48 +192,3 @@ class OptimizerAttributes:
         for key, mark in self._tensors.items():
             if _has_changed(mark, values.get(key)):
                 yield key
-
-
-def unsaved_optimizer(
-    optimizer: torch.optim.Optimizer,
-) -> tuple[str, torch.optim.Optimizer] | None:
-    """An attribute that is, or has in it, an optimizer with a state which `optimizer` does not save."""
-    for name, inner in _inner_optimizers(vars(optimizer)):
-        state = getattr(inner, "state", {})
-        if state is getattr(optimizer, "state", None):
-            continue
-        needed = [*_tensors(dict(state))]
-        if not needed:
-            continue
-        saved = [*_tensors(optimizer.state_dict())]
-        if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-            is_saved = {id(value) for value in needed} <= {id(value) for value in saved}
-        else:  # which may return copies
-            is_saved = not Counter(map(_form, needed)) - Counter(map(_form, saved))
-        if not is_saved:
-            return name, inner
-    return None
-
-
-def _inner_optimizers(
-    values: Mapping[str, Any],
-) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    for name, value in values.items():
-        if isinstance(value, (list, tuple)):
-            yield from _inner_optimizers({f"{name}[{n}]": v for n, v in enumerate(value)})
-        elif type(value) is dict:
-            yield from _inner_optimizers({f"{name}[{key!r}]": v for key, v in value.items()})
-        elif isinstance(value, torch.optim.Optimizer):
-            yield name, value
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(child)

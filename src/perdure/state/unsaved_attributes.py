@@ -39,33 +39,36 @@ class UnsavedAttributes:
         self._flags: dict[str, tuple[weakref.ref[Any], Any]] = {}
         self._static: dict[str, Any] | None = None
         self._named: set[str] = set()
-        self._optimizers: set[str] = set()
+        self._steps: Any = None
 
-    def inner_optimizer(self, state: Any) -> str | None:
-        """A warning about an optimizer of the user's whose momentum is in an attribute; once for each.
-
-        Only classes that are not from PyTorch are looked at.
-        """
-        if (torch := sys.modules.get("torch")) is None:
-            return None
-        optimizers = {
-            path: value
-            for path, value in live_objects(state)
-            if isinstance(value, torch.optim.Optimizer)
+    def unsaved(self, state: Any) -> Iterator[str]:
+        """Warnings about optimizers and the like that others own, and about tensors that are stepped
+        and that the state does not have; once for each path."""
+        if "torch" not in sys.modules:
+            return
+        saved = _torch("unsaved").SavedValues(state)
+        self._steps = self._steps or _torch("unsaved").SteppedTensors()
+        found = {
+            join_dotted(path, name): type(inner).__name__
+            for path, owner in live_objects(state)
+            for name, inner in _torch("unsaved").unsaved_inner(owner, saved)
         }
-        for path, value in optimizers.items():
-            if path in self._optimizers or is_from_library(type(value)):
-                continue
-            inner = _torch_attributes().unsaved_optimizer(value)
-            if inner is not None and not any(inner[1] is other for other in optimizers.values()):
-                self._optimizers.add(path)
-                return (
-                    f"{path or '(the state itself)'}: the {type(value).__name__} steps with its "
-                    f"attribute `{inner[0]}`, an optimizer whose state (momentum) is not in its "
-                    f"`state_dict()`, so that no checkpoint has it and a resume begins without it. "
-                    f"Return its state in `state_dict` and load it in `load_state_dict`."
-                )
-        return None
+        if names := [f"{path} ({kind})" for path, kind in found.items() if path not in self._named]:
+            self._named.update(found)
+            yield (
+                f"no checkpoint has the state of {_few(names)}, which a module or an optimizer owns: "
+                f"it is not in the owner's `state_dict()`, and a resume begins without it (momentum, "
+                f"learning rate). Make it a member of the state too, such as "
+                f"`{{'model': model, 'optimizer': model.optimizer}}`, or return its state in the "
+                f"owner's `state_dict` and load it in `load_state_dict`."
+            )
+        for path, tensors in self._steps.outside(saved):
+            yield (
+                f"{path or '(the state itself)'}: the {type(saved.optimizers[path]).__name__} steps "
+                f"tensors that no member of the state has: {tensors}. A resume begins with their fresh "
+                f"values. Put them, or the module that has them, into the state. If they belong to a "
+                f"module that the run has replaced, give the optimizer the parameters of the new one."
+            )
 
     def expect(self, fresh: Any) -> None:
         """Compare what JAX takes as structure with that of `fresh`, which a resume begins with.
@@ -78,7 +81,7 @@ class UnsavedAttributes:
             self._flags = {
                 path: (
                     weakref.ref(value),
-                    _torch_attributes().ModuleAttributes(value, flags_only=True),
+                    _torch("attributes").ModuleAttributes(value, flags_only=True),
                 )
                 for path, value in live_objects(fresh)
                 if isinstance(value, torch.nn.Module)
@@ -91,10 +94,9 @@ class UnsavedAttributes:
         if not paths:
             return None
         self._named.update(paths)
-        more = f" and {len(paths) - _FEW:,} more" if len(paths) > _FEW else ""
         return (
             f"attributes of modules or optimizers have changed since the restore or the first save, "
-            f"and no checkpoint has them: {', '.join(paths[:_FEW])}{more}. After a resume they have "
+            f"and no checkpoint has them: {_few(paths)}. After a resume they have "
             f"their fresh values. If later steps depend on them, let the state have them: a persistent "
             f"buffer of the module (`register_buffer`) or the optimizer's `state_dict` in PyTorch, "
             f"an `nnx.Variable` in Flax, an array in place of a static field in Equinox and JAX. "
@@ -113,7 +115,7 @@ class UnsavedAttributes:
                 continue
             module, attributes = self._modules.get(path, (None, None))
             if module is None or module() is not value or attributes is None:
-                attributes = getattr(_torch_attributes(), kind)(value)
+                attributes = getattr(_torch("attributes"), kind)(value)
                 self._modules[path] = weakref.ref(value), attributes
                 module, attributes = self._flags.pop(path, (None, None))
                 if module is None or module() is not value or attributes is None:
@@ -130,8 +132,14 @@ class UnsavedAttributes:
         ]
 
 
-def _torch_attributes() -> Any:
-    return import_module("perdure.state.torch_attributes")
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:_FEW]) + (
+        f" and {len(names) - _FEW:,} more" if len(names) > _FEW else ""
+    )
+
+
+def _torch(name: str) -> Any:
+    return import_module(f"perdure.state.torch_{name}")
 
 
 def _static_values(state: Any) -> dict[str, Any] | None:

@@ -237,6 +237,7 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         (np.zeros(2, np.longdouble), "has no exact form"),
         ({("a", 1): 2}, r"a mapping has the key \('a', 1\)"),
         ({"": 2}, "a mapping has the key ''"),
+        ({torch.zeros(2, 3): 2}, r"a mapping has the key Tensor of shape \(2, 3\); expected"),
         ({1: 2, "1": 3}, "several keys that are '1'"),
         ("\ud800", "is not valid Unicode"),
         (jax.ShapeDtypeStruct((2,), jnp.float32), "an abstract array has no data"),

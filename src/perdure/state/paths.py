@@ -6,6 +6,7 @@ A path joins the keys from the root to a leaf with `/`. A `/` or `%` inside a ke
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,16 @@ def key_text(key: object) -> str:
     if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
         return str(key)
     raise UnsupportedLeafError(
-        f"a mapping has the key {key!r}; expected a non-empty string or an integer, because keys "
+        f"a mapping has the key {_form(key)}; expected a non-empty string or an integer, because keys "
         f"become leaf paths."
     )
+
+
+def _form(key: object) -> str:
+    """A key in an error: of an array or a tensor, which may be large, not the values."""
+    if isinstance(shape := getattr(key, "shape", None), tuple):
+        return f"{type(key).__name__} of shape {tuple(shape)}"
+    return reprlib.repr(key)
 
 
 def join_key(path: str, key: str) -> str:

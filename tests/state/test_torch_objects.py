@@ -104,6 +104,45 @@ def test_the_state_of_an_optimizer_keeps_its_own_dtype(dtype: torch.dtype) -> No
         assert torch.equal(one["exp_avg"], two["exp_avg"])
 
 
+class Counting(torch.optim.Optimizer):
+    """Loads with PyTorch's code and adds its own, as many optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            count = self.state[parameter].get("count", torch.zeros((), dtype=torch.int64))
+            self.state[parameter]["count"] = count + 2**24 + 1
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+class Halved(Counting):
+    """Holds numbers of another dtype than it saves."""
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        state = super().state_dict()
+        held = {n: {"count": values["count"].long()} for n, values in state["state"].items()}
+        return {**state, "state": held}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Counting, torch.int64), (Halved, torch.float32)])
+def test_an_optimizer_that_loads_with_the_code_of_torch_keeps_its_dtypes(
+    kind: Any, dtype: torch.dtype
+) -> None:
+    state = {"opt": kind(torch.nn.Linear(2, 2).parameters(), {})}
+    state["opt"].step()
+    parameters = list(torch.nn.Linear(2, 2).parameters())
+    target = {"opt": kind(parameters, {})}
+    if kind is Counting:
+        restore(target, snapshot(state))
+        assert bits(target) == bits(state)
+    else:  # 2**24 + 1 is no number of 32 bits, and what the optimizer converts is its own
+        state["opt"].state[state["opt"].param_groups[0]["params"][0]]["count"] -= 1
+        state["opt"].state[state["opt"].param_groups[0]["params"][1]]["count"] -= 1
+        restore(target, snapshot(state))
+    assert target["opt"].state[parameters[0]]["count"].dtype == dtype
+
+
 def test_the_state_of_a_channels_last_parameter_keeps_the_memory_format() -> None:
     weight = torch.nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     old, new = torch.optim.Adam([weight]), torch.optim.Adam([weight])

@@ -227,9 +227,13 @@ class _Optimizer(Stateful):
     @torch.inference_mode(mode=False)
     def load(self, state: Any) -> None:
         optimizer = self.target
-        optimizer.load_state_dict(state)
         if not self._is_standard:
+            stored = _tensor_states(state) if self._has_groups else {}
+            optimizer.load_state_dict(state)
+            if stored:
+                _put_exact(optimizer, stored)
             return
+        optimizer.load_state_dict(state)
         # PyTorch casts the values to the dtype of the parameter. Replace them by the exact ones.
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         parameters = [param for group in optimizer.param_groups for param in group["params"]]
@@ -283,6 +287,36 @@ class _Scheduler(Stateful):
 
     def may_add(self, path: str) -> bool:
         return "/" not in path  # a setting of a newer torch
+
+
+def _tensor_states(state: Any) -> dict[int, dict[Any, Any]]:
+    """The state of each parameter of an optimizer by its place, as `load_state_dict` gets it."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    return {
+        place: dict(values)
+        for place, number in enumerate(numbers)
+        if isinstance(values := state["state"].get(number), dict)
+    }
+
+
+def _put_exact(optimizer: torch.optim.Optimizer, stored: Mapping[int, Mapping[Any, Any]]) -> None:
+    """Give tensors the dtype that they were stored with, if the optimizer's own code for loading has
+    called PyTorch's, which casts to the dtype of the parameter, and what it saves is what it holds."""
+    saved = _tensor_states(optimizer.state_dict())
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
+    for place, parameter in enumerate(parameters):
+        held = optimizer.state.get(parameter)
+        before, present = stored.get(place), saved.get(place)
+        if before is None or present is None or not isinstance(held, dict):
+            continue
+        if not before.keys() == present.keys() == held.keys():
+            continue
+        for key, value in before.items():
+            other = held[key]
+            if type(value) not in _EXACT or type(other) not in _EXACT or present[key] is not other:
+                continue
+            if value.dtype != other.dtype and value.shape == other.shape:
+                held[key] = _exact_state(value, other, parameter)
 
 
 def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:

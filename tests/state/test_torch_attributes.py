@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -87,6 +88,88 @@ def test_what_training_changes_is_named(prepare: Any, change: Any, names: list[s
     assert all(name in found for name in names), found
 
 
+class Hidden(NamedTuple):
+    state: Any
+    cell: Any
+
+
+class Statistics:
+    """A plain object, whose random state and array of many elements are compared by a digest."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.log = 0, torch.zeros(2), [0.0]
+        self.many, self.many_more = np.zeros(5000), [np.zeros(5000)]
+        self.draws = {"python": random.Random(0), "numpy": np.random.RandomState(0)}
+
+    def update(self) -> None:
+        self.count += 1
+        self.mean, self.many = self.mean + 1, self.many + 1
+        self.draws["python"].random()
+        self.draws["numpy"].rand()
+        self.log.append(1.0)
+        self.log[0] = 1.0
+
+
+class Loop:
+    """Runs the steps. It is in no attribute of the network that the network depends on."""
+
+    def __init__(self, net: Any) -> None:
+        self.net, self.step = net, 0
+
+
+def containers(net: Any) -> None:
+    net.lists, net.dicts = [torch.rand(2), 1.0], {"a": (torch.rand(2),), "n": 1}
+    net.named, net.nested = Hidden(torch.rand(2), 1.0), ((torch.rand(2), 0), "name")
+    net.statistics = Statistics()
+
+
+def other_values(net: Any) -> None:
+    statistics = net.statistics
+    containers(net)
+    statistics.update()
+    net.statistics = statistics
+
+
+def test_values_in_containers_and_objects_are_named() -> None:
+    net, check = Layer(), UnsavedAttributes()
+    containers(net)
+    assert check.changed({"net": torch.nn.Sequential(net)}) is None
+    assert check.changed({"net": torch.nn.Sequential(net)}) is None
+    net, check = Layer(), UnsavedAttributes()
+    containers(net)
+    assert check.changed({"net": net}) is None
+    other_values(net)
+    names = {*check._changed_modules({"net": net})}  # the warning names five
+    statistics = ["count", "mean", "many", "draws/python", "draws/numpy"]
+    assert names == {
+        *("net/lists/0", "net/dicts/a/0", "net/named/state", "net/nested/0/0"),
+        *(f"net/statistics/{name}" for name in statistics),
+    }
+
+
+def known(net: Any) -> None:
+    """Tensors that the state has anyway, and objects that are not about the module."""
+    net.weights, net.by_name = list(net.parameters()), dict(net.named_parameters())
+    net.detached, net.loop = [net.weight.detach(), net.ready], Loop(net)
+
+
+def next_step(net: Any) -> None:
+    step(net)
+    net.ready.add_(1)
+    net.loop.step += 1
+
+
+def test_values_of_plain_containers_and_layers_of_torch_are_named() -> None:
+    net: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+    net.temperature, net[0].center = 1.0, torch.zeros(2)
+    net[1].register_buffer("seen", torch.zeros(2), persistent=False)
+    check, state = UnsavedAttributes(), {"net": net}
+    assert check.changed(state) is None
+    net.temperature, net[1].p, net[0].center = 0.9, 0.4, torch.ones(2)
+    net.get_buffer("1.seen").add_(1)
+    assert {*check._changed_modules(state)} == {"net/temperature", "net/0/center", "net/1/seen"}
+
+
 def sizes(net: Any) -> None:
     net.sizes = (1, (2, f"{net.in_features}"))
 
@@ -108,6 +191,7 @@ def with_nan(net: Any) -> None:
     ("prepare", "change"),
     [
         (views, step),
+        (known, next_step),
         (pruned, evaluated),
         (torch.nn.utils.weight_norm, evaluated),
         (torch.nn.utils.spectral_norm, evaluated),
@@ -116,8 +200,8 @@ def with_nan(net: Any) -> None:
         (sizes, sizes),
         (phase, phase),
     ],
-    ids=["views", "pruned", "weight_norm", "spectral_norm", "NaN", "idle generators", "made again",
-         "one phase"],
+    ids=["views", "known", "pruned", "weight_norm", "spectral_norm", "NaN", "idle",
+         "made again", "one phase"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 def test_what_only_looks_changed_is_left_alone(prepare: Any, change: Any) -> None:
@@ -196,12 +280,15 @@ class Several(torch.optim.Optimizer):
         super().__init__(parameters, {})
         made = [torch.optim.SGD([parameter], 0.1, 0.9) for parameter in parameters]
         self.parts = made if kind is list else dict(enumerate(made))
-        self.norm = torch.zeros(())
+        self.norm, self.generator = torch.zeros(()), torch.Generator()
+        self.tensors, self.averages, self.norms = parameters, [torch.zeros(1)], [0.0]
 
     def step(self, closure: Any = None) -> Any:
         for each in self.parts.values() if isinstance(self.parts, dict) else self.parts:
             each.step()
         self.norm = self.norm + 1
+        torch.rand(1, generator=self.generator)
+        self.averages, self.norms = [torch.ones(1)], [1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", [list, dict])
@@ -213,7 +300,7 @@ def test_inner_optimizers_in_containers_and_tensors_are_warned_about(kind: type)
     net(torch.ones(1, 2)).sum().backward()
     state["own"].step()
     assert "own/parts[0] (SGD)" in "".join(check.unsaved(state))
-    assert "own/norm" in (check.changed(state) or "")
+    assert {*check._changed_modules(state)} == {"own/norm", "own/generator", "own/averages/0"}
 
 
 class Actor(torch.nn.Linear):
@@ -228,8 +315,10 @@ class Actor(torch.nn.Linear):
 
 
 class Complete(Actor):
+    temperature = 1.0
+
     def get_extra_state(self) -> Any:
-        return {"adam": self.parts["adam"].state_dict()}
+        return {"temperature": self.temperature, "adam": self.parts["adam"].state_dict()}
 
     def set_extra_state(self, state: Any) -> None:
         raise NotImplementedError
@@ -271,7 +360,10 @@ def test_an_optimizer_that_a_module_owns_is_named_unless_it_is_saved() -> None:
     assert not [*check.unsaved({"net": net, **members})]
     assert not [*check.unsaved({"net": net, "agent": Agent(net)})]
     other = Complete()
+    assert check.changed({"net": other}) is None
     trained(other, *other.parts.values())
+    other.temperature = 0.5
+    assert check.changed({"net": other}) is None
     assert not [*check.unsaved({"net": torch.nn.Sequential(other)})]
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import random
+import sys
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -13,14 +18,21 @@ import numpy as np
 import torch
 
 from perdure.state.paths import join_part
+from perdure.state.torch_unsaved import STEPPING, SavedValues, is_own_module, own_parts
 from perdure.state.unsaved_attributes import PLAIN, is_from_library, is_plain, is_same
 
 _OWN = frozenset(vars(torch.nn.Module()))
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
+"""What an optimizer saves, and what a learning rate scheduler sets in it."""
+_SCALARS = PLAIN - {tuple}
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _COPIED = 4096
 """Elements of a tensor that is copied, so that an equal one that was made again counts as unchanged."""
+_READ = 1 << 24
+"""Elements of a NumPy array of which a digest is made in each save."""
+_DEPTH, _MOST = 3, 256
+"""How deep, and at how many values, containers and objects in an attribute are looked at."""
 _MISSING: Any = object()
-_OF_SCHEDULERS = ("_opt_called", "_step_count")
-"""What a learning rate scheduler sets in its optimizer."""
 
 
 class _TensorMark(NamedTuple):
@@ -29,11 +41,20 @@ class _TensorMark(NamedTuple):
     copy: torch.Tensor | None
 
 
+class _ArrayMark(NamedTuple):
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    digest: bytes
+
+
+class _GeneratorMark(NamedTuple):
+    digest: str
+
+
 class _Part(NamedTuple):
     name: str
     module: weakref.ref[torch.nn.Module]
-    plain: list[tuple[str, Any]]
-    tensors: list[tuple[str, _TensorMark]]
+    marks: dict[str, Any]
     buffers: list[tuple[str, _TensorMark | None]]
 
 
@@ -45,93 +66,210 @@ class ModuleAttributes:
 
     def __init__(self, module: torch.nn.Module, *, flags_only: bool = False) -> None:
         self._parts: list[_Part] = []
-        for name, part in module.named_modules():
-            if is_from_library(type(part)):
+        seen: set[int] = set()
+        for name, part in own_parts(module, every=True):
+            if not (is_own_module(type(part)) or _is_layer(type(part))):
                 continue
-            values = _values_of(part)
+            values = _values_of(part, seen)
             if flags_only:
-                flags = [(key, value) for key, value in values.items() if type(value) is bool]
-                self._parts.append(_Part(name, weakref.ref(part), flags, [], []))
+                flags = {key: value for key, value in values.items() if type(value) is bool}
+                self._parts.append(_Part(name, weakref.ref(part), flags, []))
                 continue
-            found = _Part(
-                name,
-                weakref.ref(part),
-                [(key, _plain_copy(value)) for key, value in values.items() if _is_plain(value)],
-                [(key, _mark(value)) for key, value in values.items() if _is_kept(value)],
-                [
-                    (key, _mark(value) if _is_kept(value) else None)
-                    for key in sorted(part._non_persistent_buffers_set)
-                    if (value := part._buffers.get(key, _MISSING)) is None or _is_kept(value)
-                ],
-            )
-            if found.plain or found.tensors or found.buffers:
-                self._parts.append(found)
+            buffers = [
+                (key, _tensor_mark(value) if _is_kept(value) else None)
+                for key in sorted(part._non_persistent_buffers_set)
+                if (value := part._buffers.get(key, _MISSING)) is None or _is_kept(value)
+            ]
+            if (marks := _marks(values)) or buffers:
+                self._parts.append(_Part(name, weakref.ref(part), marks, buffers))
 
-    def changed(self) -> Iterator[str]:
+    def changed(self, saved: SavedValues) -> Iterator[str]:
         """The dotted names of the attributes and buffers that have other values now."""
-        for name, reference, plain, tensors, buffers in self._parts:
+        seen: set[int] = set()
+        for name, reference, marks, buffers in self._parts:
             if (module := reference()) is None:
                 continue
-            values = _values_of(module)
-            for key, before in plain:
-                if (value := values.get(key, before)) is not before and _differs(before, value):
-                    yield _dotted(name, key)
-            for key, mark in tensors:
-                if _has_changed(mark, values.get(key)):
-                    yield _dotted(name, key)
+            for key in _changed(marks, _values_of(module, seen), saved) if marks else ():
+                yield _dotted(name, key)
             for key, mark in buffers:
                 value = module._buffers.get(key)
                 if _has_changed(mark, value) if mark else _is_kept(value):
                     yield _dotted(name, key)
 
 
-def _values_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The attributes of a module that is not PyTorch's, and those of tuples and namespaces in them.
+class OptimizerAttributes:
+    """Remembers the numbers and tensors of an optimizer of the user's, without keeping it alive."""
 
-    Of a generator, a digest of its state. Left out is what a parametrization computes from others.
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        inherits = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+        self._marks = _marks(self._values()) if inherits else {}
+
+    def changed(self, saved: SavedValues) -> Iterator[str]:
+        """The names of the attributes that have other values now."""
+        return _changed(self._marks, self._values() if self._marks else {}, saved)
+
+    def _values(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in getattr(self._optimizer(), "__dict__", {}).items():
+            if key not in _OF_OPTIMIZERS and not key.startswith("_optimizer_"):
+                _add(values, key, value, set())
+        return values
+
+
+@cache
+def _is_layer(kind: type) -> bool:
+    """Whether a class is one of the layers of PyTorch, whose numbers are code."""
+    return kind.__module__.startswith("torch.nn.modules.")
+
+
+def _values_of(module: torch.nn.Module, seen: set[int]) -> dict[str, Any]:
+    """The attributes of a module by name, and by dotted name what is in containers and objects in them.
+
+    Left out is what a parametrization computes from others.
     """
     values: dict[str, Any] = {}
+    is_own = is_own_module(type(module))
     for key, value in vars(module).items():
         if key in _OWN or any(f"{key}_{made}" in module._parameters for made in ("orig", "v")):
             continue
-        values[key] = _generator_state(value)
-        if type(value) is tuple and not is_plain(value):
-            values |= {f"{key}.{number}": part for number, part in enumerate(value)}
-        elif type(value) is SimpleNamespace:
-            values |= {f"{key}.{name}": part for name, part in vars(value).items()}
+        if is_own:
+            _add(values, key, value, seen)
+        elif not key.startswith("_") and isinstance(value, (torch.Tensor, *_GENERATORS)):
+            values[key] = value
     return values
 
 
-def _generator_state(value: Any) -> Any:
+def _add(values: dict[str, Any], key: str, value: Any, seen: set[int]) -> None:
+    """Add an attribute and what is in it. Of lists and dicts no numbers, because a log grows there."""
+    if type(value) in _SCALARS:
+        values[key] = value
+        return
+    nodes = deque([(key, value, 0, True)])
+    for _ in range(_MOST):
+        if not nodes:
+            return
+        name, value, depth, counts = nodes.popleft()
+        if not counts and (type(value) in PLAIN or isinstance(value, (np.generic, enum.Enum))):
+            if type(value) is not tuple:
+                continue
+        else:
+            values[name] = value
+        if depth < _DEPTH:
+            counts = counts and not isinstance(value, (list, dict))
+            nodes.extend(
+                (f"{name}.{part}", child, depth + 1, counts)
+                for part, child in islice(_inside(value, seen), _MOST)
+            )
+
+
+def _inside(value: Any, seen: set[int]) -> Iterable[tuple[Any, Any]]:
+    kind = type(value)
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list):
+        return enumerate(value)
+    if isinstance(value, tuple):
+        if fields := getattr(kind, "_fields", None):
+            return zip(fields, value, strict=False)
+        return enumerate(value) if kind is tuple and not is_plain(value) else ()
+    if not _is_of_program(kind) or id(value) in seen:
+        return ()
+    seen.add(id(value))
+    attributes = getattr(value, "__dict__", {})
+    # An object that has modules is about the training, such as the one that runs the loop.
+    if any(isinstance(part, (torch.nn.Module, *STEPPING)) for part in attributes.values()):
+        return ()
+    return list(attributes.items())
+
+
+@cache
+def _is_of_program(kind: type) -> bool:
+    """Whether a class is a namespace, or from the user's code and without a state of its own."""
+    if kind is SimpleNamespace:
+        return True
+    if is_from_library(kind) or hasattr(kind, "state_dict") or issubclass(kind, enum.Enum):
+        return False
+    package = kind.__module__.partition(".")[0]
+    if package in ("builtins", "perdure") or package in sys.stdlib_module_names - {"__main__"}:
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return "-packages" not in file
+
+
+def _marks(values: Mapping[str, Any]) -> dict[str, Any]:
+    marks = {key: _mark(value) for key, value in values.items()}
+    return {key: mark for key, mark in marks.items() if mark is not _MISSING}
+
+
+def _mark(value: Any) -> Any:
+    """What shows later whether a value has changed; `_MISSING` if it is not compared."""
+    if isinstance(value, torch.Tensor):
+        return _tensor_mark(value) if _is_kept(value) else _MISSING
+    if isinstance(value, np.ndarray):
+        if value.size > _READ or value.dtype.hasobject:
+            return _MISSING
+        data = value.tobytes()
+        digest = data if value.size <= _COPIED else hashlib.blake2b(data).digest()
+        return _ArrayMark(value.dtype, value.shape, digest)
+    if isinstance(value, _GENERATORS):
+        return _GeneratorMark(_generator_digest(value))
+    return value if _is_plain(value) else _MISSING
+
+
+def _generator_digest(value: Any) -> str:
     if isinstance(value, torch.Generator):
-        return hashlib.blake2b(value.get_state().numpy().tobytes()).hexdigest()
-    if isinstance(value, np.random.Generator):
-        return hashlib.blake2b(repr(value.bit_generator.state).encode()).hexdigest()
-    return value
+        data = value.get_state().numpy().tobytes()
+    elif isinstance(value, random.Random):
+        data = repr(value.getstate()).encode()
+    else:
+        is_new = isinstance(value, np.random.Generator)
+        state = value.bit_generator.state if is_new else value.get_state(legacy=False)
+        with np.printoptions(threshold=sys.maxsize):
+            data = repr(state).encode()
+    return hashlib.blake2b(data).hexdigest()
+
+
+def _changed(
+    marks: Mapping[str, Any], values: Mapping[str, Any], saved: SavedValues
+) -> Iterator[str]:
+    """The names of values that are not as they were marked, and that no member of the state saves."""
+    for key, mark in marks.items():
+        if (value := values.get(key, _MISSING)) is _MISSING:
+            continue
+        if _has_changed(mark, value):
+            if _is_plain(value) or not saved.knows(value):
+                yield key
+        elif isinstance(value, (tuple, list, dict)) and _is_plain(mark) and not _is_plain(value):
+            inside = [each for name, each in values.items() if name.startswith(f"{key}.")]
+            if any(_is_kept(each) and not saved.knows(each) for each in inside):
+                yield key
+
+
+def _has_changed(mark: Any, value: Any) -> bool:
+    """Whether a value is another one: what is neither plain, an array nor a generator is left alone."""
+    if isinstance(mark, _TensorMark):
+        return _is_other_tensor(mark, value)
+    if value is mark:
+        return False
+    if isinstance(mark, _GeneratorMark) and not isinstance(value, _GENERATORS):
+        return False
+    now = _mark(value)
+    if now is _MISSING:
+        return False
+    if isinstance(now, _TensorMark) or type(now) is not type(mark):
+        return True
+    return now != mark if isinstance(now, (_ArrayMark, _GeneratorMark)) else not is_same(mark, now)
 
 
 def _dotted(name: str, key: str) -> str:
     return join_part(name.replace(".", "/"), key).replace("/", ".")
 
 
-def _differs(before: Any, value: Any) -> bool:
-    """Whether a plain attribute has another value: what is neither plain nor a tensor is left alone."""
-    if isinstance(value, np.ndarray) and isinstance(before, np.ndarray):
-        described = before.dtype, before.shape
-        return described != (value.dtype, value.shape) or before.tobytes() != value.tobytes()
-    if _is_plain(value):
-        return not is_same(before, value)
-    return any(map(_is_kept, value)) if type(value) is tuple else _is_kept(value)
-
-
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.size <= _COPIED and not value.dtype.hasobject
+    if isinstance(value, (_TensorMark, _ArrayMark, _GeneratorMark)):
+        return False
     return (type(value) in PLAIN and is_plain(value)) or isinstance(value, (np.generic, enum.Enum))
-
-
-def _plain_copy(value: Any) -> Any:
-    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
@@ -144,13 +282,13 @@ def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
         return False
 
 
-def _mark(tensor: torch.Tensor) -> _TensorMark:
+def _tensor_mark(tensor: torch.Tensor) -> _TensorMark:
     is_small = tensor.numel() <= _COPIED and not tensor.is_meta
     copy = tensor.detach().clone() if is_small else None
     return _TensorMark(weakref.ref(tensor), tensor._version, copy)
 
 
-def _has_changed(mark: _TensorMark, value: Any) -> bool:
+def _is_other_tensor(mark: _TensorMark, value: Any) -> bool:
     if not _is_kept(value):
         return False
     if mark.reference() is value and mark.version == value._version:
@@ -167,28 +305,3 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     bits = [tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*bits)
-
-
-class OptimizerAttributes:
-    """Remembers the numbers and tensors of an optimizer of the user's, without keeping it alive."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        inherits = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
-        values = vars(optimizer) if inherits else {}
-        self._plain = {
-            key: _plain_copy(value)
-            for key, value in values.items()
-            if _is_plain(value) and key not in _OF_SCHEDULERS
-        }
-        self._tensors = {key: _mark(value) for key, value in values.items() if _is_kept(value)}
-
-    def changed(self) -> Iterator[str]:
-        """The names of the attributes that have other values now."""
-        values = vars(self._optimizer() or object)
-        for key, before in self._plain.items():
-            if _differs(before, values.get(key, before)):
-                yield key
-        for key, mark in self._tensors.items():
-            if _has_changed(mark, values.get(key)):
-                yield key

@@ -14,7 +14,7 @@ from perdure.state.live_objects import live_objects, members
 from perdure.state.unsaved_attributes import is_from_library
 
 _SAVING = ("state_dict", "get_extra_state", "_save_to_state_dict")
-_STEPPING = (
+STEPPING = (
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
@@ -63,6 +63,12 @@ class SavedValues:
             return True
         return isinstance(value, torch.Tensor) and _memory(value) in self._memory
 
+    def knows(self, value: Any) -> bool:
+        """Whether the state has a value, or an optimizer of the state steps it."""
+        if self.has(value):
+            return True
+        return isinstance(value, torch.Tensor) and _memory(value) in self._stepped
+
     def has_state_of(self, value: Any) -> bool:
         """Whether an optimizer or the like is a member, or a member has what it saves."""
         if id(value) in self.parameters:
@@ -84,9 +90,15 @@ class SavedValues:
             value.state_dict()
             for value in self._members
             if hasattr(value, "state_dict")
-            and not isinstance(value, (type, torch.nn.Module, *_STEPPING))
+            and not isinstance(value, (type, torch.nn.Module, *STEPPING))
         ]
         return [value for value in members([self._state, *saved]) if isinstance(value, Mapping)]
+
+    @cached_property
+    def _stepped(self) -> set[int]:
+        groups = [getattr(value, "param_groups", ()) for value in self.optimizers.values()]
+        tensors = [tensor for part in groups for group in part for tensor in group["params"]]
+        return set(map(_memory, tensors)) - {0}
 
     @cached_property
     def _memory(self) -> set[int]:
@@ -124,20 +136,22 @@ def unsaved_inner(owner: Any, saved: SavedValues) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}" if prefix else name, inner
 
 
-def own_parts(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """A module and those in it by dotted name, without those of libraries and without those of which a
-    class of the program decides what is saved."""
+def own_parts(
+    module: torch.nn.Module, *, every: bool = False
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """A module and those in it by dotted name, without those of libraries (unless `every`) and without
+    those of which a class of the program decides what is saved."""
     parts, seen = [("", module)], {id(module)}
     while parts:  # `named_modules` takes three times as long
         name, part = parts.pop()
         if _decides(type(part)):
             continue
-        if is_own_module(type(part)):
+        if every or is_own_module(type(part)):
             yield name, part
         for key, child in reversed(part._modules.items()):
             if child is None or id(child) in seen:
                 continue
-            if child._modules or is_own_module(type(child)):
+            if every or child._modules or is_own_module(type(child)):
                 seen.add(id(child))
                 parts.append((f"{name}.{key}" if name else key, child))
 
@@ -157,12 +171,12 @@ def _decides(kind: type) -> bool:
 
 def _inner(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if isinstance(value, _STEPPING):
+        if isinstance(value, STEPPING):
             yield name, value
         elif isinstance(value, (list, tuple, dict)) and name not in _OWN:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, child in islice(items, _MOST):
-                if isinstance(child, (*_STEPPING, list, tuple, dict)):
+                if isinstance(child, (*STEPPING, list, tuple, dict)):
                     yield from _inner({f"{name}[{key!r}]": child})
 
 

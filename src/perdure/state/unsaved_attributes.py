@@ -106,6 +106,7 @@ class UnsavedAttributes:
     def _changed_modules(self, state: Any) -> Iterator[str]:
         if (torch := sys.modules.get("torch")) is None:
             return
+        saved = _torch("unsaved").SavedValues(state)
         for path, value in live_objects(state):
             if isinstance(value, torch.nn.Module):
                 kind = "ModuleAttributes"
@@ -120,7 +121,7 @@ class UnsavedAttributes:
                 module, attributes = self._flags.pop(path, (None, None))
                 if module is None or module() is not value or attributes is None:
                     continue
-            yield from (join_dotted(path, name) for name in attributes.changed())
+            yield from (join_dotted(path, name) for name in attributes.changed(saved))
 
     def _changed_static(self, state: Any) -> list[str]:
         static = _static_values(state)

@@ -31,6 +31,7 @@ def warning_after(change: Callable[[Any], Any], prepare: Callable[[Any], Any] = 
     prepare(net)
     assert check.changed({"net": net}) is None
     change(net)
+    assert not [*check.unsaved({"net": net})]
     return check.changed({"net": net}) or ""
 
 
@@ -153,6 +154,12 @@ def known(net: Any) -> None:
     net.detached, net.loop = [net.weight.detach(), net.ready], Loop(net)
 
 
+def odd(net: Any) -> None:
+    net.sparse, net.empty = torch.eye(2).to_sparse(), torch.zeros(2, device="meta")
+    net.again, net.by_tensor = [net], {torch.zeros(2): torch.zeros(2)}
+    net.again.append(net.again)
+
+
 def next_step(net: Any) -> None:
     step(net)
     net.ready.add_(1)
@@ -192,6 +199,7 @@ def with_nan(net: Any) -> None:
     [
         (views, step),
         (known, next_step),
+        (odd, lambda net: setattr(net, "sparse", torch.eye(2).to_sparse())),
         (pruned, evaluated),
         (torch.nn.utils.weight_norm, evaluated),
         (torch.nn.utils.spectral_norm, evaluated),
@@ -200,7 +208,7 @@ def with_nan(net: Any) -> None:
         (sizes, sizes),
         (phase, phase),
     ],
-    ids=["views", "known", "pruned", "weight_norm", "spectral_norm", "NaN", "idle",
+    ids=["views", "known", "odd", "pruned", "weight_norm", "spectral_norm", "NaN", "idle",
          "made again", "one phase"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")

@@ -165,8 +165,9 @@ def _add(values: dict[str, Any], key: str, value: Any, seen: set[int]) -> None:
 
 def _inside(value: Any, seen: set[int]) -> Iterable[tuple[Any, Any]]:
     kind = type(value)
-    if isinstance(value, dict):
-        return value.items()
+    if isinstance(value, dict):  # the text of a key that is a tensor would take long
+        items = enumerate(value.items())
+        return ((key if isinstance(key, (str, int)) else n, part) for n, (key, part) in items)
     if isinstance(value, list):
         return enumerate(value)
     if isinstance(value, tuple):
@@ -273,9 +274,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a tensor that is no result of this step: without a graph."""
+    """Whether a value is a dense tensor that is no result of this step: without a graph."""
     if not isinstance(value, torch.Tensor) or value.is_inference():
         return False
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        return False  # two of them cannot be compared
     try:
         return value.grad_fn is None
     except RuntimeError:  # a view of a parameter, which an optimizer has changed since

@@ -23,8 +23,8 @@ STEPPING = (
 
 CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _OWN = frozenset([*vars(torch.nn.Module()), "param_groups"])
-_MOST = 256
-"""So many elements of a container are looked at: a log grows."""
+_DEPTH, _MOST = 3, 256
+"""How deep, and at how many elements, containers are looked at: a log grows."""
 
 
 class SavedValues:
@@ -35,7 +35,7 @@ class SavedValues:
 
     @cached_property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers among the members by path; none that wraps others and has no groups."""
+        """The optimizers among the members by path."""
         return {
             path: value
             for path, value in live_objects(self._state)
@@ -131,9 +131,10 @@ def unsaved_inner(owner: Any, saved: SavedValues) -> Iterator[tuple[str, Any]]:
     else:
         return
     for prefix, part in parts:
-        for name, inner in _inner(vars(part)):
-            if _has_state(inner) and not _saves(part, inner) and not saved.has_state_of(inner):
-                yield f"{prefix}.{name}" if prefix else name, inner
+        for name, value in vars(part).items():
+            for place, inner in _inner(value) if name not in _OWN else ():
+                if _has_state(inner) and not _saves(part, inner) and not saved.has_state_of(inner):
+                    yield f"{prefix}.{name}{place}" if prefix else name + place, inner
 
 
 def own_parts(
@@ -169,15 +170,16 @@ def _decides(kind: type) -> bool:
     return any(name in attributes for attributes in own for name in _SAVING)
 
 
-def _inner(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, STEPPING):
-            yield name, value
-        elif isinstance(value, (list, tuple, dict)) and name not in _OWN:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, child in islice(items, _MOST):
-                if isinstance(child, (*STEPPING, list, tuple, dict)):
-                    yield from _inner({f"{name}[{key!r}]": child})
+def _inner(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The optimizers and the like in an attribute, each with what follows the attribute's name."""
+    if isinstance(value, STEPPING):
+        yield "", value
+    elif depth < _DEPTH and isinstance(value, (list, tuple, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, child in islice(items, _MOST):
+            if isinstance(child, (*STEPPING, list, tuple, dict)):
+                for place, inner in _inner(child, depth + 1):
+                    yield f"[{key!r}]{place}", inner
 
 
 def _has_state(inner: Any) -> bool:
@@ -234,7 +236,7 @@ class SteppedTensors:
             for path, optimizer in saved.optimizers.items()
         }
         stepped = {path: set(map(id, chain(*parts))) for path, parts in groups.items()}
-        if all(map(saved.parameters.isdisjoint, stepped.values())):
+        if not stepped or all(map(saved.parameters.isdisjoint, stepped.values())):
             return  # the program saves its model elsewhere
         for path, numbers in stepped.items():
             if numbers <= saved.parameters:

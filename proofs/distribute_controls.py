@@ -42,7 +42,7 @@ class Reversed(Reduction):
     def close(self) -> None:
         """Nothing: `total` adds."""
 
-    def total(self, *_: Any) -> Any:
+    def total(self, agreement: Any = None, at: str = "") -> Any:
         """The sum over all replicas, all of which this process runs."""
         engine = self._plan.engine
         values = [engine.put(value, engine.devices[0]) for _, value in sorted(self._values.items())]

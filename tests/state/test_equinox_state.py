@@ -184,7 +184,8 @@ class Registered:
 
     @classmethod
     def tree_unflatten(cls, auxiliary: Any, children: Any) -> Registered:
-        return cls(*children, auxiliary[1])
+        (weight,) = children
+        return cls(weight, auxiliary[1])
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax  # noqa: F401  (its structure is looked for in the same state)
 import numpy as np
 import pytest
 import torch

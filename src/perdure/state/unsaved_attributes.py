@@ -168,6 +168,8 @@ def _add_static(value: Any, path: str, static: dict[str, Any], seen: set[int]) -
     attributes of Flax NNX modules, auxiliary data of classes that the program has registered."""
     kind = kind_of(type(value))
     children: Any = ()
+    if kind == "object" and _is_torchs(type(value)):
+        return  # whose attributes are compared elsewhere, and may contain themselves
     if kind == "mapping":
         children = value.items()
     elif kind == "sequence":
@@ -191,6 +193,11 @@ def _add_static(value: Any, path: str, static: dict[str, Any], seen: set[int]) -
     for key, child in children:
         if kind_of(type(child)) != "other" or not _is_leaf(type(child)):
             _add_static(child, join_key(path, str(key)), static, seen)
+
+
+@cache
+def _is_torchs(kind: type) -> bool:
+    return any(base.__module__.startswith(("torch.nn.", "torch.optim.")) for base in kind.__mro__)
 
 
 _LEAVES: set[type] = set()

@@ -325,6 +325,33 @@ def test_a_snapshot_that_fails_in_one_process_ends_the_save_in_all_at_once(
     assert fired == [victim]
 
 
+def test_a_snapshot_that_fails_costs_no_later_save_of_a_program_that_does_not_wait(
+    tmp_path: Path,
+) -> None:
+    class Member:
+        def __init__(self) -> None:
+            self.fails = False
+
+        def state_dict(self) -> dict[str, int]:
+            if self.fails:
+                raise OSError("not now")
+            return {"x": 1}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    def program(processes: Pretend) -> Any:
+        errors, member = [], Member()
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            for step in range(1, 6):
+                member.fails = step == 2 and not processes.is_chief
+                errors.append(raised(partial(manager.save, step, {"member": member})))
+            manager.wait_until_finished()
+            processes.barrier()
+            return manager.all_steps(), [type(error) for error in errors].count(StateError)
+
+    assert play(2, program) == [([1, 3, 4, 5], 1)] * 2
+
+
 def test_an_invalid_metric_in_one_process_raises_in_all(tmp_path: Path) -> None:
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:

@@ -15,7 +15,7 @@ from perdure.distribute import Strategy
 from perdure.distribute.agreement import Agreement
 from perdure.errors import StateError
 
-V, CALLS, ODD = 6, 3, 2
+V, CALLS, ODD = 6, 4, 2
 DATA = ArrayDataset(np.random.default_rng(0).normal(size=(8 * V, 3)), 2 * V)
 
 
@@ -42,13 +42,20 @@ def train(engine: Any, act: str = "", allowed: tuple[Any, ...] = ()) -> list[byt
             return {"x": value, "y": np.ones(10)}
         return {"x": value}
 
-    train_step = strategy.step(grad, lambda state, total: (state, total))
-    state, totals = {"w": np.ones(3)}, []
+    def update(state: Any, total: Any) -> tuple[Any, Any]:
+        if step == ODD and is_odd and act.endswith("update"):
+            raise Corrupt("no memory")
+        return state, total
+
+    functions = [strategy.step(grad, update) for _ in range(2 if act == "order" else 1)]
+    state: Any = {"w": np.ones(3)}
+    totals: list[bytes] = []
     while len(totals) < CALLS:
         if not (step == ODD and is_odd and act.endswith("skip")):
+            order = functions[::-1] if step == ODD and is_odd else functions
             try:
-                state, total = train_step(state, strategy.batch(DATA, step))
-                totals.append(b"".join(leaf.tobytes() for leaf in total.values()))
+                made = [train_step(state, strategy.batch(DATA, step))[1] for train_step in order]
+                totals.append(b"".join(leaf.tobytes() for leaf in made[-1].values()))
             except allowed:
                 totals.append(b"failed")
         step += 1
@@ -68,14 +75,16 @@ def outcomes(act: str, **options: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("act", "text"),
     [
-        ("fail", f"process 1 failed in step {ODD}: Corrupt: a bad example"),
+        ("fail", f"process 1 failed in step {ODD} of training function 1, which has made {ODD} "),
         ("skip", f"at step {ODD + 1}"),
         ("other name", "gives another structure than process"),
         ("larger", "y: "),
+        ("update", f"which has made {ODD} updates"),
+        ("order", f"step {ODD} of training function 2"),
     ],
 )
 def test_a_process_that_does_something_else_is_noticed_by_all(act: str, text: str) -> None:
-    found = outcomes(act)
+    found = outcomes(act, allowed=(Corrupt,) if act == "update" else ())
     if act == "fail":
         assert found.pop(1) == "a bad example", "the process itself has its own error"
     assert all(text in error for error in found), found

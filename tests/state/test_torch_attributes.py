@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax  # noqa: F401  (its structure is looked for in the same state)
 import numpy as np
@@ -155,6 +156,66 @@ def known(net: Any) -> None:
     net.detached, net.loop = [net.weight.detach(), net.ready], Loop(net)
 
 
+class Gone:
+    """Of which only a proxy is left."""
+
+
+class Raising:
+    """An object that raises when it is looked at."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not now")
+
+
+def raising(net: Any) -> None:
+    net.parts = [weakref.proxy(Gone()), Raising()]
+    vars(net)["trainer"], net.hidden = weakref.proxy(Gone()), Raising()
+    net.spectrum = torch.tensor([1j, float("nan")]).conj()
+    net.bits = torch.zeros(2, dtype=torch.float4_e2m1fn_x2)
+    net.nested = ([],)
+    net.nested[0].append(net.nested)
+
+
+class Owned:
+    """Of inputs, as reinforcement learning keeps them, in an attribute of a module."""
+
+    def __init__(self) -> None:
+        self.mean = np.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.mean = state["mean"]
+
+
+def test_an_object_with_a_state_dict_is_looked_into_unless_it_is_a_member() -> None:
+    for is_member in (False, True):
+        net: Any = Layer()
+        net.statistics, check = Owned(), UnsavedAttributes()
+        state = {"net": net} | ({"statistics": net.statistics} if is_member else {})
+        assert check.changed(state) is None
+        net.statistics.mean = np.ones(2)
+        assert ("net/statistics/mean" in (check.changed(state) or "")) is not is_member
+
+
+class Warmup:
+    """An optimizer with a learning rate of its own, which PyTorch knows nothing of."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+
+def test_an_optimizer_in_an_object_that_a_module_owns_is_named() -> None:
+    check, net = UnsavedAttributes(), cast(Any, Layer())
+    net.warmup = Warmup(torch.optim.Adam(net.parameters()))
+    net(torch.ones(1, 2)).sum().backward()
+    net.warmup.inner.step()
+    assert "net/warmup/inner (Adam)" in "".join(check.unsaved({"net": net}))
+    assert not [*check.unsaved({"net": net, "optimizer": net.warmup.inner})]
+
+
 def odd(net: Any) -> None:
     net.sparse, net.empty = torch.eye(2).to_sparse(), torch.zeros(2, device="meta")
     net.again, net.by_tensor = [net], {torch.zeros(2): torch.zeros(2)}
@@ -201,6 +262,7 @@ def with_nan(net: Any) -> None:
         (views, step),
         (known, next_step),
         (odd, lambda net: setattr(net, "sparse", torch.eye(2).to_sparse())),
+        (raising, raising),
         (pruned, evaluated),
         (torch.nn.utils.weight_norm, evaluated),
         (torch.nn.utils.spectral_norm, evaluated),
@@ -209,7 +271,7 @@ def with_nan(net: Any) -> None:
         (sizes, sizes),
         (phase, phase),
     ],
-    ids=["views", "known", "odd", "pruned", "weight_norm", "spectral_norm", "NaN", "idle",
+    ids=["views", "known", "odd", "raising", "pruned", "weight_norm", "spectral_norm", "NaN", "idle",
          "made again", "one phase"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")

@@ -186,7 +186,7 @@ class CheckpointManager(RunQueries):
         if not force and not self.should_save(step):
             return False
         beat("save", step)
-        self._saver.settle(wait=True)
+        self._saver.settle_before_next()
         if self._processes.count > 1:
             self._interval.record(step)  # also if this process raises: all decide alike at the next
         try:
@@ -332,7 +332,7 @@ class CheckpointManager(RunQueries):
     ) -> None:
         step = step_number(step)
         beat("save", step)
-        self._saver.settle(wait=True)
+        self._saver.settle_before_next()
         self.preemption.grace.before_saving(step)
         self.journal.record_saved(step, state, metrics)
         self._saver.submit(step, state, metrics, preempted=True)

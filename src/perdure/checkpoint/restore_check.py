@@ -56,9 +56,12 @@ class RestoreCheck:
         except StateError:  # the first save raises the same error
             self._template, self.plain = None, ()
         else:
-            self._attributes.expect(like)
             self._inner = None
-            with suppress(StateError, RecursionError):  # which the restore or the save raises
+            with suppress(
+                Exception
+            ):  # of an odd object of the program; a save raises its own errors
+                self._attributes.expect(like)
+            with suppress(Exception):
                 self._inner = inner_objects(walk.objects)
         self._known = self._partial = None
 
@@ -92,9 +95,12 @@ class RestoreCheck:
 
     def check_attributes(self, where: str, state: Any) -> None:
         """Warn once about what the program changes in its modules, and no checkpoint has."""
-        for note in (self._attributes.changed(state), *self._attributes.unsaved(state)):
-            if note is not None:
-                warn_caller(f"{where}: {note}")
+        notes: list[str] = []
+        with suppress(Exception):  # of an odd object of the program; advice stops no save
+            notes += [*filter(None, [self._attributes.changed(state)])]
+            notes += self._attributes.unsaved(state)
+        for note in notes:
+            warn_caller(f"{where}: {note}")
 
     def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
         """Raise `MismatchError` if the first save could not be restored; later calls do nothing."""

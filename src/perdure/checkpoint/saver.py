@@ -27,7 +27,7 @@ from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import prune_after_save
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.retention_rules import RetentionRules
-from perdure.checkpoint.save_channel import SaveChannel
+from perdure.checkpoint.save_channel import save_channel
 from perdure.errors import (
     LockedError,
     MismatchError,
@@ -37,6 +37,7 @@ from perdure.errors import (
     UnsupportedLeafError,
 )
 from perdure.heartbeats import saving
+from perdure.process_group import Processes
 from perdure.state import snapshot
 from perdure.state.beside_state import leaves_beside, look_at_gradients
 from perdure.state.epoch_ends import store_epoch_ends
@@ -71,7 +72,9 @@ class BackgroundSaver:
         self._background = Background()
         self._buffer = SnapshotBuffer()
         self._save_cache = SaveCache()
-        self._channel: SaveChannel | None = None
+        self._channel: Processes | None = None
+        # The error of the save before this one, which not every process may have.
+        self._failed: Exception | None = None
         self._notes: list[str] = []
         self._warned: set[str] = set()
         self._has_begun = self._has_looked = False
@@ -144,6 +147,7 @@ class BackgroundSaver:
         except SaveError as error:
             self._tolerate(error)
             return False
+        self._raise_failed()
         return True
 
     def submit(
@@ -189,6 +193,25 @@ class BackgroundSaver:
     def wait(self) -> None:
         """Wait for the save under way; raises what it raised, whatever `on_error` says."""
         self._background.wait()
+        self._raise_failed()
+
+    def settle_before_next(self) -> None:
+        """`settle`, before the next save begins. In a group an error is raised once that has begun.
+
+        A process whose state could not be read has raised the error at once and begins the next save,
+        so that the others begin it, too.
+        """
+        try:
+            self.settle(wait=True)
+        except Exception as error:
+            if self._processes.count == 1:
+                raise
+            self._failed = error
+
+    def _raise_failed(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
     def settle(self, *, wait: bool) -> bool:
         """Raise the error of the last save, or warn and return False under `on_error="continue"`.
@@ -224,8 +247,6 @@ class BackgroundSaver:
         self._journal.close()
         self._buffer.release()
         self._run.close()
-        if self._channel is not None:
-            self._channel.release()
 
     def save_snapshot(
         self,
@@ -275,7 +296,7 @@ class BackgroundSaver:
             ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
         state = GroupState(step, leaves, OwnLeaves(ranked, process_leaves))
         assert self._channel is not None
-        channel = self._channel.processes
+        channel = self._channel
         recipe = self._managed.recipe.recipe
         with save_in_group(self._run, channel, state, recipe, metrics, self._save_cache):
             if self._processes.is_chief:
@@ -283,12 +304,12 @@ class BackgroundSaver:
 
     def _decline(self, step: int, error: BaseException) -> None:
         assert self._channel is not None
-        decline_save(self._channel.processes, self._run.where, step, error)
+        decline_save(self._channel, self._run.where, step, error)
 
     def _agree_on_channel(self) -> None:
         """Find a channel for the saves of this manager, at its first save in a group. A collective."""
         if self._processes.count > 1 and self._channel is None:
-            self._channel = SaveChannel(self._processes, self._run.where)
+            self._channel = save_channel(self._processes, self._run.where)
 
     def _check_restorable(
         self, step: int, state: Any, leaves: Mapping[str, Leaf], preempted: bool

@@ -33,8 +33,8 @@ class Plan:
         # The leaves of a contribution, by signature: for errors, without keeping values.
         self.described: dict[Any, dict[str, str]] = {}
         self.last_described: Any = None
-        self.runs = 0
-        """The calls of `strategy.run` so far."""
+        # The calls of `strategy.run` and of `strategy.step` so far.
+        self.runs = self.steps = 0
         self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))
 
     def reduction(self) -> Reduction:

@@ -55,6 +55,9 @@ class TrainStep:
         self._fused = plan.engine.fused_step(grad, update, plan.replicas, seed)
         self._checked = False
         self._agreement = Agreement(plan)
+        plan.steps += 1
+        self._number = plan.steps
+        self._updates = 0
         self._audited = False
         self._step_check = step_check(plan, seed, (grad, update), self._fused)
         self.set_audit(AuditOptions())
@@ -145,6 +148,7 @@ class TrainStep:
         for number in range(1, len(states)):
             moved = engine.put(total, engine.devices[number])
             results.append(engine.update(self._update, states[number], moved, stream))
+        self._updates += 1
         return results
 
     def _as_one(self, results: list[tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -189,6 +193,8 @@ class TrainStep:
                 yield replica, value
                 del value  # not alive beside the next one
 
+        # An update that failed in one process has left its state behind.
+        at = f"step {step} of training function {self._number}, which has made {self._updates} updates"
         try:
             self._run(contribute, states)
             if audit:
@@ -196,9 +202,9 @@ class TrainStep:
             reduction.close()
         except Exception as error:
             if engine.processes.count > 1:
-                self._agreement.fail(f"step {step}", error)
+                self._agreement.fail(at, error)
             raise
-        total = reduction.total(self._agreement, f"step {step}")
+        total = reduction.total(self._agreement, at)
         self._checked = True
         return total
 

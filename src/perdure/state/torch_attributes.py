@@ -1,4 +1,7 @@
-"""The attributes of PyTorch modules and optimizers that are in no `state_dict`: numbers and tensors."""
+"""The attributes of PyTorch modules and optimizers that are in no `state_dict`: numbers and tensors.
+
+Nothing here may stop a save: a value that raises an error when it is looked at is not compared.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,24 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from perdure.state.paths import join_part
-from perdure.state.torch_unsaved import STEPPING, SavedValues, is_own_module, own_parts
-from perdure.state.unsaved_attributes import PLAIN, is_from_library, is_plain, is_same
+from perdure.state.torch_unsaved import (
+    STEPPING,
+    SavedValues,
+    is_of_program,
+    is_own_module,
+    own_parts,
+)
+from perdure.state.unsaved_attributes import PLAIN, is_plain, is_same
 
 _OWN = frozenset(vars(torch.nn.Module()))
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
@@ -28,7 +38,7 @@ _SCALARS = PLAIN - {tuple}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _COPIED = 4096
 """Elements of a tensor that is copied, so that an equal one that was made again counts as unchanged."""
-_READ = 1 << 24
+_READ = 1 << 22
 """Elements of a NumPy array of which a digest is made in each save."""
 _DEPTH, _MOST = 3, 256
 """How deep, and at how many values, containers and objects in an attribute are looked at."""
@@ -75,17 +85,17 @@ class ModuleAttributes:
                 flags = {key: value for key, value in values.items() if type(value) is bool}
                 self._parts.append(_Part(name, weakref.ref(part), flags, []))
                 continue
+            named = {key: part._buffers.get(key) for key in part._non_persistent_buffers_set}
+            found = _marks({key: value for key, value in named.items() if value is not None})
             buffers = [
-                (key, _tensor_mark(value) if _is_kept(value) else None)
-                for key in sorted(part._non_persistent_buffers_set)
-                if (value := part._buffers.get(key, _MISSING)) is None or _is_kept(value)
+                (key, found.get(key)) for key in sorted(named) if named[key] is None or key in found
             ]
             if (marks := _marks(values)) or buffers:
                 self._parts.append(_Part(name, weakref.ref(part), marks, buffers))
 
     def changed(self, saved: SavedValues) -> Iterator[str]:
         """The dotted names of the attributes and buffers that have other values now."""
-        seen: set[int] = set()
+        seen = set(saved.parameters)  # an object among the members is saved
         for name, reference, marks, buffers in self._parts:
             if (module := reference()) is None:
                 continue
@@ -93,7 +103,10 @@ class ModuleAttributes:
                 yield _dotted(name, key)
             for key, mark in buffers:
                 value = module._buffers.get(key)
-                if _has_changed(mark, value) if mark else _is_kept(value):
+                is_lost = False
+                with suppress(Exception):
+                    is_lost = _has_changed(mark, value) if mark else _is_kept(value)
+                if is_lost:
                     yield _dotted(name, key)
 
 
@@ -113,7 +126,8 @@ class OptimizerAttributes:
         values: dict[str, Any] = {}
         for key, value in getattr(self._optimizer(), "__dict__", {}).items():
             if key not in _OF_OPTIMIZERS and not key.startswith("_optimizer_"):
-                _add(values, key, value, set())
+                with suppress(Exception):
+                    _add(values, key, value, set())
         return values
 
 
@@ -134,7 +148,8 @@ def _values_of(module: torch.nn.Module, seen: set[int]) -> dict[str, Any]:
         if key in _OWN or any(f"{key}_{made}" in module._parameters for made in ("orig", "v")):
             continue
         if is_own:
-            _add(values, key, value, seen)
+            with suppress(Exception):
+                _add(values, key, value, seen)
         elif not key.startswith("_") and isinstance(value, (torch.Tensor, *_GENERATORS)):
             values[key] = value
     return values
@@ -174,7 +189,7 @@ def _inside(value: Any, seen: set[int]) -> Iterable[tuple[Any, Any]]:
         if fields := getattr(kind, "_fields", None):
             return zip(fields, value, strict=False)
         return enumerate(value) if kind is tuple and not is_plain(value) else ()
-    if not _is_of_program(kind) or id(value) in seen:
+    if not is_of_program(kind) or id(value) in seen:
         return ()
     seen.add(id(value))
     attributes = getattr(value, "__dict__", {})
@@ -184,23 +199,13 @@ def _inside(value: Any, seen: set[int]) -> Iterable[tuple[Any, Any]]:
     return list(attributes.items())
 
 
-@cache
-def _is_of_program(kind: type) -> bool:
-    """Whether a class is a namespace, or from the user's code and without a state of its own."""
-    if kind is SimpleNamespace:
-        return True
-    if is_from_library(kind) or hasattr(kind, "state_dict") or issubclass(kind, enum.Enum):
-        return False
-    package = kind.__module__.partition(".")[0]
-    if package in ("builtins", "perdure") or package in sys.stdlib_module_names - {"__main__"}:
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return "-packages" not in file
-
-
 def _marks(values: Mapping[str, Any]) -> dict[str, Any]:
-    marks = {key: _mark(value) for key, value in values.items()}
-    return {key: mark for key, mark in marks.items() if mark is not _MISSING}
+    marks: dict[str, Any] = {}
+    for key, value in values.items():
+        with suppress(Exception):
+            if (mark := _mark(value)) is not _MISSING:
+                marks[key] = mark
+    return marks
 
 
 def _mark(value: Any) -> Any:
@@ -210,8 +215,7 @@ def _mark(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.size > _READ or value.dtype.hasobject:
             return _MISSING
-        data = value.tobytes()
-        digest = data if value.size <= _COPIED else hashlib.blake2b(data).digest()
+        digest = blake3(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).digest()
         return _ArrayMark(value.dtype, value.shape, digest)
     if isinstance(value, _GENERATORS):
         return _GeneratorMark(_generator_digest(value))
@@ -236,15 +240,21 @@ def _changed(
 ) -> Iterator[str]:
     """The names of values that are not as they were marked, and that no member of the state saves."""
     for key, mark in marks.items():
-        if (value := values.get(key, _MISSING)) is _MISSING:
-            continue
-        if _has_changed(mark, value):
-            if _is_plain(value) or not saved.knows(value):
-                yield key
-        elif isinstance(value, (tuple, list, dict)) and _is_plain(mark) and not _is_plain(value):
-            inside = [each for name, each in values.items() if name.startswith(f"{key}.")]
-            if any(_is_kept(each) and not saved.knows(each) for each in inside):
-                yield key
+        is_lost = False
+        with suppress(Exception):
+            is_lost = key in values and _is_lost(key, mark, values, saved)
+        if is_lost:
+            yield key
+
+
+def _is_lost(key: str, mark: Any, values: Mapping[str, Any], saved: SavedValues) -> bool:
+    value = values[key]
+    if _has_changed(mark, value):
+        return _is_plain(value) or not saved.knows(value)
+    if not isinstance(value, (tuple, list, dict)) or not _is_plain(mark) or _is_plain(value):
+        return False
+    inside = [each for name, each in values.items() if name.startswith(f"{key}.")]
+    return any(_is_kept(each) and not saved.knows(each) for each in inside)
 
 
 def _has_changed(mark: Any, value: Any) -> bool:
@@ -306,5 +316,5 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors of one form are equal; a NaN is equal to itself."""
     if torch.equal(one, other):
         return True
-    bits = [tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*bits)
+    plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in (one, other)]
+    return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in plain))

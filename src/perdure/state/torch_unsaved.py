@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import enum
+import sys
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache, cached_property
 from itertools import chain, islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ STEPPING = (
 
 CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _OWN = frozenset([*vars(torch.nn.Module()), "param_groups"])
+_CLOSED = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
 _DEPTH, _MOST = 3, 256
 """How deep, and at how many elements, containers are looked at: a log grows."""
 
@@ -61,7 +66,9 @@ class SavedValues:
         """Whether a value is a member, or a tensor in the memory of one or of what one saves."""
         if id(value) in self.parameters:
             return True
-        return isinstance(value, torch.Tensor) and _memory(value) in self._memory
+        if not isinstance(value, torch.Tensor):
+            return False
+        return _memory(value) in self._memory or _form(value) in self._copied
 
     def knows(self, value: Any) -> bool:
         """Whether the state has a value, or an optimizer of the state steps it."""
@@ -84,15 +91,25 @@ class SavedValues:
         return [*members(self._state)]
 
     @cached_property
-    def _mappings(self) -> list[Mapping[Any, Any]]:
-        """The mappings in the state, and in what objects of it save that are not PyTorch's."""
-        saved = [
+    def _states(self) -> list[Any]:
+        """What the objects of the state save that are not PyTorch's."""
+        return [
             value.state_dict()
             for value in self._members
             if hasattr(value, "state_dict")
             and not isinstance(value, (type, torch.nn.Module, *STEPPING))
         ]
-        return [value for value in members([self._state, *saved]) if isinstance(value, Mapping)]
+
+    @cached_property
+    def _mappings(self) -> list[Mapping[Any, Any]]:
+        """The mappings in the state, and in what objects of it save that are not PyTorch's."""
+        found = members([self._state, *self._states])
+        return [value for value in found if isinstance(value, Mapping)]
+
+    @cached_property
+    def _copied(self) -> set[tuple[Any, ...]]:
+        """The forms of tensors that such objects save, which may be copies (on the CPU)."""
+        return {_form(tensor) for state in self._states for tensor in _tensors(state)}
 
     @cached_property
     def _stepped(self) -> set[int]:
@@ -132,7 +149,12 @@ def unsaved_inner(owner: Any, saved: SavedValues) -> Iterator[tuple[str, Any]]:
         return
     for prefix, part in parts:
         for name, value in vars(part).items():
-            for place, inner in _inner(value) if name not in _OWN else ():
+            if name in _OWN or type(value) in _CLOSED:
+                continue
+            found: list[tuple[str, Any]] = []
+            with suppress(Exception):  # of an object of the program: then it is not looked at
+                found = _inner(value)
+            for place, inner in found:
                 if _has_state(inner) and not _saves(part, inner) and not saved.has_state_of(inner):
                     yield f"{prefix}.{name}{place}" if prefix else name + place, inner
 
@@ -170,16 +192,52 @@ def _decides(kind: type) -> bool:
     return any(name in attributes for attributes in own for name in _SAVING)
 
 
-def _inner(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _inner(value: Any) -> list[tuple[str, Any]]:
     """The optimizers and the like in an attribute, each with what follows the attribute's name."""
-    if isinstance(value, STEPPING):
-        yield "", value
-    elif depth < _DEPTH and isinstance(value, (list, tuple, dict)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, child in islice(items, _MOST):
-            if isinstance(child, (*STEPPING, list, tuple, dict)):
-                for place, inner in _inner(child, depth + 1):
-                    yield f"[{key!r}]{place}", inner
+    found: list[tuple[str, Any]] = []
+    nodes, seen = deque([("", value, 0)]), {id(value)}
+    for _ in range(_MOST):
+        if not nodes:
+            break
+        place, part, depth = nodes.popleft()
+        kind = type(part)
+        if issubclass(kind, STEPPING):
+            found.append((place, part))
+            continue
+        if depth == _DEPTH or kind in _CLOSED:
+            continue
+        if issubclass(kind, (list, tuple)):
+            children = [(f"{place}[{n}]", child) for n, child in enumerate(islice(part, _MOST))]
+        elif issubclass(kind, dict):
+            items = islice(part.items(), _MOST)
+            children = [(f"{place}[{_shown(key)}]", child) for key, child in items]
+        elif is_of_program(kind) and not issubclass(kind, torch.nn.Module):
+            children = [(f"{place}.{name}", child) for name, child in vars(part).items()]
+        else:
+            continue
+        for name, child in children:
+            if type(child) not in _CLOSED and id(child) not in seen:
+                seen.add(id(child))
+                nodes.append((name, child, depth + 1))
+    return found
+
+
+def _shown(key: Any) -> str:
+    return repr(key) if isinstance(key, (str, int)) else f"a {type(key).__name__}"
+
+
+@cache
+def is_of_program(kind: type) -> bool:
+    """Whether a class is a namespace, or from the user's code."""
+    if kind is SimpleNamespace:
+        return True
+    if is_from_library(kind) or issubclass(kind, enum.Enum):
+        return False
+    package = str(kind.__module__).partition(".")[0]
+    if package in ("builtins", "perdure") or package in sys.stdlib_module_names - {"__main__"}:
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return "-packages" not in file
 
 
 def _has_state(inner: Any) -> bool:

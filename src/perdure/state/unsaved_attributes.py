@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 from perdure.state.live_objects import kind_of, live_objects
@@ -28,6 +29,7 @@ _LIBRARIES = frozenset(
 """Packages that keep counters and caches in the attributes of their modules."""
 _MODES = ("training", "deterministic", "use_running_average")
 _FEW = 5
+_MOST = 4096
 
 
 class UnsavedAttributes:
@@ -160,7 +162,7 @@ def is_same(one: Any, other: Any) -> bool:
 @cache
 def is_from_library(kind: type) -> bool:
     """Whether the class belongs to a framework, which decides what its attributes are."""
-    return kind.__module__.partition(".")[0] in _LIBRARIES
+    return str(kind.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _add_static(value: Any, path: str, static: dict[str, Any], seen: set[int]) -> None:
@@ -220,12 +222,18 @@ def _registered_node(value: Any) -> tuple[Iterable[Any], Any] | None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is made of plain ones alone, which are equal if they were made again."""
-    if isinstance(value, (tuple, list)):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    return type(value) in PLAIN
+    """Whether a value is made of few plain ones alone, which are equal if they were made again."""
+    nodes, count = [value], 0
+    while nodes:
+        part = nodes.pop()
+        count += 1
+        if count > _MOST:  # it may also contain itself
+            return False
+        if isinstance(part, (tuple, list, dict)):
+            nodes += islice(part.values() if isinstance(part, dict) else part, _MOST)
+        elif type(part) not in PLAIN:
+            return False
+    return True
 
 
 def _plain_part(value: Any) -> Any:

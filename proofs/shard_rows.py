@@ -86,7 +86,7 @@ def kills(action: str, victim: int) -> Iterator[Row]:
             report = verify_run(Run(root))
             whole.append(1 in report.good and report.ok)
             others = [found for number, (_, found, _) in enumerate(group) if number != victim]
-            name = f"process {victim}" if victim else "of the group is gone"
+            name = f"process {victim}"
             ended.append(
                 statuses[victim] == -9
                 and all(found and name in found["error"] for found in others)

@@ -57,9 +57,8 @@ class RestoreCheck:
             self._template, self.plain = None, ()
         else:
             self._inner = None
-            with suppress(
-                Exception
-            ):  # of an odd object of the program; a save raises its own errors
+            # An object of the program may raise any error; a save raises its own.
+            with suppress(Exception):
                 self._attributes.expect(like)
             with suppress(Exception):
                 self._inner = inner_objects(walk.objects)
@@ -97,7 +96,8 @@ class RestoreCheck:
         """Warn once about what the program changes in its modules, and no checkpoint has."""
         notes: list[str] = []
         with suppress(Exception):  # of an odd object of the program; advice stops no save
-            notes += [*filter(None, [self._attributes.changed(state)])]
+            if changed := self._attributes.changed(state):
+                notes.append(changed)
             notes += self._attributes.unsaved(state)
         for note in notes:
             warn_caller(f"{where}: {note}")

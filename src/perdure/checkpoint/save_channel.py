@@ -1,8 +1,8 @@
 """A channel of a group for the saves of one manager.
 
 Saves run in threads, so that those of several managers of one group overlap: in one channel the bytes
-of one save would be taken for those of another. No number is used twice, because a save that failed may
-leave messages behind.
+of one save would be taken for those of another. No number is used twice, because of a save that failed
+messages may still be unread.
 """
 
 from __future__ import annotations

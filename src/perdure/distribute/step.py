@@ -193,7 +193,7 @@ class TrainStep:
                 yield replica, value
                 del value  # not alive beside the next one
 
-        # An update that failed in one process has left its state behind.
+        # Where an update failed in one process, its state is older than that of the others.
         at = f"step {step} of training function {self._number}, which has made {self._updates} updates"
         try:
             self._run(contribute, states)

@@ -23,6 +23,8 @@ from blake3 import blake3
 
 from perdure.state.paths import join_part
 from perdure.state.torch_unsaved import (
+    DEPTH,
+    MOST,
     STEPPING,
     SavedValues,
     is_of_program,
@@ -40,8 +42,6 @@ _COPIED = 4096
 """Elements of a tensor that is copied, so that an equal one that was made again counts as unchanged."""
 _READ = 1 << 22
 """Elements of a NumPy array of which a digest is made in each save."""
-_DEPTH, _MOST = 3, 256
-"""How deep, and at how many values, containers and objects in an attribute are looked at."""
 _MISSING: Any = object()
 
 
@@ -161,7 +161,7 @@ def _add(values: dict[str, Any], key: str, value: Any, seen: set[int]) -> None:
         values[key] = value
         return
     nodes = deque([(key, value, 0, True)])
-    for _ in range(_MOST):
+    for _ in range(MOST):
         if not nodes:
             return
         name, value, depth, counts = nodes.popleft()
@@ -170,11 +170,11 @@ def _add(values: dict[str, Any], key: str, value: Any, seen: set[int]) -> None:
                 continue
         else:
             values[name] = value
-        if depth < _DEPTH:
+        if depth < DEPTH:
             counts = counts and not isinstance(value, (list, dict))
             nodes.extend(
                 (f"{name}.{part}", child, depth + 1, counts)
-                for part, child in islice(_inside(value, seen), _MOST)
+                for part, child in islice(_inside(value, seen), MOST)
             )
 
 

@@ -28,7 +28,7 @@ STEPPING = (
 CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _OWN = frozenset([*vars(torch.nn.Module()), "param_groups"])
 _CLOSED = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
-_DEPTH, _MOST = 3, 256
+DEPTH, MOST = 3, 256
 """How deep, and at how many elements, containers are looked at: a log grows."""
 
 
@@ -196,7 +196,7 @@ def _inner(value: Any) -> list[tuple[str, Any]]:
     """The optimizers and the like in an attribute, each with what follows the attribute's name."""
     found: list[tuple[str, Any]] = []
     nodes, seen = deque([("", value, 0)]), {id(value)}
-    for _ in range(_MOST):
+    for _ in range(MOST):
         if not nodes:
             break
         place, part, depth = nodes.popleft()
@@ -204,12 +204,12 @@ def _inner(value: Any) -> list[tuple[str, Any]]:
         if issubclass(kind, STEPPING):
             found.append((place, part))
             continue
-        if depth == _DEPTH or kind in _CLOSED:
+        if depth == DEPTH or kind in _CLOSED:
             continue
         if issubclass(kind, (list, tuple)):
-            children = [(f"{place}[{n}]", child) for n, child in enumerate(islice(part, _MOST))]
+            children = [(f"{place}[{n}]", child) for n, child in enumerate(islice(part, MOST))]
         elif issubclass(kind, dict):
-            items = islice(part.items(), _MOST)
+            items = islice(part.items(), MOST)
             children = [(f"{place}[{_shown(key)}]", child) for key, child in items]
         elif is_of_program(kind) and not issubclass(kind, torch.nn.Module):
             children = [(f"{place}.{name}", child) for name, child in vars(part).items()]

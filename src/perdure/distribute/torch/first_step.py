@@ -81,7 +81,7 @@ class FirstStep:
             hook.remove()
 
     def _note(self, module: nn.Module, args: Any) -> None:
-        # In a program that PyTorch compiles this leaves nothing behind.
+        # What was registered is removed, so that PyTorch compiles the program as it would without.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or id(module) in self._ran:
             return
         self._ran[id(module)] = weakref.ref(module)

@@ -96,9 +96,7 @@ class RestoreCheck:
         """Warn once about what the program changes in its modules, and no checkpoint has."""
         notes: list[str] = []
         with suppress(Exception):  # of an odd object of the program; advice stops no save
-            if changed := self._attributes.changed(state):
-                notes.append(changed)
-            notes += self._attributes.unsaved(state)
+            notes += self._attributes.notes(state)
         for note in notes:
             warn_caller(f"{where}: {note}")
 

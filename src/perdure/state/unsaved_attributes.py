@@ -43,12 +43,19 @@ class UnsavedAttributes:
         self._named: set[str] = set()
         self._steps: Any = None
 
-    def unsaved(self, state: Any) -> Iterator[str]:
+    def notes(self, state: Any) -> Iterator[str]:
+        """All warnings about a state that is saved."""
+        saved = _torch("unsaved").SavedValues(state) if "torch" in sys.modules else None
+        if changed := self.changed(state, saved):
+            yield changed
+        yield from self.unsaved(state, saved)
+
+    def unsaved(self, state: Any, saved: Any = None) -> Iterator[str]:
         """Warnings about optimizers and the like that others own, and about tensors that are stepped
         and that the state does not have; once for each path."""
         if "torch" not in sys.modules:
             return
-        saved = _torch("unsaved").SavedValues(state)
+        saved = saved or _torch("unsaved").SavedValues(state)
         self._steps = self._steps or _torch("unsaved").SteppedTensors()
         found = {
             join_dotted(path, name): type(inner).__name__
@@ -89,9 +96,9 @@ class UnsavedAttributes:
                 if isinstance(value, torch.nn.Module)
             }
 
-    def changed(self, state: Any) -> str | None:
+    def changed(self, state: Any, saved: Any = None) -> str | None:
         """A warning about attributes that have changed and were not named before; else None."""
-        changed = [*self._changed_modules(state), *self._changed_static(state)]
+        changed = [*self._changed_modules(state, saved), *self._changed_static(state)]
         paths = [path for path in changed if path not in self._named]
         if not paths:
             return None
@@ -105,10 +112,10 @@ class UnsavedAttributes:
             f"Nothing is lost if they are only a log or a cache."
         )
 
-    def _changed_modules(self, state: Any) -> Iterator[str]:
+    def _changed_modules(self, state: Any, saved: Any = None) -> Iterator[str]:
         if (torch := sys.modules.get("torch")) is None:
             return
-        saved = _torch("unsaved").SavedValues(state)
+        saved = saved or _torch("unsaved").SavedValues(state)
         for path, value in live_objects(state):
             if isinstance(value, torch.nn.Module):
                 kind = "ModuleAttributes"

@@ -81,7 +81,7 @@ class FirstStep:
             hook.remove()
 
     def _note(self, module: nn.Module, args: Any) -> None:
-        # What was registered is removed, so that PyTorch compiles the program as it would without.
+        # While PyTorch compiles a program nothing is noted, so that this is no part of the program.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or id(module) in self._ran:
             return
         self._ran[id(module)] = weakref.ref(module)

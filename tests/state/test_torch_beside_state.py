@@ -197,7 +197,7 @@ def test_the_first_due_save_knows_whether_gradients_stay(
 @pytest.mark.parametrize(
     ("loop", "name", "instead"),
     [
-        ("keeps", "_give_gradients", lambda *_: None),
+        ("keeps", "give_gradients", lambda *_: None),
         ("drops, after the save", "keeps_gradients", lambda _: True),
     ],
 )
@@ -224,6 +224,77 @@ def test_a_second_save_of_a_step_is_no_sign_that_gradients_stay() -> None:
     assert "torch/gradients" not in leaves_beside({"o": optimizer})
     value.sum().backward()
     assert "torch/gradients" not in leaves_beside({"o": optimizer})
+
+
+ACCUMULATING = {  # whether `zero_grad` sets to None, and when it is called
+    "tail": (True, "tail"),
+    "head": (True, "head"),
+    "zeros": (False, "tail"),
+}
+
+
+def accumulating(run: MemoryStorage, loop: str, stop: int, seen: list[int]) -> dict[str, bytes]:
+    """Steps after every third batch and saves after each; `seen` gets the gradients in checkpoints."""
+    to_none, when = ACCUMULATING[loop]
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    like = {"net": net, "optimizer": optimizer}
+    with CheckpointManager(run, max_to_keep=None, recipe={}) as manager:
+        state, start = manager.restore_or_initialize(like)
+        for batch in range(start, stop):
+            if when == "head" and batch % 3 == 0:
+                optimizer.zero_grad(set_to_none=to_none)
+            net(torch.tensor([[1.0 + batch, -0.5]])).sum().backward()
+            if batch % 3 == 2:
+                optimizer.step()
+                if when == "tail":
+                    optimizer.zero_grad(set_to_none=to_none)
+            manager.save(batch + 1, state)
+            seen.append(sum("accumulated" in name for name in leaves_beside(state)))
+    return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}
+
+
+@pytest.mark.parametrize("loop", ACCUMULATING)
+def test_gradients_that_no_step_has_used_are_those_of_the_save(loop: str) -> None:
+    whole = accumulating(MemoryStorage(), loop, 9, seen := [])
+    assert seen == [4, 4, 0] * 3
+    for stop in range(1, 9):
+        accumulating(run := MemoryStorage(), loop, stop, [])
+        assert accumulating(run, loop, 9, []) == whole, stop
+    # A job that begins between two batches of a step, and ends there.
+    accumulating(run := MemoryStorage(), loop, 4, [])
+    accumulating(run, loop, 5, [])
+    assert accumulating(run, loop, 9, []) == whole
+
+
+def test_without_accumulated_gradients_a_resume_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above."""
+    whole = accumulating(MemoryStorage(), "tail", 9, [])
+    monkeypatch.setattr(beside_state, "accumulated_leaves", lambda *_: {})
+    accumulating(run := MemoryStorage(), "tail", 4, [])
+    assert accumulating(run, "tail", 9, []) != whole
+    accumulating(run := MemoryStorage(), "tail", 3, [])
+    assert accumulating(run, "tail", 9, []) == whole
+
+
+def test_each_process_has_the_gradients_that_it_has_accumulated() -> None:
+    value = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([value], 0.1)
+    state, same = {"o": optimizer}, str
+    beside_state.begin_to_watch(state)
+    value.sum().backward()
+    leaves = leaves_beside(state, 0)
+    value.sum().backward()
+    leaves |= leaves_beside(state, 1)
+    assert sorted(leaves) == ["process/0/accumulated/0/o", "process/1/accumulated/0/o"]
+    for process, gradient in enumerate(([1.0, 1.0], [2.0, 2.0])):
+        value.grad = None
+        beside_state.restore_beside(state, leaves, same, "here", process)
+        assert value.grad is not None
+        assert value.grad.tolist() == gradient
+    optimizer.step()
+    assert not leaves_beside(state, 1)
 
 
 class Module(torch.nn.Module):

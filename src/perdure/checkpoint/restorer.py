@@ -17,7 +17,7 @@ from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import MismatchError, StoreError, counted
-from perdure.state.beside_state import restore_beside
+from perdure.state.beside_state import begin_to_watch, restore_beside
 from perdure.state.epoch_ends import load_epoch_ends
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
@@ -105,7 +105,8 @@ class Restorer:
             self._check.restored_exactly(step)
             self._managed.journal.resume(step)
             renaming = request.renaming
-            for note in restore_beside(state, loaded.process_leaves, renaming, where):
+            index, own = self._processes.index, loaded.process_leaves
+            for note in restore_beside(state, own, renaming, where, index):
                 warn_caller(note)
             self._restore_random(where, loaded)
             if has_shards:
@@ -118,6 +119,7 @@ class Restorer:
         """The program may begin with `like`, and later restore into it."""
         with rank_context(self._processes.index, self._processes.count):
             self._check.expect(like)
+        begin_to_watch(like)
 
     def begin(self, like: Any) -> None:
         """The program begins with the fresh state `like`; random numbers count from here on."""

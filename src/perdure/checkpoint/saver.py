@@ -178,8 +178,7 @@ class BackgroundSaver:
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
                 own |= store_epoch_ends(leaves, index)
-            if index == 0:
-                own |= leaves_beside(state)
+            own |= leaves_beside(state, index)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
                 self._background.submit(partial(self._decline, step, error))

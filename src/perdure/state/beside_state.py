@@ -1,19 +1,17 @@
 """What decides the next step of PyTorch and is in no `state_dict`, as leaves beside the state.
 
 `requires_grad` of the parameters of modules, the modes (`training`) of their submodules, what pruning
-will rank, and which parameters of an optimizer keep their gradients. A loop that unfreezes a layer in
+will rank, and the gradients that decide what an optimizer does next. A loop that unfreezes a layer in
 its second epoch would train with a frozen one after a resume.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -21,6 +19,15 @@ from perdure.errors import CorruptionError
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.live_objects import live_objects
 from perdure.state.paths import join_dotted
+from perdure.state.torch_gradients import (
+    accumulated,
+    accumulated_leaves,
+    give_accumulated,
+    give_gradients,
+    keeps_gradients,
+    kept_gradients,
+    watch_gradients,
+)
 from perdure.state.torch_pruned import PREFIX, pruned_leaves, set_pruned
 from perdure.store.leaf import Leaf
 
@@ -29,19 +36,18 @@ _FEW = 5
 _decoder = msgspec.json.Decoder(dict[str, list[str]])
 
 
-class _Sample(NamedTuple):
-    """A gradient of an optimizer at the last look, and whether the program was seen to keep it."""
+def leaves_beside(state: Any, process: int = 0) -> dict[str, Leaf]:
+    """The leaves beside `state`; none without a module or an optimizer of PyTorch.
 
-    gradient: Any  # a `torch.utils.weak.TensorWeakRef`
-    version: int
-    is_kept: bool
+    Every process of a group has gradients of its own; the rest is that of process 0.
+    """
+    leaves: dict[str, Leaf] = {}
+    for path, optimizer in _live(state, "optim", "Optimizer"):
+        leaves |= accumulated_leaves(path, optimizer, process)
+    return leaves if process else leaves | _leaves_of_all(state)
 
 
-_samples: weakref.WeakKeyDictionary[Any, _Sample] = weakref.WeakKeyDictionary()
-
-
-def leaves_beside(state: Any) -> dict[str, Leaf]:
-    """The leaves beside `state`; none without a module or an optimizer of PyTorch."""
+def _leaves_of_all(state: Any) -> dict[str, Leaf]:
     frozen: dict[str, list[str]] = {}
     modes: dict[str, list[str]] = {}
     pruned: dict[str, Leaf] = {}
@@ -55,9 +61,7 @@ def leaves_beside(state: Any) -> dict[str, Leaf]:
         modes[path] = ["" for name, mode in [top] if not mode]
         modes[path] += sorted(name for name, mode in others if mode != top[1])
     gradients = {
-        path: _ranges(
-            number for number, value in enumerate(_held(optimizer)) if _gradient(value) is not None
-        )
+        path: kept_gradients(optimizer)
         for path, optimizer in _live(state, "optim", "Optimizer")
         if keeps_gradients(optimizer)
     }
@@ -70,7 +74,11 @@ def leaves_beside(state: Any) -> dict[str, Leaf]:
 
 
 def restore_beside(
-    state: Any, process_leaves: Mapping[str, Leaf], renamed: Callable[[str], str], where: str
+    state: Any,
+    process_leaves: Mapping[str, Leaf],
+    renamed: Callable[[str], str],
+    where: str,
+    process: int = 0,
 ) -> list[str]:
     """Set what the leaves of `leaves_beside` say, as far as the checkpoint has them.
 
@@ -79,6 +87,7 @@ def restore_beside(
         process_leaves: those of the checkpoint.
         renamed: gives the path in `state` for a path in the checkpoint.
         where: names the checkpoint in messages.
+        process: the number of this one in its group.
 
     Returns:
         A warning for each attribute that was set, which names where.
@@ -105,90 +114,32 @@ def restore_beside(
             frozen |= _set_frozen(path, parts, set(names))
         if (names := stored[_MODES].get(path)) is not None:
             modes |= _set_modes(path, parts, set(names))
+    gradients = accumulated(process_leaves, process)
+    gradients = {renamed(path): leaves for path, leaves in gradients.items()}
     for path, optimizer in _live(state, "optim", "Optimizer"):
+        if path in gradients:
+            give_accumulated(optimizer, gradients[path])
         if path in stored[_GRADIENTS]:
-            _give_gradients(optimizer, stored[_GRADIENTS][path])
+            give_gradients(optimizer, stored[_GRADIENTS][path])
+    begin_to_watch(state)
     return [
         *_warning(f"{where}: the program has frozen other parameters", "requires_grad", frozen),
         *_warning(f"{where}: the program has submodules in other modes", "training", modes),
     ]
 
 
+def begin_to_watch(state: Any) -> None:
+    """See from here on which gradients the steps of the optimizers in `state` have used."""
+    with suppress(RecursionError):  # the state contains itself, which a save refuses
+        watch_gradients(optimizer for _, optimizer in _live(state, "optim", "Optimizer"))
+
+
 def look_at_gradients(state: Any) -> None:
     """Take the first of the two looks that it takes to see whether the program keeps gradients."""
-    with suppress(RecursionError):  # the state contains itself, which a save refuses
+    begin_to_watch(state)
+    with suppress(RecursionError):
         for _, optimizer in _live(state, "optim", "Optimizer"):
             keeps_gradients(optimizer)
-
-
-def keeps_gradients(optimizer: Any) -> bool:
-    """Whether the program lets the gradients of `optimizer` stay from step to step.
-
-    With `zero_grad(set_to_none=False)` the tensor that was a gradient at the last look still is one,
-    and was written since. At two looks at one moment, the answer is that of the first.
-    """
-    from torch.utils.weak import TensorWeakRef
-
-    old = _samples.get(optimizer)
-    before = None if old is None else old.gradient()
-    sample = None
-    for value in _held(optimizer):
-        if (gradient := _gradient(value)) is None:
-            continue
-        if sample is None:
-            sample = _Sample(TensorWeakRef(gradient), gradient._version, False)
-        if before is None:
-            break
-        if old is not None and gradient is before:
-            is_kept = old.is_kept or gradient._version > old.version
-            sample = _Sample(old.gradient, gradient._version, is_kept)
-            break
-    if sample is None:
-        _samples.pop(optimizer, None)
-        return False
-    _samples[optimizer] = sample
-    return sample.is_kept
-
-
-def _give_gradients(optimizer: Any, ranges: list[str]) -> None:
-    """Give the parameters that had a gradient at the save, and have none now, one of zeros.
-
-    An optimizer leaves a parameter without a gradient alone, and moves one with a gradient of zeros (by
-    momentum, by weight decay). A program that keeps its gradients calls `zero_grad` before the next
-    `backward`, so that their values at the save decide nothing, unless it saves between two `backward`
-    of one step, which loses what they have added.
-    """
-    import torch
-    from torch.utils.weak import TensorWeakRef
-
-    held = list(_held(optimizer))
-    for text in ranges:
-        start, _, end = text.partition("-")
-        for value in held[int(start) : int(end or start) + 1]:
-            if value.grad is None and not value.is_meta:
-                value.grad = torch.zeros_like(value, requires_grad=False)
-    if gradients := [gradient for value in held if (gradient := _gradient(value)) is not None]:
-        # The checkpoint says that the program keeps them, so the next save need not see it again.
-        first = gradients[0]
-        _samples[optimizer] = _Sample(TensorWeakRef(first), first._version, True)
-
-
-def _ranges(numbers: Iterator[int]) -> list[str]:
-    """Rising numbers as ranges: `["0-157", "160"]`."""
-    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    members = ([number for _, number in group] for _, group in runs)
-    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in members]
-
-
-def _held(optimizer: Any) -> Iterator[Any]:
-    """The parameters of an optimizer, in the order in which its `state_dict` numbers them."""
-    for group in getattr(optimizer, "param_groups", ()):
-        yield from group["params"]
-
-
-def _gradient(value: Any) -> Any:
-    """The gradient of a parameter; None for a sparse one, which is given to no parameter again."""
-    return None if value.grad is None or value.grad.is_sparse else value.grad
 
 
 def _set_frozen(path: str, parts: list[tuple[str, Any]], names: set[str]) -> dict[str, bool]:

@@ -121,8 +121,6 @@ def _require_boxes(value: Any, sharded: list[tuple[Any, int, int]]) -> None:
 
 def shard_of(like: Any, leaf: Leaf) -> torch.Tensor:
     """A `DTensor` with the mesh and placements of `like` and the bits of a whole leaf."""
-    from torch.distributed.tensor import DTensor
-
     current_rank_context().has_shards = True
     require_restorable(like)
     present = local_tensor(like)
@@ -140,6 +138,15 @@ def shard_of(like: Any, leaf: Leaf) -> torch.Tensor:
     if local.device.type != device.type or local.stride() != present.stride():
         made = torch.empty_strided(present.shape, present.stride(), dtype=dtype, device=device)
         local = made.copy_(local)
+    return with_local(like, local)
+
+
+def with_local(like: Any, local: torch.Tensor) -> torch.Tensor:
+    """A tensor that is distributed as `like`, with the elements of this process; as `local_tensor`."""
+    if not is_dtensor(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local,
         like.device_mesh,

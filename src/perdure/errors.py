@@ -219,8 +219,3 @@ def missing_extra(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError
         f"{error.name} is not installed. Install the extra: pip install 'perdure[{extra}]'.",
         name=error.name,
     )
-
-
-def counted(number: int, one: str, several: str | None = None) -> str:
-    """A number with its noun for a message: `1 step`, `2,000 leaves`. The plural is "s" by default."""
-    return f"{number:,} {one if number == 1 else several or f'{one}s'}"

@@ -16,7 +16,7 @@ from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
-from perdure.errors import MismatchError, StoreError, counted
+from perdure.errors import MismatchError, StoreError
 from perdure.state.beside_state import begin_to_watch, restore_beside
 from perdure.state.epoch_ends import load_epoch_ends
 from perdure.state.leaf_spec import LeafSpec
@@ -33,6 +33,7 @@ from perdure.store.format import DCP_LAYOUT
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Region
 from perdure.store.loading import Needs
+from perdure.text import counted
 
 _LOAD_WITH_DCP = (
     "where each shard of a tensor is a leaf, and an optimizer has DCP's form: load it with "

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from perdure.cli.output import document, json_option, kept_or_temporary, read_only_option
-from perdure.errors import counted
+from perdure.text import counted
 
 _MOST_LEAVES = 8
 

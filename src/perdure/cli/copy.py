@@ -8,8 +8,8 @@ from dataclasses import asdict
 import click
 
 from perdure.cli.output import document, json_option, size_text
-from perdure.errors import counted
 from perdure.store import Copied, copy_run
+from perdure.text import counted
 
 
 @click.command("copy", short_help="Copy checkpoints into another run directory or bucket.")

@@ -14,10 +14,10 @@ import click
 from perdure.checkpoint.pruning import PrunePlan, execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument, size_text, table
-from perdure.errors import counted
 from perdure.store import Run
 from perdure.store.format import PACKS
 from perdure.store.journal_moves import lines_aside, remove_aside
+from perdure.text import counted
 
 
 @click.command(

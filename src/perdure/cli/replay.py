@@ -16,8 +16,8 @@ from perdure.cli.output import (
     run_argument,
     workers_option,
 )
-from perdure.errors import counted
 from perdure.store.format import span_text
+from perdure.text import counted
 
 _STEPS = re.compile(r"(\d*):(\d*)")
 _MOST_LEAVES = 8

@@ -15,13 +15,14 @@ from perdure.cli.output import (
     printable,
     size_text,
 )
-from perdure.errors import ArgumentError, counted
+from perdure.errors import ArgumentError
 from perdure.inspect.leaf_tree import value_text
 from perdure.inspect.listing import age_text, checkpoint_json, listed
 from perdure.inspect.origins import origin_lines
 from perdure.inspect.tables import Table
 from perdure.store.format import FORMAT
 from perdure.store.manifest import LeafEntry, Manifest
+from perdure.text import counted
 
 
 @click.command(

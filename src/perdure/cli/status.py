@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from perdure.cli.output import EXIT_STATUS, document, json_option, printable
-from perdure.errors import NotARunError, counted
+from perdure.errors import NotARunError
 from perdure.supervise.console import attempt_table
 from perdure.supervise.record import RECORD, RecordedRun, read_record
 from perdure.supervise.supervisor import DEFAULT_LOGS
+from perdure.text import counted
 
 
 @click.command(

@@ -9,8 +9,9 @@ import click
 
 from perdure.checkpoint.address import open_run
 from perdure.cli.output import document, json_option, run_argument, size_text
-from perdure.errors import NotARunError, counted
+from perdure.errors import NotARunError
 from perdure.store import Run, VerifyReport, repair, verify_run
+from perdure.text import counted
 
 
 @click.command("verify", short_help="Read and hash everything, and report damage.")

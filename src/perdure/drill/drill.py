@@ -27,8 +27,9 @@ from perdure.drill.fault_plan import (
 from perdure.drill.probe_runner import ProbeRunner
 from perdure.drill.scenario import Observed, Outcome, Scenario
 from perdure.drill.working_directory import WorkingDirectory
-from perdure.errors import LaunchError, counted
+from perdure.errors import LaunchError
 from perdure.supervise.cache import default_cache
+from perdure.text import counted
 
 # Kinds of faults that have a probe of their own, and so a cause of their own.
 _OWN_PROBES = ("other-devices", "other-workers", "other-machine", "clock-jump")

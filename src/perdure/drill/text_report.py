@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perdure.drill.drill_report import DrillRow
-from perdure.errors import counted
+from perdure.text import counted
 
 _STYLE = {"pass": "green", "differs": "bold red", "failed": "bold red", "not fired": "yellow"}
 _MOST_LEAVES = 8

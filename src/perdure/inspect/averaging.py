@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
-from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError, counted
+from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError
 from perdure.inspect.average_weights import (
     checked_weights,
     ema_weights,
@@ -37,6 +37,7 @@ from perdure.store.streamed_save import (
     save_streamed,
     text_leaf,
 )
+from perdure.text import counted
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from perdure.checkpoint.address import (
     find_run,
     open_checkpoint,
 )
-from perdure.errors import StepNotFoundError, UnsupportedLeafError, counted
+from perdure.errors import StepNotFoundError, UnsupportedLeafError
 from perdure.inspect.diff_result import NOTHING, CheckpointDiff, FieldDiff
 from perdure.inspect.leaf_diff import Comparison, LeafDiff, describe, diff_scalars
 from perdure.inspect.leaf_reader import (
@@ -30,6 +30,7 @@ from perdure.store.format import steps_text
 from perdure.store.journal_reference import JOURNAL_LEAF
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
+from perdure.text import counted
 
 
 def diff(

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from perdure.errors import counted
 from perdure.inspect.leaf_diff import LeafDiff
 from perdure.inspect.origins import ORIGIN
 from perdure.inspect.renames import Rename
 from perdure.inspect.tables import Shown, Table, plain, printable, size_text
+from perdure.text import counted
 
 NOTHING = os.devnull
 """The name of a side without a checkpoint, as git passes it for a file that was added or removed."""

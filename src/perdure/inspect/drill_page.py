@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.drill.text_report import describe_fired, restored_text, verdict
-from perdure.errors import counted
 from perdure.inspect.html_page import (
     Html,
     badge,
@@ -22,6 +21,7 @@ from perdure.inspect.html_page import (
     tag,
 )
 from perdure.inspect.timeline import Bar, Line, Mark, timeline
+from perdure.text import counted
 
 _KINDS = {"pass": "good", "differs": "bad", "failed": "bad", "not fired": "warn"}
 

@@ -7,12 +7,13 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.checkpoint.address import StoredCheckpoint, with_advice
-from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError, counted
+from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
 from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
 from perdure.store.selection import Selection
+from perdure.text import counted
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
-from perdure.errors import ArgumentError, StepNotFoundError, StoreError, counted
+from perdure.errors import ArgumentError, StepNotFoundError, StoreError
 from perdure.inspect.leaf_reader import select_leaves
 from perdure.inspect.tables import Shown, Table, printable, share_text, size_text
 from perdure.store.chunk_stream import chunk_size
 from perdure.store.format import SCALAR_PREFIX
 from perdure.store.manifest import LeafEntry, Manifest
+from perdure.text import counted
 
 VALUE_CHARACTERS = 40
 """The text of a scalar is cut after so many characters in a tree."""

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perdure.errors import counted
 from perdure.inspect.html_page import (
     Html,
     badge,
@@ -18,6 +17,7 @@ from perdure.inspect.html_page import (
     table,
 )
 from perdure.inspect.timeline import Bar, Line, Mark, timeline
+from perdure.text import counted
 
 _STATES = {"ended": "plain", "running": "good", "lost": "bad", "unknown": "warn"}
 _MOST_STARTS = 50

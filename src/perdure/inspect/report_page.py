@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perdure.errors import counted
 from perdure.inspect.heat_map import heat_map
 from perdure.inspect.html_page import (
     Html,
@@ -28,6 +27,7 @@ from perdure.inspect.line_chart import interruption_legend, line_chart, line_key
 from perdure.inspect.natural_order import natural_key
 from perdure.inspect.replay_section import replay_part
 from perdure.inspect.tables import size_text
+from perdure.text import counted
 
 _MOST_METRICS = 24
 _MOST_CHECKPOINTS = 300

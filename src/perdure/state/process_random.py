@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from perdure.errors import CorruptionError, UnsupportedLeafError, counted
+from perdure.errors import CorruptionError, UnsupportedLeafError
 from perdure.store.leaf import Leaf
+from perdure.text import counted
 
 _LOCAL = re.compile(r"process/([0-9]+)/random")
 _NAMES = {"python": "Python's random", "numpy": "numpy.random", "torch": "PyTorch's CPU generator"}

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perdure.errors import StateError, counted
+from perdure.errors import StateError
 from perdure.state.cast import cast_leaf, is_cast
 from perdure.state.leaf_spec import MAX_LINES, Difference, LeafSpec
 from perdure.state.restore_plan import RestorePlan, StoredState, plan_restore
 from perdure.state.restore_request import RestoreRequest
 from perdure.store.leaf import Leaf
+from perdure.text import counted
 
 _REBUILD = "Build the target with the code that saved it, or restore without a target."
 _DTYPE = (

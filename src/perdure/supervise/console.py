@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from perdure.errors import counted
 from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.output_writer import FLUSH_S, OutputWriter
+from perdure.text import counted
 
 _REDRAWN = re.compile(r"\r(?=[^\r\n])")  # a carriage return that something is drawn after
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perdure.errors import counted
 from perdure.supervise.history import AttemptRecord
+from perdure.text import counted
 
 SAME_STEP = 3
 # Attempts in a row without progress, each of them shorter than SHORT_S.

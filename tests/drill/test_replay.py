@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,53 @@ def test_the_leaf_is_named_where_a_checkpoint_has_it(tmp_path: Path) -> None:
     assert [leaf.path for leaf in result.leaves] == ["w"]
 
 
-def test_without_a_journal_the_fingerprints_are_compared(tmp_path: Path) -> None:
-    result = replay(tmp_path, "every=0", run="silent", first=0)
-    assert (result.verdict, result.start, result.stop) == ("reproduced", None, 12)
-    assert (result.steps, result.checkpoints) == (0, 3)
+def test_without_a_journal_the_fingerprints_are_compared() -> None:
+    command = [*PROGRAM, "run=silent", "every=0"]
+    ended = CliRunner().invoke(main, ["replay", "runs/silent", "--steps", "0:", "--", *command])
+    assert ended.exit_code == 0, ended.output
+    assert "steps 1 to 12: reproduced (0 steps and 3 checkpoints compared)" in ended.output
+    assert "the checkpoints alone" in ended.output
+
+
+def _exchanged(journal: Path) -> None:
+    """By the journal of another run of the same program, whose lines are sound."""
+    command = [*PROGRAM, "run=exchanged", "rate=0.2"]
+    subprocess.run(command, cwd=journal.parent, check=True)
+    shutil.copy(journal.parent / "runs" / "exchanged" / JOURNAL, journal)
+
+
+def _cut(journal: Path) -> None:
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:10]))
+
+
+def _changed(journal: Path) -> None:
+    data = bytearray(journal.read_bytes())
+    data[len(data) // 2] ^= 1
+    journal.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [_exchanged, _cut, Path.unlink, _changed])
+@pytest.mark.parametrize("looks", ["replay", "bisect", "verify"])
+def test_no_command_believes_a_journal_that_its_checkpoints_contradict(
+    damage: Callable[[Path], None], looks: str, home: Path, tmp_path: Path
+) -> None:
+    """Only a run that never had a journal is replayed by its checkpoints alone."""
+    run = tmp_path / "run"
+    shutil.copytree(home / "runs" / "mine", run, ignore=shutil.ignore_patterns("lock", "replays"))
+    arguments = {
+        "replay": ["replay", str(run), "--", *PROGRAM, f"run={run}"],
+        "bisect": ["bisect", str(run), "runs/mine"],
+        "verify": ["verify", str(run)],
+    }[looks]
+    if looks != "replay" or damage is Path.unlink:
+        assert CliRunner().invoke(main, arguments).exit_code == 0, "the control"
+    damage(run / JOURNAL)
+    ended = CliRunner().invoke(main, arguments)
+    said = ended.output + str(ended.exception or "")
+    assert ended.exit_code == 1, said
+    assert JOURNAL in said
+    assert "reproduced" not in said
+    assert not (run / "replays").exists() or damage is Path.unlink
 
 
 def test_a_program_that_ends_too_early_differs(tmp_path: Path) -> None:

@@ -129,7 +129,9 @@ def _print(found: dict[str, Any]) -> None:
             click.echo(f"    and {len(part['leaves']) - _MOST_LEAVES} more leaves")
         for field in part["recipe"]:
             click.echo(f"  recipe: {field}")
-    click.echo(f"{found['verdict']}: {found['run']}")
+    has_lines = any(part["steps"] for part in found["stretches"])
+    basis = "" if has_lines else " (no line of a journal was compared: the checkpoints alone)"
+    click.echo(f"{found['verdict']}: {found['run']}{basis}")
 
 
 def _difference(part: dict[str, Any]) -> str:

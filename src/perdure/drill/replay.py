@@ -17,7 +17,8 @@ from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import ArgumentError, CorruptionError, LaunchError, StepNotFoundError
 from perdure.store import Run
 from perdure.store.format import span_text
-from perdure.store.journal_file import JournalEntry, first_difference, read_journal
+from perdure.store.journal_file import JournalEntry, first_difference
+from perdure.store.journal_reference import journal_lines, line_references
 from perdure.store.manifest import Manifest
 from perdure.supervise.cache import default_cache
 from perdure.supervise.checked_command import checked_command
@@ -99,12 +100,19 @@ class Reference:
 
     @staticmethod
     def of(run: Run, first: int | None) -> Reference:
-        """The lines from the checkpoint at or before `first` on; None for the oldest checkpoint."""
-        steps = run.steps()
+        """The lines from the checkpoint at or before `first` on; None for the oldest checkpoint.
+
+        All lines are read, because each checkpoint refers to one of them: a replay says nothing about a
+        run whose journal was exchanged or has lost lines.
+        """
+        steps, references = run.steps(), {}
+        for step in steps:
+            with suppress(StepNotFoundError):  # deleted meanwhile
+                references |= line_references([run.manifest(step)])
         wanted = min(steps, default=0) if first is None else first
         start = max((step for step in steps if step <= wanted), default=None)
         entries, last = {}, max(steps, default=0)
-        for line in read_journal(run.storage):
+        for line in journal_lines(run.storage, references):
             last = max(last, line.entry.step)
             if start is None or line.entry.step > start:
                 entries[line.entry.step] = line.entry

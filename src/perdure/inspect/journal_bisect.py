@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perdure.errors import ArgumentError, StepNotFoundError
-from perdure.store import LocalStorage, Run
-from perdure.store.journal_file import JournalEntry, first_difference, read_journal
-from perdure.store.journal_reference import checked_lines, line_references
+from perdure.store import Run
+from perdure.store.journal_file import JournalEntry, first_difference
+from perdure.store.journal_reference import journal_lines, line_references
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ class _Recorded(NamedTuple):
                 manifest = run.manifest(step)
                 fingerprints[step] = manifest.fingerprint
                 references |= line_references([manifest])
-        if not isinstance(run.storage, LocalStorage):
-            return _Recorded(fingerprints, iter(()))
-        lines = checked_lines(read_journal(run.storage), run.where, references)
+        lines = journal_lines(run.storage, references)
         return _Recorded(fingerprints, (line.entry for line in lines))
 
 

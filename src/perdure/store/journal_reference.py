@@ -89,20 +89,32 @@ def checked_lines(
         )
 
 
+def journal_lines(
+    storage: Storage, references: Mapping[int, LineReference]
+) -> Iterator[JournalLine]:
+    """The `checked_lines` of a run directory; one in a bucket has no journal.
+
+    Read the references before: those of a running training refer to lines that are there.
+
+    Raises:
+        CorruptionError: A line was changed, or a line to which a checkpoint refers is not there.
+    """
+    if isinstance(storage, LocalStorage):
+        yield from checked_lines(read_journal(storage), storage.where, references)
+
+
 def journal_problem(storage: Storage, references: Mapping[int, LineReference]) -> str | None:
     """What is wrong with the journal of a run directory; None for nothing.
 
     Args:
-        storage: The run directory. One in a bucket has no journal.
+        storage: The run directory.
         references: As for `checked_lines`.
 
     Raises:
         UnreachableError: The journal cannot be read.
     """
-    if not isinstance(storage, LocalStorage):
-        return None
     try:
-        for _ in checked_lines(read_journal(storage), storage.where, references):
+        for _ in journal_lines(storage, references):
             pass
     except CorruptionError as error:
         return str(error)

@@ -32,7 +32,7 @@ from table import Row, compared, row
 
 from perdure import CheckpointManager
 from perdure.distribute import PerReplica
-from perdure.inspect.journal_bisect import bisect_runs
+from perdure.look.journal_bisect import bisect_runs
 from perdure.store.journal_file import FIRST_HASH, JOURNAL, JournalEntry, encode_line
 
 CASES = (("cnn", 128, "the tutorial's network"), ("transformer", 32, "a small transformer"))

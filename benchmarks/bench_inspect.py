@@ -57,7 +57,7 @@ finish(start)
 BARE = (
     COMMAND
     + """
-from perdure.inspect import open_checkpoint
+from perdure.look import open_checkpoint
 from perdure.store.chunk_stream import stream_chunks
 sides = [open_checkpoint(name) for name in sys.argv[1:]]
 pairs = [

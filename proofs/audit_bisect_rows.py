@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 from audit_runs import bisected, command, differing, in_directory, run, run_to_end
+
 from report import Row, row
 
 AT, REPLICA = 7, 5

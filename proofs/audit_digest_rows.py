@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from report import Row, row
 
 from perdure.digests import digest
+from report import Row, row
 
 STATES = 200
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from audit_runs import command, in_directory, is_alike, journal, run, run_to_end
-from report import Row, row
 
 from perdure.drill import DrillOptions, run_drill
+from report import Row, row
 
 KILLS = (3, 7, 10)
 DEVICES = (1, 3, 2, 4)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from audit_runs import TOPOLOGIES, command, differing, in_directory, replayed, run_to_end
+
 from report import Row, row
 
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from report import Row, row
-
 from perdure.store import Run
+from report import Row, row
 
 HERE = Path(__file__).parent
 ERRORS = 200

@@ -11,13 +11,12 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-from report import Row
-
 from perdure.drill.replay import ReplayOptions, StretchResult, replay_run
 from perdure.drill.step_bisect import BisectOptions, StepBisected, bisect_step
-from perdure.inspect.journal_bisect import Bisected, bisect_runs
+from perdure.look.journal_bisect import Bisected, bisect_runs
 from perdure.store import LocalStorage
 from perdure.store.journal_file import JournalEntry, first_difference, read_journal
+from report import Row
 
 PROGRAMS = Path(__file__).absolute().parent / "audit_programs"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "PJRT_NPROC": "8"}

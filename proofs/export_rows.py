@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from perdure import CheckpointManager
+from perdure.convert import average, export
 from perdure.errors import ArgumentError, MissingExtraError, StateError
-from perdure.inspect import average, export
 from perdure.store import Run
 
 BUILD = """

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from report import Row, row
 
 ROOT = Path(__file__).resolve().parents[1]

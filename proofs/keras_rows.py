@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from keras_program_cases import BATCHES_OF_KILLS, FAULTS, LONG, MODELS, SOURCES
+
 from report import Row, row
 
 PROGRAM = Path(__file__).parent / "keras_program.py"

@@ -19,9 +19,8 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
-from report import Row, row
-
 from perdure.store import Run
+from report import Row, row
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "cluster"

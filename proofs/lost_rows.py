@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from machines import Machine
-from report import Row, row
 
 from perdure.store import Run
+from report import Row, row
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTY = ROOT / "tests" / "launch" / "faulty.py"

@@ -17,10 +17,10 @@ from typing import Any
 from unittest import mock
 
 from drill_programs.planted import RIGHT, WRONG, Program
-from report import Row, row
 
 from perdure.drill import DrillOptions, run_drill
 from perdure.drill.causes import diagnosis
+from report import Row, row
 
 BUILD = Path("build").absolute()
 

@@ -16,6 +16,7 @@ import audit_journal_rows
 import audit_replay_rows
 import audit_rows
 from audit_runs import ENVIRONMENT
+
 from report import Row, finish, row
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {

@@ -20,9 +20,9 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from proof_foundation import fingerprint
-from report import Row, finish, row
 
 from perdure.supervise import WorkerGroup
+from report import Row, finish, row
 
 HERE = Path(__file__).parent
 MATRIX = HERE.parent / "tests" / "distribute" / "matrix_worker.py"

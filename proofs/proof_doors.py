@@ -27,6 +27,7 @@ import real_jax
 import real_torch
 from real_program import REPOSITORIES, Program
 from real_runs import Findings, Laboratory, trial
+
 from report import Row, finish, row
 
 TESTS = Path(__file__).parent.parent / "tests" / "plugins"

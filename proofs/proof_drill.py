@@ -27,10 +27,10 @@ import launch_rows
 import planted_rows
 import supervise_rows
 from drill_programs import planted
-from report import Row, finish, row
 
 from perdure.drill import KINDS, DrillOptions, run_drill
-from perdure.inspect.drill_page import render_html
+from perdure.report.drill_page import render_html
+from report import Row, finish, row
 
 HERE = Path(__file__).absolute().parent
 PROGRAMS = HERE / "drill_programs"

@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from report import Row, finish, row
-
 from perdure.checkpoint import CheckpointManager
 from perdure.demo.phases import GUARDS
 from perdure.store import Run, verify_run
 from perdure.supervise import WorkerGroup
+from report import Row, finish, row
 
 ENGINES = ("jax", "torch")
 DEMOS = 5

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from keras_rows import keras_fit
 from loop_program import EVERY, STEPS, SUMMARY
-from report import Row, finish, row
 
 from perdure.store import Run
 from perdure.supervise import WorkerGroup
 from perdure.testing import check_run
+from report import Row, finish, row
 
 PROGRAM = Path(__file__).parent / "loop_program.py"
 

@@ -25,11 +25,11 @@ import jobset_rows
 import lost_rows
 import slurm_rows
 from machines import Machine, enter, machines
-from report import Row, finish, row
 
 from perdure import EXIT_PREEMPTED
 from perdure.store import Run
 from perdure.testing import check_run
+from report import Row, finish, row
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "cluster" / "train.py"

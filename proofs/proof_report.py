@@ -19,10 +19,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
-from report import Row, finish, row
 
 from perdure import CheckpointManager
-from perdure.inspect import report as make_report
+from perdure.report import report as make_report
+from report import Row, finish, row
 
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 PLANTED = '<img src="/x.png"><script src="/x.js"></script><iframe src="/x.html"></iframe>'

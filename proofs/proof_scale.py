@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 import shard_rows
+
 from report import finish
 
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from report import Row, finish, row
 from scale_model import (
     Constants,
     Plan,
@@ -28,6 +27,8 @@ from scale_model import (
 )
 from scale_runs import Comparison, compare, seeded_lives
 from scale_tables import MEASURED, Reported, constants_table, grid_table, message_s, plot, table
+
+from report import Row, finish, row
 
 WORKERS = (2, 4, 8)
 WITHIN = 0.10

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cloud_rows import cloud_rows
-from report import Row, finish
 from store_crash import crash_rows, power_rows
 from store_damage import damage_rows
 from store_disk import disk_rows, donation_rows, writer_rows
 from store_mirror import mirror_rows
 from store_walk import walk_rows
+
+from report import Row, finish
 
 PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "crash": crash_rows,

@@ -20,9 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from machines import HEAD, HEAD_ADDRESS, Machine
-from report import Row, row
 
 from perdure.store import Run
+from report import Row, row
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "cluster"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from report import Row, row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))

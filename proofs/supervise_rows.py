@@ -16,13 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from report import Row, row
-
 from perdure.heartbeats import PHASES, Beat
 from perdure.store import Run
 from perdure.supervise import AttemptRecord, Limits, Observer, RunOptions, Summary, Supervisor
 from perdure.supervise.console import Console
 from perdure.supervise.worker import Worker
+from report import Row, row
 
 # Of this proof alone: what is left is counted without the mark by which `perdure run` finds it.
 TOKEN = "PERDURE_PROOF_TOKEN"

@@ -60,7 +60,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "module", ["perdure", "perdure.errors", "perdure.store", "perdure.inspect", "perdure.cli"]
+    "module", ["perdure", "perdure.errors", "perdure.store", "perdure.look", "perdure.cli"]
 )
 def test_importing_the_core_loads_no_framework(tmp_path: Path, module: str) -> None:
     loaded, _, _ = probe(tmp_path, f"import {module}")

@@ -17,7 +17,7 @@ from damage import Stop
 from perdure import CheckpointManager, ManagerOptions
 from perdure.cli import main
 from perdure.errors import CorruptionError, HistoryError, SaveError, StoreError
-from perdure.inspect import diff
+from perdure.look import diff
 from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
 from perdure.store.journal_file import JOURNAL, read_journal
 from perdure.store.journal_reference import line_reference

@@ -24,7 +24,7 @@ from perdure.drill.fault_plan import LAST
 from perdure.drill.scenario import Observed, Outcome
 from perdure.drill.text_report import verdict
 from perdure.errors import LaunchError
-from perdure.inspect.drill_page import render_html
+from perdure.report.drill_page import render_html
 from perdure.store import Run
 from perdure.testing import drill
 

@@ -49,7 +49,7 @@ from perdure.drill.scenario import (
 from perdure.drill.text_report import TextReporter, verdict
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
-from perdure.inspect.drill_page import render_html
+from perdure.report.drill_page import render_html
 from perdure.store import Run
 
 POINTS = ("pack", "manifest")

@@ -39,7 +39,7 @@ from perdure.drill.scenario import (
     Scenario,
 )
 from perdure.drill.text_report import TextReporter
-from perdure.inspect.drill_page import render_html
+from perdure.report.drill_page import render_html
 from perdure.store.drill_hook import DRILL
 
 SEEN = Observed(

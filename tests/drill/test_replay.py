@@ -18,7 +18,7 @@ from perdure.drill.fault_injection import redirected
 from perdure.drill.replay import ReplayOptions, StretchResult, replay_run
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import ArgumentError, LaunchError, SaveError
-from perdure.inspect import report
+from perdure.report import report
 from perdure.store import LocalStorage, Run
 from perdure.store.format import hash_bytes
 from perdure.store.journal_file import JOURNAL, read_journal

@@ -18,7 +18,7 @@ from perdure.errors import (
     StateError,
     StepNotFoundError,
 )
-from perdure.inspect import open_checkpoint
+from perdure.look import open_checkpoint
 
 HEAD = ("model/head/bias", "model/head/weight")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 
 from perdure.cli.output import EXIT_STATUS, document, json_option, new_run_argument
-from perdure.inspect import average, origin
-from perdure.inspect.average_weights import SCHEDULES
+from perdure.convert import average
+from perdure.convert.average_weights import SCHEDULES
+from perdure.look import origin
 
 
 class _Numbers(click.ParamType):

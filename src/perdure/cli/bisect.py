@@ -57,7 +57,7 @@ def command(
       perdure bisect runs/a runs/b
       perdure bisect runs/a runs/b -- python train.py
     """
-    from perdure.inspect.journal_bisect import bisect_runs
+    from perdure.look.journal_bisect import bisect_runs
 
     options = (command2, workers, devices, read_only or None, directory)
     if not command and any(option is not None for option in options):

@@ -29,7 +29,7 @@ def command(
     Example:
       perdure diff runs/a@100 runs/b@100 --leaves 'model/**'
     """
-    from perdure.inspect.checkpoint_diff import diff
+    from perdure.look.checkpoint_diff import diff
 
     # The path in the work tree, as `git difftool` has it for a configured tool, and for `-x`.
     paths = [path for name in ("MERGED", "BASE") if (path := os.environ.get(name))]

@@ -75,7 +75,7 @@ def command(
 
     from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
     from perdure.drill.text_report import TextReporter
-    from perdure.inspect.drill_page import render_html
+    from perdure.report.drill_page import render_html
 
     kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)
     if faults is not None and not kinds:

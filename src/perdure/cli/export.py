@@ -7,8 +7,8 @@ import re
 import click
 
 from perdure.cli.output import EXIT_STATUS, document, json_option, size_text
-from perdure.inspect import NameMap, export
-from perdure.inspect.exporting import ARRAY_FORMATS, MODEL_FORMATS
+from perdure.convert import NameMap, export
+from perdure.convert.exporting import ARRAY_FORMATS, MODEL_FORMATS
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -7,9 +7,9 @@ import os
 import click
 
 from perdure.cli.output import EXIT_STATUS, document, json_option, new_run_argument, size_text
+from perdure.convert import NameMap, import_run
+from perdure.convert.foreign_files import READ_FORMATS
 from perdure.errors import ArgumentError
-from perdure.inspect import NameMap, import_run
-from perdure.inspect.foreign_files import READ_FORMATS
 
 
 @click.command(

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument
-from perdure.inspect.listing import (
+from perdure.look.listing import (
     RunListing,
     checkpoint_json,
     list_run,

@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 
 from perdure.errors import ArgumentError, StepExistsError, StoreError
-from perdure.inspect.tables import Table
-from perdure.inspect.tables import printable as printable
-from perdure.inspect.tables import size_text as size_text
+from perdure.look.tables import Table
+from perdure.look.tables import printable as printable
+from perdure.look.tables import size_text as size_text
 
 EXIT_STATUS = (
     "Exit status: 0 if it is done, 1 if it failed, 2 for a mistake in the arguments, 130 after "

@@ -16,7 +16,7 @@ from perdure.errors import MissingExtraError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perdure.inspect.plot_panels import Panel
+    from perdure.report.plot_panels import Panel
 
 _FILE = click.Path(path_type=Path)
 
@@ -54,7 +54,7 @@ def command(
     Example:
       perdure plot runs/a runs/b --metric loss -o loss.png
     """
-    from perdure.inspect.run_plot import picture_kind, plot_drawing, save_plot
+    from perdure.report.run_plot import picture_kind, plot_drawing, save_plot
 
     if output is not None:
         picture_kind(output)  # before anything is read
@@ -79,12 +79,12 @@ def command(
 
 def _picture(panels: Sequence[Panel]) -> str | None:
     """The text that draws the panels in this terminal; None if it shows no pictures."""
-    from perdure.inspect.terminal_picture import picture_protocol, picture_sequence
+    from perdure.report.terminal_picture import picture_protocol, picture_sequence
 
     protocol = picture_protocol(os.environ)
     if protocol is None or not sys.stdout.isatty():
         return None
-    from perdure.inspect.figure import draw_figure, figure_bytes
+    from perdure.report.figure import draw_figure, figure_bytes
 
     try:
         return picture_sequence(figure_bytes(draw_figure(panels), "png"), protocol)
@@ -93,7 +93,7 @@ def _picture(panels: Sequence[Panel]) -> str | None:
 
 
 def _print(panels: Sequence[Panel]) -> None:
-    from perdure.inspect.sparkline import BLOCKS, PLAIN, sparklines
+    from perdure.report.sparkline import BLOCKS, PLAIN, sparklines
 
     try:
         BLOCKS.encode(sys.stdout.encoding or "ascii")

@@ -51,7 +51,7 @@ def command(
     Example:
       perdure report runs/a -o report.html
     """
-    from perdure.inspect import report
+    from perdure.report import report
 
     if output is None and not as_json:
         raise click.UsageError("Name the HTML file with -o FILE, or ask for --json.")

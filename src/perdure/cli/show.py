@@ -16,10 +16,10 @@ from perdure.cli.output import (
     size_text,
 )
 from perdure.errors import ArgumentError
-from perdure.inspect.leaf_tree import value_text
-from perdure.inspect.listing import age_text, checkpoint_json, listed
-from perdure.inspect.origins import origin_lines
-from perdure.inspect.tables import Table
+from perdure.look.leaf_tree import value_text
+from perdure.look.listing import age_text, checkpoint_json, listed
+from perdure.look.origins import origin_lines
+from perdure.look.tables import Table
 from perdure.store.format import FORMAT
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.text import counted

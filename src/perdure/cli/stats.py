@@ -31,7 +31,7 @@ def command(
     Example:
       perdure stats runs/a@1000 --leaves 'model/**/kernel'
     """
-    from perdure.inspect.leaf_stats import stats
+    from perdure.look.leaf_stats import stats
 
     result = stats(run, leaves=leaves or None, depth=depth)
     if as_json:

@@ -31,7 +31,7 @@ def command(run: str, leaves: tuple[str, ...], depth: int | None, as_json: bool)
     Example:
       perdure tree runs/a@1000 --depth 2
     """
-    from perdure.inspect.leaf_tree import tree
+    from perdure.look.leaf_tree import tree
 
     result = tree(run, leaves=leaves or None, depth=depth)
     if as_json:

@@ -1,0 +1,377 @@
+"""`export`: leaves of a checkpoint in the file format of another tool.
+
+Invariant: a file or folder with the name that was asked for is complete. It is written under a
+temporary name beside it, synced, verified if asked for, and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
+from perdure.convert.foreign_leaves import LeafNote, foreign_leaves, note_of, plain_dtype
+from perdure.convert.leaf_names import NamedLeaf, NameMap, branch_of, named_leaves
+from perdure.errors import ArgumentError, SaveError, UnsupportedLeafError
+from perdure.look.leaf_reader import element_dtype, is_scalar, scalar_value, select_leaves
+
+SHARD_BYTES = 5 * 10**9
+"""The most bytes of a shard, as in Hugging Face's tools."""
+
+ARRAY_FORMATS = ("safetensors", "torch", "npz", "orbax")
+"""The formats that need nothing but the checkpoint."""
+
+MODEL_FORMATS = ("keras", "saved_model", "onnx", "jax_export")
+"""The formats that need the code of the model."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote.
+
+    Attributes:
+        out: The file or folder.
+        checkpoint: Where it was taken from.
+        names: The name in the file of each leaf that was written, by its path.
+        left_out: Paths of Python scalars, or of seeds of a model, that the format cannot hold.
+        nbytes: Bytes of the arrays.
+        files: The files, in order.
+        verified: Whether all arrays were read back and compared with the hashes of the manifest.
+    """
+
+    out: str
+    checkpoint: StoredCheckpoint
+    names: dict[str, str]
+    left_out: tuple[str, ...]
+    nbytes: int
+    files: tuple[str, ...]
+    verified: bool
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """What a format has to write.
+
+    Attributes:
+        checkpoint: Where the leaves are.
+        arrays: The array leaves in the order of their paths.
+        scalars: (leaf, value) of the Python scalars.
+        shard_bytes: The most bytes of a shard.
+        left_out: Paths of scalars that the format cannot hold; the format adds them.
+    """
+
+    checkpoint: StoredCheckpoint
+    arrays: list[NamedLeaf]
+    scalars: list[tuple[NamedLeaf, Any]]
+    shard_bytes: int
+    left_out: list[str]
+
+
+def export(
+    checkpoint: Where,
+    to: str,
+    out: str | os.PathLike[str],
+    *,
+    leaves: str | Iterable[str] | None = None,
+    names: NameMap | None = None,
+    shard_bytes: int | None = None,
+    verify: bool = False,
+    model: str | Callable[[], Any] | None = None,
+) -> Exported:
+    """Write leaves of a checkpoint to the new file or folder `out`.
+
+    A weak type of JAX is left out, and random keys become their `uint32` words. With one plain path in
+    `leaves`, such as "model", names begin below it.
+
+    Args:
+        checkpoint: `RUN@STEP`, or `RUN` for the newest.
+        to: "safetensors" (a folder in Hugging Face's layout, or one file if `out` ends in
+            `.safetensors`), "torch", "npz" or "orbax"; with `model` also "keras", "saved_model",
+            "onnx" or "jax_export".
+        out: A path where nothing is, in a directory that exists.
+        leaves: Paths or patterns; all leaves by default. For a `model`, the path of the model in the
+            state, "model" by default.
+        names: Names of leaves in the file by patterns of their paths.
+        shard_bytes: The most bytes of a file, for a folder of safetensors; 5 GB by default.
+        verify: Read the result and compare it with the hashes of the manifest.
+        model: A function without arguments that returns the Keras model, or `file.py:function`.
+
+    Raises:
+        ArgumentError: `out` exists, a pattern selects nothing, two leaves get one name, or an argument
+            has no meaning for this format.
+        UnsupportedLeafError: The format has no such dtype; the text names formats that have it.
+        MissingExtraError: The library of the format is not installed.
+        CorruptionError: The checkpoint is damaged, or `verify` found a difference.
+        UnreachableError: The checkpoint cannot be read.
+        SaveError: `out` cannot be written.
+    """
+    if to not in ARRAY_FORMATS + MODEL_FORMATS:
+        known = ", ".join(ARRAY_FORMATS + MODEL_FORMATS)
+        raise ArgumentError(f"to: expected one of {known}, found {to!r}.")
+    _check_shard_bytes(shard_bytes, to, os.fspath(out))
+    found = open_checkpoint(checkpoint)
+    patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
+    if to in MODEL_FORMATS:
+        return _export_model(found, to, out, patterns, model, names=names, verify=verify)
+    if model is not None:
+        raise ArgumentError(f"model: the format {to} needs no model; leave it out.")
+    return _export_arrays(
+        found,
+        to,
+        os.fspath(out),
+        patterns,
+        names,
+        shard_bytes=shard_bytes or SHARD_BYTES,
+        verify=verify,
+    )
+
+
+def _check_shard_bytes(shard_bytes: int | None, to: str, out: str) -> None:
+    """Raise `ArgumentError` unless a limit makes sense for this format and name."""
+    if shard_bytes is None:
+        return
+    if shard_bytes < 1:
+        raise ArgumentError(f"shard_bytes: expected at least 1, found {shard_bytes}.")
+    if to != "safetensors" or out.endswith(".safetensors"):
+        raise ArgumentError(
+            f"shard_bytes: only a folder of safetensors is cut into files, and {out} as {to} is none; "
+            f"leave it out (`--shard-size`)."
+        )
+
+
+def _export_arrays(
+    checkpoint: StoredCheckpoint,
+    to: str,
+    out: str,
+    patterns: list[str] | None,
+    names: NameMap | None,
+    *,
+    shard_bytes: int,
+    verify: bool,
+) -> Exported:
+    style = "path" if to in ("npz", "orbax") else "dotted"
+    named = named_leaves(select_leaves(checkpoint, patterns), style, branch_of(patterns), names)
+    arrays = [leaf for leaf in named if not is_scalar(leaf.entry)]
+    _refuse_dtypes(arrays, to)
+    scalars = [(leaf, scalar_value(leaf.entry)) for leaf in named if is_scalar(leaf.entry)]
+    job = ExportJob(checkpoint, arrays, scalars, shard_bytes, [])
+    with new_output(out) as temporary:
+        _WRITERS[to](job, temporary, out)
+        if verify:
+            from perdure.convert.export_check import check_export
+
+            check_export(arrays, checkpoint.name, to, temporary)
+        files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
+    written = {leaf.entry.path: leaf.name for leaf in named if leaf.entry.path not in job.left_out}
+    return Exported(
+        out,
+        checkpoint,
+        written,
+        tuple(job.left_out),
+        sum(leaf.entry.nbytes for leaf in arrays),
+        files,
+        verify,
+    )
+
+
+@contextmanager
+def new_output(out: str | os.PathLike[str]) -> Iterator[str]:
+    """A temporary name for a file or folder, which is synced and becomes `out` after the block.
+
+    Raises:
+        ArgumentError: `out` exists, or is no path in a directory.
+        SaveError: It cannot be written.
+    """
+    path = os.path.abspath(os.fspath(out))
+    folder, name = os.path.split(path)
+    if "://" in os.fspath(out) or not os.path.isdir(folder):
+        raise ArgumentError(f"{os.fspath(out)}: expected a path in a directory that exists.")
+    _refuse_existing(path)
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        for file in _files(temporary):
+            _sync(os.path.join(temporary, file) if os.path.isdir(temporary) else temporary)
+        _refuse_existing(path)
+        os.rename(temporary, path)
+        _sync(folder)
+    except OSError as error:
+        raise SaveError(
+            f"{os.fspath(out)}: cannot be written: {error}. Nothing is there. Correct the cause (free "
+            f"space, permissions), then repeat the call."
+        ) from error
+    finally:
+        if os.path.isdir(temporary):
+            shutil.rmtree(temporary, ignore_errors=True)
+        elif os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def _refuse_existing(path: str) -> None:
+    if os.path.lexists(path):
+        raise ArgumentError(f"{path}: exists, and was not changed. Name another file or folder.")
+
+
+def _files(path: str) -> tuple[str, ...]:
+    """The files below a folder, by their paths in it; the name of a file by itself."""
+    if not os.path.isdir(path):
+        return (os.path.basename(path),)
+    found = [
+        os.path.relpath(os.path.join(folder, name), path)
+        for folder, _, names in os.walk(path)
+        for name in names
+    ]
+    return tuple(sorted(found))
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _dtypes(to: str) -> Iterable[str] | None:
+    """The dtypes that a format can hold; None for all of NumPy and ml_dtypes."""
+    from perdure.convert import safetensors_files, torch_archive
+
+    return {"safetensors": safetensors_files.DTYPES, "torch": torch_archive.DTYPES}.get(to)
+
+
+def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
+    known = {other: _dtypes(other) for other in ARRAY_FORMATS}
+    for leaf in arrays:
+        dtype = plain_dtype(leaf.entry)
+        has_numpy = True
+        try:
+            element_dtype(leaf.entry)
+        except UnsupportedLeafError:
+            if not any(dtype in dtypes for dtypes in known.values() if dtypes is not None):
+                raise
+            has_numpy = False  # complex32, which is PyTorch's alone
+        can = [
+            other
+            for other, dtypes in known.items()
+            if (has_numpy if dtypes is None else dtype in dtypes)
+        ]
+        if to not in can:
+            raise UnsupportedLeafError(
+                f"leaf {leaf.entry.path!r} has dtype {dtype}, which {to} files cannot hold; "
+                f"{', '.join(can)} can. Leave it out with `--leaves`, or take another format."
+            )
+
+
+def _write_safetensors(job: ExportJob, path: str, out: str) -> None:
+    from perdure.convert import safetensors_files as files
+
+    is_folder = not out.endswith(".safetensors")
+    most = job.shard_bytes if is_folder else 2**63
+    shards = files.split_shards(job.arrays, most)
+    every = [leaf for shard in shards for leaf in shard]
+    foreign = {leaf.name: leaf for leaf in foreign_leaves(job.checkpoint, every)}
+    if is_folder:
+        os.mkdir(path)
+    for number, (shard, name) in enumerate(
+        zip(shards, files.shard_names(len(shards)), strict=True)
+    ):
+        notes = {leaf.name: note_of(leaf) for leaf in shard}
+        if number == 0:
+            texts = ((leaf, f"{leaf.entry.dtype} {leaf.entry.text}") for leaf, _ in job.scalars)
+            notes |= {leaf.name: LeafNote(text, leaf.noted_path) for leaf, text in texts}
+        with open(os.path.join(path, name) if is_folder else path, "wb") as file:
+            files.write_safetensors(file, [foreign[leaf.name] for leaf in shard], notes)
+    if len(shards) > 1:
+        files.write_index(path, shards)
+
+
+def _write_torch(job: ExportJob, path: str, _: str) -> None:
+    from perdure.convert.torch_archive import write_torch
+
+    with open(path, "wb") as file:
+        scalars = [(leaf.name, value) for leaf, value in job.scalars]
+        write_torch(file, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
+
+
+def _write_npz(job: ExportJob, path: str, _: str) -> None:
+    from perdure.convert.npz_file import can_hold, refuse_names, write_npz
+
+    scalars = _held_scalars(job, can_hold)
+    refuse_names([*job.arrays, *(leaf for leaf, _ in job.scalars)])
+    with open(path, "wb") as file:
+        write_npz(file, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
+
+
+def _write_orbax(job: ExportJob, path: str, _: str) -> None:
+    from perdure.convert.orbax_folder import can_hold, write_orbax
+
+    scalars = _held_scalars(job, can_hold)
+    write_orbax(path, foreign_leaves(job.checkpoint, job.arrays), scalars)
+
+
+def _held_scalars(job: ExportJob, can_hold: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """The scalars that a format can hold, by name; the others are noted in `job.left_out`."""
+    job.left_out.extend(leaf.entry.path for leaf, value in job.scalars if not can_hold(value))
+    return [(leaf.name, value) for leaf, value in job.scalars if can_hold(value)]
+
+
+def _notes(job: ExportJob) -> dict[str, LeafNote]:
+    """The notes on arrays, and on the paths of scalars, by name."""
+    paths = {leaf.name: LeafNote(path=leaf.noted_path) for leaf, _ in job.scalars}
+    return {leaf.name: note_of(leaf) for leaf in job.arrays} | paths
+
+
+_WRITERS = {
+    "safetensors": _write_safetensors,
+    "torch": _write_torch,
+    "npz": _write_npz,
+    "orbax": _write_orbax,
+}
+
+
+def _export_model(
+    checkpoint: StoredCheckpoint,
+    to: str,
+    out: str | os.PathLike[str],
+    patterns: list[str] | None,
+    model: str | Callable[[], Any] | None,
+    *,
+    names: NameMap | None,
+    verify: bool,
+) -> Exported:
+    if model is None:
+        raise ArgumentError(
+            f"{to}: needs the code of the model: model='file.py:function' (`--model`), a function "
+            f"without arguments that returns the Keras model."
+        )
+    if names is not None:
+        raise ArgumentError(f"{to}: the names are those of the model; leave out `names`.")
+    if to == "keras" and not os.fspath(out).endswith(".keras"):
+        raise ArgumentError(f"{os.fspath(out)}: Keras loads files that end in .keras; name it so.")
+    branch = branch_of(patterns or ["model"])
+    if not branch:
+        raise ArgumentError(
+            f"{to}: leaves: expected the path of the model in the state, such as 'model', found "
+            f"{patterns!r}."
+        )
+    entries = select_leaves(checkpoint, branch)
+    paths = [entry.path for entry in entries]
+    from perdure.convert.model_formats import write_model
+
+    with new_output(out) as temporary:
+        left_out = write_model(checkpoint, to, temporary, branch, model, verify=verify)
+        files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
+    return Exported(
+        os.fspath(out),
+        checkpoint,
+        {path: path.removeprefix(f"{branch}/") for path in paths if path not in left_out},
+        tuple(left_out),
+        sum(entry.nbytes for entry in entries),
+        files,
+        verify,
+    )

@@ -1,0 +1,261 @@
+"""safetensors: one file, or Hugging Face's folder of shards with an index.
+
+A file is 8 bytes with the length of the header, the header in JSON, and the bytes of the arrays without
+gaps. Written a chunk at a time, which the safetensors library cannot, and with the same bytes as by it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import msgspec
+
+from perdure.convert.foreign_leaves import (
+    ForeignFile,
+    ForeignLeaf,
+    LeafNote,
+    noted_file,
+    plain_dtype,
+)
+from perdure.convert.leaf_names import NamedLeaf
+from perdure.errors import ArgumentError, DataError
+from perdure.store.format import Natural
+from perdure.store.leaf import Leaf
+from perdure.store.manifest_check import item_bytes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100_000_000
+_DTYPE_MARK, _PATH_MARK = "perdure:", "perdure.path:"
+"""Begin the names of the notes in a header."""
+_SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
+
+# In the order of the safetensors library, which writes the arrays of later dtypes first, so that each
+# array is aligned.
+DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+_NAMES = {code: dtype for dtype, code in DTYPES.items()}
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[Natural, ...]
+    data_offsets: tuple[Natural, Natural]
+
+
+def in_file_order(leaves: Sequence[NamedLeaf]) -> list[NamedLeaf]:
+    """The order of the arrays in a file."""
+    return sorted(leaves, key=lambda leaf: (-_RANK[plain_dtype(leaf.entry)], leaf.name))
+
+
+def split_shards(leaves: Sequence[NamedLeaf], most: int) -> list[list[NamedLeaf]]:
+    """Arrays by shard, as `huggingface_hub.split_torch_state_dict_into_shards` splits them.
+
+    Greedy in the order of `leaves`: a shard is closed when the next array would make it larger than
+    `most` bytes. An array that is larger by itself has a shard of its own.
+    """
+    shards: list[list[NamedLeaf]] = []
+    current: list[NamedLeaf] = []
+    size = 0
+    for leaf in leaves:
+        nbytes = leaf.entry.nbytes
+        if nbytes > most:
+            shards.append([leaf])
+            continue
+        if current and size + nbytes > most:
+            shards.append(current)
+            current, size = [], 0
+        current.append(leaf)
+        size += nbytes
+    if current or not shards:
+        shards.append(current)
+    return [in_file_order(shard) for shard in shards]
+
+
+def shard_names(count: int) -> list[str]:
+    """The names of the files of a folder."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def write_index(folder: str, shards: Sequence[Sequence[NamedLeaf]]) -> None:
+    """Write the index of a folder with several shards."""
+    pairs = zip(shards, shard_names(len(shards)), strict=True)
+    weight_map = {leaf.name: file for shard, file in pairs for leaf in shard}
+    total = sum(leaf.entry.nbytes for shard in shards for leaf in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as file:
+        file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_safetensors(
+    file: BinaryIO, leaves: Sequence[ForeignLeaf], notes: Mapping[str, LeafNote]
+) -> None:
+    """Write one file.
+
+    Args:
+        file: Where to.
+        leaves: The arrays in the order of the file.
+        notes: Notes by name, for the header.
+    """
+    # transformers refuses a file without a format.
+    metadata = {"format": "pt"}
+    metadata |= {_DTYPE_MARK + name: note.dtype for name, note in notes.items() if note.dtype}
+    metadata |= {_PATH_MARK + name: note.path for name, note in notes.items() if note.path}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for leaf in leaves:
+        end = offset + leaf.nbytes
+        header[leaf.name] = _Entry(DTYPES[leaf.dtype], leaf.shape, (offset, end))
+        offset = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise ArgumentError(
+            f"the header of a safetensors file would have {len(text)} bytes, and its readers accept "
+            f"{MAX_HEADER}; take fewer leaves, or a smaller `--shard-size`."
+        )
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for leaf in leaves:
+        for data in leaf.chunks():
+            file.write(data)
+
+
+def read_safetensors(path: str) -> ForeignFile:
+    """The arrays of a file, or of a folder with one file or an index.
+
+    Their bytes are mapped, and read when they are used. Raises `DataError` for a file that is not what
+    it should be.
+    """
+    if not os.path.isdir(path):
+        return _read_file(path)
+    index = os.path.join(path, INDEX)
+    if not os.path.exists(index):
+        files = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+        if len(files) != 1:
+            raise DataError(
+                f"{path}: expected {INDEX} or one .safetensors file, found "
+                f"{', '.join(files) or 'none'}."
+            )
+        _refuse_lone_shard(path, files[0])
+        return _read_file(os.path.join(path, files[0]))
+    try:
+        with open(index, "rb") as file:
+            weight_map = msgspec.json.decode(file.read(), type=dict[str, Any])["weight_map"]
+        weight_map = msgspec.convert(weight_map, dict[str, str])
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{index}: not an index of safetensors files: {error}.") from error
+    leaves: dict[str, Leaf] = {}
+    paths: dict[str, str] = {}
+    for name in dict.fromkeys(weight_map.values()):
+        if not re.fullmatch(r"[^/\\]+", name):
+            raise DataError(f"{index}: expected names of files in this folder, found {name!r}.")
+        found = _read_file(os.path.join(path, name))
+        if twice := leaves.keys() & found.leaves.keys():
+            raise DataError(f"{path}: {min(twice)!r} is in two files.")
+        leaves.update(found.leaves)
+        paths.update(found.paths)
+    if lacking := weight_map.keys() - leaves.keys():
+        raise DataError(f"{path}: no file has {min(lacking)!r}, which the index names.")
+    return ForeignFile(leaves, paths)
+
+
+def _refuse_lone_shard(folder: str, file: str) -> None:
+    """Raise `DataError` if the name of the only file says that there are others."""
+    match = _SHARD.fullmatch(file)
+    if match is None or int(match[2]) == 1:
+        return
+    raise DataError(
+        f"{folder}: {file} is one of {int(match[2])} files, and {INDEX} and the other "
+        f"{int(match[2]) - 1} are missing. Put them beside it, or name the file itself to import what "
+        f"it holds."
+    )
+
+
+def _read_file(path: str) -> ForeignFile:
+    def refuse(reason: str) -> DataError:
+        return DataError(f"{path}: not a whole safetensors file: {reason}.")
+
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise DataError(f"{path}: expected a file.")
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise refuse(f"its header cannot have {length} bytes in a file of {size}")
+            text = file.read(length)
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[8 + length :]
+        raw = msgspec.json.decode(text, type=dict[str, Any])
+        json.loads(text.decode(), object_pairs_hook=_refuse_duplicates)
+        metadata = msgspec.convert(raw.pop("__metadata__", {}), dict[str, str])
+        return noted_file(_leaves(data, msgspec.convert(raw, dict[str, _Entry])), _notes(metadata))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise refuse(str(error)) from error
+
+
+def _refuse_duplicates(fields: list[tuple[str, Any]]) -> None:
+    if len({name for name, _ in fields}) < len(fields):
+        raise ValueError("its header has a name twice")
+
+
+def _notes(metadata: dict[str, str]) -> dict[str, LeafNote]:
+    dtypes, paths = (
+        {name.removeprefix(mark): text for name, text in metadata.items() if name.startswith(mark)}
+        for mark in (_DTYPE_MARK, _PATH_MARK)
+    )
+    return {name: LeafNote(dtypes.get(name), paths.get(name)) for name in {**dtypes, **paths}}
+
+
+def _leaves(data: memoryview, entries: dict[str, _Entry]) -> dict[str, Leaf]:
+    """The arrays of a file; raises `ValueError` if its header does not fit its bytes."""
+    leaves: dict[str, Leaf] = {}
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, end = entry.data_offsets
+        if start != position or not start <= end <= len(data):
+            raise ValueError(
+                f"{name!r} lies at {start} to {end} of {len(data)} bytes, not at {position}"
+            )
+        position = end
+        if entry.dtype not in _NAMES:
+            raise ValueError(
+                f"{name!r} has the dtype {entry.dtype!r}, which this perdure does not know"
+            )
+        dtype = _NAMES[entry.dtype]
+        if math.prod(entry.shape) * (item_bytes(dtype) or 0) != end - start:
+            raise ValueError(f"{name!r} of shape {entry.shape} has {end - start} bytes")
+        leaves[name] = Leaf(dtype, entry.shape, data[start:end], frozen=True)
+    if position != len(data):
+        raise ValueError(f"its arrays end at {position} of {len(data)} bytes")
+    return leaves

@@ -1,0 +1,55 @@
+"""Reads run directories without the model's code or an ML framework: lists, shows, compares.
+
+Nothing is changed; memory is that of a few chunks.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perdure.checkpoint.address import open_checkpoint
+    from perdure.look.checkpoint_diff import diff
+    from perdure.look.leaf_reader import read_array, read_elements, scalar_value, select_leaves
+    from perdure.look.leaf_stats import stats
+    from perdure.look.leaf_tree import tree
+    from perdure.look.listing import list_run
+    from perdure.look.origins import origin
+
+# Imported at first use, because most commands need few of them.
+_HOMES = {
+    "diff": "perdure.look.checkpoint_diff",
+    "list_run": "perdure.look.listing",
+    "open_checkpoint": "perdure.checkpoint.address",
+    "origin": "perdure.look.origins",
+    "read_array": "perdure.look.leaf_reader",
+    "read_elements": "perdure.look.leaf_reader",
+    "scalar_value": "perdure.look.leaf_reader",
+    "select_leaves": "perdure.look.leaf_reader",
+    "stats": "perdure.look.leaf_stats",
+    "tree": "perdure.look.leaf_tree",
+}
+
+__all__ = [
+    "diff",
+    "list_run",
+    "open_checkpoint",
+    "origin",
+    "read_array",
+    "read_elements",
+    "scalar_value",
+    "select_leaves",
+    "stats",
+    "tree",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'perdure.look' has no attribute {name!r}")

@@ -1,0 +1,183 @@
+"""What `diff` returns: the differences of two checkpoints, as fields, text and tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from perdure.look.leaf_diff import LeafDiff
+from perdure.look.origins import ORIGIN
+from perdure.look.renames import Rename
+from perdure.look.tables import Shown, Table, plain, printable, size_text
+from perdure.text import counted
+
+NOTHING = os.devnull
+"""The name of a side without a checkpoint, as git passes it for a file that was added or removed."""
+
+MOST_PATHS = 20
+_VALUE = 60
+
+
+@dataclass(frozen=True)
+class FieldDiff:
+    """A field of a recipe, or a metric, with the value on both sides; None if one lacks it."""
+
+    name: str
+    first: str | int | float | bool | None
+    second: str | int | float | bool | None
+
+
+@dataclass(frozen=True, repr=False)
+class CheckpointDiff(Shown):
+    """What differs between two checkpoints.
+
+    Attributes:
+        first: The name of the one; `NOTHING` if there is none on that side.
+        second: The name of the other, likewise.
+        equal_leaves: Number of leaves with the same bits. No chunk of them was read.
+        equal_nbytes: Their bytes.
+        changed: Leaves on both sides whose bits, dtype or shape differ.
+        only_first: Paths of leaves on that side only, without the likely renames.
+        only_second: Likewise.
+        renames: Leaves that probably have another path.
+        recipe: Fields of the recipe that differ, without those of `environment`.
+        environment: Those that describe software and hardware (see `perdure.checkpoint.recipe`).
+        metrics: Metrics that differ.
+        process_leaves: Paths of leaves that differ and belong to one process, such as its random
+            generators, and `origin`, the note of an average or import. They are no part of the state.
+        containers: Paths whose containers differ, such as a list on one side and a tuple on the other.
+        read_nbytes: Bytes of chunks that were read, on both sides together.
+        common: If runs were compared: their common steps, and how many before this one are equal.
+    """
+
+    first: str
+    second: str
+    equal_leaves: int = 0
+    equal_nbytes: int = 0
+    changed: tuple[LeafDiff, ...] = ()
+    only_first: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()
+    renames: tuple[Rename, ...] = ()
+    recipe: tuple[FieldDiff, ...] = ()
+    environment: tuple[FieldDiff, ...] = ()
+    metrics: tuple[FieldDiff, ...] = ()
+    process_leaves: tuple[str, ...] = ()
+    containers: tuple[str, ...] = ()
+    read_nbytes: int = 0
+    common: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the states, or the selected leaves, are equal: same paths, dtypes, shapes, bits."""
+        differs = self.changed or self.only_first or self.only_second or self.renames
+        return not (differs or NOTHING in (self.first, self.second))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The differences for JSON."""
+        return plain({"equal": self.equal, **asdict(self)})
+
+    def _blocks(self) -> list[str | Table]:
+        for verb, name, other, paths in (
+            ("added", self.second, self.first, self.only_second),
+            ("removed", self.first, self.second, self.only_first),
+        ):
+            if other == NOTHING:
+                return [f"{verb}: {name}, {counted(len(paths), 'leaf', 'leaves')}"]
+        blocks: list[str | Table] = [f"A  {self.first}\nB  {self.second}"]
+        if self.common:
+            blocks.append(self.common)
+        equal = counted(self.equal_leaves, "leaf", "leaves")
+        blocks.append(
+            f"{equal} equal ({size_text(self.equal_nbytes)}), {len(self.changed)} differ; "
+            f"{size_text(self.read_nbytes)} read"
+        )
+        compared = [leaf for leaf in self.changed if leaf.problem is None]
+        if compared:
+            blocks.append(_figures(compared))
+        if any(0 < leaf.compared < leaf.count for leaf in compared):
+            blocks.append("rel. norm and cosine are those of the chunks that differ")
+        blocks += [
+            f"{printable(leaf.path)}: A {leaf.first}, B {leaf.second}: {leaf.problem}"
+            for leaf in self.changed
+            if leaf.problem is not None
+        ]
+        if self.renames:
+            rows = [
+                (printable(each.first), printable(each.second), _likeness(each.cosine))
+                for each in self.renames
+            ]
+            blocks.append(Table(("probably renamed: A", "B", "because"), rows))
+        blocks += _only("A", self.only_first) + _only("B", self.only_second)
+        for title, fields in (
+            ("recipe", self.recipe),
+            ("environment", self.environment),
+            ("metric", self.metrics),
+        ):
+            blocks += _fields(title, fields)
+        if generators := len(self.process_leaves) - self.process_leaves.count(ORIGIN):
+            count = counted(generators, "leaf", "leaves")
+            verb, they = ("differs", "it is") if generators == 1 else ("differ", "they are")
+            blocks.append(
+                f"{count} of single processes (random generators) {verb}; {they} not part of the state"
+            )
+        if ORIGIN in self.process_leaves:
+            blocks.append("the note on what a checkpoint was made from (average, import) differs")
+        if self.containers:
+            blocks.append(f"containers differ at {', '.join(map(printable, self.containers[:5]))}")
+        blocks.append("equal" if self.equal else "different")
+        return blocks
+
+
+def _figures(leaves: Sequence[LeafDiff]) -> Table:
+    header = ("leaf", "differ", "of", "first at", "A", "B", "ULP", "abs", "rel", "rel. norm")
+    rows = [
+        (
+            printable(leaf.path),
+            leaf.differing,
+            leaf.count,
+            f"[{','.join(map(str, leaf.first_index))}]" if leaf.first_index else "",
+            *_values(leaf),
+            leaf.max_ulp,
+            leaf.max_abs,
+            leaf.max_rel,
+            leaf.rel_norm,
+            None if leaf.cosine is None else format(leaf.cosine, ".9f"),
+            leaf.not_finite or None,
+        )
+        for leaf in leaves
+    ]
+    return Table((*header, "cosine", "NaN or inf"), rows)
+
+
+def _values(leaf: LeafDiff) -> tuple[str, str]:
+    """The first elements that differ; of scalars of two types with the types: `str 1` and `int 1`."""
+    first, second = leaf.first_values or ("", "")
+    if leaf.first != leaf.second:
+        first, second = f"{leaf.first} {first}", f"{leaf.second} {second}"
+    return printable(first, _VALUE), printable(second, _VALUE)
+
+
+def _fields(title: str, fields: Sequence[FieldDiff]) -> list[str | Table]:
+    if not fields:
+        return []
+    rows = [
+        (printable(field.name), *(_value(value) for value in (field.first, field.second)))
+        for field in fields
+    ]
+    return [Table((title, "A", "B"), rows)]
+
+
+def _value(value: object) -> str:
+    return "" if value is None else printable(str(value), _VALUE)
+
+
+def _only(side: str, paths: Sequence[str]) -> list[str | Table]:
+    lines: list[str | Table] = [f"only in {side}: {printable(path)}" for path in paths[:MOST_PATHS]]
+    more = len(paths) - MOST_PATHS
+    return [*lines, f"only in {side}: and {more:,} more"] if more > 0 else lines
+
+
+def _likeness(cosine: float | None) -> str:
+    return "the same bytes" if cosine is None else f"cosine {cosine:.6f}"

@@ -1,0 +1,206 @@
+"""`tree`: what one checkpoint holds, from its manifest alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
+from perdure.errors import ArgumentError, StepNotFoundError, StoreError
+from perdure.look.leaf_reader import select_leaves
+from perdure.look.tables import Shown, Table, printable, share_text, size_text
+from perdure.store.chunk_stream import chunk_size
+from perdure.store.format import SCALAR_PREFIX
+from perdure.store.manifest import LeafEntry, Manifest
+from perdure.text import counted
+
+VALUE_CHARACTERS = 40
+"""The text of a scalar is cut after so many characters in a tree."""
+
+
+def value_text(dtype: str, shape: tuple[int, ...] | None, text: str | None, most: int) -> str:
+    """`float32[3,4]`, or `int 7` for a scalar, whose text is cut after `most` characters."""
+    if text is not None:
+        return f"{dtype.removeprefix(SCALAR_PREFIX)} {printable(text, most)}"
+    return f"{dtype}[{','.join(map(str, shape or ()))}]"
+
+
+@dataclass(frozen=True)
+class LeafTreeNode:
+    """A leaf, or a branch with everything below it.
+
+    Attributes:
+        path: Its path; "" for the state itself.
+        depth: The number of parts of the path.
+        leaves: Number of leaves in it; 1 for a leaf.
+        nbytes: Their bytes.
+        shared_nbytes: Bytes of them that the step before has too; None without a step before.
+        dtype: The dtype of a leaf; None for a branch.
+        shape: The shape of a leaf; None for a branch.
+        value: The text of a scalar leaf.
+    """
+
+    path: str
+    depth: int
+    leaves: int
+    nbytes: int
+    shared_nbytes: int | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    value: str | None = None
+
+    def describe(self) -> str:
+        """`float32[3,4]`, `int 7`, or the number of leaves of a branch."""
+        if self.dtype is None:
+            return counted(self.leaves, "leaf", "leaves")
+        return value_text(self.dtype, self.shape, self.value, VALUE_CHARACTERS)
+
+
+@dataclass(frozen=True, repr=False)
+class LeafTree(Shown):
+    """The leaves of a checkpoint as a tree.
+
+    Attributes:
+        name: The checkpoint.
+        before: The step before it in its run; None if there is none that can be read.
+        nodes: Branches and leaves, each branch before what is below it.
+        unread_before: Why the step before it cannot be read; empty if there is none, or it can.
+    """
+
+    name: str
+    before: int | None
+    nodes: tuple[LeafTreeNode, ...]
+    unread_before: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tree for JSON."""
+        from dataclasses import asdict
+
+        return {
+            "checkpoint": self.name,
+            "before": self.before,
+            "unread_before": self.unread_before,
+            "nodes": [asdict(node) for node in self.nodes],
+        }
+
+    def _blocks(self) -> list[str | Table]:
+        whole = self.nodes[0].nbytes if self.nodes else 0
+        header = ["leaf", "value", "size", "share"]
+        if self.before is not None:
+            header.append(f"as in step {self.before}")
+        rows = []
+        for node in self.nodes:
+            name = printable(node.path.rpartition("/")[2]) if node.path else "(state)"
+            row: list[object] = [
+                "  " * node.depth + name,
+                node.describe(),
+                size_text(node.nbytes),
+                share_text(node.nbytes, whole),
+            ]
+            if node.shared_nbytes is not None:
+                row.append(share_text(node.shared_nbytes, node.nbytes))
+            rows.append(row)
+        blocks: list[str | Table] = [self.name, Table(header, rows)]
+        if self.unread_before:
+            blocks.append(f"what the step before has too is not known: {self.unread_before}")
+        return blocks
+
+
+def tree(
+    where: Where, *, leaves: str | Iterable[str] | None = None, depth: int | None = None
+) -> LeafTree:
+    """The leaves of a checkpoint as a tree; reads manifests and no chunk.
+
+    Args:
+        where: The checkpoint, as for `open_checkpoint`.
+        leaves: Only the leaves that these patterns select; shares are those of the selection.
+        depth: Show branches of so many parts and nothing below them.
+
+    Raises:
+        ArgumentError: A pattern selects nothing, or `depth` is negative.
+        StoreError: As `open_checkpoint`.
+    """
+    check_depth(depth)
+    checkpoint = open_checkpoint(where)
+    entries = select_leaves(checkpoint, leaves)
+    before, unread = _manifest_before(checkpoint)
+    held = None if before is None else contents_of(before)
+    return LeafTree(
+        checkpoint.name,
+        None if before is None else before.step,
+        tuple(_nodes(entries, held, depth)),
+        unread,
+    )
+
+
+def check_depth(depth: object) -> None:
+    """Raise `ArgumentError` unless `depth` is None or an integer of at least 0."""
+    if depth is not None and (not isinstance(depth, SupportsIndex) or operator.index(depth) < 0):
+        raise ArgumentError(f"depth: expected an integer of at least 0, found {depth!r}.")
+
+
+def _manifest_before(checkpoint: StoredCheckpoint) -> tuple[Manifest | None, str]:
+    """The manifest of the step before a checkpoint in its run, or why it cannot be read."""
+    earlier = [step for step in checkpoint.run.steps() if step < checkpoint.step]
+    try:
+        return (checkpoint.run.manifest(earlier[-1]) if earlier else None), ""
+    except StepNotFoundError:  # deleted since it was listed
+        return None, ""
+    except StoreError as error:
+        return None, str(error)
+
+
+def contents_of(manifest: Manifest) -> set[object]:
+    """The hashes of all chunks of a state, and path and text of each scalar."""
+    hashes: set[object] = {chunk.hash for leaf in manifest.leaves for chunk in leaf.chunks}
+    return hashes | {(leaf.path, leaf.text) for leaf in manifest.leaves if leaf.text is not None}
+
+
+def shared_bytes(entry: LeafEntry, held: set[object]) -> int:
+    """Bytes of a leaf in chunks that `held` has; of a scalar, if the leaf has the same text there."""
+    if entry.text is not None:
+        return entry.nbytes if (entry.path, entry.text) in held else 0
+    return sum(chunk_size(entry, n) for n, chunk in enumerate(entry.chunks) if chunk.hash in held)
+
+
+def branches_of(path: str, depth: int | None) -> list[str]:
+    """The branches above a leaf, the state itself first, of at most `depth` parts."""
+    parts = path.split("/") if path else []
+    return ["/".join(parts[:n]) for n in range(len(parts)) if depth is None or n <= depth]
+
+
+def _nodes(
+    entries: list[LeafEntry], held: set[object] | None, depth: int | None
+) -> list[LeafTreeNode]:
+    totals: dict[str, list[int]] = {}
+    nodes: dict[str, LeafTreeNode | None] = {}
+    for entry in entries:
+        shared = 0 if held is None else shared_bytes(entry, held)
+        for branch in branches_of(entry.path, depth):
+            nodes.setdefault(branch, None)
+            total = totals.setdefault(branch, [0, 0, 0])
+            for place, number in enumerate((1, entry.nbytes, shared)):
+                total[place] += number
+        level = _depth(entry.path)
+        if depth is None or level <= depth:
+            nodes[entry.path] = LeafTreeNode(
+                entry.path,
+                level,
+                1,
+                entry.nbytes,
+                None if held is None else shared,
+                entry.dtype,
+                entry.shape,
+                entry.text,
+            )
+    return [
+        node or LeafTreeNode(path, _depth(path), count, nbytes, None if held is None else shared)
+        for path, node in nodes.items()
+        for count, nbytes, shared in [totals.get(path, [0, 0, 0])]
+    ]
+
+
+def _depth(path: str) -> int:
+    return path.count("/") + 1 if path else 0

@@ -1,0 +1,257 @@
+"""What `plot` draws: a panel for each metric, or the norms and update ratios of layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from perdure.checkpoint.address import StoredCheckpoint, checkpoint_at
+from perdure.errors import ArgumentError, StepNotFoundError
+from perdure.look.fixed_order import ScaledSum, added
+from perdure.look.natural_order import natural_key
+from perdure.report.heat_map import layers_of
+from perdure.report.leaf_changes import (
+    NEW,
+    SAME,
+    UNREADABLE,
+    Change,
+    Problems,
+    change_ratio,
+    norm_history,
+)
+from perdure.report.metric_series import Series, metric_series
+from perdure.report.run_life import find_life, life_document
+from perdure.store import Run
+from perdure.store.format import seconds_of
+
+MOST_LINES = 12
+"""Leaves of one panel; more are drawn as layers."""
+
+MOST_PANELS = 24
+
+NO_FINITE_VALUE = "no finite value"
+
+
+@dataclass(frozen=True)
+class PlottedAttempt:
+    """One attempt: its number, the step it began at, its newest step, whether another followed."""
+
+    number: int
+    start: int
+    end: int
+    interrupted: bool
+
+
+@dataclass(frozen=True)
+class PlotLine:
+    """One line of a panel.
+
+    Attributes:
+        label: Its name.
+        points: Its values by step.
+        attempts: The attempts of its run.
+        colour: The number of its colour: that of its run, or of its leaf, in every panel.
+        without_values: What to say of it if it has no value.
+    """
+
+    label: str
+    points: Series
+    attempts: Sequence[PlottedAttempt] = ()
+    colour: int = 0
+    without_values: str = NO_FINITE_VALUE
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: what is drawn in it, and how.
+
+    Attributes:
+        title: The metric, or what else is drawn.
+        lines: The lines.
+        logarithmic: Whether its values are drawn on a logarithmic scale.
+        named: Whether the title does not say whose a single line is, because there are other runs.
+        scale_of_each: Whether the lines are of several quantities, which have no scale in common in a
+            graph of text.
+    """
+
+    title: str
+    lines: Sequence[PlotLine]
+    logarithmic: bool = False
+    named: bool = False
+    scale_of_each: bool = False
+
+    @property
+    def has_names(self) -> bool:
+        """Whether its lines need their names."""
+        return self.named or len(self.lines) > 1
+
+    def document(self) -> dict[str, Any]:
+        """The panel in plain values."""
+        lines = [
+            {
+                "label": line.label,
+                "points": [[step, value] for step, value in line.points],
+                "interrupted_at": [a.end for a in line.attempts if a.interrupted],
+            }
+            for line in self.lines
+        ]
+        return {"title": self.title, "lines": lines}
+
+
+def metric_panels(
+    runs: Sequence[tuple[str, Run]], patterns: Sequence[str], logs: Sequence[Path]
+) -> list[Panel]:
+    """A panel for each metric, with a line for each run that has it.
+
+    Raises `ArgumentError` if no run has such a metric, or there are more than 24.
+    """
+    lines: dict[str, list[PlotLine]] = {}
+    for number, (label, run) in enumerate(runs):
+        manifests = run.contents().manifests
+        series, _ = metric_series(run, manifests.values())
+        saved = [float(seconds_of(manifest.created)) for manifest in manifests.values()]
+        attempts = _attempts(run, logs, saved)
+        for name, points in series.items():
+            lines.setdefault(name, []).append(PlotLine(label, points, attempts, number))
+    where = ", ".join(run.where for _, run in runs)
+    if not lines:
+        raise ArgumentError(
+            f"{where}: expected metrics, in metrics.jsonl or in the checkpoints, found none. --norms "
+            "draws the norms of the leaves."
+        )
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in lines):
+            close = get_close_matches(pattern, lines, 3) or sorted(lines)[:3]
+            raise ArgumentError(
+                f"{where}: no metric matches {pattern!r}; there are {len(lines)}, such as "
+                f"{', '.join(close)}."
+            )
+    names = [name for name in lines if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+    if len(names) > MOST_PANELS:
+        raise ArgumentError(
+            f"{where}: expected at most {MOST_PANELS} metrics in one figure, found {len(names)}. "
+            f"Select some with --metric, such as --metric {sorted(names)[0]!r}."
+        )
+    several = len(runs) > 1
+    return [Panel(name, lines[name], named=several) for name in sorted(names, key=natural_key)]
+
+
+def norm_panels(
+    runs: Sequence[tuple[str, Run]],
+    leaves: str | Iterable[str] | None,
+    logs: Sequence[Path],
+    problems: dict[str, Problems],
+) -> list[Panel]:
+    """Two panels for each run: the norm of each layer, and its relative change between checkpoints.
+
+    Up to 12 leaves have a line each; more are put together by the first parts of their paths. A run
+    without a checkpoint has no panel; `problems` gets, by run, the checkpoints that are found damaged.
+    """
+    panels: list[Panel] = []
+    steps = [run.steps() for _, run in runs]
+    if not any(steps):
+        where = ", ".join(run.where for _, run in runs)
+        raise StepNotFoundError(f"{where}: expected a checkpoint, found none yet.")
+    for (label, run), saved_steps in zip(runs, steps, strict=True):
+        if not saved_steps:
+            continue
+        checkpoints = [checkpoint_at(run, step) for step in saved_steps]
+        saved = [float(seconds_of(c.manifest.created)) for c in checkpoints]
+        attempts = _attempts(run, logs, saved)
+        norms, changes = norm_history(checkpoints, leaves, problems.setdefault(run.where, {}))
+        if not any(norms):
+            raise ArgumentError(
+                f"{run.where}: expected floating-point leaves, found none; `perdure tree` lists all."
+            )
+        before = f"{label}: " if len(runs) > 1 else ""
+        panels += [
+            Panel(
+                f"{before}norm",
+                _norm_lines(checkpoints, norms, attempts),
+                logarithmic=True,
+                scale_of_each=True,
+            ),
+            Panel(
+                f"{before}relative change since the checkpoint before",
+                _ratio_lines(checkpoints, changes, attempts),
+                logarithmic=True,
+                scale_of_each=True,
+            ),
+        ]
+    return [panel for panel in panels if panel.lines]
+
+
+def _norm_lines(
+    checkpoints: Sequence[StoredCheckpoint],
+    norms: Sequence[dict[str, ScaledSum]],
+    attempts: Sequence[PlottedAttempt],
+) -> list[PlotLine]:
+    layers = layers_of((path for each in norms for path in each), MOST_LINES)
+    points: dict[str, Series] = {}
+    for checkpoint, squares in zip(checkpoints, norms, strict=True):
+        grouped: dict[str, list[ScaledSum]] = {}
+        for path, square in squares.items():
+            grouped.setdefault(layers[path], []).append(square)
+        for layer, parts in grouped.items():
+            value = added(parts).root()
+            points.setdefault(layer, []).append((checkpoint.step, _finite(value)))
+    return _lines(points, attempts)
+
+
+def _ratio_lines(
+    checkpoints: Sequence[StoredCheckpoint],
+    changes: Sequence[dict[str, Change | str]],
+    attempts: Sequence[PlottedAttempt],
+) -> list[PlotLine]:
+    layers = layers_of((path for each in changes for path in each), MOST_LINES)
+    points: dict[str, Series] = {}
+    words: dict[str, set[float | str]] = {}
+    for (_, after), found in zip(pairwise(checkpoints), changes, strict=True):
+        grouped: dict[str, list[Change | str]] = {}
+        for path, change in found.items():
+            grouped.setdefault(layers[path], []).append(change)
+        for layer, parts in grouped.items():
+            ratio = change_ratio(parts)
+            # No change has no place on a logarithmic scale.
+            value = _finite(ratio) if isinstance(ratio, float) and ratio > 0 else None
+            points.setdefault(layer, []).append((after.step, value))
+            words.setdefault(layer, set()).add(ratio)
+    lines = _lines(points, attempts)
+    return [replace(line, without_values=_without_ratios(words[line.label])) for line in lines]
+
+
+def _without_ratios(words: set[float | str]) -> str:
+    """What to say of a layer that has no number."""
+    if words <= {SAME, NEW}:
+        return "no change"
+    return NO_FINITE_VALUE if words.isdisjoint(UNREADABLE) else "no value that can be read"
+
+
+def _lines(points: dict[str, Series], attempts: Sequence[PlottedAttempt]) -> list[PlotLine]:
+    names = sorted(points, key=natural_key)[:MOST_LINES]
+    return [PlotLine(name, points[name], attempts, number) for number, name in enumerate(names)]
+
+
+def _attempts(run: Run, logs: Sequence[Path], saved: Sequence[float]) -> list[PlottedAttempt]:
+    """The attempts that reported steps; none without a record."""
+    life = find_life(run, logs, saved)
+    if life is None:
+        return []
+    rows = [row for start in life_document(life)["starts"] for row in start["attempts"]]
+    return [
+        PlottedAttempt(
+            number, row["start"], row["end"], number < len(rows) and row["kind"] != "done"
+        )
+        for number, row in enumerate(rows, 1)
+        if row["start"] is not None and row["end"] is not None
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -2,7 +2,7 @@
 
 The real runs are under `perdure run`, with workers killed at seeded times; their constants come from a
 calibration run with other kills. Run by `make proof-scale-model`, 15 minutes on two cores;
-ARGS='--no-runs' leaves the real runs out. The tables and the plot of docs/SCALE.md are written to
+ARGS='--no-runs' leaves the real runs out. The tables and the plot of proofs/SCALE.md are written to
 build/scale-model.md and build/scale-model.svg.
 """
 

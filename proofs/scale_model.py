@@ -196,7 +196,7 @@ def renewals(workers: int, mean_s: float, shape: float, chance: random.Random) -
 
 @dataclass(frozen=True)
 class Constants:
-    """What was measured of perdure; docs/SCALE.md has the value and the source of each."""
+    """What was measured of perdure; proofs/SCALE.md has the value and the source of each."""
 
     stall_s: float
     write_bps: float

@@ -1,4 +1,4 @@
-"""The constants, the scenarios and the tables of docs/SCALE.md."""
+"""The constants, the scenarios and the tables of proofs/SCALE.md."""
 
 from __future__ import annotations
 

@@ -80,23 +80,23 @@ NOT_KILLED = {
 
 
 PROVED_GUIDES = {
-    "from-lightning.md": {"Lightning's example transformer"},
-    "from-orbax.md": {"Orbax's guide checkpoint_101"},
-    "from-torch.md": {"nanoGPT", "PyTorch examples, mnist"},
+    "PLUGINS.md": {"Lightning's example transformer"},
+    "JAX.md": {"Orbax's guide checkpoint_101"},
+    "TORCH.md": {"nanoGPT", "PyTorch examples, mnist"},
 }
-"""The programs whose diffs a guide shows; `make proof-doors` runs, kills and compares them."""
+"""The programs whose diffs a page shows; `make proof-doors` runs, kills and compares them."""
 
 FRAMEWORKS = {
     "CLUSTER.md": "documents",
-    "DIGEST.md": "jax",
     "JAX.md": "documents",
+    "JOURNAL.md": "jax",
     "KERAS.md": "keras-torch",
+    "LOOPS.md": "documents",
     "MODELS.md": "documents",
     "PLUGINS.md": "documents",
     "RUN.md": "documents",
     "STRATEGIES.md": "documents",
     "TORCH.md": "documents",
-    "keep-the-best.md": "documents",
 }
 """The server to fork for each document that imports a framework, which takes a new process seconds."""
 
@@ -316,7 +316,7 @@ def test_the_diffs_of_a_guide_are_those_that_the_proof_tries(
     monkeypatch.syspath_prepend(ROOT / "proofs")
     known = (*import_module("real_torch").PROGRAMS, *import_module("real_jax").PROGRAMS)
     edits = [edit for program in known if program.name in programs for edit in program.edits]
-    shown = blocks((ROOT / "docs" / "how-to" / guide).read_text())
+    shown = blocks((ROOT / "docs" / guide).read_text().partition("## Move from")[2])
     diff = [line for block in shown if block.language == "diff" for line in block.code.splitlines()]
     added = [line for line in diff if line.startswith("+")]
     lines = [line for edit in edits for line in edit.lines]
@@ -326,7 +326,7 @@ def test_the_diffs_of_a_guide_are_those_that_the_proof_tries(
 
 def test_the_diff_of_the_guide_from_keras_is_the_example() -> None:
     example = (ROOT / "examples" / "keras_fit.py").read_text()
-    shown = blocks((ROOT / "docs" / "how-to" / "from-keras.md").read_text())
+    shown = blocks((ROOT / "docs" / "KERAS.md").read_text().partition("## Move from")[2])
     (diff,) = (block.code for block in shown if block.language == "diff")
     lines = [line for line in diff.splitlines() if line[:1] in "+ " and line.strip() != "..."]
     assert [line for line in lines if f"{line[1:]}\n" not in example] == []

@@ -1,4 +1,4 @@
-"""Digests: fixed values, the formula of docs/DIGEST.md, what changes them, what does not."""
+"""Digests: fixed values, the formula of docs/JOURNAL.md, what changes them, what does not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def key(stream: int, index: int) -> int:
 
 
 def sums_by_formula(data: bytes) -> list[int]:
-    """The two sums as docs/DIGEST.md defines them, with Python's integers."""
+    """The two sums as docs/JOURNAL.md defines them, with Python's integers."""
     data += bytes(-len(data) % 8)
     sums = [0, 0]
     for start in range(0, len(data), 8):

@@ -46,7 +46,7 @@ def digest(tree: Any) -> Digest:
 
     It is a function of the path, dtype, shape and bits (in row-major order) of every leaf that a save
     of `tree` would store, and of nothing else: not of the framework, the device, the memory layout or
-    the sharding. Only sums of 16 bytes leave an accelerator. docs/DIGEST.md has the construction, its
+    the sharding. Only sums of 16 bytes leave an accelerator. docs/JOURNAL.md has the construction, its
     source and its collision bound. It finds faults; it does not withstand an adversary.
 
     Args:

@@ -213,7 +213,7 @@ class Strategy:
             journal: `manager.journal`, whose lines then have digests of the batch, and of the total
                 unless a step on JAX runs as one program, in which there is none.
             audit: The share of the steps, 0 to 1, in which the contribution of one replica is computed
-                again on another device and compared, before `update` (docs/AUDIT.md). None for what
+                again on another device and compared, before `update` (docs/DOCTOR.md). None for what
                 `perdure run --audit` says, or no audit. It changes no bit.
             on_corruption: "raise" SilentCorruptionError in every process (by default); "exclude" also
                 has `perdure run` restart without the device that was wrong.

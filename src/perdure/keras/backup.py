@@ -41,7 +41,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             callback did not write.
         save_before_preemption: On SIGTERM, finish the step, save, and exit with status 75.
         allow: Fields of the recipe that may differ between the backup and this run
-            (`docs/RECIPE.md`).
+            (`docs/STRATEGIES.md`).
         journal_every: Record a digest of the model, its optimizer and its metrics in the journal of
             `backup_dir` after every so many batches (`docs/JOURNAL.md`). `delete_checkpoint` deletes
             the journal, too.

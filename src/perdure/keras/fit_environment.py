@@ -1,6 +1,6 @@
 """The settings of the machine and the backend that can change the bits of `fit`, for the recipe.
 
-The fields are those of the strategies (`docs/RECIPE.md`) that the backend has. Nothing is pinned,
+The fields are those of the strategies (`docs/STRATEGIES.md`) that the backend has. Nothing is pinned,
 because the backend has started by then: thread pools are those that the user made.
 """
 

@@ -1,6 +1,7 @@
 """Compares recipes: of a checkpoint and the run that resumes it, or of the processes of a group.
 
-Invariant: a field with two values is refused, or is a warning if the user allowed it (docs/STRATEGIES.md).
+Invariant: a field with two values is refused, or is a warning if the user allowed it ("The recipe" in
+docs/STRATEGIES.md).
 The caller decides which fields a recipe has: see `Strategy.recipe`.
 """
 

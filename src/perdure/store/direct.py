@@ -14,6 +14,7 @@ from concurrent.futures import Future
 
 from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
 from perdure.store.pools import finish, pool, submit
+from perdure.store.regular_file import open_regular
 
 BLOCK = 4096
 BUFFERS = 3
@@ -174,7 +175,7 @@ def read_at(path: str, offset: int, target: memoryview) -> int:
     in the cache already. Checking that brings the block in, so of several processes that read the
     same file the first bypasses the cache, and the others share it.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         done = 0
         whole = len(target) >= DIRECT_READ_FROM and not (offset | len(target)) % BLOCK

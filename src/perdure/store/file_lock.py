@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 
+from perdure.store.regular_file import open_regular
 from perdure.store.storage import LostLock
 
 _ATTEMPTS = 3
@@ -92,10 +93,10 @@ def acquire(path: str, owner: bytes) -> FileLock:
 
 
 def _open_locked(path: str) -> FileLock:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     with _guard:  # no fork in between: the child would keep the descriptor, and with it the lock
         try:
-            fd = os.open(path, flags, 0o644)
+            fd = open_regular(path, flags)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 reason = "the lock file is a symbolic link; remove it"

@@ -20,6 +20,7 @@ from perdure.store.direct import StagedWriter, read_at
 from perdure.store.failures import retried
 from perdure.store.file_lock import FileLock, acquire
 from perdure.store.format import TEMP_SUFFIX
+from perdure.store.regular_file import read_whole
 
 STAGED_FROM = 1024 * 1024
 """Objects of at least this many bytes are written through `StagedWriter`."""
@@ -73,11 +74,7 @@ class LocalStorage:
             raise
 
     def read(self, name: str) -> bytes:
-        def read() -> bytes:
-            with open(self.path(name), "rb") as file:
-                return file.read()
-
-        data = self._retried(name, read)
+        data = self._retried(name, lambda: read_whole(self.path(name)))
         # By now another run may be at this path, and its manifests have the same names.
         self._require_root()
         return data

@@ -1,0 +1,315 @@
+"""A log: lines of JSON, each with a kind, which are appended and chained by hashes.
+
+    {"hash":"<32 digits>","kind":"step","step":120,...}
+
+`hash` covers the line and the hash of the line before, so that a line that was changed, removed or
+moved is found. On a file system a log is the file `NAME.jsonl`, in a bucket each line is an object,
+`NAME/<number>.json`. Each log has one writer at a time.
+
+Invariant: lines are only appended. An incomplete last line, left by a killed writer, is no line: a
+reader ignores it and the next writer cuts it off. After a damaged line nothing is appended, and
+whoever decides by the log decides nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import msgspec
+from blake3 import blake3
+from msgspec import Struct
+
+from perdure.errors import CorruptionError
+from perdure.store.failures import read_error
+from perdure.store.local import LocalStorage
+from perdure.store.regular_file import NotAFile, open_regular
+from perdure.store.storage import Storage, create_whole
+
+FIRST_HASH = "0" * 32
+"""What stands for the hash of the line before the first."""
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+
+_BEGINNING = b'{"hash":"'
+_REST = len(_BEGINNING) + len(FIRST_HASH) + len(b'",')
+T = TypeVar("T")
+
+
+class LineReference(NamedTuple):
+    """Number, from 1, and hash of a line: equal ones are the same line after the same lines."""
+
+    number: int
+    hash: str
+
+
+class Line(Struct, frozen=True, gc=False):
+    """One line as it stands in a log.
+
+    Attributes:
+        number: The number of the line, from 1.
+        hash: The hash that the next line is chained to.
+        rest: The JSON of its event, without the first brace and the hash.
+        end: Where the next line begins, in bytes of the file.
+    """
+
+    number: int
+    hash: str
+    rest: bytes
+    end: int = 0
+
+    @property
+    def reference(self) -> LineReference:
+        """By which another file refers to the line."""
+        return LineReference(self.number, self.hash)
+
+    def is_of(self, kind: str) -> bool:
+        """Whether the event has this kind; costs less than to decode it."""
+        return self.rest.startswith(b'"kind":"%b"' % kind.encode())
+
+    def decode(self, decoder: msgspec.json.Decoder[T], where: str) -> T:
+        """The event; raises `CorruptionError` if it does not fit."""
+        try:
+            return decoder.decode(b"{" + self.rest)
+        except (ValueError, RecursionError) as error:
+            raise broken(where, self.number, str(error)) from None
+
+
+def encode_line(event: Struct | Mapping[str, Any], previous: str) -> tuple[bytes, str]:
+    """The line of `event`, which begins with its kind, and its hash after one with hash `previous`."""
+    rest = msgspec.json.encode(event)[1:]
+    digest = _hash(previous, rest)
+    return b'%b%b",%b\n' % (_BEGINNING, digest.encode(), rest), digest
+
+
+def read_lines(file: BinaryIO, where: str) -> Iterator[Line]:
+    """The lines of a log file from its beginning, each checked against the one before.
+
+    Raises `CorruptionError` if a line was changed, or lines are missing before it.
+    """
+    previous, end = FIRST_HASH, 0
+    for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+        if not text.endswith(b"\n") and len(text) < MAX_LINE_BYTES:
+            return
+        end += len(text)
+        line = _checked(text, number, previous, end, where)
+        previous = line.hash
+        yield line
+
+
+def read_log(storage: Storage, name: str) -> Iterator[Line]:
+    """The lines of the log `name`, each checked against the one before; none if there is no log.
+
+    Raises:
+        CorruptionError: A line was changed, or lines are missing before it.
+        UnreachableError: The log cannot be read.
+    """
+    where = f"{storage.where}/{log_place(storage, name)}"
+    try:
+        if isinstance(storage, LocalStorage):
+            yield from _read_file(storage.path(f"{name}.jsonl"), where)
+            return
+        previous = FIRST_HASH
+        for number, place in enumerate(sorted(storage.list(f"{name}/")), 1):
+            if place != _object(name, number):
+                raise broken(where, number, f"expected {_object(name, number)}, found {place}")
+            line = _checked(storage.read(place), number, previous, 0, where)
+            previous = line.hash
+            yield line
+    except OSError as error:
+        raise read_error(error, where) from error
+
+
+def log_place(storage: Storage, name: str) -> str:
+    """The name of a log in messages."""
+    return f"{name}.jsonl" if isinstance(storage, LocalStorage) else f"{name}/"
+
+
+class LogWriter:
+    """Appends lines to the log `name` in a directory or bucket, whose writer this process is.
+
+    Args:
+        storage: The directory or bucket.
+        name: The log.
+        last: The last line that is there, which the caller has read; None for none. What lies after
+            it is cut off: a killed writer has left it.
+
+    Raises:
+        OSError: The file cannot be opened or cut.
+    """
+
+    def __init__(self, storage: Storage, name: str, last: Line | None = None) -> None:
+        self._storage, self._name = storage, name
+        self._number, self._hash = (last.number, last.hash) if last else (0, FIRST_HASH)
+        self._file = (
+            _LogFile(storage, name, last.end if last else 0) if _is_local(storage) else None
+        )
+        self._turn = threading.Lock()  # a loop and a save in the background append
+
+    @property
+    def last(self) -> LineReference | None:
+        """The last line; None for an empty log."""
+        return LineReference(self._number, self._hash) if self._number else None
+
+    def append(self, event: Struct | Mapping[str, Any]) -> LineReference:
+        """Write one line. It survives the end of this process, and a power loss after `sync`.
+
+        Args:
+            event: The fields, the kind first.
+
+        Raises:
+            OSError: It could not be written; nothing of it is left.
+        """
+        with self._turn:
+            text, digest = encode_line(event, self._hash)
+            if self._file is None:
+                create_whole(self._storage, _object(self._name, self._number + 1), text)
+            else:
+                self._file.append(text)
+            self._number, self._hash = self._number + 1, digest
+            return LineReference(self._number, digest)
+
+    def sync(self) -> None:
+        """Make all lines durable; those that are appended meanwhile may not be."""
+        if self._file is not None:
+            self._file.sync()
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        if self._file is not None:
+            self._file.close()
+
+
+class _LogFile:
+    """The file of a log, open to append."""
+
+    def __init__(self, storage: Storage, name: str, end: int) -> None:
+        assert isinstance(storage, LocalStorage)
+        self._storage, self._name, self._end = storage, f"{name}.jsonl", end
+        self._path = storage.path(self._name)
+        self._closing = threading.Lock()  # a background save may be syncing
+        self._descriptor: int | None = None
+        self._is_synced = True
+        storage.check_lock()
+        self._open()
+
+    def append(self, text: bytes) -> None:
+        self._storage.check_lock()
+        self._require_same_file()
+        descriptor = self._descriptor
+        assert descriptor is not None
+        self._is_synced = False
+        self._storage.step("write", self._path)
+        try:
+            view = memoryview(text)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        except OSError:
+            os.ftruncate(descriptor, self._end)
+            raise
+        self._end += len(text)
+
+    def sync(self) -> None:
+        with self._closing:
+            if self._descriptor is None or self._is_synced:
+                return
+            self._is_synced = True
+            try:
+                self._storage.step("fsync", self._path)
+                os.fsync(self._descriptor)
+            except OSError:
+                self._is_synced = False
+                raise
+
+    def close(self) -> None:
+        with self._closing:
+            descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", None) is not None:
+            self.close()
+
+    def _open(self) -> None:
+        is_new = not os.path.exists(self._path)
+        self._storage.step("open", self._path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        self._descriptor = open_regular(self._path, flags)
+        if is_new:
+            self._storage.sync_parent(self._name)
+        status = os.fstat(self._descriptor)
+        if status.st_nlink > 1:
+            self._copy()
+        elif status.st_size > self._end:
+            os.ftruncate(self._descriptor, self._end)
+
+    def _require_same_file(self) -> None:
+        """Raise `OSError` unless the open file is still at its path, with the lines of this writer."""
+        assert self._descriptor is not None
+        there, ours = os.stat(self._path), os.fstat(self._descriptor)
+        if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino) or ours.st_size != self._end:
+            raise OSError(
+                errno.ESTALE, "the file was replaced or changed while it was open", self._path
+            )
+        if ours.st_nlink > 1:
+            self._copy()
+
+    def _copy(self) -> None:
+        """Give the log a file of its own: a copy by `cp -al` shares the file with its origin."""
+        with open(open_regular(self._path), "rb") as file:
+            data = file.read(self._end)
+        self.close()
+        self._storage.replace(self._name, data)
+        self._open()
+
+
+def broken(where: str, number: int, why: str) -> CorruptionError:
+    """The error of a damaged line."""
+    return CorruptionError(
+        f"{where}: line {number}: {why}. Expected lines as they were written: the log was changed or "
+        f"damaged."
+    )
+
+
+def _read_file(path: str, where: str) -> Iterator[Line]:
+    try:
+        file = open(open_regular(path), "rb")  # noqa: SIM115 (closed below)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise _no_file(where, "a link to a file that is not there") from None
+        return
+    except NotAFile as error:
+        raise _no_file(where, str(error.strerror)) from None
+    with file:
+        yield from read_lines(file, where)
+
+
+def _no_file(where: str, found: str) -> CorruptionError:
+    return CorruptionError(
+        f"{where}: expected a regular file, found another thing ({found}). Bring the file back from a "
+        f"copy."
+    )
+
+
+def _checked(text: bytes, number: int, previous: str, end: int, where: str) -> Line:
+    rest = text[_REST:-1]
+    digest = _hash(previous, rest)
+    if not text.endswith(b"\n") or text[:_REST] != b'%b%b",' % (_BEGINNING, digest.encode()):
+        raise broken(where, number, "the hash does not fit the line and those before it")
+    return Line(number, digest, rest, end)
+
+
+def _is_local(storage: Storage) -> bool:
+    return isinstance(storage, LocalStorage)
+
+
+def _object(name: str, number: int) -> str:
+    return f"{name}/{number:012d}.json"
+
+
+def _hash(previous: str, rest: bytes) -> str:
+    return blake3(previous.encode() + rest).hexdigest(len(FIRST_HASH) // 2)

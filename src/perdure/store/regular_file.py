@@ -1,0 +1,57 @@
+"""Opens the files of a run: a pipe or a device in the place of one is an error, not a long wait."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+MAX_WHOLE_BYTES = 1024 * 1024 * 1024
+"""No file that is read as a whole has more bytes: a manifest is the longest of them."""
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotAFile(IsADirectoryError):
+    """Something else has the place of a file, which is damage as a directory there is."""
+
+
+def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
+    """Open the regular file at `path` without waiting; returns the descriptor.
+
+    Raises:
+        NotAFile: A pipe, a socket or a device is there.
+        OSError: It cannot be opened for another reason.
+    """
+    wanted = flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, wanted, mode)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
+            raise _other(path, os.stat(path).st_mode) from error
+        raise
+    found = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(found) or stat.S_ISDIR(found):  # reading a directory fails by itself
+        return descriptor
+    os.close(descriptor)
+    raise _other(path, found)
+
+
+def read_whole(path: str) -> bytes:
+    """The bytes of a regular file; raises as `open_regular`, and `NotAFile` if it has too many."""
+    with open(open_regular(path), "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_WHOLE_BYTES:
+            raise NotAFile(
+                errno.EFBIG, f"expected at most {MAX_WHOLE_BYTES} bytes, found {size}", path
+            )
+        return file.read()
+
+
+def _other(path: str, mode: int) -> NotAFile:
+    found = _KINDS.get(stat.S_IFMT(mode), "another thing")
+    return NotAFile(errno.EISDIR, f"expected a regular file, found {found}", path)

@@ -14,6 +14,7 @@ from disks import NoMount, fill, mounted, small_disk
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
 from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import quarantine_skipped
 from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store import LocalStorage, MemoryStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.format import MAX_STEP
@@ -300,3 +301,79 @@ def test_an_outage_is_not_mistaken_for_damage() -> None:
         storage.silent = False
         assert verify_run(run).ok
         assert verify_run(run).good == (2, 3, 4)
+
+
+class BadReads(LocalStorage):
+    """The first reads of names that contain `part` flip a bit, or are cut short by a byte."""
+
+    part, left, is_cut, cached = "", 0, False, False
+
+    def _spoilt(self, name: str, data: memoryview, got: int) -> int:
+        if not self.part or self.part not in name or not self.left:
+            return got
+        self.left -= 0 if self.cached else 1
+        if self.is_cut:
+            return got - 1
+        data[got // 2] ^= 4
+        return got
+
+    def read(self, name: str) -> bytes:
+        data = bytearray(super().read(name))
+        return bytes(data[: self._spoilt(name, memoryview(data), len(data))])
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        return self._spoilt(name, target, super().read_into(name, offset, target))
+
+    def drop_cached(self, name: str) -> None:
+        super().drop_cached(name)
+        self.left = 0 if self.cached else self.left
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["flipped", "cut"])
+@pytest.mark.parametrize("part", ["packs/", "checkpoints/000000000002"], ids=["pack", "manifest"])
+@pytest.mark.parametrize("reads", [1, -1, 10**6], ids=["once", "until dropped", "always"])
+def test_one_bad_read_costs_no_checkpoint(
+    tmp_path: Path, part: str, reads: int, is_cut: bool
+) -> None:
+    """Only bytes that are wrong a second time, past the page cache, are damage (the last case)."""
+    with run_on(tmp_path) as run:
+        for step in (1, 2):
+            run.save(step, make_leaves(step, (300_000, 40)))
+    storage = BadReads(tmp_path)
+    with run_on(storage) as run:
+        run.begin_writing()
+        newest = next(tmp_path.glob("packs/000000000002-*")).name
+        storage.part = newest if part == "packs/" else part
+        storage.left, storage.is_cut, storage.cached = abs(reads), is_cut, reads < 0
+        loaded = load_good(run).loaded
+        storage.part = ""
+        assert loaded is not None
+        quarantine_skipped(run, loaded, ())
+        assert storage.left == (10**6 - 2 if reads == 10**6 else 0)
+        assert loaded.manifest.step == (2 if reads < 10**6 else 1)
+        assert len(run.quarantined()) == (reads == 10**6)
+
+
+def test_one_bad_read_of_a_check_is_no_damage(tmp_path: Path) -> None:
+    """Of each part of a pack: its chunks, its trailer and its index."""
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+    for number in range(1, 10**6):
+        storage = Late(tmp_path, number)
+        report = verify_run(Run(storage))
+        assert report.ok, report.problems
+        if storage.number > 0:
+            break
+    assert number > 4
+
+
+class Late(BadReads):
+    """One read is spoilt, by its number among all."""
+
+    def __init__(self, root: Path, number: int) -> None:
+        super().__init__(root)
+        self.number, self.left, self.part = number, 1, "s/"
+
+    def _spoilt(self, name: str, data: memoryview, got: int) -> int:
+        self.number -= 1
+        return got if self.number else super()._spoilt(name, data, got)

@@ -1,23 +1,21 @@
-"""Reading stored chunks and checking them: the one place that decides whether a chunk is damaged."""
+"""Reading stored chunks and checking them: the one place that decides whether a chunk is damaged.
+
+Bytes that are not what they should be are read once more, not from the page cache, before that is said:
+a bit that flipped on its way from the disk, or an answer that was cut short, costs no checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Protocol
 
 from perdure.store.codec import decode, is_intact
 from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import PACKS, hash_bytes, hash_each
 from perdure.store.pack_index import PackedChunk
-
-
-class Readable(Protocol):
-    """The part of a `Storage` that chunks are read through."""
-
-    where: str
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int: ...
+from perdure.store.storage import Readable, read_again
 
 
 def first_fault(
@@ -25,8 +23,10 @@ def first_fault(
     available: int,
     chunks: Sequence[PackedChunk],
     targets: Sequence[memoryview | None],
+    place: str,
+    again: Callable[[], int],
 ) -> tuple[int, str] | None:
-    """Check chunks that follow each other in `data`.
+    """Check chunks that follow each other in `data`; if one seems to be damaged, read all again first.
 
     Args:
         data: The memory that they were read into.
@@ -34,10 +34,30 @@ def first_fault(
         chunks: What should be there.
         targets: Memory for each decoded chunk. Without it, an encoded chunk is checked by its seal and
             not decompressed.
+        place: Where the bytes come from, for the log.
+        again: Fills `data` by another read (`storage.read_again`); returns how many bytes there were.
 
     Returns:
         The index of the first damaged chunk, and what is wrong with it; None if all are good.
     """
+    if (found := _first_fault(data, available, chunks, targets)) is None:
+        return None
+    if (confirmed := _first_fault(data, again(), chunks, targets)) is None:
+        logging.getLogger(__name__).warning(
+            "%s: %s; read again, the bytes are right and are used. If this comes again, check the "
+            "memory, the disk and the network of this machine.",
+            place,
+            found[1],
+        )
+    return confirmed
+
+
+def _first_fault(
+    data: memoryview,
+    available: int,
+    chunks: Sequence[PackedChunk],
+    targets: Sequence[memoryview | None],
+) -> tuple[int, str] | None:
     ends = list(accumulate([length for _, length, _ in chunks]))
     stored = list(map(data.__getitem__, map(slice, [0, *ends], ends)))
     # There may be very many small chunks, so all are hashed by one call. Only if that finds a
@@ -83,16 +103,18 @@ def read_chunks(
     data = memoryview(bytearray(sum(length for _, length, _ in chunks)))
     try:
         available = source.read_into(PACKS + pack, offset, data)
+        targets = [
+            memoryview(bytearray(size)) if decoded and length != size else None
+            for _, length, size in chunks
+        ]
+        again = partial(read_again, source, PACKS + pack, offset, data)
+        found = first_fault(data, available, chunks, targets, f"{place} {offset}", again)
     except OSError as error:
         if not is_gone(error):
             raise
         reason = f"{place} {offset}: expected a pack, found no such file."
         raise DamagedChunk(reason, pack, offset) from error
-    targets = [
-        memoryview(bytearray(size)) if decoded and length != size else None
-        for _, length, size in chunks
-    ]
-    if found := first_fault(data, available, chunks, targets):
+    if found:
         index, fault = found
         offset += sum(length for _, length, _ in chunks[:index])
         raise DamagedChunk(f"{place} {offset}: {fault}.", pack, offset)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import msgspec
 
-from perdure.store.chunk_read import Readable, read_chunks
+from perdure.store.chunk_read import read_chunks
 from perdure.store.entry_builder import EntryBuilder, Held
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
@@ -20,7 +20,7 @@ from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pack_writer import BLOCK, LARGE_BYTES, NewPack
 from perdure.store.pools import map_ahead, pool
-from perdure.store.storage import Storage
+from perdure.store.storage import Readable, Storage
 
 READ_THREADS = 2
 READ_AHEAD = 4

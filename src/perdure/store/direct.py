@@ -191,6 +191,16 @@ def read_at(path: str, offset: int, target: memoryview) -> int:
         os.close(fd)
 
 
+def drop_cached(path: str) -> None:
+    """Take a file out of the page cache, so that its bytes are read from the disk again."""
+    if hasattr(os, "posix_fadvise"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
 def copy_bytes(target: memoryview, source: memoryview | bytes) -> None:
     """Copy `source` to the front of `target`. Unlike a slice assignment it releases the GIL."""
     import numpy as np  # not needed to list a run

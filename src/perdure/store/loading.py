@@ -22,7 +22,7 @@ from perdure.store.leaf import Leaf, Leaves, Region
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.store.rollback_notes import rolled_back
-from perdure.store.storage import Storage
+from perdure.store.storage import Storage, confirmed
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
         UnreachableError: The manifest cannot be read.
     """
     name = manifest_name(step)
+    where = f"{storage.where}/{name}"
     try:
-        data = storage.read(name)
+        return confirmed(storage, name, lambda: decode_manifest(storage.read(name), where, step))
     except FileNotFoundError:
         raise StepNotFoundError(_no_such_step(storage, step)) from None
     except (OSError, MemoryError) as error:
         raise read_error(error, f"{storage.where}: step {step}: {name}") from error
-    return decode_manifest(data, f"{storage.where}/{name}", step)
 
 
 class SharedReads(Protocol):

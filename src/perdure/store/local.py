@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from perdure.errors import StoreError
-from perdure.store.direct import StagedWriter, read_at
+from perdure.store.direct import StagedWriter, drop_cached, read_at
 from perdure.store.failures import retried
 from perdure.store.file_lock import FileLock, acquire
 from perdure.store.format import TEMP_SUFFIX
@@ -85,6 +85,10 @@ class LocalStorage:
     def keep_cached(self, name: str, offset: int) -> None:
         with contextlib.suppress(OSError):  # the read itself raises it
             read_at(self.path(name), offset, memoryview(bytearray(1)))  # what `read_at` goes by
+
+    def drop_cached(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            drop_cached(self.path(name))
 
     def size(self, name: str) -> int:
         return self._retried(name, lambda: os.stat(self.path(name)).st_size)

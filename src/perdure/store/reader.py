@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from perdure.errors import LeafNotFoundError
+from perdure.errors import LeafNotFoundError, StoreError
 from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
 from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
@@ -26,7 +26,7 @@ from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, Region
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.selection import WantedLeaves, held_instead
-from perdure.store.storage import Storage, StreamingStorage
+from perdure.store.storage import Storage, StreamingStorage, read_again
 
 if TYPE_CHECKING:
     from perdure.store.loading import SharedReads
@@ -322,26 +322,40 @@ def fetch_reads(
             entry, first, _ = read.parts[0]
             yield partial(_check, storage, manifest, read, data, next(filled))
     except OSError as error:
-        place = _place(storage, manifest, entry, first)
-        if is_gone(error):
-            name = manifest.packs[first.pack].name
-            raise DamagedChunk(
-                f"{place}: expected a pack, found no such file.", name, first.offset
-            ) from None
-        raise read_error(error, place) from error
+        raise _failed(storage, manifest, entry, first, error) from error
 
 
 def _check(
     storage: Storage, manifest: Manifest, read: PackRead, data: memoryview, got: int
 ) -> None:
     """Compare every chunk of a read with its hash; raises `DamagedChunk`."""
+    entry, first, _ = read.parts[0]
     in_place = read.in_place()
+    place = _place(storage, manifest, entry, first)
+    again = partial(
+        read_again, storage, PACKS + manifest.packs[first.pack].name, first.offset, data
+    )
     chunks = [(chunk.hash, chunk.length, len(target)) for _, chunk, target in read.parts]
     targets = [None if in_place else target for _, _, target in read.parts]
-    if found := first_fault(data, got, chunks, targets):
+    try:
+        found = first_fault(data, got, chunks, targets, place, again)
+    except OSError as error:
+        raise _failed(storage, manifest, entry, first, error) from error
+    if found:
         entry, chunk, _ = read.parts[found[0]]
         place, pack = _place(storage, manifest, entry, chunk), manifest.packs[chunk.pack].name
         raise DamagedChunk(f"{place}: {found[1]}.", pack, chunk.offset)
+
+
+def _failed(
+    storage: Storage, manifest: Manifest, entry: LeafEntry, chunk: Chunk, error: OSError
+) -> StoreError:
+    """The error of a failed read of a chunk."""
+    place = _place(storage, manifest, entry, chunk)
+    if not is_gone(error):
+        return read_error(error, place)
+    name = manifest.packs[chunk.pack].name
+    return DamagedChunk(f"{place}: expected a pack, found no such file.", name, chunk.offset)
 
 
 def _place(storage: Storage, manifest: Manifest, entry: LeafEntry, chunk: Chunk) -> str:

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from perdure.errors import CorruptionError
+
+T = TypeVar("T")
 
 
 class LostLock(OSError):
@@ -37,6 +41,14 @@ class AdoptingSink(Protocol):
     def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
         """Append `data`, which lies in page-aligned memory that nobody changes until `release` is
         called: from any thread, and before `commit` or `abort` returns."""
+
+
+class Readable(Protocol):
+    """The part of a `Storage` that chunks are read through."""
+
+    where: str
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int: ...
 
 
 class Storage(Protocol):
@@ -130,6 +142,10 @@ class PageCachedStorage(Protocol):
         """
         ...
 
+    def drop_cached(self, name: str) -> None:
+        """Let the next reads of an object come from the disk, and raise no `OSError`."""
+        ...
+
 
 class Entry(NamedTuple):
     """What a listing says about an object.
@@ -170,6 +186,26 @@ def entries_of(storage: Storage, prefix: str, after: str = "") -> Mapping[str, E
         return storage.entries(prefix, after)
     unknown = Entry(None, "")
     return {name: unknown for name in storage.list(prefix) if name > after}
+
+
+def read_again(storage: Readable, name: str, offset: int, target: memoryview) -> int:
+    """`Storage.read_into`, for bytes that seem to be damaged: not from the memory of this machine."""
+    if isinstance(storage, PageCachedStorage):
+        storage.drop_cached(name)
+    return storage.read_into(name, offset, target)
+
+
+def confirmed(storage: Readable, name: str, work: Callable[[], T]) -> T:
+    """What `work` returns, which reads the object `name` and checks it.
+
+    If that raises `CorruptionError`, `work` is called again, and reads from the disk.
+    """
+    try:
+        return work()
+    except CorruptionError:
+        if isinstance(storage, PageCachedStorage):
+            storage.drop_cached(name)
+        return work()
 
 
 def create_whole(storage: Storage, name: str, *parts: bytes | memoryview) -> None:

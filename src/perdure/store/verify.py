@@ -21,6 +21,7 @@ from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import UNTIL_VERIFIED
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
+from perdure.store.storage import confirmed
 
 
 @dataclass(frozen=True)
@@ -308,11 +309,15 @@ def _read_pack(
     Raises `CorruptionError` if the index is damaged or the pack is gone, `UnreachableError` if the
     index cannot be read.
     """
-    where = f"{run.where}/{PACKS}{pack}"
-    trailer = _read(run, pack, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
-    start, length = index_span(trailer, size, where)
+
+    def read_index() -> tuple[PackedChunk, ...]:
+        where = f"{run.where}/{PACKS}{pack}"
+        trailer = _read(run, pack, max(0, size - TRAILER_BYTES), min(size, TRAILER_BYTES))
+        start, length = index_span(trailer, size, where)
+        return decode_pack_index(_read(run, pack, start, length), trailer, start, where)
+
     offset = 0
-    index = decode_pack_index(_read(run, pack, start, length), trailer, start, where)
+    index = confirmed(run.storage, PACKS + pack, read_index)
     for group in _neighbours(index):
         is_good = len(group) > 1 and _is_good(run, pack, offset, group)
         for chunk in group:

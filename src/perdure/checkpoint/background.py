@@ -31,12 +31,19 @@ class Background:
         return job is not None and not job.done() and os.getpid() == self._pid
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Start `job` after the one before it; raises the error of that one."""
+        """Start `job` after the one before it; raises the error of that one.
+
+        While Python exits no thread can begin. Then the job runs here, and its error is raised at once,
+        because there may be no next call.
+        """
         self.wait()
         # The thread of a pool refers to its job for a moment after the result is known. Nothing that
         # the job refers to (a saver that nobody else has, and its lock) may live that long.
         jobs = [job]
-        self._job = self._pool.submit(lambda: jobs.pop()())
+        try:
+            self._job = self._pool.submit(lambda: jobs.pop()())
+        except RuntimeError:
+            jobs.pop()()
 
     def wait(self) -> None:
         """Wait for the job under way; raises its error, once."""

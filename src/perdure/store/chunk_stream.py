@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 
 from perdure.errors import CorruptionError
 from perdure.store.format import CHUNK_BYTES
 from perdure.store.loading import read_manifest
 from perdure.store.manifest import LeafEntry, Manifest
+from perdure.store.pools import map_ahead, pool
 from perdure.store.reader import READ_THREADS, fetch_reads, grouped_reads
 from perdure.store.storage import Storage, StreamingStorage
 
@@ -43,18 +44,10 @@ def stream_chunks(
     """
     usual = storage.streams if isinstance(storage, StreamingStorage) else READ_THREADS
     threads = ahead or usual
-    pending: deque[Future[list[memoryview]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="perdure-stream") as readers:
-        try:
-            for batch in _batches(chunks):
-                pending.append(readers.submit(_read, storage, manifest, batch))
-                if len(pending) == threads:
-                    yield from pending.popleft().result()
-            while pending:
-                yield from pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+    read = partial(_read, storage, manifest)
+    with closing(map_ahead(pool("read", threads), read, _batches(chunks), threads)) as batches:
+        for batch in batches:
+            yield from batch
 
 
 def chunk_size(entry: LeafEntry, number: int) -> int:

@@ -87,7 +87,9 @@ class Lease:
         else:
             raise BlockingIOError(errno.EAGAIN, "its holder changed several times", self._where)
         self._renewed = started
-        threading.Thread(target=self._keep, name="perdure-lock", daemon=True).start()
+        # While Python exits no thread can begin. Then `check` renews the lock, or finds it lost.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=self._keep, name="perdure-lock", daemon=True).start()
 
     def check(self) -> None:
         """Raise `LostLock` if this process lost the lock; the store is asked only if in doubt."""

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
@@ -28,19 +29,28 @@ os.register_at_fork(after_in_child=pool.cache_clear)
 
 
 def submit(executor: ThreadPoolExecutor, work: Callable[..., R], *args: Any) -> Future[R]:
-    """Submit `work` to a pool, or call it at once while Python exits and no pool accepts more work.
+    """Submit `work` to a pool, or call it here if no thread can begin, as while Python exits.
 
-    So a save that is in progress when the program ends is completed.
+    So a save completes that is made or under way when the program ends.
     """
+    done: Future[R] = Future()
+    turns = [None]
+
+    def run() -> None:
+        # A pool that cannot start a thread has queued the job all the same.
+        with suppress(IndexError):
+            turns.pop()
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work(*args))
+                except BaseException as error:  # noqa: BLE001 - the future raises it
+                    done.set_exception(error)
+
     try:
-        return executor.submit(work, *args)
+        executor.submit(run)
     except RuntimeError:
-        done: Future[R] = Future()
-        try:
-            done.set_result(work(*args))
-        except BaseException as error:  # noqa: BLE001 - the future raises it
-            done.set_exception(error)
-        return done
+        run()
+    return done
 
 
 def finish(jobs: Iterable[Future[R]]) -> None:

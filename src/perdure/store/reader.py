@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from perdure.store.format import CHUNK_BYTES, PACKS
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, Region
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
+from perdure.store.pools import finish, map_ahead, pool, submit
 from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.storage import Storage, StreamingStorage, read_again
 
@@ -145,30 +147,32 @@ def read_parts(
             for check in fetch_reads(storage, manifest, span):
                 check()
         return
-    hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="perdure-hash")
     threads = storage.streams if isinstance(storage, StreamingStorage) else READ_THREADS
+    hashers = pool("verify", HASH_THREADS)
+    pending: list[Future[None]] = []
     failed = threading.Event()
-    with hashers, ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
 
-        def fetch(span: Sequence[PackRead]) -> list[Future[None]]:
-            pending: list[Future[None]] = []
-            for read, check in zip(span, fetch_reads(storage, manifest, span), strict=True):
-                if failed.is_set():
-                    break
-                if read.in_place():
-                    pending.append(hashers.submit(check))
-                else:  # at once, because its extra memory is freed by that
-                    check()
-            return pending
+    def fetch(span: Sequence[PackRead]) -> list[Future[None]]:
+        checks: list[Future[None]] = []
+        for read, check in zip(span, fetch_reads(storage, manifest, span), strict=True):
+            if failed.is_set():
+                break
+            if read.in_place():
+                checks.append(submit(hashers, check))
+            else:  # at once, because its extra memory is freed by that
+                check()
+        pending.extend(checks)
+        return checks
 
+    with closing(map_ahead(pool("read", threads), fetch, spans, len(spans))) as fetched:
         try:
-            for checks in readers.map(fetch, spans):
+            for checks in fetched:
                 for check in checks:
                     check.result()
         except BaseException:
             failed.set()
-            readers.shutdown(wait=False, cancel_futures=True)
-            hashers.shutdown(wait=False, cancel_futures=True)
+            fetched.close()
+            finish(pending)
             raise
 
 

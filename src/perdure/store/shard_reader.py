@@ -210,6 +210,7 @@ def _pass_through(
             buffers.give(slot, verified)
 
     try:
+        # Threads of its own: they wait for other processes, and no other restore may wait for them.
         with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
             for _ in map_ahead(readers, work, _batches(passing), 2 * threads):
                 pass

@@ -77,7 +77,12 @@ class _Upload:
         self._queue: queue.Queue[bytes | _Aborted | None] = queue.Queue(2)
         # A daemon, so that a process that exits without commit or abort does not wait for ever.
         self._thread = threading.Thread(target=self._run, name="perdure-upload", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except (
+            RuntimeError
+        ):  # while Python exits no thread can begin: `_end` uploads what was written
+            self._queue.maxsize = 0
 
     def write(self, data: bytes) -> None:
         if self._error is not None:
@@ -114,7 +119,10 @@ class _Upload:
         if not self._ended:
             self._ended = True
             self._queue.put(last)
-        self._thread.join()
+            if self._thread.ident is None:
+                self._run()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _is_ours(self) -> bool:
         try:

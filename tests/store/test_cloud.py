@@ -642,3 +642,10 @@ def test_a_step_that_is_not_there_names_the_url(s3: ObjectServer) -> None:
         with pytest.raises(StepNotFoundError, match=f"{url}: expected a checkpoint of step 5"):
             run.load(5)
         check_run(run.storage)
+
+
+@pytest.mark.parametrize("config", [{"timeout": "300s"}, {"region": None}, {"no_such": "x"}])
+def test_a_wrong_config_is_an_error_with_advice(config: dict[str, object]) -> None:
+    """obstore panics at the first one: it is a setting of the client."""
+    with pytest.raises(StoreError, match=r"s3://b/run: .*CloudOptions\(client="):
+        CloudStorage("s3://b/run", CloudOptions(config))

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import resource
+import socket
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -480,3 +482,99 @@ def test_the_damage_of_a_manifest_is_said_in_words(
         Run(tmp_path).manifest(4)
     assert str(path) in str(caught.value)
     assert "b'" not in str(caught.value)
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/proc/self/fd/{(folder := os.open(path.parent, os.O_RDONLY))}/{path.name}")
+        os.close(folder)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [make_pipe, make_socket])
+@pytest.mark.parametrize("name", ["checkpoints/000000000002.json", "packs/000000000002-*", "lock"])
+def test_a_pipe_in_place_of_a_file_hangs_nothing(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    with run_on(tmp_path) as run:
+        for step in (1, 2):
+            run.save(step, make_leaves(step))
+    (path,) = tmp_path.glob(name)
+    path.unlink()
+    make(path)
+    run = Run(tmp_path)
+    if name == "lock":
+        with pytest.raises(SaveError, match=r"found a (named pipe|socket)") as refused:
+            run.save(3, make_leaves(3))
+        assert str(path) in str(refused.value)
+        path.unlink()
+        run.save(3, make_leaves(3))
+        run.close()
+        return
+    with pytest.raises(CorruptionError, match=r"expected a (file|pack)"):
+        run.load(2)
+    loaded = load_good(run).loaded
+    assert loaded is not None
+    assert loaded.manifest.step == 1
+    assert verify_run(run).bad == (2,)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_temporary_file_is_an_error(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    os.mkfifo(tmp_path / "name.tmp")
+    with pytest.raises(OSError, match="pipe"):
+        storage.replace("name", b"data")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EIO])
+def test_a_file_system_that_cannot_sync_directories(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
+) -> None:
+    """It is said once, and files are synced as ever; an error of the disk is none of it (EIO)."""
+    real, synced = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        synced.append(fd)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run = run_on(tmp_path / "run")
+    if code == errno.EIO:
+        with pytest.raises(SaveError, match="fsync of the directory") as failed:
+            run.save(1, make_leaves(1))
+        assert str(tmp_path) in str(failed.value)
+        return
+    for step in (1, 2):
+        run.save(step, make_leaves(step))
+    run.close()
+    assert len(synced) >= 4
+    assert verify_run(Run(tmp_path / "run")).good == (1, 2)
+    assert [record.message.count("cannot sync directories") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("operation", ["fsync", "write", "pwrite", "ftruncate"])
+def test_an_error_without_a_path_gets_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    run = run_on(tmp_path / "run")
+    run.begin_writing()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, operation, fail)
+        with pytest.raises(SaveError, match=operation.lstrip("pf")) as failed:
+            run.save(1, make_leaves(1, (3 * 1024 * 1024 + 5, 40)))
+    assert f"'{tmp_path}/run" in str(failed.value)
+    run.close()

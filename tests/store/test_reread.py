@@ -398,3 +398,12 @@ def test_small_arrays_that_change_after_they_were_hashed_leave_a_readable_checkp
         run.save(1, leaves)
     assert fired == [64]
     assert verify_run(Run(tmp_path)).ok
+
+
+def test_a_state_without_leaves_is_saved_again_and_again(tmp_path: Path) -> None:
+    """Nothing is shared, although the random generators have chunks in older packs."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {})
+            manager.wait_until_finished()
+    assert verify_run(Run(tmp_path)).good == (1, 2, 3)

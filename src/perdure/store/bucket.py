@@ -104,11 +104,16 @@ class Bucket:
                     "backoff": {"max_backoff": timedelta(seconds=5)},
                 },
             )
-        except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
+        except BaseException as error:
+            # obstore panics, which is no `Exception`, at a key of `config` that belongs to its client.
+            expected = (obstore.exceptions.BaseError, ValueError, TypeError)
+            if not isinstance(error, expected) and type(error).__name__ != "PanicException":
+                raise
             raise StoreError(
                 f"{url}: cannot be opened: {_first_line(error)}. Expected a URL such as "
                 f"s3://bucket/run, gs://bucket/run or az://container/run. The environment or "
-                f"CloudOptions(config=...) has the account: {_variables(url)}."
+                f"CloudOptions(config=...) has the account: {_variables(url)}. Settings of the "
+                f"connection, such as timeout and allow_http, go into CloudOptions(client=...)."
             ) from error
 
     def get(self, name: str) -> bytes:
@@ -350,6 +355,6 @@ def _client_options(options: CloudOptions) -> dict[str, Any]:
     return {"timeout": "300s", **allowed, **options.client}
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     text = str(error).split("\n\nDebug source")[0]
     return " ".join(re.sub(r"<[^>]*>", " ", text).split())[:400].rstrip(".")

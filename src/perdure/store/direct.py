@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
+from perdure.store.failures import naming
 from perdure.store.pools import finish, pool, submit
 from perdure.store.regular_file import open_regular
 
@@ -101,7 +102,8 @@ class StagedWriter:
             self._current = None
         while self._busy:
             self._collect()
-        os.ftruncate(self._fd, total)
+        with naming("truncate", self._path):
+            os.ftruncate(self._fd, total)
         return self._fd
 
     def close(self) -> None:
@@ -159,7 +161,8 @@ class StagedWriter:
         view = memoryview(buffer)[:length]
         done = 0
         while done < length:
-            written = os.pwrite(self._fd, view[done:], offset + done)
+            with naming("write", self._path):
+                written = os.pwrite(self._fd, view[done:], offset + done)
             if written % BLOCK and done + written < length:
                 # A short write off the block grid (disk nearly full): the retry must be aligned.
                 written -= written % BLOCK
@@ -194,7 +197,7 @@ def read_at(path: str, offset: int, target: memoryview) -> int:
 def drop_cached(path: str) -> None:
     """Take a file out of the page cache, so that its bytes are read from the disk again."""
     if hasattr(os, "posix_fadvise"):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
@@ -230,7 +233,7 @@ def _is_cached(fd: int, offset: int) -> bool:
 def _read_direct(path: str, offset: int, target: memoryview) -> int:
     """Read whole blocks past the page cache; 0 if the file system or the memory does not allow it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+        fd = open_regular(path, os.O_RDONLY | _O_DIRECT)
     except OSError:
         return 0
     try:
@@ -244,10 +247,10 @@ def _read_direct(path: str, offset: int, target: memoryview) -> int:
 
 
 def _open_direct(path: str) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     try:
-        return os.open(path, flags | _O_DIRECT, 0o644)
+        return open_regular(path, flags | _O_DIRECT)
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-        return os.open(path, flags, 0o644)
+        return open_regular(path, flags)

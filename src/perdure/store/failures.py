@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from perdure.errors import CorruptionError, StoreError, UnreachableError
@@ -60,6 +61,17 @@ class DamagedChunk(CorruptionError):
 def is_gone(error: OSError) -> bool:
     """Whether there is no such file, which is damage if a manifest names it."""
     return isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
+
+
+@contextmanager
+def naming(operation: str, path: str) -> Iterator[None]:
+    """Let an `OSError` name the operation and the path, if it names no path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{operation}: {error.strerror or error}", path) from error
 
 
 def retried(work: Callable[[], T]) -> T:

@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 
+from perdure.store.failures import naming
 from perdure.store.regular_file import open_regular
 from perdure.store.storage import LostLock
 
@@ -82,8 +83,9 @@ def acquire(path: str, owner: bytes) -> FileLock:
         try:
             # The file may have been removed between opening and locking it.
             if lock.is_in_place():
-                os.pwrite(lock._fd, owner, 0)
-                os.ftruncate(lock._fd, len(owner))
+                with naming("write", path):
+                    os.pwrite(lock._fd, owner, 0)
+                    os.ftruncate(lock._fd, len(owner))
                 return lock
         except BaseException:
             lock.release()
@@ -103,7 +105,8 @@ def _open_locked(path: str) -> FileLock:
                 raise OSError(errno.ELOOP, reason, path) from None
             raise
         try:
-            _lock(fd)
+            with naming("lock", path):
+                _lock(fd)
             lock = FileLock(path, fd)
             _open_locks.add(lock)
             return lock

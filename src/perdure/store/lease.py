@@ -163,7 +163,7 @@ class Lease:
         data = self._bucket.get(self._name)
         try:
             return msgspec.json.decode(data, type=Holder)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError):  # `msgspec.DecodeError` is one
             return Holder(data.decode(errors="replace"), "", self._mine.lease_seconds)
 
     def _is_stale(self, holder: Holder, modified: float) -> bool:

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeVar
 
 from perdure.errors import StoreError
 from perdure.store.direct import StagedWriter, drop_cached, read_at
-from perdure.store.failures import retried
+from perdure.store.failures import naming, retried
 from perdure.store.file_lock import FileLock, acquire
 from perdure.store.format import TEMP_SUFFIX
-from perdure.store.regular_file import read_whole
+from perdure.store.regular_file import open_regular, read_whole, size_of
 
 STAGED_FROM = 1024 * 1024
 """Objects of at least this many bytes are written through `StagedWriter`."""
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What file systems answer that cannot sync a directory (some network file systems and FUSE)."""
+
 T = TypeVar("T")
 
 
@@ -91,7 +96,7 @@ class LocalStorage:
             drop_cached(self.path(name))
 
     def size(self, name: str) -> int:
-        return self._retried(name, lambda: os.stat(self.path(name)).st_size)
+        return self._retried(name, lambda: size_of(self.path(name)))
 
     def list(self, prefix: str) -> Iterator[str]:
         self._require_root()
@@ -187,18 +192,22 @@ class LocalStorage:
     def write_synced(self, path: str, data: bytes) -> None:
         """Write a whole new file and sync it."""
         self.step("open", path)
-        fd = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
-        )
+        fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
         try:
             view = memoryview(data)
             while view:
                 self.step("write", path)
-                view = view[os.write(fd, view) :]
-            self.step("fsync", path)
-            os.fsync(fd)
+                with naming("write", path):
+                    view = view[os.write(fd, view) :]
+            self.sync(fd, path)
         finally:
             os.close(fd)
+
+    def sync(self, fd: int, path: str) -> None:
+        """Make the bytes of an open file durable."""
+        self.step("fsync", path)
+        with naming("fsync", path):
+            os.fsync(fd)
 
     def link(self, temporary: str, name: str) -> None:
         """Give a finished temporary file its name, unless that is taken; durable on return."""
@@ -267,9 +276,23 @@ class LocalStorage:
         self.step("fsync_dir", path)
         fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            with naming("fsync of the directory", path):
+                os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_SYNC:
+                raise
+            _warn_of_directories(self.where)
         finally:
             os.close(fd)
+
+
+@cache
+def _warn_of_directories(where: str) -> None:
+    logging.getLogger(__name__).warning(
+        "%s: this file system cannot sync directories. What is saved is complete, but after a power "
+        "loss the newest checkpoints may be missing. Use a local file system if that matters.",
+        where,
+    )
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
@@ -321,8 +344,7 @@ class LocalSink:
         try:
             if self._staged is not None:
                 fd = self._staged.finish()
-                self._storage.step("fsync", self._temporary)
-                os.fsync(fd)
+                self._storage.sync(fd, self._temporary)
                 self._staged.close()
             else:
                 self._storage.write_synced(self._temporary, bytes(self._small))

@@ -10,6 +10,7 @@ MAX_WHOLE_BYTES = 1024 * 1024 * 1024
 """No file that is read as a whole has more bytes: a manifest is the longest of them."""
 
 _KINDS = {
+    stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -50,6 +51,14 @@ def read_whole(path: str) -> bytes:
                 errno.EFBIG, f"expected at most {MAX_WHOLE_BYTES} bytes, found {size}", path
             )
         return file.read()
+
+
+def size_of(path: str) -> int:
+    """The bytes of a regular file; raises as `open_regular`."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise _other(path, status.st_mode)
+    return status.st_size
 
 
 def _other(path: str, mode: int) -> NotAFile:

@@ -38,7 +38,7 @@ class Cursor:
         """
         shared = [pack_step(pack.name) != manifest.step for pack in manifest.packs]
         leaves = manifest.leaves
-        if not any(shared):
+        if not leaves or not any(shared):
             return []
         self._credit += -(-nbytes // PASS_SAVES)
         if self._path is None:

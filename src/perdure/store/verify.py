@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from perdure.errors import CorruptionError, StepNotFoundError, StoreError, UnreachableError
 from perdure.store.chunk_read import read_chunks
 from perdure.store.contents import lost_manifests
-from perdure.store.failures import DamagedChunk, read_error
+from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, step_of
 from perdure.store.journal_file import JOURNAL
 from perdure.store.journal_reference import journal_problem, line_references
@@ -140,11 +140,11 @@ class Packs:
     def _read(self, name: str) -> None:
         try:
             size = self.run.storage.size(PACKS + name)
-        except FileNotFoundError:
-            return
         except ConnectionError:
             raise
         except OSError as error:
+            if is_gone(error):
+                return
             self._good[name] = {}
             self.unread[name] = str(read_error(error, f"{self.run.where}/{PACKS}{name}"))
             return

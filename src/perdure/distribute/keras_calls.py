@@ -1,27 +1,33 @@
 """Optimizers and variables of Keras inside the function of `strategy.run`, on any backend.
 
 An optimizer that is applied in every replica is applied once, with the sum of their gradients in the
-fixed tree. Any other assignment to a variable would be made once for each replica, and is refused.
+fixed tree. Any other assignment to a variable would be made once for each replica, and is refused. So
+is `fit` in the scope of a strategy, or of a model that was compiled there: Keras would train alone.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from perdure.distribute.arrays import on_host
 from perdure.distribute.patches import with_subclasses, wrap
 from perdure.distribute.replica_run import Meeting, current_run
+from perdure.distribute.scope import current
 from perdure.distribute.values import PerReplica
-from perdure.errors import StateError
+from perdure.errors import StateError, TopologyError
+
+_compiled_in_scope: WeakSet[Any] = WeakSet()
 
 
 def install() -> None:
-    """Wrap Keras's optimizers and variables, if Keras is imported, for calls by a replica.
+    """Wrap Keras's optimizers, variables and models, if Keras is imported, for calls under a strategy.
 
-    Outside of replicas they behave as before. Called at every `run`, for classes that are new.
+    Elsewhere they behave as before. Called at every `run` and scope, for classes that are new.
     """
     keras = sys.modules.get("keras")
     if keras is None or not hasattr(keras, "optimizers"):  # its import is under way
@@ -29,6 +35,9 @@ def install() -> None:
     for base, name, make in (
         (keras.optimizers.Optimizer, "apply", _apply),
         (keras.Variable, "_direct_assign", _assign),
+        (keras.Model, "compile", _compile),
+        (keras.Model, "fit", _refused("fit")),
+        (keras.Model, "train_on_batch", _refused("train_on_batch")),
     ):
         for cls in (*base.__mro__, *with_subclasses(base)):
             wrap(cls, name, make)
@@ -71,6 +80,32 @@ def _assign(old: Any) -> Any:
         return old(self, value)
 
     return _direct_assign
+
+
+def _compile(old: Any) -> Any:
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        (_compiled_in_scope.discard if current() is None else _compiled_in_scope.add)(self)
+        return old(self, *args, **kwargs)
+
+    return compile
+
+
+def _refused(name: str) -> Callable[[Any], Any]:
+    def make(old: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if current() is None and self not in _compiled_in_scope:
+                return old(self, *args, **kwargs)
+            where = "compiled" if current() is None else "called"
+            raise TopologyError(
+                f"model.{name}: {where} in strategy.scope(), and Keras would train without the "
+                "strategy. Train under it with perdure.keras.Stateless and strategy.step, or a loop "
+                "over strategy.run (docs/MODELS.md). To let Keras train, compile and call it outside "
+                "of the scope, with keras.distribution for several devices"
+            )
+
+        return method
+
+    return make
 
 
 def _stateless() -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 LARGEST = 2.0**24
 
 
@@ -20,11 +22,12 @@ class LossScale(NamedTuple):
     state if a gradient of the total is not finite: `finite` is then the same on every worker.
 
     Attributes:
-        scale: A zero-dimensional float32 array of either framework, or a Python number at the start.
-        steps: A zero-dimensional integer array, or a Python number at the start.
+        scale: A zero-dimensional float32 array of either framework, or NumPy's at the start. A Python
+            number would take the dtype of the gradients on JAX, and float16 loses what it divides.
+        steps: A zero-dimensional integer array, or a number at the start.
     """
 
-    scale: Any = 2.0**15
+    scale: Any = np.float32(2.0**15)
     steps: Any = 0
 
     def after(self, finite: Any, growth_steps: int = 2000) -> LossScale:

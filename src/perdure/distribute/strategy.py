@@ -107,7 +107,8 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """`with strategy.scope():` makes it the strategy that get_strategy() returns inside.
 
-        Metrics made there belong to it.
+        Metrics made there belong to it. `fit` of a Keras model, there or if it was compiled there,
+        raises TopologyError, because Keras would train without the strategy.
 
         Raises:
             TopologyError: The code is in the scope of another strategy.
@@ -116,6 +117,7 @@ class Strategy:
             raise TopologyError(
                 "the scope of one strategy was entered in that of another; leave the outer one first"
             )
+        keras_calls.install()
         with enter(Scope(self)):
             yield self
 

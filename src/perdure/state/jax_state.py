@@ -271,13 +271,8 @@ def _place_shards(like: Any, leaf: Leaf, shards: Shards) -> Any:
 
 
 def _weakly_typed(array: Any, sharding: Any = None) -> Any:
-    """A weakly typed array with the same bits. `at[...].set` keeps the type of its target."""
-
-    def weaken(values: Any) -> Any:
-        return jnp.broadcast_to(jnp.asarray(zero), values.shape).at[...].set(values)
-
+    """A weakly typed array with the same bits."""
     dtype = array.dtype.name
-    zero = _WEAK[dtype]
     with enable_x64(dtype in _WIDE), jax.debug_nans(False):
         if sharding is None:
             weak = weaken(jnp.asarray(array))
@@ -290,6 +285,15 @@ def _weakly_typed(array: Any, sharding: Any = None) -> Any:
             f"restored with its type: convert it before the save, with `x.astype(x.dtype)`."
         )
     return weak
+
+
+def weaken(values: Any) -> Any:
+    """Weakly typed values with the same bits; may be traced.
+
+    `at[...].set` keeps the type of its target.
+    """
+    zero = _WEAK[values.dtype.name]
+    return jnp.broadcast_to(jnp.asarray(zero), values.shape).at[...].set(values)
 
 
 def _traced() -> UnsupportedLeafError:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,9 +37,11 @@ from perdure.distribute.jax.flags import ask_for_determinism, check_determinism
 from perdure.distribute.jax.fused import ReferencePrograms, fused_step
 from perdure.distribute.jax.programs import (
     add_program,
+    as_array,
     grad_program,
     make_key,
-    strong,
+    refuse_mesh,
+    traced,
     update_program,
     words,
 )
@@ -84,12 +87,7 @@ class JaxEngine:
         if len(values) == 1:
             return values[0]
         columns = list(zip(*(jax.tree.leaves(value) for value in values), strict=True))
-        leaves = [
-            jax.make_array_from_single_device_arrays(
-                column[0].shape, self._everywhere, list(column)
-            )
-            for column in columns
-        ]
+        leaves = [self._joined(column) for column in columns]
         self._parts = {
             id(leaf): (leaf, column) for leaf, column in zip(leaves, columns, strict=True)
         }
@@ -99,15 +97,22 @@ class JaxEngine:
         return jax.device_put(value, device)
 
     def grad(self, fn: Grad, state: Any, share: Any, stream: Stream) -> Any:
-        return grad_program(fn)(
-            state, share, words(stream.seed), np.uint32(stream.step), np.uint32(stream.replica)
-        )
+        numbers = words(stream.seed), np.uint32(stream.step), np.uint32(stream.replica)
+        try:
+            return grad_program(fn)(state, share, *numbers)
+        except ValueError as error:
+            refuse_mesh(fn, error)
+            raise
 
     def add(self, left: Any, right: Any) -> Any:
         return add_program(left, right)
 
     def update(self, fn: Update, state: Any, total: Any, stream: Stream) -> tuple[Any, Any]:
-        return update_program(fn)(state, total)
+        try:
+            return update_program(fn)(state, total)
+        except ValueError as error:
+            refuse_mesh(fn, error)
+            raise
 
     def runner(self) -> Callable[[Work, list[Any]], None]:
         return _Runner(len(self.devices))
@@ -134,13 +139,24 @@ class JaxEngine:
         # The array is held beside its parts, so that its identity cannot be given to another.
         if id(leaf) in self._parts:
             return self._parts[id(leaf)][1]
-        if isinstance(leaf, jax.Array) and not leaf.aval.weak_type:
+        if isinstance(leaf, jax.core.Tracer):
+            raise traced(path)
+        if isinstance(leaf, jax.Array):
             if leaf.sharding == self._everywhere:
                 shards = {shard.device: shard.data for shard in leaf.addressable_shards}
                 return [shards[device] for device in self.devices]
             if len(self.devices) == 1 and leaf.committed and leaf.devices() == {self.devices[0]}:
                 return [leaf]
-        return [jax.device_put(strong(path, leaf), device) for device in self.devices]
+        array = as_array(path, leaf)
+        return [jax.device_put(array, device) for device in self.devices]
+
+    def _joined(self, column: tuple[Any, ...]) -> Any:
+        """Equal arrays of all local devices as one array."""
+        if column[0].weak_type:  # `make_array` would make it a strong one
+            return jax.device_put(column[0], self._everywhere)
+        return jax.make_array_from_single_device_arrays(
+            column[0].shape, self._everywhere, list(column)
+        )
 
 
 class _Runner:

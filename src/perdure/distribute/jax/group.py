@@ -24,6 +24,7 @@ from perdure.distribute.cluster.listener import ALL, local_address
 from perdure.distribute.cluster.variables import join_address
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
+from perdure.distribute.jax.programs import type_of
 from perdure.distribute.key_value_group import (
     LOOK_S,
     KeyValueProcesses,
@@ -34,6 +35,10 @@ from perdure.distribute.key_value_group import (
 )
 from perdure.errors import ClusterError, UnsupportedLeafError, WorkerLostError
 from perdure.process_group import Processes, SingleProcess
+from perdure.state.jax_state import weaken
+
+# Shape, dtype and weak type of each leaf.
+Avals = Sequence[tuple[tuple[int, ...], Any, bool]]
 
 
 def join(
@@ -157,7 +162,7 @@ def exchange(
     """
     treedef = jax.tree.structure(roots[0])
     leaves = [jax.tree.leaves(root) for root in roots]
-    avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves[0])
+    avals = tuple(map(type_of, leaves[0]))
     buckets = _pack(leaves, max(counts))
     if merge is None or not sliced(sum(leaf.nbytes for leaf in leaves[0]), counts):
         leaves_of_all = _unpack(_move("gather", buckets, index, home), avals, counts)
@@ -216,10 +221,10 @@ def _program(how: str, mesh: Mesh) -> Any:
     )
 
 
-def _widths(avals: Sequence[tuple[tuple[int, ...], Any]]) -> dict[int, list[int]]:
+def _widths(avals: Avals) -> dict[int, list[int]]:
     """Numbers of the leaves of each element width."""
     widths: dict[int, list[int]] = {}
-    for number, (_, dtype) in enumerate(avals):
+    for number, (_, dtype, _) in enumerate(avals):
         if not jnp.issubdtype(dtype, jnp.number) and dtype != jnp.bool_:
             raise UnsupportedLeafError(f"contributions must be numbers, found {dtype}")
         if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -231,7 +236,7 @@ def _widths(avals: Sequence[tuple[tuple[int, ...], Any]]) -> dict[int, list[int]
 @functools.partial(jax.jit, static_argnums=1)
 def _pack(roots: list[list[Any]], rows: int) -> list[Any]:
     """One array [1, rows, elements] of unsigned integers for each width. Padding is never read."""
-    avals = [(leaf.shape, leaf.dtype) for leaf in roots[0]]
+    avals = [*map(type_of, roots[0])]
     buckets = []
     for numbers in _widths(avals).values():
         lines = [jnp.concatenate([bits(root[n]) for n in numbers]) for root in roots]
@@ -240,10 +245,10 @@ def _pack(roots: list[list[Any]], rows: int) -> list[Any]:
     return buckets
 
 
-def _types(avals: Sequence[tuple[tuple[int, ...], Any]]) -> dict[Any, list[int]]:
+def _types(avals: Avals) -> dict[Any, list[int]]:
     """Numbers of the leaves of each type."""
     types: dict[Any, list[int]] = {}
-    for number, (_, dtype) in enumerate(avals):
+    for number, (_, dtype, _) in enumerate(avals):
         types.setdefault(jnp.dtype(dtype), []).append(number)
     return types
 
@@ -285,9 +290,9 @@ def _join(lines: list[Any], avals: Any) -> list[Any]:
     for line, numbers in zip(lines, _types(avals).values(), strict=True):
         words, start = line.reshape(-1), 0
         for number in numbers:
-            shape, dtype = avals[number]
+            shape, dtype, weak = avals[number]
             size = int(np.prod(shape))
-            leaves[number] = from_bits(words[start : start + size], shape, dtype)
+            leaves[number] = from_bits(words[start : start + size], shape, dtype, weak)
             start += size
     return leaves
 
@@ -295,7 +300,7 @@ def _join(lines: list[Any], avals: Any) -> list[Any]:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _unpack(
     buckets: list[Any],
-    avals: tuple[tuple[tuple[int, ...], Any], ...],
+    avals: Avals,
     counts: tuple[int, ...],
 ) -> list[list[list[Any]]]:
     processes: list[list[list[Any]]] = [
@@ -306,11 +311,11 @@ def _unpack(
             for row in range(count):
                 start = 0
                 for number in numbers:
-                    shape, dtype = avals[number]
+                    shape, dtype, weak = avals[number]
                     size = int(np.prod(shape))
                     words = bucket[process, row, start : start + size]
                     start += size
-                    processes[process][row][number] = from_bits(words, shape, dtype)
+                    processes[process][row][number] = from_bits(words, shape, dtype, weak)
     return processes
 
 
@@ -338,9 +343,12 @@ def packed_width(dtype: Any) -> int | None:
     return width if width is not None and width < 8 else None
 
 
-def from_bits(words: Any, shape: Any, dtype: Any) -> Any:
+def from_bits(words: Any, shape: Any, dtype: Any, weak: bool = False) -> Any:
     """The inverse of `bits`."""
     words = words.reshape(shape)
     if (width := packed_width(dtype)) is not None:
         words = words.astype(jnp.dtype(f"uint{width}"))
-    return words.astype(bool) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(words, dtype)
+    if dtype == jnp.bool_:
+        return words.astype(bool)
+    values = jax.lax.bitcast_convert_type(words, dtype)
+    return weaken(values) if weak else values

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from perdure.distribute.engine import Grad, Update
 from perdure.errors import StateError
+from perdure.text import few
 
 # Settings that each thread may have for itself, through the context managers of these names.
 SETTINGS = (
@@ -45,10 +47,13 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
                 "bits would change with the topology. Leave the axis out: statistics are then those "
                 "of each logical replica, and contributions are summed after grad"
             ) from error
+        except ValueError as error:
+            refuse_mesh(fn, error)
+            raise
         if not jax.tree.leaves(contributions):
             raise StateError(f"{_called(fn)} returned no contributions: expected a tree of arrays")
         _refuse_keys(contributions)
-        return jax.tree.map(without_weak_type, contributions)
+        return contributions
 
     return grad
 
@@ -62,7 +67,7 @@ def update_program(fn: Update) -> Callable[..., Any]:
             raise StateError(
                 f"{_called(fn)}: expected (state, logs) as its result, found {type(result).__name__}"
             )
-        new, logs = jax.tree.map(without_weak_type, result)
+        new, logs = jax.tree.map(jnp.asarray, result)
         _same_form(fn, state, new)
         return new, logs
 
@@ -109,16 +114,15 @@ def words(seed: int) -> Any:
     return np.array([seed >> 32, seed & 0xFFFFFFFF], dtype=np.uint32)
 
 
-def without_weak_type(leaf: Any) -> Any:
-    """The leaf with a strong type. Otherwise the step after a resume could be another program."""
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf
-    return jax.lax.convert_element_type(leaf, leaf.dtype)
+def type_of(leaf: Any) -> tuple[Any, Any, bool]:
+    """Shape, dtype, and whether the dtype gives way in promotions: what JAX compiles a program for."""
+    return leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False))
 
 
-def strong(path: Any, leaf: Any) -> Any:
-    """A leaf of the user's state, as an array whose dtype does not give way in promotions."""
+def as_array(path: Any, leaf: Any) -> Any:
+    """A leaf of the user's state as an array; a Python number becomes a weakly typed one, as in jit."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise traced(path)
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_replicated:
             raise StateError(
@@ -127,7 +131,7 @@ def strong(path: Any, leaf: Any) -> Any:
                 "be copied to all of them. Give a replicated array, or train a model that is sharded "
                 "by its parameters with your own jit and perdure.CheckpointManager"
             )
-        return without_weak_type(leaf)
+        return leaf
     try:
         array = np.asarray(leaf)
     except (TypeError, ValueError):
@@ -139,7 +143,28 @@ def strong(path: Any, leaf: Any) -> Any:
             f"{name_of(path)}: every leaf of a state must be an array or a number, found "
             f"{type(leaf).__name__}; keep other values outside (eqx.partition), or as static fields"
         )
-    return array
+    return jnp.asarray(leaf) if type(leaf) in (int, float, complex) else array
+
+
+def traced(path: Any) -> StateError:
+    """The error for a step that is called while JAX traces another function."""
+    return StateError(
+        f"{name_of(path)}: expected an array, found a value that JAX traces: a step of a strategy was "
+        "called inside jit, grad, vmap or scan. It compiles its own programs. Call it from a loop in "
+        "Python, or train_step.many(state, batches); to change the result too, use `update`"
+    )
+
+
+def refuse_mesh(fn: Any, error: ValueError) -> None:
+    """StateError if the error of JAX means that a function does not run on one device."""
+    if not any(mark in str(error) for mark in ("incompatible devices", "passed to shard_map")):
+        return
+    raise StateError(
+        f"{_called(fn)} runs on one device for each logical replica, and uses several: a shard_map, a "
+        "sharding constraint or an array over a mesh. Leave the mesh out of it: the strategy spreads "
+        "the replicas over the devices. Train a model that is sharded itself with your own jit and "
+        f"perdure.CheckpointManager. JAX says: {str(error).splitlines()[0]}"
+    ) from error
 
 
 def _require_fits(path: Any, leaf: Any, array: Any) -> None:
@@ -167,14 +192,28 @@ def _same_form(fn: Update, old: Any, new: Any) -> None:
     before, after = form(old), form(new)
     if jax.tree.structure(old) == jax.tree.structure(new) and before == after:
         return
-    differ = [
-        f"{path}: {before.get(path, 'nothing')} became {after.get(path, 'nothing')}"
-        for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path)
-    ]
+    paths = sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p))
+    differ = [f"{p}: {before.get(p, 'nothing')} became {after.get(p, 'nothing')}" for p in paths]
     raise StateError(
         f"{_called(fn)} must return a state of the form that it got: "
-        + ("; ".join(differ[:10]) or "the containers differ")
+        + (few(differ, separator="; ") or "the containers differ")
+        + _widened(old, {after[path].partition("[")[0] for path in paths if path in after})
+    )
+
+
+def _widened(old: Any, kinds: set[str]) -> str:
+    """What may have made leaves wider: scalars of the state with their new dtypes."""
+    scalars = [
+        f"{name_of(path)} ({leaf.dtype})"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(old)
+        if str(leaf.dtype) in kinds and leaf.ndim == 0 and not leaf.weak_type
+    ]
+    if not scalars:
+        return ""
+    return (
+        f". An expression has the widest of its dtypes, and the state has {few(scalars)}: keep such "
+        "a number as a Python number, which takes the other dtype, or cast it where it is used, "
+        "such as lr.astype(w.dtype)"
     )
 
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -29,8 +28,9 @@ from perdure.distribute.hardware import xla_flags
 from perdure.distribute.jax.eager import thread_settings
 from perdure.distribute.jax.fused import hlo
 from perdure.distribute.jax.group import bits, from_bits, packed_width
-from perdure.distribute.jax.programs import name_of, one_form, plus
+from perdure.distribute.jax.programs import name_of, one_form, plus, type_of
 from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge
+from perdure.state.jax_state import weaken
 
 UNROLLED_BYTES = 16 << 20
 """One program holds the contributions of all replicas of a device at once: up to so much of them."""
@@ -48,10 +48,14 @@ Run = Callable[[Any, list[Turn]], tuple[Any, Any]]
 
 
 class Proof(NamedTuple):
-    """The programs for arguments of one form, if they may be used, and why in one sentence."""
+    """The programs for arguments of one form, if they may be used, and why in one sentence.
+
+    `after`: the types of the leaves of the new state. A weak type may become a strong one.
+    """
 
     run: Run | None
     why: str
+    after: Any = None
 
 
 class ReferencePrograms(NamedTuple):
@@ -123,7 +127,10 @@ class _Lowered:
         options: dict[str, str] | None = None,
     ) -> None:
         described = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), values
+            lambda x: jax.ShapeDtypeStruct(
+                *type_of(x)[:2], sharding=sharding, weak_type=type_of(x)[2]
+            ),
+            values,
         )
         self._program = jax.jit(
             lambda *args: fn(*args),
@@ -168,7 +175,8 @@ def prove(
     try:
         with ThreadPoolExecutor(_THREADS) as pool:
             values = _Values(state, turn, contributions, results)
-            return _proof(programs, Compiler(layout, pool), values, donate)
+            proof = _proof(programs, Compiler(layout, pool), values, donate)
+            return proof._replace(after=tuple(map(type_of, jax.tree.leaves(results[0]))))
     except Exception as error:  # noqa: BLE001  XLA may refuse for several devices what it takes for one
         return Proof(None, f"XLA does not compile it ({str(error).partition(chr(10))[0]})")
     finally:
@@ -358,9 +366,13 @@ def _total(layout: Layout, root: Any) -> Any:
         groups = [[d, d + distance] for d in range(count) if not d & distance]
         paired = jax.lax.psum(paired, "device", axis_index_groups=groups) if paired else []
     sums = map(one_form, paired)
-    return treedef.unflatten(
+    totals = [
         next(sums) if added else _gathered(layout, leaf)
         for added, leaf in zip(adds, leaves, strict=True)
+    ]
+    return treedef.unflatten(
+        weaken(total) if leaf.weak_type else total
+        for total, leaf in zip(totals, leaves, strict=True)
     )
 
 

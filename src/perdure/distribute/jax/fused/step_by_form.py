@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
@@ -27,7 +28,7 @@ from perdure.distribute.jax.fused.proven_programs import (
     prove,
 )
 from perdure.distribute.jax.group import packed_width
-from perdure.distribute.jax.programs import SETTINGS, name_of, strong, without_weak_type
+from perdure.distribute.jax.programs import SETTINGS, as_array, name_of, traced, type_of
 from perdure.errors import StateError
 
 FORMS_KEPT = 8
@@ -73,12 +74,14 @@ class _Form(NamedTuple):
         why: The sentence for `explain`.
         plain: Whether the arrays of the shares are NumPy's and go to one device.
         unchecked: How many steps are still to be compared with the reference.
+        after: The types of the leaves of the new state.
     """
 
     run: Run | None
     why: str
     plain: bool
     unchecked: int
+    after: Any
 
 
 class _StepByForm:
@@ -92,10 +95,10 @@ class _StepByForm:
         self._why = ""
         self._platform = layout.devices[0].platform
         self._checks = 0 if self._platform in self_check.MEASURED else self_check.STEPS
-        # The last result, by the identity of its leaves, and their shapes: looking at each array costs
+        # The last result, by the identity of its leaves, and their types: looking at each array costs
         # more than all else here.
         self._known: list[Any] = []
-        self._known_shapes: Any = None
+        self._known_types: Any = None
         self._settings = _settings()
         self._seed = seed
         self._numbers: list[Any] = []
@@ -130,8 +133,8 @@ class _StepByForm:
             copies = donate is None or (gives and twice)
             state = self._whole(state, copies=copies, gives=gives)
             leaves, treedef = jax.tree.flatten(state)
-            self._known_shapes = tuple((x.shape, x.dtype) for x in leaves)
-        form = share_form, treedef, self._known_shapes, self._settings(), gives
+            self._known_types = tuple(map(type_of, leaves))
+        form = share_form, treedef, self._known_types, self._settings(), gives
         known = self._forms.get(form)
         turns = self._turns(columns, share_form[0], step, known is not None and known.plain)
         if known is None:
@@ -145,7 +148,7 @@ class _StepByForm:
             result = run(state, turns)
         elif (result := self._compared(form, run, state, turns, reference)) is None:
             return None
-        self._known = jax.tree.leaves(result[0])
+        self._known, self._known_types = jax.tree.leaves(result[0]), known.after
         return result
 
     def _decide(
@@ -161,7 +164,7 @@ class _StepByForm:
         plain = plain and all(_is_plain(x) for column in columns for x in column)
         why = f"Fast: {proof.why}." if proof.run else f"Not fast: {proof.why}."
         _log.debug("%s", why)
-        self._forms[form] = _Form(proof.run, why, plain, self._checks)
+        self._forms[form] = _Form(proof.run, why, plain, self._checks, proof.after)
         return self._forms[form]
 
     def _compared(
@@ -212,6 +215,8 @@ class _StepByForm:
         sharding = self._layout.sharding
 
         def spread(path: Any, leaf: Any) -> Any:
+            if isinstance(leaf, jax.core.Tracer):
+                raise traced(path)
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise StateError(
                     f"{name_of(path)}: this state was given to an earlier step, which used its memory "
@@ -219,13 +224,18 @@ class _StepByForm:
                     "returned, or make the step with strategy.step(..., donate=False)"
                 )
             if isinstance(leaf, jax.Array) and leaf.sharding == sharding and not copies:
-                return leaf if not leaf.aval.weak_type else without_weak_type(leaf)
+                return leaf
             # What shares its memory with the caller's array could not be given away. To put an array on
             # several devices shares it on its own device, whatever `may_alias` says.
-            leaf = strong(path, leaf)
+            leaf = as_array(path, leaf)
             if gives and isinstance(leaf, jax.Array):
                 leaf = leaf.copy()
-            return jax.device_put(leaf, sharding, may_alias=False)
+            placed = jax.device_put(leaf, sharding, may_alias=False)
+            if isinstance(
+                placed, jax.core.Tracer
+            ):  # a step of concrete arrays in a traced function
+                raise traced(path)
+            return placed
 
         return jax.tree_util.tree_map_with_path(spread, state)
 

@@ -24,7 +24,7 @@ from perdure.drill.drill import _Drill, _estimate
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
 from perdure.drill.fault_injection import PLAN, _describe_act
 from perdure.drill.fault_plan import LAST, draw_scenario, required_restores
-from perdure.drill.held_state import freeze
+from perdure.drill.frozen import freeze
 from perdure.drill.probe_runner import ProbeRunner
 from perdure.drill.probes import probe_environment
 from perdure.drill.resume_diagnosis import ResumeDiagnosis
@@ -158,7 +158,7 @@ class FakeRunner:
         self._directory = directory
         self._outcomes = {name: list(values) for name, values in outcomes.items()}
         units = [
-            {"name": "noise", "kind": "generator", "what": "numpy"},
+            {"name": "noise", "kind": "generator", "what": "numpy", "seed": "same"},
             {"name": "w", "kind": "array", "what": "float64[40]"},
             {"name": "rate", "kind": "number", "what": "0.1"},
         ]

@@ -35,6 +35,17 @@ CAUSES = {
         "the result depends on the hashes of strings: the order of a set of them, or hash()",
         "Sort what you iterate over: sorted(names). PYTHONHASHSEED changes in every process.",
     ),
+    "addresses": (
+        "the result depends on the addresses of objects: id(), or the order of a set of objects",
+        "Sort by a name or a number, or use a dict or a list: they keep the order of insertion.",
+    ),
+    "left over": (
+        "a run finds what an earlier run has left outside of its working directory",
+        (
+            "Write below the working directory, or make what the evidence names complete before the "
+            "first run: a cache must have the same content for each run that reads it."
+        ),
+    ),
     "process": (
         "the result depends on the process: its number, or the number of the attempt",
         (
@@ -67,11 +78,40 @@ CAUSES = {
             "the generator into the state that is saved: {'rng': generator.bit_generator.state, ...}."
         ),
     ),
+    "other seed": (
+        "a random generator begins with another seed after a resume",
+        (
+            "Give it the same seed at each start, and save its state; or derive every draw from the "
+            "seed and the step: np.random.default_rng((seed, step))."
+        ),
+    ),
     "data position": (
         "the data start again from the beginning after a resume",
         (
             "Take the batch of a step by its number (perdure.ArrayDataset: dataset.batch(step)), save "
             "the iterator with the state, or skip the first `start` batches after a restore."
+        ),
+    ),
+    "iterator": (
+        "an iterator that gives numbers begins again after a resume",
+        (
+            "Take its item by the number of the step (rates[step]), keep its position in the state, or "
+            "skip the first `start` items after a restore."
+        ),
+    ),
+    "file": (
+        "a file that the program writes is not as it was at the checkpoint",
+        (
+            "Keep in the state what decides a later step: a resumed program repeats steps, and finds "
+            "the lines that it has written already. Or cut the file back to the restored step."
+        ),
+    ),
+    "stale value": (
+        "a cache or a compiled function keeps a value that a resumed process computes anew",
+        (
+            "Give a compiled function what changes as an argument, because a variable is read only "
+            "when it is traced; and keep nothing that depends on the state in functools.cache or "
+            "lru_cache."
         ),
     ),
     "unsaved state": (

@@ -38,8 +38,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from perdure.drill.held_state import is_program_file
 from perdure.drill.jumping_clock import count_time, install_jumps, run_faster
+from perdure.state.held import is_program_file
 
 PROBE = "PERDURE_DRILL_PROBE"
 PUT = "PERDURE_DRILL_PUT"

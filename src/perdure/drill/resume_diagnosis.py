@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from perdure.drill.causes import Diagnosis, diagnosis
@@ -16,9 +17,9 @@ from perdure.drill.fault_plan import AFTER_COMMIT, kill_after_commit
 from perdure.drill.probe_runner import UNTRIED, ProbeRunner
 from perdure.drill.resume_probe import HELD, ITERATORS
 from perdure.drill.scenario import Launch, Outcome, Scenario
+from perdure.text import few
 
 _MOST_SINGLE = 10
-_MOST_NAMED = 6
 Unit = dict[str, Any]
 
 
@@ -33,6 +34,7 @@ class ResumeDiagnosis:
     def __init__(self, runner: ProbeRunner, scenario: Scenario) -> None:
         self.evidence: list[str] = []
         self.attempts: tuple[Launch, ...] | None = None
+        self._last = Path()  # the directory of the last run
         self._runner = runner
         self._scenario = scenario
 
@@ -112,76 +114,102 @@ class ResumeDiagnosis:
     # ---------------------------------------------------------------- one part after the other
 
     def _put_back(self, units: Sequence[Unit], iterators: Sequence[str], run: Outcome) -> Diagnosis:
-        generators = [unit["name"] for unit in units if unit["kind"] == "generator"]
+        by_kind = {
+            kind: [unit for unit in units if unit["kind"] == kind]
+            for kind in ("generator", "number", "array", "file")
+        }
+        generators = [unit["name"] for unit in by_kind["generator"]]
         if not generators:
             self.evidence.append(
                 "every random generator that the program and the process hold has the state that it "
                 "had at the checkpoint"
             )
-        elif self._is_gone(f"{_names(generators)} put back", put=generators):
-            return diagnosis("random generator", *self.evidence)
+        elif self._is_gone(f"{few(generators)} put back", put=generators):
+            return self._of_generators(by_kind["generator"])
         if not iterators:
             self.evidence.append("the loop and the program hold no iterator that could be advanced")
         elif self._is_gone(
-            f"what the loop reads from ({_names(iterators)}) advanced", put=[ITERATORS]
+            f"what the loop reads from ({few(iterators)}) advanced", put=[ITERATORS]
         ):
-            return diagnosis("data position", *self.evidence)
-        numbers = [unit for unit in units if unit["kind"] == "number"]
-        arrays = [unit for unit in units if unit["kind"] == "array"]
-        for unit in [*numbers, *arrays][:_MOST_SINGLE]:
+            return self._of_iterators()
+        values = [*by_kind["number"], *by_kind["array"]]
+        for unit in values[:_MOST_SINGLE]:
             if self._is_gone(f"{unit['name']} ({unit['what']}) put back", put=[unit["name"]]):
                 return self._unsaved(run)
-        return self._put_back_groups(generators, bool(iterators), numbers, arrays, run)
+        files = [unit["name"] for unit in by_kind["file"]]
+        changed = few(f"{unit['name']} ({unit['what']})" for unit in by_kind["file"])
+        if files and self._is_gone(f"{changed} put back before the start", put=files):
+            return diagnosis("file", *self.evidence)
+        return self._put_back_groups([*generators, *files], bool(iterators), values, run)
+
+    def _of_generators(self, units: Sequence[Unit]) -> Diagnosis:
+        """Whether those that are needed begin again, or were seeded otherwise."""
+        other = [unit["name"] for unit in units if unit["seed"] == "other"]
+        same = [unit["name"] for unit in units if unit["seed"] != "other"]
+        said = "begins with another seed than in the first process"
+        if not other or (same and self._is_gone(f"{few(same)} put back alone", put=same)):
+            return diagnosis("random generator", *self.evidence)
+        self.evidence.append(f"{few(other)} {said}")
+        if same and not self._is_gone(f"{few(other)} put back alone", put=other):
+            return diagnosis("several", *self.evidence, f"needed: {few([*other, *same])}")
+        return diagnosis("other seed", *self.evidence)
+
+    def _of_iterators(self) -> Diagnosis:
+        """An iterator that gives numbers may be a schedule or a counter, and no data."""
+        sorts: dict[str, str] = {}
+        for path in (self._last / HELD).glob("items-*.json"):
+            sorts |= json.loads(path.read_text())
+        single = {
+            sort: [f"{ITERATORS} {name}" for name in sorts if sorts[name] == sort]
+            for sort in ("data", "number")
+        }
+        if not single["number"] or (
+            single["data"]
+            and self._is_gone("only what gives no plain numbers advanced", put=single["data"])
+        ):
+            return diagnosis("data position", *self.evidence)
+        if single["data"] and not self._is_gone(
+            "only what gives plain numbers advanced", put=single["number"]
+        ):
+            return diagnosis("several", *self.evidence, f"needed: {few(sorts)}")
+        names = few(name for name in sorts if sorts[name] == "number")
+        return diagnosis("iterator", *self.evidence, f"{names}: each item is one number")
 
     def _put_back_groups(
-        self,
-        generators: Sequence[str],
-        iterators: bool,
-        numbers: Sequence[Unit],
-        arrays: Sequence[Unit],
-        run: Outcome,
+        self, others: Sequence[str], iterators: bool, values: Sequence[Unit], run: Outcome
     ) -> Diagnosis:
         # A whole number may be where the loop began, which is another one after a resume.
-        safe = [unit["name"] for unit in numbers if not unit["what"].lstrip("-").isdigit()]
-        safe += [unit["name"] for unit in arrays]
-        everything = [unit["name"] for unit in (*numbers, *arrays)]
-        others = [*generators, *[ITERATORS] * iterators]
+        safe = [unit["name"] for unit in values if not unit["what"].lstrip("-").isdigit()]
+        everything = [unit["name"] for unit in values]
+        others = [*others, *[ITERATORS] * iterators]
         tried: list[list[str]] = []
         for put in (safe, everything, others, [*others, *safe], [*others, *everything]):
             if len(put) < 2 or put in tried:
                 continue
             tried.append(put)
-            if self._is_gone(f"all of this put back: {_names(put)}", put=put):
-                return self._several(put, set(generators), run)
+            if self._is_gone(f"all of this put back: {few(put)}", put=put):
+                return self._several(put, set(others), run)
         if not everything:
             self.evidence.append("no variable of the program differs from what it was")
         return diagnosis("unknown", *self.evidence)
 
-    def _several(self, put: list[str], generators: set[str], run: Outcome) -> Diagnosis:
+    def _several(self, put: list[str], others: set[str], run: Outcome) -> Diagnosis:
         """Leave out what is not needed, one after the other."""
         needed = list(put)
         for name in put[:_MOST_SINGLE]:
             fewer = [other for other in needed if other != name]
-            if fewer and self._is_gone(f"{_names(fewer)} put back, and not {name}", put=fewer):
+            if fewer and self._is_gone(f"{few(fewer)} put back, and not {name}", put=fewer):
                 needed = fewer
         self.evidence.append(f"needed: {', '.join(needed)}")
-        kinds = {
-            "random generator"
-            if n in generators
-            else "data position"
-            if n == ITERATORS
-            else "unsaved"
-            for n in needed
-        }
-        if kinds == {"unsaved"}:
+        if not others & set(needed):
             return self._unsaved(run)
-        return diagnosis("several" if len(kinds) > 1 else kinds.pop(), *self.evidence)
+        return diagnosis("several", *self.evidence)
 
     def _is_gone(self, what: str, *probes: str, put: Sequence[str] = ()) -> bool:
         """Whether the difference is gone in two of two runs; a run that fails shows nothing."""
         names = [*probes, *["resume"] * bool(put)]
         for number in range(2):
-            outcome, _ = self._runner.faulted(self.attempts or (), *names, put=put)
+            outcome, self._last = self._runner.faulted(self.attempts or (), *names, put=put)
             difference = self._runner.difference(outcome)
             if outcome.problem and (difference is None or not difference.leaves):
                 self.evidence.append(f"with {what}: {UNTRIED}: {outcome.problem}")
@@ -203,11 +231,6 @@ class ResumeDiagnosis:
                 f"{largest}, which training changes, is equal in every checkpoint of that run",
             )
         return diagnosis("unsaved state", *self.evidence)
-
-
-def _names(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _largest_moving(plain: Outcome, run: Outcome) -> str | None:

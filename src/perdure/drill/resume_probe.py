@@ -3,46 +3,37 @@
 The first attempt records everything that the process holds when its loop comes back to its head after
 a save, that is after everything that a step does. A resumed attempt is stopped when it reaches the same
 line for the first time: after everything that it does to begin, and before its first new step. There
-the units that differ are listed, and those that were asked for are put back. Nothing is changed after
+the values that differ are listed, and those that were asked for are put back. Nothing is changed after
 that, so a generator that the loop itself makes from a seed stays as the program made it. A program
 without a loop of its own (Trainer, Keras fit) is recorded and changed when it reports the step or the
-restore.
+restore. Files of the working directory are put back before a resumed attempt begins.
 """
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import inspect
-import itertools
 import json
-import linecache
+import os
 import pickle
 import sys
 import threading
-import types
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from perdure.drill.held_state import (
-    Frozen,
-    equal,
-    freeze,
-    held_units,
-    is_program_file,
-    kind_of,
-    program_frames,
-    put_back,
-)
+from perdure.drill.fault_injection import EVENTS
+from perdure.drill.frozen import describe, freeze, have_one_seed, kind_of, put_back
+from perdure.drill.loop_readers import Head, loop_around, readers
+from perdure.drill.working_directory import LARGEST_COPY, MOST_ENTRIES
+from perdure.state.held import frames_of_threads, held_values, program_frames, same_bits
+from perdure.store.format import MARKER
 
 HELD = "held"
 ITERATORS = "iterators"
+FILE = "file "
 _WAIT_S = 5.0
-Head = tuple[str, str, int]
-"""File, function and line of the head of a loop."""
 
 
 class ResumeProbe:
@@ -52,7 +43,8 @@ class ResumeProbe:
         directory: The directory of the drilled run.
         attempt: The number of this attempt.
         worker: The number of this process in its group.
-        put: Names of the units to put back; `iterators` advances what the loop reads from.
+        put: Names of the values to put back; `iterators` advances all that the loop reads from,
+            `iterators NAME` one of it, and `file NAME` is a file of the working directory.
     """
 
     def __init__(self, directory: Path, attempt: int, worker: int, put: Sequence[str]) -> None:
@@ -64,6 +56,11 @@ class ResumeProbe:
         self._recorded: dict[int, threading.Event] = {}
         self._armed: tuple[FrameType, int, int] | None = None
         self._target: tuple[Head, int] | None = None
+        self._listed: list[dict[str, Any]] = []
+        self._files = _Files(os.getcwd(), self._directory / "files.pickle")
+        self._sorts: dict[str, str] = {}
+        if not self._first:
+            self._put_files(directory)
 
     def __call__(self, point: str, step: int | None) -> None:
         """Is called at every point that the process reaches."""
@@ -71,7 +68,9 @@ class ResumeProbe:
             return
         if point == "step" and self._first:
             self._begin_record(step)
-        elif point == "restored" and not self._first and self._path(step).exists():
+        elif point == "restored" and self._first:
+            self._record(step, program_frames(sys._getframe(2)), None)
+        elif point == "restored" and self._path(step).exists():
             self._begin_resume(step)
 
     def wait(self, step: int) -> None:
@@ -82,8 +81,8 @@ class ResumeProbe:
     # ---------------------------------------------------------------- the first attempt
 
     def _begin_record(self, step: int) -> None:
-        frames = program_frames(sys._getframe(2))
-        loop = _loop(frames)
+        frames = program_frames(sys._getframe(3))
+        loop = loop_around(frames)
         self._record(step, frames, None if loop is None else loop[1])
         if loop is None:
             self._recorded.setdefault(step, threading.Event()).set()
@@ -106,27 +105,41 @@ class ResumeProbe:
         return self._at_head
 
     def _record(self, step: int, frames: Sequence[FrameType], head: Head | None) -> None:
-        held = {name: freeze(unit.get()) for name, unit in held_units(frames).items()}
-        known = {name: value for name, value in held.items() if value is not None}
         parts: dict[str, bytes] = {}
-        for name, value in known.items():
-            try:
-                parts[name] = pickle.dumps(value)
-            except (pickle.PicklingError, TypeError, AttributeError):
-                continue
-        path = self._path(step)
-        temporary = path.with_suffix(".new")
-        temporary.write_bytes(pickle.dumps((head, parts)))
-        temporary.replace(path)
+        for name, held in held_values([*frames, *frames_of_threads()]).items():
+            if (frozen := freeze(held.get())) is not None:
+                try:
+                    parts[name] = pickle.dumps(frozen)
+                except (pickle.PicklingError, TypeError, AttributeError):
+                    continue
+        _write(self._path(step), pickle.dumps((head, parts, self._files.changed())))
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"{self._worker}-{step}.pickle"
+        return self._directory / f"{self._worker}-{step:012d}.pickle"
 
     # ---------------------------------------------------------------- a resumed attempt
 
+    def _put_files(self, directory: Path) -> None:
+        """List the files that differ from those at the checkpoint, and put back what was asked for."""
+        lines = (directory / EVENTS).read_bytes().splitlines()
+        commits = [event for event in map(json.loads, lines) if event["e"] == "commit"]
+        path = self._path(commits[-1]["step"]) if commits else self._directory / "none"
+        if not path.exists():
+            return
+        _, _, then = pickle.loads(path.read_bytes())  # noqa: S301 (written by the first attempt)
+        now = self._files.changed()
+        for name in sorted(then.keys() | now.keys()):
+            if then.get(name) == now.get(name):
+                continue
+            sizes = [len(each.get(name, b"")) for each in (then, now)]
+            what = f"{sizes[0]} bytes at the checkpoint, {sizes[1]} when the program began again"
+            self._listed.append({"name": FILE + name, "kind": "file", "what": what})
+            if FILE + name in self._put:
+                self._files.put(name, then.get(name))
+
     def _begin_resume(self, step: int) -> None:
         # Written by the first attempt of the same program, under the same directory.
-        head, parts = pickle.loads(self._path(step).read_bytes())  # noqa: S301
+        head, parts, _ = pickle.loads(self._path(step).read_bytes())  # noqa: S301
         self._parts: dict[str, bytes] = parts
         frame = sys._getframe(2)
         if head is None:
@@ -157,27 +170,100 @@ class ResumeProbe:
         return self._seek
 
     def _resume(self, step: int, frames: Sequence[FrameType], head: Head | None) -> None:
-        units = held_units(frames)
-        differing: list[dict[str, Any]] = []
+        held = held_values([*frames, *frames_of_threads()])
+        early = self._early()
         for name, data in self._parts.items():
-            if name not in units:
+            if name not in held:
                 continue  # assigned before it is read, or the program would fail
-            frozen: Frozen = pickle.loads(data)  # noqa: S301
-            now = units[name].get()
-            if equal(freeze(now), frozen) or (type(now) is int and now == step):
+            then = pickle.loads(data)  # noqa: S301
+            now = freeze(value := held[name].get())
+            if same_bits(now, then) or (type(value) is int and value == step):
                 continue  # the step that was restored is where the loop begins, and differs rightly
-            what = _describe(frozen)
-            differing.append({"name": name, "kind": kind_of(frozen), "what": what})
+            unit = {"name": name, "kind": kind_of(then), "what": describe(then)}
+            if unit["kind"] == "generator" and now is not None and now[0] == "generator":
+                seeds = [have_one_seed(now[1], other[name][1]) for other in early if name in other]
+                unit["seed"] = "same" if True in seeds else "other" if False in seeds else "unknown"
+            self._listed.append(unit)
             if name in self._put:
-                units[name].bind(put_back(units[name].get(), frozen))
+                held[name].bind(put_back(value, then))
         _write_locals(frames)
-        readers = _readers(frames, head)
-        if ITERATORS in self._put:
-            for reader in readers:
-                reader.advance(step)
+        found = readers(held, frames, head)
+        for reader in found:
+            if self._put & {ITERATORS, f"{ITERATORS} {reader.name}"}:
+                reader.advance(step, self._note)
         _write_locals(frames)
-        listed = {"step": step, "units": differing, "iterators": [each.name for each in readers]}
-        (self._directory / f"differing-{self._worker}.json").write_text(json.dumps(listed))
+        listed = {"units": self._listed, "iterators": [each.name for each in found]}
+        _write(
+            self._directory / f"differing-{self._worker}.json",
+            json.dumps({"step": step, **listed}).encode(),
+        )
+
+    def _early(self) -> list[dict[str, Any]]:
+        """The generators as the first attempt recorded them first: before its loop and after a step."""
+        found = []
+        for path in sorted(self._directory.glob(f"{self._worker}-*.pickle"))[:2]:
+            parts = pickle.loads(path.read_bytes())[1]  # noqa: S301
+            frozen = {name: pickle.loads(data) for name, data in parts.items()}  # noqa: S301
+            found.append({name: each for name, each in frozen.items() if each[0] == "generator"})
+        return found
+
+    def _note(self, name: str, sort: str) -> None:
+        """Record of an iterator that was advanced whether it gives numbers or data."""
+        if self._sorts.get(name) not in (sort, "data"):
+            self._sorts[name] = sort
+            sorts = json.dumps(self._sorts).encode()
+            _write(self._directory / f"items-{self._worker}.json", sorts)
+
+
+class _Files:
+    """The small files of the working directory that differ from those at the first start."""
+
+    def __init__(self, directory: str, first: Path) -> None:
+        self._directory = directory
+        self._listing: dict[str, tuple[int, int]] = {}
+        if not first.exists():
+            _write(first, pickle.dumps(self._list()))
+        self._listing = pickle.loads(first.read_bytes())  # noqa: S301
+
+    def changed(self) -> dict[str, bytes]:
+        """Their bytes by path."""
+        return {
+            path: Path(self._directory, path).read_bytes()
+            for path, listed in self._list().items()
+            if self._listing.get(path) != listed
+        }
+
+    def put(self, path: str, data: bytes | None) -> None:
+        """Give a file its earlier bytes; None removes it."""
+        target = Path(self._directory, path)
+        if data is None:
+            target.unlink(missing_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+
+    def _list(self) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        for parent, directories, files in os.walk(self._directory):
+            if MARKER in files:
+                directories.clear()
+                continue
+            directories[:] = [name for name in directories if name != "__pycache__"]
+            for name in files:
+                path = os.path.join(parent, name)
+                status = os.lstat(path)
+                if status.st_size <= LARGEST_COPY and os.path.isfile(path):
+                    relative = os.path.relpath(path, self._directory)
+                    found[relative] = (status.st_size, status.st_mtime_ns)
+            if len(found) > MOST_ENTRIES:
+                return {}
+        return found
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(data)
+    temporary.replace(path)
 
 
 def _nothing(*_: Any) -> None:
@@ -192,171 +278,3 @@ def _write_locals(frames: Sequence[FrameType]) -> None:
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             write = ctypes.pythonapi.PyFrame_LocalsToFast
             write(ctypes.py_object(frame), ctypes.c_int(0))
-
-
-def _describe(frozen: Frozen) -> str:
-    tag, data = frozen[0], frozen[1]
-    if tag == "scalar":
-        return repr(data)[:40]
-    if hasattr(data, "shape"):
-        return f"{data.dtype}{list(data.shape)}"
-    return "state_dict" if tag == "state" else str(tag)
-
-
-# ---------------------------------------------------------------- the loop
-
-
-def _loop(frames: Sequence[FrameType]) -> tuple[FrameType, Head] | None:
-    """The innermost frame of the program that is inside of a loop, and the head of this loop."""
-    for frame in frames:
-        head = _head(frame.f_code.co_filename, frame.f_lineno)
-        if head is not None:
-            return frame, (frame.f_code.co_filename, frame.f_code.co_name, head.lineno)
-    return None
-
-
-@cache
-def _parsed(file: str) -> ast.Module:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ast.parse("")
-
-
-def _names_of_head(file: str, line: int) -> set[str]:
-    """The variables that the `for` in `line` reads its items from."""
-    return {
-        node.id
-        for loop in ast.walk(_parsed(file))
-        if isinstance(loop, ast.For) and loop.lineno == line
-        for node in ast.walk(loop.iter)
-        if isinstance(node, ast.Name)
-    }
-
-
-def _head(file: str, line: int) -> ast.For | ast.While | None:
-    """The innermost loop around `line`, in the same function."""
-    found: ast.For | ast.While | None = None
-    inside: list[ast.AST] = [_parsed(file)]
-    while inside:
-        node = inside.pop()
-        for child in ast.iter_child_nodes(node):
-            start, end = getattr(child, "lineno", 0), getattr(child, "end_lineno", 0)
-            if hasattr(child, "lineno") and not start <= line <= end:
-                continue
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-                found = None  # a loop around the definition is not in its frame
-            if isinstance(child, (ast.For, ast.While)) and child.body[0].lineno <= line:
-                found = child
-            inside.append(child)
-    return found
-
-
-# ---------------------------------------------------------------- what the loop reads from
-
-
-class _Reader:
-    """Something that gives items: an iterator, or what the head of the loop makes one from."""
-
-    def __init__(self, name: str, advance: Callable[[int], None]) -> None:
-        self.name = name
-        self.advance = advance
-
-
-class _Advanced:
-    """Stands for an iterable whose first iterator begins after the first items."""
-
-    def __init__(self, source: Any, steps: int) -> None:
-        self._source = source
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[Any]:
-        steps, self._steps = self._steps, 0
-        return _skipped(lambda: iter(self._source), steps)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._source, name)
-        return self._wrap(value) if callable(value) else value
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._wrap(self._source)(*arguments, **named)
-
-    def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any, **named: Any) -> Any:
-            result = function(*arguments, **named)
-            if not (hasattr(result, "__next__") or hasattr(result, "__iter__")):
-                return result
-            if isinstance(result, (range, str, bytes, tuple, dict)) or hasattr(result, "dtype"):
-                return result
-            steps, self._steps = self._steps, 0
-            return _skipped(
-                lambda: iter(result), steps, lambda: iter(function(*arguments, **named))
-            )
-
-        return wrapped
-
-
-def _skipped(
-    make: Callable[[], Iterator[Any]],
-    steps: int,
-    again: Callable[[], Iterator[Any]] | None = None,
-) -> Iterator[Any]:
-    """An iterator after `steps` items; if it has fewer, another one after those that are left."""
-    items = make()
-    for done in range(steps):
-        try:
-            next(items)
-        except StopIteration:
-            if done == 0:
-                return iter(())
-            items = (again or make)()
-            for _ in itertools.islice(items, steps % done):
-                pass
-            return items
-    return items
-
-
-def _readers(frames: Sequence[FrameType], head: Head | None) -> list[_Reader]:
-    readers = []
-    for name, unit in held_units(frames).items():
-        value = unit.get()
-        if hasattr(type(value), "__next__") and not hasattr(value, "fileno"):
-            readers.append(_Reader(name, _advance(value)))
-    if head is None or not frames:
-        return readers
-    frame, (file, _, line) = frames[0], head
-    names = _names_of_head(file, line)
-    spaces = (frame.f_locals, frame.f_globals)
-    for name in sorted(names):
-        for space in spaces:
-            if name in space and _gives_items(value := space[name]):
-                readers.append(_Reader(name, _replace(space, name, value)))
-                break
-    return readers
-
-
-def _gives_items(value: Any) -> bool:
-    """Whether the loop may get its data from `value`."""
-    if isinstance(value, types.FunctionType):
-        return is_program_file(value.__code__.co_filename)
-    kind = type(value)
-    if isinstance(value, (range, str, bytes, type, types.ModuleType)) or hasattr(kind, "__next__"):
-        return False
-    if hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"):
-        return True
-    return not callable(value) and hasattr(value, "__dict__")
-
-
-def _advance(value: Any) -> Callable[[int], None]:
-    def advance(steps: int) -> None:
-        for _ in itertools.islice(value, steps):
-            pass
-
-    return advance
-
-
-def _replace(space: dict[str, Any], name: str, value: Any) -> Callable[[int], None]:
-    return lambda steps: space.__setitem__(name, _Advanced(value, steps))

@@ -1,0 +1,468 @@
+"""What the objects and the running functions of a program reach, by name, with a mark for each value.
+
+A name is a variable of the program (`velocity`), of a function that runs (`train.rate`) or that is
+closed over, an attribute of one of its objects (`sampler.position`), or a random generator or default
+of the process. A mark is a cheap guess that a value has changed: nothing is copied, and nothing large
+is read. A manager compares the marks of two saves (`changed_and_unsaved`); the drill compares whole
+values of two processes, and puts back under these names what a resumed one lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import os
+import random
+import re
+import struct
+import sys
+import sysconfig
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from perdure.state import process_random
+
+SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+_DEEPEST = 6
+_MOST_ITEMS = 64  # of a container that is looked into
+_SAMPLE = 4096  # bytes of an array that a mark has
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_ENVIRONMENT = dict(os.environ)
+"""The variables with which the process began, as far as this module knows."""
+_DEFAULTS = {
+    "torch.get_default_dtype()": (
+        "torch",
+        lambda torch: str(torch.get_default_dtype()).rpartition(".")[2],
+        lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
+    ),
+    "jax.config.jax_enable_x64": (
+        "jax",
+        lambda jax: jax.config.jax_enable_x64,
+        lambda jax, value: jax.config.update("jax_enable_x64", value),
+    ),
+    "keras.config.floatx()": (
+        "keras",
+        lambda keras: keras.config.floatx(),
+        lambda keras, name: keras.config.set_floatx(name),
+    ),
+}
+"""Defaults of a framework for new arrays: the framework, and how they are read and set."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that the program reaches.
+
+    Attributes:
+        name: `velocity`, `sampler.position`, `train.rate` (a variable of the function `train`).
+        get: Returns the present value.
+        bind: Gives the name another value.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    bind: Callable[[Any], object]
+
+
+class Mark(NamedTuple):
+    """By what a change of a value is noticed.
+
+    Attributes:
+        identity: `id` of an object; 0 for a number or a string.
+        version: How often PyTorch has changed a tensor in place; None for anything else.
+        bits: Of a number, a generator, a small array, or a part of a large one; otherwise None.
+        parts: The marks in a small container, by key.
+    """
+
+    identity: int = 0
+    version: int | None = None
+    bits: object = None
+    parts: Mapping[object, Mark] | None = None
+
+
+def changed_and_unsaved(
+    before: Mapping[str, Mark], after: Mapping[str, Mark], saved: Collection[int | str]
+) -> list[str]:
+    """The names whose value has changed between two saves, and that the saved state does not have.
+
+    Args:
+        before: The marks at a save.
+        after: Those at a later one.
+        saved: `id` of each object that the saved state reaches, and the names whose values it has.
+    """
+    return [
+        name
+        for name, mark in after.items()
+        if name in before and name not in saved and _is_lost(before[name], mark, saved)
+    ]
+
+
+def _is_lost(before: Mark, after: Mark, saved: Collection[int | str]) -> bool:
+    if before == after or after.identity in saved:
+        return False
+    if before.parts is None or after.parts is None or before.parts.keys() != after.parts.keys():
+        return before._replace(identity=0) != after._replace(identity=0) or after.bits is None
+    return any(_is_lost(before.parts[key], part, saved) for key, part in after.parts.items())
+
+
+def marks(held: Mapping[str, Held]) -> dict[str, Mark]:
+    """The marks of values by name; those that cannot be read at this moment are left out."""
+    found = {}
+    for name, each in held.items():
+        try:
+            found[name] = mark(each.get())
+        except Exception:  # noqa: BLE001, S112 (objects of any library, read where they do not expect it)
+            continue
+    return found
+
+
+def mark(value: Any, depth: int = 0) -> Mark:
+    """The mark of one value."""
+    if hasattr(value, "untyped_storage"):
+        return Mark(id(value), None if value.is_inference() else value._version)
+    if isinstance(value, SCALARS):
+        return Mark(bits=hash_of(value))
+    if (state := generator_state(value)) is not None:
+        return Mark(id(value), bits=hash_of(state))
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return Mark(id(value), bits=(value.dtype.str, value.shape, _sample(value)))
+    if isinstance(value, (dict, list, tuple, deque)) and depth < _DEEPEST:
+        if len(value) > _MOST_ITEMS:
+            return Mark(id(value), bits=len(value))
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return Mark(id(value), parts={key: mark(item, depth + 1) for key, item in items})
+    if isinstance(value, (set, frozenset)):
+        return Mark(id(value), bits=len(value))
+    return Mark(id(value))
+
+
+def _sample(array: np.ndarray[Any, Any]) -> bytes:
+    """The bytes of elements at equal distances."""
+    most = max(1, _SAMPLE // max(1, array.itemsize))
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    return np.asarray(flat[:: max(1, array.size // most)]).tobytes()
+
+
+def hash_of(value: Any) -> int:
+    """A number that is the same for plain values, arrays and containers of them with the same bits."""
+    return hash(b"".join(_bytes_of(value)))
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two plain values, arrays or containers of them have the same bits."""
+    return b"".join(_bytes_of(one)) == b"".join(_bytes_of(other))
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    yield type(value).__name__.encode()
+    if isinstance(value, (np.ndarray, np.generic)):
+        yield f"{value.dtype.str}{value.shape}".encode()
+        yield value.tobytes()
+    elif hasattr(value, "untyped_storage"):
+        import torch
+
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield flat.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, float):
+        yield struct.pack("<d", value)
+    elif isinstance(value, complex):
+        yield struct.pack("<dd", value.real, value.imag)
+    elif isinstance(value, bytes):
+        yield value
+    elif isinstance(value, (dict, list, tuple, deque)):
+        yield f"{len(value)}:".encode()
+        for item in value.items() if isinstance(value, dict) else value:
+            yield from _bytes_of(item)
+    else:
+        yield str(value).encode()
+    yield b"\0"
+
+
+# ---------------------------------------------------------------- the code of the program
+
+
+def is_program_file(path: str) -> bool:
+    """Whether the file belongs to the program and neither to perdure nor to a library."""
+    if not path or path.startswith((_PACKAGE, _STANDARD, "<frozen")):
+        return False
+    return _LIBRARIES.search(path) is None
+
+
+def is_program_frame(frame: FrameType) -> bool:
+    """Whether the code of the program runs in `frame`."""
+    named = frame.f_globals.get("__name__", "")
+    return named == "__main__" or (
+        is_program_file(frame.f_code.co_filename) and not named.startswith("perdure.")
+    )
+
+
+def program_frames(frame: FrameType | None) -> list[FrameType]:
+    """The frames of the program in `frame` and its callers, innermost first."""
+    frames = []
+    while frame is not None:
+        if is_program_frame(frame):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def frames_of_threads() -> list[FrameType]:
+    """The frames of the program in all other threads."""
+    here = threading.get_ident()
+    others = [frame for thread, frame in sys._current_frames().items() if thread != here]
+    return [each for frame in others for each in program_frames(frame)]
+
+
+# ---------------------------------------------------------------- names
+
+
+def held_values(frames: Sequence[FrameType], *, unnamed: bool = True) -> dict[str, Held]:
+    """What the program reaches, by name.
+
+    Args:
+        frames: The frames of the program that run now.
+        unnamed: Also objects of the program's classes to which no variable leads, such as a callback in
+            a list. All objects of the process are looked at for them.
+    """
+    found: dict[str, Held] = {}
+    seen: set[int] = set()
+    for held in _variables(frames):
+        _expand(held, found, seen, depth=0)
+    if unnamed:
+        for held in _unnamed(seen):
+            _expand(held, found, seen, depth=0)
+    for held in _of_process():
+        found[held.name] = held
+    return found
+
+
+def held_by(values: Mapping[str, Any]) -> dict[str, Held]:
+    """What the given objects reach, by name: of a module, what is in its attributes."""
+    found: dict[str, Held] = {}
+    seen: set[int] = set()
+    for name, value in values.items():
+        _expand(_fixed(name, value), found, seen, depth=0)
+    return found
+
+
+def _variables(frames: Sequence[FrameType]) -> Iterator[Held]:
+    """The variables of the program: of its modules and of the functions that run now."""
+    for frame in frames:
+        if frame.f_locals is not frame.f_globals:
+            values, name = frame.f_locals, frame.f_code.co_name
+            for key in list(values):
+                yield _variable(values, key, f"{name}.{key}")
+    for module in _program_modules():
+        prefix = "" if module.__name__ == "__main__" else f"{module.__name__}."
+        values = vars(module)
+        for key in [key for key in values if not key.startswith("__")]:
+            yield _variable(values, key, f"{prefix}{key}")
+
+
+def _unnamed(seen: set[int]) -> Iterator[Held]:
+    modules = {module.__name__ for module in _program_modules()}
+    counts: dict[str, int] = {}
+    for value in gc.get_objects():
+        home = type(value).__module__
+        if isinstance(home, str) and home in modules and id(value) not in seen:
+            name = type(value).__name__
+            counts[name] = counts.get(name, 0) + 1
+            yield _fixed(name if counts[name] == 1 else f"{name} {counts[name]}", value)
+
+
+def _of_process() -> Iterator[Held]:
+    """Its global generators, the variables of its environment that it has changed, and defaults."""
+    for name in process_random.capture():
+        yield Held(
+            f"generator of {name}",
+            lambda name=name: GlobalGenerator(name),
+            lambda _: None,
+        )
+    yield Held("os.environ", _changed_environment, _set_environment)
+    for name, (library, get, put) in _DEFAULTS.items():
+        if (module := sys.modules.get(library)) is not None and hasattr(module, "__version__"):
+            yield Held(
+                name,
+                functools.partial(get, module),
+                functools.partial(put, module),
+            )
+
+
+def _changed_environment() -> dict[str, str | None]:
+    names = _ENVIRONMENT.keys() | os.environ.keys()
+    now = {name: os.environ.get(name) for name in sorted(names)}
+    return {name: value for name, value in now.items() if value != _ENVIRONMENT.get(name)}
+
+
+def _set_environment(changed: Mapping[str, str | None]) -> None:
+    for name in _changed_environment().keys() | changed.keys():
+        value = changed.get(name, _ENVIRONMENT.get(name))
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _program_modules() -> list[ModuleType]:
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+        and (name == "__main__" or is_program_file(getattr(module, "__file__", None) or ""))
+        and not name.startswith("perdure")
+    ]
+
+
+def _variable(values: dict[str, Any], key: str, name: str) -> Held:
+    return Held(name, lambda: values.get(key), lambda value: values.__setitem__(key, value))
+
+
+def _attribute(owner: Any, key: str, name: str) -> Held:
+    return Held(name, lambda: getattr(owner, key, None), lambda value: setattr(owner, key, value))
+
+
+def _fixed(name: str, value: Any) -> Held:
+    """A value that can be changed in place only."""
+    return Held(name, lambda: value, lambda _: None)
+
+
+def _expand(held: Held, found: dict[str, Held], seen: set[int], depth: int) -> None:
+    """Add the value, or what belongs to it if it is an object or a function of the program."""
+    value = held.get()
+    if isinstance(value, SCALARS):
+        found.setdefault(held.name, held)
+        return
+    if id(value) in seen or depth > _DEEPEST or isinstance(value, (ModuleType, io.IOBase)):
+        return
+    if not (isinstance(value, tuple) or hasattr(value, "addressable_shards")):
+        seen.add(id(value))  # what cannot change in place is put back under each of its names
+    parts = _parts(value, held.name)
+    if parts is None or is_whole(value):
+        found.setdefault(held.name, held)
+    if parts is None and isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        parts = (
+            _fixed(f"{held.name}[{key!r}]", item)
+            for key, item in items
+            if _attributes(item) is not None
+        )
+    for part in parts or ():
+        _expand(part, found, seen, depth + 1)
+
+
+def _parts(value: Any, name: str) -> Iterable[Held] | None:
+    """What a function or an object of the program has; None for any other value."""
+    if isinstance(value, types.FunctionType):
+        return _of_function(value, name)
+    if isinstance(value, ContextVar):
+        return [Held(f"{name}.get()", lambda: value.get(None), value.set)]
+    if isinstance(value, functools.partial):
+        return [_fixed(f"{name}.func", value.func), _fixed(f"{name}.args", value.args)]
+    if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+        return [_fixed(f"{name}.__self__", value.__self__)]
+    if (attributes := _attributes(value)) is None:
+        return None
+    hidden = "_" if is_whole(value) else "__"  # what its state_dict holds
+    return [
+        _attribute(value, key, f"{name}.{key}") for key in attributes if not key.startswith(hidden)
+    ]
+
+
+def _of_function(function: types.FunctionType, name: str) -> Iterator[Held]:
+    """What a function keeps between calls: closed-over variables and mutable default values."""
+    if not is_program_file(function.__code__.co_filename):
+        return
+    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield _attribute(cell, "cell_contents", f"{name}.{key}")
+    for number, value in enumerate(function.__defaults__ or ()):
+        if not isinstance(value, SCALARS):
+            yield _fixed(f"{name}.default {number}", value)
+
+
+def _attributes(value: Any) -> list[str] | None:
+    """The names of the attributes of an object or class of the program; None for anything else."""
+    owner = value if isinstance(value, type) else type(value)
+    if isinstance(value, threading.local):
+        return list(vars(value))
+    module = sys.modules.get(owner.__module__)
+    if owner.__module__.startswith("perdure.") or module is None:
+        return None
+    if owner.__module__ != "__main__" and not is_program_file(
+        getattr(module, "__file__", None) or ""
+    ):
+        return None
+    names: list[str] = list(getattr(value, "__dict__", ()))
+    for base in owner.__mro__ if owner is not value else ():
+        slots = base.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            is_private = slot.startswith("__") and not slot.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{slot}" if is_private else slot)
+    return names
+
+
+def is_whole(value: Any) -> bool:
+    """Whether an object of the program is put back as a whole, as a module of PyTorch is."""
+    return hasattr(value, "load_state_dict") and not isinstance(value, type)
+
+
+# ---------------------------------------------------------------- generators
+
+
+class GlobalGenerator:
+    """A generator of the process, by its name in `process_random`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def state(self) -> Any:
+        """Its present state."""
+        return process_random.capture()[self.name]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        encoded = process_random.encode({self.name: state})[self.name]
+        process_random.restore_generator(self.name, encoded)
+
+
+def generator_state(value: Any) -> tuple[str, Any] | None:
+    """The kind of a random generator and a copy of its state; None for any other value."""
+    if isinstance(value, GlobalGenerator):
+        kind = {"numpy": "legacy", "python": "python", "keras": "keras"}.get(value.name, "torch")
+        return kind, value.state
+    if isinstance(value, np.random.Generator):
+        return "numpy", value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return "legacy", value.get_state(legacy=False)
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else ("python", value.getstate())
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, getattr(torch, "Generator", ())):
+        return "torch", value.get_state().clone()
+    return None
+
+
+def set_generator_state(value: Any, state: tuple[str, Any]) -> None:
+    """Give a generator the state that `generator_state` returned for one of its kind."""
+    kind, data = state
+    if isinstance(value, GlobalGenerator):
+        value.state = data
+    elif kind == "numpy":
+        value.bit_generator.state = data
+    elif kind == "python":
+        value.setstate(data)
+    else:
+        value.set_state(data)

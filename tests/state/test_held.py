@@ -1,0 +1,125 @@
+"""What a program reaches, by name, and how a change of it is noticed."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perdure.state.held import changed_and_unsaved, held_by, mark, marks, same_bits
+
+PROGRAM = """
+import functools, os, random, sys, threading
+from contextvars import ContextVar
+import numpy as np
+from perdure.state.held import frames_of_threads, held_values, program_frames
+
+class Slotted:
+    __slots__ = ("__hidden", "rate")
+    def __init__(self):
+        self.rate, self.__hidden = 1.0, 2
+
+slotted = Slotted()
+factor = ContextVar("factor")
+factor.set(3.0)
+draw = np.random.default_rng(0).normal
+halved = functools.partial(random.Random(1).uniform, 0)
+local = threading.local()
+local.count = 4
+os.environ["RATE"] = "0.5"
+begun, ended = threading.Event(), threading.Event()
+
+def produce():
+    noise = np.random.default_rng(5)
+    begun.set()
+    ended.wait()
+
+thread = threading.Thread(target=produce)
+thread.start()
+begun.wait()
+held = held_values([*program_frames(sys._getframe()), *frames_of_threads()])
+held["factor.get()"].bind(7.0)
+held["os.environ"].bind({"RATE": "0.1"})
+print(sorted(held))
+print(factor.get(), os.environ["RATE"])
+ended.set()
+"""
+
+
+def test_values_have_names_wherever_a_program_keeps_them(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    line = [sys.executable, "program.py"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    names, values = done.stdout.splitlines() or ("", done.stderr)
+    for name in (
+        *("slotted.rate", "slotted._Slotted__hidden", "factor.get()", "draw.__self__"),
+        *("halved.func.__self__", "local.count", "produce.noise", "os.environ"),
+        *("generator of numpy", "generator of python"),
+    ):
+        assert f"'{name}'" in names, name
+    assert values == "7.0 0.1"
+    assert "site-packages" not in names
+
+
+class Module:
+    """As a module of a framework: training changes a number, a buffer and a list in place."""
+
+    def __init__(self) -> None:
+        self.pointer = 0
+        self.weights = np.zeros(3)
+        self.sizes = [1, 2]
+        self.noise = np.random.default_rng(0)
+        self.constant = {"rate": 0.1, "name": "a"}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    # The objects of this file count as those of a program.
+    monkeypatch.setattr(sys.modules[__name__], "__file__", os.path.abspath("program.py"))
+    return Module()
+
+
+def test_what_has_changed_and_is_not_saved_is_named(module: Module) -> None:
+    held = held_by({"module": module})
+    before = marks(held)
+    assert changed_and_unsaved(before, marks(held), ()) == [], "the control: nothing has changed"
+    module.pointer += 1
+    module.weights += 1.0
+    module.sizes.append(3)
+    module.noise.random()
+    module.constant = dict(module.constant)
+    changed = changed_and_unsaved(before, marks(held), ())
+    assert changed == ["module.pointer", "module.weights", "module.sizes", "module.noise"]
+    saved = {id(module.weights), "module.pointer"}
+    assert changed_and_unsaved(before, marks(held), saved) == ["module.sizes", "module.noise"]
+
+
+def test_a_new_container_of_saved_arrays_is_saved() -> None:
+    one, two = np.zeros(3), np.ones(3)
+    before, after = {"state": mark({"w": one})}, {"state": mark({"w": two})}
+    assert changed_and_unsaved(before, after, {id(two)}) == []
+    assert changed_and_unsaved(before, after, {id(one)}) == ["state"]
+
+
+def test_a_mark_reads_a_part_of_what_is_large() -> None:
+    large = np.zeros(10_000_000)
+    bits = mark(large).bits
+    assert isinstance(bits, tuple)
+    assert len(bits[2]) < 20_000
+    assert mark(list(range(1000))).bits == 1000
+
+
+def test_bits_and_not_values_are_compared() -> None:
+    assert same_bits([0.0, "a", np.float32(1)], [0.0, "a", np.float32(1)])
+    assert same_bits(float("nan"), float("nan"))
+    assert not same_bits(0.0, -0.0)
+    assert not same_bits(1, 1.0)
+    assert not same_bits(1, True)
+    assert not same_bits(["ab", "c"], ["a", "bc"])
+    assert not same_bits(np.zeros(2), np.zeros((2, 1)))
+    assert not same_bits(random.Random(1).getstate(), random.Random(2).getstate())

@@ -40,8 +40,9 @@ from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
 from perdure.store import Run, catalog, chunk_read, direct, pack_writer, reader
 from perdure.store.format import CHUNK_BYTES, hash_bytes
-from perdure.store.leaf import Leaf, Shards
+from perdure.store.leaf import Leaf
 from perdure.store.manifest_json import decode_manifest
+from perdure.store.shard_chunks import Shards
 from pretend import Pretend, play
 
 CUTS: dict[str, Any] = {"axis": 0, "copies": 1}

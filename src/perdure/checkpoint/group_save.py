@@ -275,7 +275,7 @@ class _Member:
         if self._plans is None:
             self._cache.layouts = order.layouts or self._cache.layouts
             layouts = self._cache.layouts.by_path()
-            self._plans = plan_shards(self.state.leaves, layouts, count)
+            self._plans = plan_shards(layouts, count)
             leaves = [(self._plans[path], path) for path in sorted(self._plans)]
 
             def read(writer: int, leaf: int, chunk: int, memory: memoryview) -> int:

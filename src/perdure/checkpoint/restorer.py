@@ -31,8 +31,8 @@ from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.store import Loaded, Manifest, Run
 from perdure.store.format import DCP_LAYOUT
 from perdure.store.gc_pause import gc_paused
-from perdure.store.leaf import Region
 from perdure.store.loading import Needs
+from perdure.store.shard_plan import Region
 from perdure.text import counted
 
 _LOAD_WITH_DCP = (

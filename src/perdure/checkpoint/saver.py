@@ -173,7 +173,8 @@ class BackgroundSaver:
             own = self._journal.reference(step)
             index, count = self._processes.index, self._processes.count
             is_first = self.restore_check.is_first
-            with rank_context(index, count) as rank, gc_paused(), copies_compared(is_first):
+            rank_of = rank_context(index, count, keeps_shards=count == 1)
+            with rank_of as rank, gc_paused(), copies_compared(is_first):
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
@@ -367,7 +368,7 @@ class BackgroundSaver:
 
 def _refuse_own_shards(rank: RankContext, leaves: Mapping[str, Leaf]) -> None:
     """Raise `UnsupportedLeafError` for a sharded array that is wrapped in `PerRank`."""
-    for path, leaf in leaves.items() if rank.members else ():
+    for path, leaf in leaves.items() if rank.members and rank.count > 1 else ():
         if leaf.shards is not None and rank.owns(path):
             raise UnsupportedLeafError(
                 f"{path}: an array that is sharded over the processes is one member of all of them; "

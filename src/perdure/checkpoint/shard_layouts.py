@@ -14,8 +14,7 @@ from msgspec import Struct
 from perdure.errors import SaveError
 from perdure.store import Leaf
 from perdure.store.format import hash_bytes
-from perdure.store.leaf import Region
-from perdure.store.shard_plan import ShardLayout
+from perdure.store.shard_plan import Region, ShardLayout
 
 
 class OwnRegions(Struct, frozen=True, array_like=True):

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from perdure.digests.position_keys import LANES, ROW_BYTES, lane_keys, row_keys
-from perdure.store.leaf import Region
 from perdure.store.pools import map_ahead, pool
+from perdure.store.shard_plan import Region
 
 Sums = np.ndarray[Any, np.dtype[np.uint64]]
 """`uint64[2]`."""

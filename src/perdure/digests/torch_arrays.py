@@ -17,7 +17,7 @@ from perdure.digests.position_keys import LANES, lane_keys, row_keys
 from perdure.state.torch_replaced import check_in_use
 from perdure.state.torch_shards import has_all_elements, is_dtensor, local_tensor, region
 from perdure.state.torch_state import ADAPTER
-from perdure.store.leaf import Region
+from perdure.store.shard_plan import Region
 
 PIECE_ROWS = 128
 """Rows of 128 KiB that are multiplied at a time; the products take twice as much memory."""

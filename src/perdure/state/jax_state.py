@@ -22,7 +22,9 @@ from perdure.state.per_rank import current_rank_context
 from perdure.state.shards import compares_copies, compares_shards
 from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import WEAK_PREFIX
-from perdure.store.leaf import Leaf, Region, Shards
+from perdure.store.leaf import Leaf
+from perdure.store.shard_chunks import Shards
+from perdure.store.shard_plan import Region
 
 _BUILTIN = {dict, list, tuple, type(None), OrderedDict, defaultdict}
 _WEAK = {"int32": 0, "int64": 0, "float32": 0.0, "float64": 0.0, "complex64": 0j, "complex128": 0j}
@@ -131,11 +133,16 @@ class JaxState(NoVariables):
             # Its shards are in several processes, which all have to call this.
             value = multihost_utils.process_allgather(value, tiled=True)
         data = numbers(value)
+        keeps_shards = current_rank_context().keeps_shards and not compares_shards()
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
         # step that donates the array works on a copy and these bytes do not change.
-        octets = array_bytes(np.asarray(data))[0]
         shared = data is value and value.platform() == "cpu"
         is_donated = value.is_deleted if shared else None
+        if not value.is_fully_replicated and keeps_shards:
+            # To put them together here would take as long as to copy all of them.
+            shards, nothing = _shards(data), memoryview(b"")
+            return Leaf(dtype, shape, nothing, True, shards=shards, is_donated=is_donated)
+        octets = array_bytes(np.asarray(data))[0]
         return Leaf(dtype, shape, octets, frozen=True, is_donated=is_donated)
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:

@@ -50,13 +50,15 @@ class RankContext:
     """The process that flattens or restores a state, and the `PerRank` members of that state.
 
     `members` has, by the path of each member, the rank whose leaves are used; None with "keep".
-    `has_shards` becomes true if a restore meets an array of which each process has a shard.
+    `has_shards` becomes true if a restore meets an array of which each process has a shard. With
+    `keeps_shards` an array on several devices of this process is a leaf of shards (`Leaf.shards`).
     """
 
     index: int = 0
     count: int = 1
     members: dict[str, int | None] = field(default_factory=dict)
     has_shards: bool = False
+    keeps_shards: bool = False
 
     def owns(self, path: str) -> bool:
         """Whether a leaf belongs to a `PerRank` member."""
@@ -76,9 +78,9 @@ _context: ContextVar[RankContext | None] = ContextVar("rank_context", default=No
 
 
 @contextmanager
-def rank_context(index: int, count: int) -> Iterator[RankContext]:
+def rank_context(index: int, count: int, *, keeps_shards: bool = False) -> Iterator[RankContext]:
     """States that are flattened or restored inside are those of process `index` of `count`."""
-    context = RankContext(index, count)
+    context = RankContext(index, count, keeps_shards=keeps_shards)
     token = _context.set(context)
     try:
         yield context

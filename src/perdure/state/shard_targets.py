@@ -13,7 +13,7 @@ from perdure.state.paths import join_part
 from perdure.state.per_rank import current_rank_context, rank_context
 from perdure.state.restore_request import RestoreRequest
 from perdure.state.template import TargetWalk
-from perdure.store.leaf import Region
+from perdure.store.shard_plan import Region
 
 
 class ShardTarget(NamedTuple):

@@ -12,7 +12,8 @@ from contextvars import ContextVar
 
 import numpy as np
 
-from perdure.store.leaf import Leaf, Region
+from perdure.store.leaf import Leaf
+from perdure.store.shard_plan import Region
 
 _own_only: ContextVar[bool] = ContextVar("own_shards_only", default=False)
 _copies_too: ContextVar[bool] = ContextVar("copies_compared", default=False)

@@ -104,7 +104,7 @@ class SnapshotBuffer:
         that was copied shows whether a step was given the state.
         """
         shared = {path: leaf for path, leaf in leaves if leaf.is_donated is not None}
-        small = next((path for path in shared if len(shared[path].data) <= SMALL_BYTES), None)
+        small = next((path for path in shared if shared[path].nbytes <= SMALL_BYTES), None)
         if small is None:
             return ()
         self._is_donated = shared[small].is_donated

@@ -12,7 +12,8 @@ import torch
 from perdure.errors import UnsupportedLeafError
 from perdure.state.per_rank import current_rank_context
 from perdure.state.shards import cut
-from perdure.store.leaf import Leaf, Region
+from perdure.store.leaf import Leaf
+from perdure.store.shard_plan import Region
 
 ALIGNMENT = 64
 """The memory of PyTorch's tensors begins at a multiple of this."""

@@ -30,7 +30,9 @@ from perdure.state.torch_shards import (
     sharded_parts,
 )
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
-from perdure.store.leaf import Leaf, Region, Shards
+from perdure.store.leaf import Leaf
+from perdure.store.shard_chunks import Shards
+from perdure.store.shard_plan import Region
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
 _BUFFER_DTYPES = {

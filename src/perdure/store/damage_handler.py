@@ -19,7 +19,7 @@ from perdure.errors import (
 from perdure.store.catalog import Catalog
 from perdure.store.codec import Encode
 from perdure.store.compact import compact, rewrite
-from perdure.store.format import PACKS, chunk_spans, manifest_name, steps_text
+from perdure.store.format import PACKS, manifest_name, steps_text
 from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.loading import read_manifest
 from perdure.store.manifest import Manifest
@@ -27,6 +27,7 @@ from perdure.store.pack_writer import write_pack
 from perdure.store.quarantine import move_to_quarantine, note_damage
 from perdure.store.reread import Cursor
 from perdure.store.rollback_notes import rolled_back
+from perdure.store.shard_chunks import whole
 
 
 class DamageHandler:
@@ -162,10 +163,8 @@ class DamageHandler:
             leaf = leaves.get(entry.path)
             if not isinstance(leaf, Leaf) or entry.text is not None:
                 continue
-            spans = chunk_spans(len(leaf.data))
-            for chunk, (start, stop) in zip(entry.chunks, spans, strict=True):
+            for chunk, data in zip(entry.chunks, map(whole, leaf.chunks()), strict=True):
                 if (manifest.packs[chunk.pack].name, chunk.offset) in self._catalog.bad:
-                    data = leaf.data[start:stop]
                     again[f"{len(again):012d}"] = Leaf(leaf.dtype, (len(data),), data, frozen=True)
         written = write_pack(self._storage, manifest.step, 0, again, {}, self._encode)
         self._catalog.held().update(written.located)

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 
 from msgspec import Struct
 
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, chunk_spans, hash_bytes
 from perdure.store.manifest import Container
-
-Region = tuple[tuple[int, int], ...]
-"""A part of an array: (start, stop) along each axis."""
-
-
-class Shards(Struct, frozen=True, gc=False):
-    """The shards of an array that this process has. Other processes have the rest of the array.
-
-    Attributes:
-        shape: The shape of the array. Of PRNG keys it ends with the number of words of a key.
-        itemsize: Bytes of one element.
-        regions: Which elements each shard has. No region occurs twice.
-        parts: The bytes of each shard, row-major and little-endian.
-    """
-
-    shape: tuple[int, ...]
-    itemsize: int
-    regions: tuple[Region, ...]
-    parts: tuple[memoryview, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return math.prod(self.shape) * self.itemsize
+from perdure.store.shard_chunks import ChunkBytes, Shards, assembled_chunks, whole
+from perdure.store.shard_plan import Region
 
 
 # `gc=False`: bytes refer to nothing, and a save has so many leaves that collections would take long.
@@ -49,8 +26,8 @@ class Leaf(Struct, frozen=True, gc=False):
         frozen: Whether these bytes never change, so that a background save needs no copy of them.
         region: The part of the array that `data` has; None for all of it. A leaf with a region is only
             compared, never saved.
-        shards: Of an array whose shards lie in several processes, those of this process. `data` is
-            empty then. Such a leaf is only saved by a group, or restored into such an array.
+        shards: Of an array that lies in several processes or on several devices, the shards of this
+            process. `data` is empty then. Such a leaf is only saved, or restored into such an array.
         is_donated: Of bytes in the memory of an array that a step may be given (donated): whether it
             was. A step cannot use that memory as long as something holds these bytes.
     """
@@ -98,7 +75,13 @@ class Leaf(Struct, frozen=True, gc=False):
         """The hash of each chunk; for a scalar the hash of its text."""
         if self.is_scalar:
             return [hash_bytes(self.data)]
-        return [hash_bytes(self.data[start:stop]) for start, stop in chunk_spans(len(self.data))]
+        return [hash_bytes(whole(chunk)) for chunk in self.chunks()]
+
+    def chunks(self) -> list[ChunkBytes]:
+        """The bytes of each chunk of an array of which this process has all elements."""
+        if self.shards is not None:
+            return assembled_chunks(self.shards)
+        return [self.data[start:stop] for start, stop in chunk_spans(len(self.data))]
 
     def copy(self) -> Leaf:
         """The same leaf over memory of its own."""

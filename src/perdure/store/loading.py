@@ -18,10 +18,11 @@ from perdure.store.catalog import Catalog
 from perdure.store.contents import committed_steps, newest_step, pinned_steps
 from perdure.store.failures import read_error
 from perdure.store.format import manifest_name, steps_text
-from perdure.store.leaf import Leaf, Leaves, Region
+from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.store.rollback_notes import rolled_back
+from perdure.store.shard_plan import Region
 from perdure.store.storage import Storage, confirmed
 
 

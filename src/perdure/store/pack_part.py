@@ -23,11 +23,11 @@ from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
 from perdure.store.manifest import Chunk, LeafEntry
 from perdure.store.pack_writer import NewLeaf, Written, write_pack
 from perdure.store.shard_chunks import (
-    AssembledChunk,
     ChunkBytes,
     Fetch,
     copy_hashes,
     own_chunks,
+    whole,
 )
 from perdure.store.shard_plan import ShardPlan
 from perdure.store.storage import Storage
@@ -107,8 +107,8 @@ class WriterShare:
                 continue
             if leaf.shards is None:
                 own = (
-                    (number, leaf.data[start:stop])
-                    for number, (start, stop) in enumerate(chunk_spans(leaf.nbytes))
+                    (number, chunk)
+                    for number, chunk in enumerate(leaf.chunks())
                     if (first + number) % self.count == self.process
                 )
             else:
@@ -121,10 +121,7 @@ class WriterShare:
     def hashes(self, leaves: Mapping[str, Leaf]) -> dict[int, str]:
         """The hash of each chunk of a sharded array that this process writes, by number."""
         sharded = {path: leaf for path, leaf in leaves.items() if leaf.shards is not None}
-        return {
-            number: hash_bytes(data.copy() if isinstance(data, AssembledChunk) else data)
-            for number, _, data in self.chunks(sharded)
-        }
+        return {number: hash_bytes(whole(data)) for number, _, data in self.chunks(sharded)}
 
 
 def write_pack_part(
@@ -238,8 +235,8 @@ def leaf_digests(
             continue
         parts = [leaf.describe()]
         if leaf.shards is None:
-            for start, stop in chunk_spans(len(leaf.data)):
-                parts.append(hashed.get(number) or hash_bytes(leaf.data[start:stop]))
+            for chunk in leaf.chunks():
+                parts.append(hashed.get(number) or hash_bytes(whole(chunk)))
                 number += 1
         else:  # each process has other elements, and `copy_digests` compares copies
             number += len(chunk_spans(leaf.nbytes))

@@ -41,7 +41,7 @@ from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry, PackEntry
 from perdure.store.pack_index import PackedChunk, pack_tail
 from perdure.store.pools import map_ahead, pool
-from perdure.store.shard_chunks import AssembledChunk, ChunkBytes, copy_chunk
+from perdure.store.shard_chunks import AssembledChunk, ChunkBytes, copy_chunk, whole
 from perdure.store.storage import AdoptingSink, Sink, Storage
 
 HASH_THREADS = 2
@@ -79,10 +79,20 @@ class NewLeaf(Struct, frozen=True, gc=False):
     data: ChunkBytes
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return len(self.data)
+
+    @property
     def text(self) -> str:
         """The text of a scalar."""
-        assert not isinstance(self.data, AssembledChunk)
-        return bytes(self.data).decode()
+        return bytes(whole(self.data)).decode()
+
+    def chunks(self) -> list[ChunkBytes]:
+        """The bytes of each chunk."""
+        if isinstance(self.data, AssembledChunk):
+            return [self.data]
+        return [self.data[start:stop] for start, stop in chunk_spans(len(self.data))]
 
 
 class Written(NamedTuple):
@@ -225,10 +235,7 @@ class NewPack:
             start = 0
             while start < len(block):
                 stop = bisect_left(ends, ends[start] + GATHER_BYTES, start + 1, len(block))
-                group = [
-                    part.copy() if isinstance(part, AssembledChunk) else part
-                    for part in block[start:stop]
-                ]
+                group = list(map(whole, block[start:stop]))
                 group_digests, group_places = self._add_gathered(group, left)
                 digests += group_digests
                 places += group_places
@@ -336,7 +343,7 @@ class _Chunks:
         """By the number of a small chunk of one of the others, where its place is noted."""
         self._digests: list[str] = []
         self._places: list[Held] = []
-        whole: list[_Job] = []
+        even: list[_Job] = []
         uneven: list[_Job] = []
         add_path, add_leaf, add_small = (
             self._uncut_paths.append,
@@ -354,16 +361,15 @@ class _Chunks:
             self._others.append((path, leaf, slots))
             if leaf.dtype.startswith(SCALAR_PREFIX):
                 continue
-            for index, (start, stop) in enumerate(chunk_spans(len(data))):
-                chunk = data if isinstance(data, AssembledChunk) else data[start:stop]
+            for index, chunk in enumerate(leaf.chunks()):
                 slots.append(_NOT_YET)
-                if stop - start < large_from:
+                if len(chunk) < large_from:
                     self._parts[len(self.small)] = slots, index
                     self.small.append(chunk)
                     continue
-                into = uneven if (stop - start) % BLOCK else whole
+                into = uneven if len(chunk) % BLOCK else even
                 into.append((slots, index, chunk, leaf.dtype))
-        self.large = whole + uneven
+        self.large = even + uneven
 
     @property
     def nbytes(self) -> int:
@@ -388,7 +394,7 @@ class _Chunks:
             if leaf.dtype.startswith(SCALAR_PREFIX):
                 entries.append(LeafEntry(path=path, dtype=leaf.dtype, text=leaf.text))
             else:
-                entries.append(builder.array(path, leaf.dtype, leaf.shape, len(leaf.data), chunks))
+                entries.append(builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, chunks))
         if self._others:
             entries.sort(key=attrgetter("path"))
         return entries

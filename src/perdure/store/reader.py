@@ -24,10 +24,11 @@ from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
 from perdure.store.gc_pause import gc_paused
-from perdure.store.leaf import Leaf, Leaves, Region
+from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import finish, map_ahead, pool, submit
 from perdure.store.selection import WantedLeaves, held_instead
+from perdure.store.shard_plan import Region
 from perdure.store.storage import Storage, StreamingStorage, read_again
 
 if TYPE_CHECKING:

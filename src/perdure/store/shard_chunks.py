@@ -5,12 +5,22 @@ Invariant: no more than a few chunks of a process are in memory beside its shard
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from msgspec import Struct
 
 from perdure.store.format import hash_bytes
-from perdure.store.leaf import Region, Shards
-from perdure.store.shard_plan import Overlap, Piece, ShardPlan, first_element, volume
+from perdure.store.shard_plan import (
+    Overlap,
+    Piece,
+    Region,
+    ShardLayout,
+    ShardPlan,
+    first_element,
+    volume,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +30,27 @@ _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 Fetch = Callable[[int, int, int, Callable[[memoryview], None]], None]
 """Gets the pieces of a chunk that another process has: (process, chunk, bytes, what takes them)."""
+
+
+class Shards(Struct, frozen=True, gc=False):
+    """The shards of an array that this process has. Other processes have the rest of the array.
+
+    Attributes:
+        shape: The shape of the array. Of PRNG keys it ends with the number of words of a key.
+        itemsize: Bytes of one element.
+        regions: Which elements each shard has. No region occurs twice.
+        parts: The bytes of each shard, row-major and little-endian.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    regions: tuple[Region, ...]
+    parts: tuple[memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.itemsize
 
 
 class AssembledChunk:
@@ -79,6 +110,22 @@ class AssembledChunk:
 
 
 ChunkBytes = memoryview | bytes | AssembledChunk
+
+
+def whole(chunk: ChunkBytes) -> memoryview | bytes:
+    """The bytes of a chunk, in new memory if they are put together."""
+    return chunk.copy() if isinstance(chunk, AssembledChunk) else chunk
+
+
+def assembled_chunks(shards: Shards) -> list[ChunkBytes]:
+    """The chunks of an array of which this process has all shards."""
+
+    def fetch(*_: object) -> NoReturn:
+        raise AssertionError("this process has all shards")
+
+    layout = ShardLayout(shards.shape, shards.itemsize, (shards.regions,))
+    plan = ShardPlan("an array", layout, [0])
+    return [chunk for _, chunk in own_chunks(plan, shards, 0, fetch)]
 
 
 def own_chunks(

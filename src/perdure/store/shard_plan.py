@@ -17,7 +17,9 @@ from msgspec import Struct
 
 from perdure.errors import CorruptionError
 from perdure.store.format import CHUNK_BYTES, chunk_spans
-from perdure.store.leaf import Leaf, Region
+
+Region = tuple[tuple[int, int], ...]
+"""A part of an array: (start, stop) along each axis."""
 
 
 class ShardLayout(Struct, frozen=True):
@@ -156,15 +158,11 @@ class ShardPlan:
         return pieces
 
 
-def plan_shards(
-    leaves: Mapping[str, Leaf], layouts: Mapping[str, ShardLayout], count: int
-) -> dict[str, ShardPlan]:
+def plan_shards(layouts: Mapping[str, ShardLayout], count: int) -> dict[str, ShardPlan]:
     """The plans of all sharded arrays of a state by path, the same in each of `count` processes."""
     load = [0] * count
     return {
-        path: ShardPlan(f"leaf {path!r}", layouts[path], load)
-        for path, leaf in sorted(leaves.items())
-        if leaf.shards is not None
+        path: ShardPlan(f"leaf {path!r}", layout, load) for path, layout in sorted(layouts.items())
     }
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
 from perdure.store.failures import read_error
 from perdure.store.format import CHUNK_BYTES, PACKS, chunk_spans
-from perdure.store.leaf import Leaf, Region, Shards
+from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import map_ahead
 from perdure.store.reader import (
@@ -28,8 +28,8 @@ from perdure.store.reader import (
     read_parts,
     require_packs,
 )
-from perdure.store.shard_chunks import place_elements
-from perdure.store.shard_plan import Overlap, RegionIndex, first_element, volume
+from perdure.store.shard_chunks import Shards, place_elements
+from perdure.store.shard_plan import Overlap, Region, RegionIndex, first_element, volume
 from perdure.store.storage import PageCachedStorage, Storage, StreamingStorage
 
 if TYPE_CHECKING:

@@ -586,9 +586,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     hashes: list[str] = []
     real = chunk_read.first_fault
 
-    def first_fault(data: Any, got: int, chunks: Any, targets: Any) -> Any:
+    def first_fault(data: Any, got: int, chunks: Any, *rest: Any) -> Any:
         hashes.extend(digest for digest, _, size in chunks if size > 2**20)
-        return real(data, got, chunks, targets)
+        return real(data, got, chunks, *rest)
 
     monkeypatch.setattr(reader, "first_fault", first_fault)
     return hashes

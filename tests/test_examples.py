@@ -29,7 +29,7 @@ RUNS = {
         ["--batch", "64", "--steps", "8"],
         [
             "the first run: interrupted at step 5",
-            "resuming after step 4",
+            "resuming after step 5",
             "the second run: at step 8",
         ],
     ),

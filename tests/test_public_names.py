@@ -149,6 +149,7 @@ def test_every_package_for_users_is_frozen() -> None:
         "ports",
         "process_group",
         "process_stat",
+        "tensorflow_names",
         "text",
     }
     assert present - {f"perdure.{name}" for name in inner} <= set(MODULES)

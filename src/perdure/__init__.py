@@ -10,6 +10,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from perdure.tensorflow_names import missing
+
 if TYPE_CHECKING:
     from perdure.checkpoint import (
         EXIT_PREEMPTED,
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
         Restored,
         Retention,
         TerminationConfig,
+        latest_checkpoint,
         load_checkpoint,
     )
     from perdure.data import ArrayDataset
@@ -50,6 +53,7 @@ _HOMES = {
     "verify_run": "perdure.store",
     "heartbeat": "perdure.heartbeats",
     "initialize_distributed": "perdure.distribute",
+    "latest_checkpoint": "perdure.checkpoint",
     "load_checkpoint": "perdure.checkpoint",
 }
 
@@ -71,6 +75,7 @@ __all__ = [
     "__version__",
     "heartbeat",
     "initialize_distributed",
+    "latest_checkpoint",
     "load_checkpoint",
     "verify_run",
 ]
@@ -79,7 +84,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'perdure' has no attribute {name!r}")
+    raise missing("perdure", name)
 
 
 def __dir__() -> list[str]:

@@ -91,8 +91,12 @@ def with_keras(strategy: Any) -> dict[str, Any]:
 
         return jax.grad(loss_fn)([variable.value for variable in model.trainable_variables])
 
+    seen: list[Any] = [keras.metrics.Mean(), keras.metrics.MeanSquaredError()]
+
     def step(batch: Any) -> None:
         optimizer.apply_gradients(zip(gradients(batch), model.trainable_variables, strict=True))
+        seen[0].update_state(batch["x"])
+        seen[1](batch["y"][:, None], model(batch["x"]), sample_weight=batch["weight"])
 
     for number in range(STEPS):
         strategy.run(step, (strategy.batch(dataset(), number),))
@@ -109,6 +113,8 @@ def with_keras(strategy: Any) -> dict[str, Any]:
         "weights": digest([on_host(v.value) for v in model.trainable_variables]),
         "iterations": int(optimizer.iterations),
         "refused": refused,
+        "metrics": digest([on_host(v.value) for metric in seen for v in metric.variables]),
+        "rows": int(seen[1].count),
     }
 
 

@@ -133,6 +133,11 @@ def test_an_optimizer_of_keras(engine: str) -> None:
         forked=engine,
     )
     assert len({alone[devices]["weights"] for devices in ("1", "2", "4")}) == 1
+    assert len({alone[devices]["metrics"] for devices in ("1", "2", "4")}) == 1
+    assert alone["1"]["metrics"] != alone["one replica"]["metrics"]  # another order of additions
+    assert {found["rows"] for found in alone.values()} == {
+        optimizer_worker.BATCH * optimizer_worker.STEPS
+    }
     assert alone["1"]["iterations"] == optimizer_worker.STEPS
     assert alone["one replica"]["iterations"] == optimizer_worker.STEPS
     assert "assigns to this variable of Keras" in alone["1"]["refused"]

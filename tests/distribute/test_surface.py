@@ -6,11 +6,13 @@ from typing import Any
 
 import group
 import jax
+import numpy as np
 import pytest
 import surface_worker
 import torch
 
-from perdure.distribute import get_replica_context
+from perdure.data import ArrayDataset
+from perdure.distribute import get_replica_context, metrics
 from perdure.distribute.engine import Stream
 from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.errors import StateError
@@ -117,3 +119,23 @@ def test_a_collective_inside_jit_is_refused() -> None:
     assert "reduce takes values, found one that is traced: call it outside of jit" in str(
         error.value
     )
+
+
+def test_names_of_tensorflow_that_a_strategy_and_a_metric_have() -> None:
+    strategy = OneDeviceStrategy(replicas=2)
+    source = ArrayDataset({"x": np.arange(8.0, dtype=np.float32)}, 4, shuffle=False)
+    batches = strategy.experimental_distribute_dataset(source)
+    with strategy.scope():
+        seen = metrics.Mean()
+    for batch in batches.take(2):
+        inside = strategy.run(lambda batch: seen(batch["x"], batch["weight"]), (batch,))
+        assert strategy.experimental_local_results(inside) == (None, None)
+    assert seen.result() == 3.5
+    seen.reset_states()
+    assert metrics.Mean()(np.arange(3.0, dtype=np.float32)) == 1
+    for use, form in (
+        (lambda: strategy.experimental_run_v2, "strategy.run"),
+        (lambda: seen.merge_state, "merge"),
+    ):
+        with pytest.raises(AttributeError, match=form):
+            use()

@@ -227,7 +227,7 @@ def test_the_cost_of_a_save_includes_the_stall_and_the_slower_steps() -> None:
         ),
         ({"checkpoint": None}, "checkpoint: expected a CheckpointConfig, found None."),
         ({"output": "off"}, "output: expected an OutputConfig, found 'off'."),
-        ({"keep_checkpoint_max": 0}, "keep_checkpoint_max: expected None or an integer"),
+        ({"keep_checkpoint_max": -1}, "keep_checkpoint_max: expected None or an integer"),
         ({"save_summary_steps": None}, "save_summary_steps: expected an integer of at least 1"),
         ({"steps_per_execution": True}, "steps_per_execution: expected an integer"),
         ({"mirror": "x"}, "RunConfig(..., checkpoint=CheckpointConfig(mirror=...))"),

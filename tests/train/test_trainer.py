@@ -87,7 +87,7 @@ def test_an_error_after_any_step_changes_no_bit_and_no_row(tmp_path: Path, fail_
             run(where, Spy(fail_after=step))
         again = Spy()
         assert run(where, again) == result
-        assert again.calls[0][1] < step
+        assert again.calls[0][1] <= step
         assert prints(where).items() <= prints(tmp_path / "whole").items()
         assert prints(where)[STEPS] == prints(tmp_path / "whole")[STEPS]
         assert rows(where) == rows(tmp_path / "whole")

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perdure.checkpoint.checkpoint import Checkpoint, load_checkpoint
+    from perdure.checkpoint.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
     from perdure.checkpoint.manager import CheckpointManager
     from perdure.checkpoint.manager_options import ManagerOptions, Restored
     from perdure.checkpoint.preemption import EXIT_PREEMPTED, TerminationConfig
@@ -30,6 +30,7 @@ _HOMES = {
     "Retention": "perdure.checkpoint.retention",
     "SingleProcess": "perdure.process_group",
     "TerminationConfig": "perdure.checkpoint.preemption",
+    "latest_checkpoint": "perdure.checkpoint.checkpoint",
     "load_checkpoint": "perdure.checkpoint.checkpoint",
 }
 
@@ -46,6 +47,7 @@ __all__ = [
     "Retention",
     "SingleProcess",
     "TerminationConfig",
+    "latest_checkpoint",
     "load_checkpoint",
 ]
 

@@ -3,29 +3,92 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 from perdure.checkpoint.address import find_step
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.restore_source import load_good
 from perdure.checkpoint.restorer import warn_of_skipped
-from perdure.errors import ArgumentError, StepNotFoundError
+from perdure.errors import ArgumentError, MismatchError, NotARunError, StepNotFoundError
 from perdure.state import AttributeState, flatten, unflatten
 from perdure.state import restore as restore_state
 from perdure.state.epoch_ends import load_epoch_ends
+from perdure.state.paths import join_key, split_path
 from perdure.state.restore_request import RestoreRequest
-from perdure.store import Loaded, Run, Storage
+from perdure.store import Loaded, LocalStorage, Run, Storage
+from perdure.store.format import MARKER
 from perdure.store.loading import Needs
 from perdure.store.selection import Selection
+from perdure.store.urls import name_at_step, open_storage
+from perdure.tensorflow_names import TensorFlowNames
+from perdure.text import few
+
+Directory = str | os.PathLike[str] | Storage
 
 
-class Checkpoint(AttributeState):
+class RestoreStatus(int):
+    """The step that `Checkpoint.restore` has restored, 0 if none, with the methods that TensorFlow has.
+
+    If the checkpoint has members that the `Checkpoint` lacks, a warning follows when the status is
+    dropped, unless one of the methods was called.
+
+    Attributes:
+        unused: Paths of leaves of the checkpoint that no member takes.
+    """
+
+    unused: tuple[str, ...] = ()
+    _where: str | None = None
+    _is_expected = False
+
+    @classmethod
+    def of(cls, where: str | None, step: int, unused: Iterable[str] = ()) -> RestoreStatus:
+        """The status of a restore from the checkpoint `where`; None if nothing was restored."""
+        status = cls(step)
+        status._where, status.unused = where, tuple(unused)
+        return status
+
+    def expect_partial(self) -> RestoreStatus:
+        """Say that members of the checkpoint may be left out."""
+        self._is_expected = True
+        return self
+
+    def assert_existing_objects_matched(self) -> RestoreStatus:
+        """Raise `MismatchError` if nothing was restored. Members that the checkpoint lacks are no case:
+        `restore` has refused them."""
+        self._is_expected = True
+        if self._where is None:
+            raise MismatchError("expected a checkpoint to restore, found None: there is none yet.")
+        return self
+
+    assert_nontrivial_match = assert_existing_objects_matched
+
+    def assert_consumed(self) -> RestoreStatus:
+        """Raise `MismatchError` if nothing was restored, or the checkpoint has more members."""
+        self.assert_existing_objects_matched()
+        if self.unused:
+            raise MismatchError(self._text())
+        return self
+
+    def _text(self) -> str:
+        return (
+            f"{self._where}: the Checkpoint has no members for {few(self.unused)}, which were not "
+            f"restored. Add the members, or call `expect_partial()` on what `restore` returns."
+        )
+
+    def __del__(self) -> None:
+        if self.unused and not self._is_expected:
+            warn_caller(self._text())
+
+
+class Checkpoint(AttributeState, TensorFlowNames):
     """A state of named members: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
 
     Members are attributes. `CheckpointManager.save` and `restore` take it as a state: modules and
-    optimizers in it are restored in place, other members are replaced.
+    optimizers in it are restored in place, other members are replaced. A manager may also be made for
+    it, in TensorFlow's order: `CheckpointManager(checkpoint, directory, max_to_keep=3)`.
 
     Raises:
         AttributeError: A member has the name of a method.
@@ -52,7 +115,12 @@ class Checkpoint(AttributeState):
         vars(self).update(members)
 
     def save(
-        self, directory: str | os.PathLike[str] | Storage, step: int, codec: str | None = None
+        self,
+        directory: Directory | None = None,
+        step: int | None = None,
+        codec: str | None = None,
+        *,
+        file_prefix: str | os.PathLike[str] | None = None,
     ) -> str:
         """Commit the members as `step` of a run directory; durable on return.
 
@@ -61,43 +129,106 @@ class Checkpoint(AttributeState):
 
         Args:
             directory: Path, URL or `Storage` of the run directory; created if it is missing.
-            step: An integer from 0.
+            step: An integer from 0; None for the one after the newest.
             codec: "shuffle-zstd" stores chunks in fewer bytes where it can; needs the extra `zstd`.
+            file_prefix: TensorFlow's argument in place of `directory`, which is then its folder.
 
         Returns:
-            The fingerprint.
+            The checkpoint as `RUN@STEP`, which `restore` takes.
 
         Raises:
             StoreError: As `CheckpointManager.save`.
         """
-        step = step_number(step)
+        if file_prefix is not None and directory is None:
+            directory = os.path.dirname(os.fspath(file_prefix)) or "."
+        if directory is None:
+            raise ArgumentError(
+                "directory: expected a run directory, found none. With a manager call `manager.save`."
+            )
+        number = None if step is None else step_number(step)
         with Run(directory, create=True, codec=codec) as run:
-            saved = run.save(step, flatten(self)).fingerprint
+            number = (run.newest_step() or 0) + 1 if number is None else number
+            run.save(number, flatten(self))
             for note in run.notes:
                 warn_caller(note)
-            return saved
+            return name_at_step(run.where, number)
 
-    def restore(self, directory: str | os.PathLike[str] | Storage, step: int | None = None) -> int:
+    def restore(self, directory: Directory | None, step: int | None = None) -> RestoreStatus:
         """Restore the members. Changes nothing in the run directory.
 
+        If a manager was made for this `Checkpoint`, and the checkpoint is one of its run, this is the
+        manager's restore, which resumes the run exactly: with the random generators of the process.
+
         Args:
-            directory: The run directory, or one checkpoint of it: `RUN@STEP`, as
-                `CheckpointManager.latest_checkpoint` gives it, or as for `perdure.load_checkpoint`.
+            directory: The run directory, or one checkpoint of it: `RUN@STEP`, as `latest_checkpoint`
+                gives it, or as for `perdure.load_checkpoint`. None restores nothing.
             step: The step; None for the newest good checkpoint. Newer ones that are damaged are
                 skipped with a warning.
 
         Returns:
-            The step that was restored.
+            The step that was restored; see `RestoreStatus`.
 
         Raises:
-            MismatchError: The members do not fit.
+            MismatchError: The checkpoint lacks a member, or one does not fit.
             StepNotFoundError: There is no such checkpoint.
             CorruptionError: The `step` that was asked for is damaged, or all are.
             UnreachableError: A checkpoint cannot be read now.
         """
+        if directory is None:
+            return RestoreStatus.of(None, 0)
+        run, number = find_step(directory, step)
+        manager = managers[self]() if self in managers else None
+        if manager is not None and manager.directory == run.where:
+            newest = run.newest_step() if number is None else number
+            paths = () if newest is None else (leaf.path for leaf in run.manifest(newest).leaves)
+            unused = [path for path in paths if not self._takes(split_path(path))]
+            restored = manager.restore(number, self, leaves=[*self._paths()] if unused else None)
+            return RestoreStatus.of(name_at_step(run.where, restored.step), restored.step, unused)
         loaded = load_verified(directory, step)
-        restore_state(self, loaded.leaves)
-        return loaded.manifest.step
+        taken = {p: leaf for p, leaf in loaded.leaves.items() if self._takes(split_path(p))}
+        restore_state(self, taken)
+        found = loaded.manifest.step
+        return RestoreStatus.of(
+            name_at_step(run.where, found), found, loaded.leaves.keys() - taken.keys()
+        )
+
+    def _takes(self, keys: list[str]) -> bool:
+        """Whether a leaf at this path belongs to a member; `Checkpoint`s may be members of others."""
+        name, *rest = keys
+        member = vars(self).get(name)
+        return name in vars(self) and (not isinstance(member, Checkpoint) or member._takes(rest))
+
+    def _paths(self, path: str = "") -> Iterator[str]:
+        for name, member in vars(self).items():
+            below = join_key(path, name)
+            yield from member._paths(below) if isinstance(member, Checkpoint) else [below]
+
+
+managers: WeakKeyDictionary[Checkpoint, ref[Any]] = WeakKeyDictionary()
+"""The manager that was made for a `Checkpoint`."""
+
+
+def latest_checkpoint(directory: Directory) -> str | None:
+    """The newest committed checkpoint of a run directory as `RUN@STEP`; None if there is none.
+
+    Raises:
+        ArgumentError: `directory` is no run directory, and has one below it.
+    """
+    try:
+        run = Run(directory)
+    except NotARunError:
+        storage = open_storage(directory)
+        if isinstance(storage, LocalStorage) and os.path.isdir(storage.where):
+            with os.scandir(storage.where) as entries:
+                below = [e.path for e in entries if os.path.exists(os.path.join(e.path, MARKER))]
+            if below:  # None would let a program start over
+                raise ArgumentError(
+                    f"directory: expected a run directory, found one that contains {few(below)}. Name "
+                    f"the run directory itself."
+                ) from None
+        return None
+    step = run.newest_step()
+    return None if step is None else name_at_step(run.where, step)
 
 
 def load_checkpoint(

@@ -12,10 +12,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat, overload
 
 from perdure.checkpoint.arguments import makes_state, positive, step_number, step_or_name
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
+from perdure.checkpoint.checkpoint import Checkpoint, managers
 from perdure.checkpoint.grace_period import report
 from perdure.checkpoint.group_call import GroupCall, require_group, run_in_all, run_in_chief
 from perdure.checkpoint.journal import Journal
@@ -28,15 +29,18 @@ from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.run_queries import RunQueries, describe_newest
 from perdure.checkpoint.save_interval import SaveInterval
 from perdure.checkpoint.saver import BackgroundSaver
-from perdure.errors import StepNotFoundError, StoreError, WorkerLostError
+from perdure.checkpoint.tensorflow_order import takes_tensorflow_order
+from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
 from perdure.heartbeats import beat
 from perdure.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
 from perdure.store import Run, Storage
 from perdure.store.manifest import RecipeValue
+from perdure.store.urls import name_at_step
+from perdure.tensorflow_names import TensorFlowNames
 
 
-class CheckpointManager(RunQueries):
+class CheckpointManager(RunQueries, TensorFlowNames):
     """Saves a state every so many steps into a run directory, keeps some, restores the newest good.
 
     Every committed checkpoint survives a crash and a power loss. Threads may share a manager: their
@@ -45,6 +49,10 @@ class CheckpointManager(RunQueries):
 
     In a group every process makes the same calls. A save is written by all and committed by the chief;
     an error in one process is raised in all of them.
+
+    TensorFlow's arguments work too, in their order: (checkpoint, directory, max_to_keep,
+    keep_checkpoint_every_n_hours), `checkpoint_interval` and `step_counter`. `save()` then saves the
+    checkpoint, and `checkpoint.restore(manager.latest_checkpoint)` resumes the run.
 
     Args:
         directory: Path, URL or `Storage` of the run directory. It must be empty, missing, or a run
@@ -77,6 +85,7 @@ class CheckpointManager(RunQueries):
         StoreError: `mirror` cannot be a mirror of `directory`.
     """
 
+    @takes_tensorflow_order
     def __init__(
         self,
         directory: str | os.PathLike[str] | Storage,
@@ -88,6 +97,8 @@ class CheckpointManager(RunQueries):
         recipe: Mapping[str, RecipeValue] | None = None,
         allow: tuple[str, ...] = (),
         processes: Processes | None = None,
+        checkpoint: Checkpoint | None = None,
+        step_counter: Any = None,
     ) -> None:
         self._options = options = options or ManagerOptions()
         rules, clock = options.retention, options.clock
@@ -101,6 +112,9 @@ class CheckpointManager(RunQueries):
         if processes is None:
             require_group(run.where)
         self._interval = SaveInterval(interval, run)
+        self._checkpoint, self._step_counter = checkpoint, step_counter
+        if checkpoint is not None:
+            managers[checkpoint] = weakref.ref(self)
         self._entered = False
         describe = partial(describe_newest, run)
         self.preemption = PreemptionFlag(None, describe, signals=options.preemption_signals)
@@ -144,7 +158,7 @@ class CheckpointManager(RunQueries):
         """
         return self._interval.is_due(step_number(step))
 
-    @exclusive
+    @overload
     def save(
         self,
         step: int,
@@ -152,12 +166,34 @@ class CheckpointManager(RunQueries):
         metrics: Mapping[str, SupportsFloat] | None = None,
         *,
         force: bool = False,
-    ) -> bool:
+    ) -> bool: ...
+
+    @overload
+    def save(
+        self, checkpoint_number: int | None = None, *, check_interval: bool = True
+    ) -> str | None: ...
+
+    @exclusive
+    def save(
+        self,
+        step: int | None = None,
+        state: Any = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        *,
+        force: bool = False,
+        checkpoint_number: int | None = None,
+        check_interval: bool = True,
+    ) -> bool | str | None:
         """Save `state` as `step` if it is time, or in any case with `force`; True if it is saved.
 
         Returns as soon as `state` may change again; the checkpoint is durable once
         `wait_until_finished` or `close` returns. In a group every process calls this at the same steps
         with its own copy of the state, writes its share, and has the same result.
+
+        A manager that was made for a `Checkpoint` saves that one if no state is given, and returns
+        `RUN@STEP` or None as TensorFlow does. The step is then that of `checkpoint_number`, of
+        `step_counter` (an integer, or a function that returns one), or the one after the last save;
+        `check_interval=False` is `force=True`.
 
         Args:
             step: An integer from 0, of Python, NumPy or a framework.
@@ -179,7 +215,25 @@ class CheckpointManager(RunQueries):
             SaveError: The save before this one failed (a warning under `on_error="continue"`).
             JournalMismatchError: A repeated step has other bits than before (`journal_every`).
         """
-        step = step_number(step)
+        if state is None and self._checkpoint is not None:
+            number = step if checkpoint_number is None else checkpoint_number
+            step = self._next_step() if number is None else step_number(number)
+            is_saved = self._save(step, self._checkpoint, metrics, force or not check_interval)
+            return name_at_step(self.directory, step) if is_saved else None
+        return self._save(step_number(step), state, metrics, force)
+
+    def _next_step(self) -> int:
+        counter = self._step_counter
+        if counter is None and self._interval.steps > 1:
+            raise ArgumentError(
+                f"save() without a step: expected a `step_counter`, because one of every "
+                f"{self._interval.steps} steps is saved, found none. Write save(step)."
+            )
+        if counter is None:
+            return self._interval.last + 1
+        return step_number(counter() if makes_state(counter) else counter)
+
+    def _save(self, step: int, state: Any, metrics: Any, force: bool) -> bool:
         beat("step", step)
         self._saver.begin_save(state)
         self.journal.record_saved(step, state, metrics)
@@ -275,7 +329,7 @@ class CheckpointManager(RunQueries):
         beat("compile", restored.step)
         return restored
 
-    def restore_or_initialize(self, init: Any) -> Restored:
+    def restore_or_initialize(self, init: Any = None) -> Restored:
         """The newest good checkpoint, or a fresh state at step 0 if there is none.
 
         The manager becomes the writer, so that a second writer, or a disk that cannot be written to,
@@ -285,7 +339,7 @@ class CheckpointManager(RunQueries):
             init: The fresh state, or a function without arguments that makes it; it also serves as
                 the template of the restore. A module can be called too, and is a state: only a
                 function, a method, a class, a `functools.partial` or a callable that cannot itself be
-                saved is called.
+                saved is called. None: the `Checkpoint` that the manager was made for.
 
         Raises:
             CorruptionError, UnreachableError, MismatchError: As `restore`.
@@ -294,6 +348,7 @@ class CheckpointManager(RunQueries):
         """
         self.require_open("restore_or_initialize")
         self._begin_training()
+        init = self._checkpoint if init is None else init
         # Not in turn with other calls: it is the caller's function.
         like = run_in_all(GroupCall(self._processes, "init"), init) if makes_state(init) else init
         restored = self._restore(None, like, RestoreRequest())

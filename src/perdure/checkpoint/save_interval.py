@@ -27,8 +27,12 @@ class SaveInterval:
         """Whether a save is due at `step`. Changes nothing."""
         if step % self.steps == 0:
             return True
-        last = self._newest if self._last is None else self._last
-        return step > last and step // self.steps > last // self.steps
+        return step > self.last and step // self.steps > self.last // self.steps
+
+    @property
+    def last(self) -> int:
+        """The step that was saved or restored last; 0 before the first."""
+        return self._newest if self._last is None else self._last
 
     @cached_property
     def _newest(self) -> int:

@@ -122,6 +122,11 @@ def add_weight(batch: Any, weight: npt.NDArray[np.float32]) -> Any:
     return batch, weight
 
 
+def weight_of(batch: Any) -> Any:
+    """The weights that `add_weight` has added to a batch."""
+    return batch[WEIGHT] if isinstance(batch, dict) else batch[-1]
+
+
 def update_hash(hasher: blake3.blake3, tree: Any) -> None:
     """Add path, dtype, shape and bytes of every leaf to a hash."""
     for path, leaf in sorted(leaves_with_paths(tree), key=lambda item: item[0]):

@@ -33,6 +33,7 @@ def install() -> None:
     if keras is None or not hasattr(keras, "optimizers"):  # its import is under way
         return
     for base, name, make in (
+        (keras.metrics.Metric, "update_state", _update),
         (keras.optimizers.Optimizer, "apply", _apply),
         (keras.Variable, "_direct_assign", _assign),
         (keras.Model, "compile", _compile),
@@ -73,9 +74,9 @@ def _assign(old: Any) -> Any:
             raise StateError(
                 f"{self.path}: logical replica {context.replica_id_in_sync_group} assigns to this "
                 "variable of Keras. Replicas run one after another, so the result would depend on how "
-                "many of them this process has. In the function of strategy.run, only an optimizer may "
-                "change variables; seed generators (Dropout), BatchNormalization and metrics of Keras "
-                "need perdure.keras.Stateless with strategy.step, or training=False"
+                "many of them this process has. In the function of strategy.run, only an optimizer and "
+                "`update_state` of a metric may change variables; seed generators (Dropout) and "
+                "BatchNormalization need perdure.keras.Stateless with strategy.step, or training=False"
             )
         return old(self, value)
 
@@ -106,6 +107,30 @@ def _refused(name: str) -> Callable[[Any], Any]:
         return method
 
     return make
+
+
+def _update(old: Any) -> Any:
+    """Metrics of Keras are sums: what each replica adds to zero goes through the tree."""
+
+    def update_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context = current_run()
+        if context is None or _stateless():
+            return old(self, *args, **kwargs)
+        keras: Any = sys.modules["keras"]
+        empty = [(variable, keras.ops.zeros_like(variable.value)) for variable in self.variables]
+        with keras.StatelessScope(state_mapping=empty) as scope:
+            old(self, *args, **kwargs)
+        added = {str(n): scope.get_current_value(v) for n, v in enumerate(self.variables)}
+
+        def join(values: PerReplica) -> None:
+            total = context.strategy.reduce("sum", values)
+            for number, variable in enumerate(self.variables):
+                variable.assign_add(on_host(total[str(number)]))
+
+        context.meet(Meeting(f"{type(self).__name__}.update_state() of {self.name}", added, join))
+        return None
+
+    return update_state
 
 
 def _stateless() -> bool:

@@ -38,13 +38,14 @@ from perdure.distribute.traced_engine import traced_engine
 from perdure.distribute.values import PerReplica, ReduceOp
 from perdure.errors import DataError, TopologyError
 from perdure.process_group import Processes
+from perdure.tensorflow_names import TensorFlowNames
 
 # In the recipe. It changes with the order of additions, the addition itself, the derivation of keys and
 # the program that is made of a user's function.
 TREE_VERSION = 3
 
 
-class Strategy:
+class Strategy(TensorFlowNames):
     """V logical replicas on the devices of an engine.
 
     All processes of a group make their strategies together.
@@ -155,6 +156,8 @@ class Strategy:
         """The batches of all steps, one after the other, from step 0; see DistributedDataset."""
         source = inputs.sharded(dataset, auto_shard_policy)
         return DistributedDataset(source, self.batch)
+
+    experimental_distribute_dataset = distribute_dataset
 
     def distribute_datasets_from_function(
         self,
@@ -363,6 +366,8 @@ class Strategy:
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of this process's replicas; of any other value, a tuple that holds it alone."""
         return value.values if isinstance(value, PerReplica) else (value,)
+
+    experimental_local_results = local_results
 
     def everywhere(self, value: Any) -> PerReplica:
         """The same value for every local replica, on its device."""

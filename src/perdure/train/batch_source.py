@@ -18,25 +18,22 @@ from perdure.state import is_positioned, position, reposition
 
 
 class BatchSource:
-    """Batches by index. `fetch` returns the batch of a step."""
+    """Batches by index. `fetch` returns the batch of a step, or raises `StopIteration` at the end of
+    the data, if they have one (`ends`)."""
 
-    stateful = False
-
-    def __init__(self, fetch: Callable[[int], Any], recipe: Mapping[str, Any]) -> None:
+    def __init__(
+        self, fetch: Callable[[int], Any], recipe: Mapping[str, Any], *, ends: bool = False
+    ) -> None:
         self.fetch = fetch
         self.recipe = dict(recipe)
+        self.ends = ends
 
 
 class IteratorBatchSource(BatchSource):
-    """Batches from an iterator with a position; it is a member of the checkpoint.
+    """Batches from an iterator with a position; it is a member of the checkpoint."""
 
-    `fetch` raises `StopIteration` at the end of the data.
-    """
-
-    stateful = True
-
-    def __init__(self, iterator: Any, recipe: Mapping[str, Any]) -> None:
-        super().__init__(self._next, recipe)
+    def __init__(self, iterator: Any, recipe: Mapping[str, Any], *, ends: bool = True) -> None:
+        super().__init__(self._next, recipe, ends=ends)
         self._iterator = iterator
         self._before: Any = None
 
@@ -69,7 +66,7 @@ class LoaderBatchSource(IteratorBatchSource):
     """Batches from a loader that saves its position. One pass is an epoch; another pass follows."""
 
     def __init__(self, loader: Any, recipe: Mapping[str, Any]) -> None:
-        super().__init__(loader, recipe)
+        super().__init__(loader, recipe, ends=False)
         self._epoch: Iterator[Any] | None = None
 
     def load_state_dict(self, state: Any) -> None:
@@ -123,7 +120,7 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
             raise DataError("the sequence of batches is empty; training needs at least one.")
         return BatchSource(lambda step: data[step % count], {**strategy_recipe, "batches": count})
     if callable(data) and not isinstance(data, Iterable):
-        return BatchSource(data, strategy_recipe)
+        return BatchSource(data, strategy_recipe, ends=True)
     if isinstance(data, Iterable) and not isinstance(data, Iterator) and _has_state(data):
         return LoaderBatchSource(data, strategy_recipe)
     iterator = iter(data) if isinstance(data, Iterable) else data

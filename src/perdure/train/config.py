@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from perdure.checkpoint import ManagerOptions, TerminationConfig
 from perdure.checkpoint.arguments import real_number
+from perdure.distribute import Cluster, resolve
 from perdure.errors import TrainError
 from perdure.store import Storage
+from perdure.tensorflow_names import TensorFlowNames, refuse_arguments
 from perdure.train.interval import AutoInterval
 
 DEFAULT_SAVE_SECS = 600.0
@@ -60,17 +63,8 @@ class OutputConfig:
         _require_choice("progress", self.progress, ("auto", "bar", "lines", "off"))
 
 
-# Fields that were arguments of RunConfig itself, and where they are now.
-_MOVED = {
-    **dict.fromkeys(
-        ("mirror", "allow", "termination", "nan_metrics"), "checkpoint=CheckpointConfig"
-    ),
-    **dict.fromkeys(("summary_dir", "progress", "console"), "output=OutputConfig"),
-}
-
-
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(TensorFlowNames):
     """Everything about a run that is not the training itself; the flat names are TensorFlow's.
 
     Args:
@@ -79,8 +73,8 @@ class RunConfig:
             step, with each evaluation and at its end.
         save_checkpoints_secs: Save every so many seconds instead; "auto" or an `AutoInterval` finds the
             interval that loses the least time. 600 if neither is given.
-        keep_checkpoint_max: How many of the newest checkpoints to keep; None keeps all
-            (`max_to_keep` of `CheckpointManager`).
+        keep_checkpoint_max: How many of the newest checkpoints to keep; None, or 0 as in TensorFlow,
+            keeps all (`max_to_keep` of `CheckpointManager`).
         keep_checkpoint_every_n_hours: Keep one checkpoint for every so many hours too
             (`Retention.keep_every_n_hours`).
         save_summary_steps: Write the metrics into TensorBoard events and `metrics.jsonl` after every so
@@ -120,11 +114,14 @@ class RunConfig:
     clock: Callable[[], float] = time.monotonic
 
     def __new__(cls, *_arguments: Any, **named: Any) -> RunConfig:
-        for name in named.keys() & _MOVED.keys():
-            raise TrainError(
-                f"{name}: expected it in a group of RunConfig, found it on its own. Write "
-                f"RunConfig(..., {_MOVED[name]}({name}=...))."
-            )
+        refuse_arguments("RunConfig", named)
+        for name in named:
+            for argument, group in (("checkpoint", CheckpointConfig), ("output", OutputConfig)):
+                if name not in _names(cls) and name in _names(group):
+                    raise TrainError(
+                        f"{name}: expected it in a group of RunConfig, found it on its own. Write "
+                        f"RunConfig(..., {argument}={group.__name__}({name}=...))."
+                    )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -136,7 +133,7 @@ class RunConfig:
             )
         for name, least in (
             ("save_checkpoints_steps", 1),
-            ("keep_checkpoint_max", 1),
+            ("keep_checkpoint_max", 0),
             ("save_summary_steps", 1),
             ("log_step_count_steps", 1),
             ("steps_per_execution", 1),
@@ -173,6 +170,35 @@ class RunConfig:
         _require_type("checkpoint", self.checkpoint, CheckpointConfig, "a CheckpointConfig")
         _require_type("output", self.output, OutputConfig, "an OutputConfig")
 
+    def replace(self, **changes: Any) -> RunConfig:
+        """This configuration with other values for some fields."""
+        return replace(self, **changes)
+
+    @cached_property
+    def _cluster(self) -> Cluster:
+        """The group that the environment describes (`TF_CONFIG`, or the variables of a launcher)."""
+        return resolve()
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is process 0 of the group that the environment describes."""
+        return self._cluster.is_chief
+
+    @property
+    def task_type(self) -> str:
+        """ "chief" or "worker"; a process that is alone is a worker, as in TensorFlow."""
+        return self._cluster.task_type or "worker"
+
+    @property
+    def task_id(self) -> int:
+        """The number of this process among those of its `task_type`."""
+        return self._cluster.task_id or 0
+
+    @property
+    def num_worker_replicas(self) -> int:
+        """The number of processes, the chief included."""
+        return self._cluster.num_processes
+
     @property
     def save_interval_secs(self) -> float | AutoInterval | None:
         """Seconds between saves; None if steps decide."""
@@ -182,6 +208,10 @@ class RunConfig:
         if secs is None:
             return DEFAULT_SAVE_SECS
         return AutoInterval() if isinstance(secs, str) else secs
+
+
+def _names(group: type) -> set[str]:
+    return {each.name for each in fields(group)}
 
 
 def _require_type(name: str, value: Any, kinds: Any, expected: str) -> None:

@@ -49,3 +49,13 @@ class HookCalls:
         """Call one method of all hooks that override it."""
         for method in self._methods[name]:
             method(self._trainer, *arguments)
+
+    def call_all(self, name: str, *arguments: Any) -> Exception | None:
+        """`call` that goes on after an error; returns the first one."""
+        first: Exception | None = None
+        for method in self._methods[name]:
+            try:
+                method(self._trainer, *arguments)
+            except Exception as error:  # noqa: BLE001 (the caller raises it)
+                first = first or error
+        return first

@@ -4,6 +4,8 @@ After each execution (one step, or `steps_per_execution` of them) the order is:
 
     after_step hooks, evaluation, summaries, save, after_evaluate hooks, next batches, preemption
 
+If a hook raises in `after_step`, the other hooks are called and the save that is due is made first.
+
 Invariant: what the checkpoint of a step holds is a function of the step. So the checkpoint of an
 evaluated step is saved before hooks may change the state because of the evaluation. A resume at such
 a step calls these hooks again with the metrics of the checkpoint, or evaluates again if the evaluation
@@ -38,14 +40,15 @@ _PREEMPTED, _SAVE_DUE, _STOP = 1, 2, 4
 
 @dataclass(frozen=True)
 class Goal:
-    """How far to train: to `max_steps`, or if that is None for `steps` more than the checkpoint has.
+    """How far to train: to `max_steps`, or for `steps` more than the checkpoint has, or, if both are
+    None, until the data end or a hook stops the training.
 
     With `evaluation_data`, evaluate after each `evaluation_every` steps and at the end, on
     `evaluation_batches` batches (None: all).
     """
 
     max_steps: int | None
-    steps: int = 0
+    steps: int | None = None
     evaluation_data: Any = None
     evaluation_every: int | None = None
     evaluation_batches: int | None = None
@@ -78,7 +81,7 @@ class Loop:
         self._checkpoints = checkpoints
         self._hooks = hooks
         self._goal = goal
-        self._max_steps = goal.max_steps or 0
+        self._max_steps: float = math.inf if goal.max_steps is None else goal.max_steps
         processes = computation.processes
         self._group = processes.channel("loop") if processes.count > 1 else None
         self._logs: Any = None
@@ -116,7 +119,7 @@ class Loop:
         is_new = checkpoints.restore()
         if self._group is not None:
             self._group.barrier()  # else another process could see the first save of process 0
-        if self._goal.max_steps is None:
+        if self._goal.steps is not None:
             self._max_steps = training.step + self._goal.steps
         training.summaries.open(training.step)
         if is_new:
@@ -140,7 +143,7 @@ class Loop:
         training, checkpoints, source = self._training, self._checkpoints, self._source
         clock, size = training.config.clock, training.config.steps_per_execution
         start = training.step
-        stop = min(self._max_steps, start + size - start % size)
+        stop = int(min(self._max_steps, start + size - start % size))
         began = clock()
         vote, batches = _STOP, []
         if not training.stop_reason:
@@ -159,13 +162,13 @@ class Loop:
         training.step = start + len(batches)
         if isinstance(source, IteratorBatchSource):
             source.used()
-        self._hooks.call("after_step", self._logs)
+        failure = self._hooks.call_all("after_step", self._logs)
         self._checkpoints.record(self._logs)
         beat("step", training.step)
         now = clock()
         if checkpoints.meter is not None:
             checkpoints.meter.step(now - began, busy)
-        self._after_execution(now, vote)
+        self._after_execution(now, vote, failure)
         return True
 
     def _wait_for(self, fetch: Callable[[], Any], nothing: Any) -> tuple[int, Any]:
@@ -175,10 +178,17 @@ class Loop:
         except Interrupted:
             return _PREEMPTED, nothing
 
-    def _after_execution(self, now: float, vote: int) -> None:
+    def _after_execution(self, now: float, vote: int, failure: Exception | None) -> None:
         training, every = self._training, self._goal.evaluation_every
         evaluation_due = every is not None and training.due(every)
-        if evaluation_due or (every is not None and training.step >= self._max_steps):
+        evaluates = evaluation_due or (every is not None and training.step >= self._max_steps)
+        if failure is not None:
+            if evaluates:  # a resume makes up for the evaluation, and for its row
+                self._checkpoints.save(training.step, scalars(self._logs))
+            elif self._save_due(now, vote):
+                self._checkpoint(evaluate=False)
+            raise failure
+        if evaluates:
             self._checkpoint(evaluate=True)
             if evaluation_due:
                 self._call_evaluation_hooks()

@@ -35,14 +35,14 @@ class Progress:
         self._every = every
         self._wait = float("inf") if mode == "off" else BAR_S if mode == "bar" else LINE_S
         self._next = 0.0
-        self._stop = 0
+        self._stop = 0.0
         self._from: tuple[float, int] = (0.0, 0)
         self._rate: float | None = None
         self._bar: Any = None
         self._task: Any = None
 
-    def begin(self, step: int, stop: int, now: float) -> None:
-        """The run is at `step` and ends at `stop`."""
+    def begin(self, step: int, stop: float, now: float) -> None:
+        """The run is at `step` and ends at `stop`, which is infinite if the data decide."""
         self._stop = stop
         self._from = (now, step)
         self._rate = None
@@ -72,7 +72,8 @@ class Progress:
             self._bar.update(self._task, completed=step, text=text)
             self._bar.refresh()
         elif self.mode == "lines":
-            self._write(f"step {step}/{self._stop}  {text}")
+            end = "" if self._stop == float("inf") else f"/{self._stop:.0f}"
+            self._write(f"step {step}{end}  {text}")
 
     def say(self, text: str) -> None:
         """Print one line in any mode but "off"."""
@@ -92,7 +93,8 @@ class Progress:
         parts = [f"{name} {value:.4g}" for name, value in metrics.items()]
         if self._rate is not None:
             parts.append(f"{self._rate:.3g} steps/s")
-            parts.append(f"left {duration((self._stop - step) / self._rate)}")
+            if self._stop < float("inf"):
+                parts.append(f"left {duration((self._stop - step) / self._rate)}")
         if saved is not None:
             parts.append(f"saved {saved}")
         return "  ".join(parts)
@@ -123,7 +125,7 @@ def _is_terminal(console: Any) -> bool:
     return bool(getattr(console, "isatty", lambda: False)())
 
 
-def _make_bar(console: Any, step: int, stop: int) -> tuple[Any, Any]:
+def _make_bar(console: Any, step: int, stop: float) -> tuple[Any, Any]:
     from rich.console import Console  # slow to import, and only needed for a bar
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -137,6 +139,8 @@ def _make_bar(console: Any, step: int, stop: int) -> tuple[Any, Any]:
         console=screen,
         auto_refresh=False,
     )
-    task = bar.add_task("training", total=stop, completed=step, text="")
+    task = bar.add_task(
+        "training", total=None if stop == float("inf") else stop, completed=step, text=""
+    )
     bar.start()
     return bar, task

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from perdure.checkpoint import CheckpointManager, Processes, Retention
+from perdure.checkpoint import CheckpointManager, ManagerOptions, Processes
+from perdure.checkpoint.address import find_step
 from perdure.checkpoint.journal import Journal
 from perdure.errors import TrainError
 from perdure.state import StateWithExtras
@@ -63,7 +64,13 @@ class RunCheckpoints:
         training.state, training.step = restored.state.main, restored.step
         self.restored_step = self.saved_step = restored.step
         # A state that came from the mirror is not fresh, even if the run directory is empty.
-        return restored.step == 0 and manager.latest_step() is None
+        is_new = restored.step == 0 and manager.latest_step() is None
+        if is_new and training.warm_start_from is not None:
+            run, step = find_step(training.warm_start_from)
+            options = ManagerOptions(save_random_state=False)
+            with CheckpointManager(run.storage, options=options, recipe={}) as other:
+                training.state = other.restore(step, training._target, strict=False).state
+        return is_new
 
     @property
     def journal(self) -> Journal | None:
@@ -127,16 +134,14 @@ def open_manager(
     config: RunConfig, recipe: Mapping[str, Any], processes: Processes | None
 ) -> CheckpointManager:
     """The manager that a configuration asks for; without `processes` it looks for a group itself."""
-    options, hours = config.checkpoint, config.keep_checkpoint_every_n_hours
+    options = config.checkpoint
     if config.journal_every is not None:
         options = replace(options, journal_every=config.journal_every)
-    if hours is not None:
-        rules = replace(options.retention or Retention(), keep_every_n_hours=hours)
-        options = replace(options, retention=rules)
     return CheckpointManager(
         config.model_dir,
         mirror=options.mirror,
-        max_to_keep=config.keep_checkpoint_max,
+        max_to_keep=config.keep_checkpoint_max or None,
+        keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,  # type: ignore[call-arg]
         options=options,
         recipe=recipe,
         allow=options.allow,

@@ -7,16 +7,21 @@ The trainer keeps what lives longer than one call of `train`: the state, the ste
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from perdure.checkpoint import CheckpointManager, Restored
+from perdure.checkpoint import CheckpointManager, Restored, latest_checkpoint
+from perdure.checkpoint.address import open_checkpoint
 from perdure.checkpoint.arguments import makes_state
+from perdure.data.example_trees import unstack, weight_of
+from perdure.data.pipelines import gives_batch_of_step
 from perdure.errors import StepNotFoundError, TrainError
 from perdure.state import StateWithExtras
 from perdure.store import LocalStorage
 from perdure.store.urls import open_storage
+from perdure.tensorflow_names import TensorFlowNames, names_forms
 from perdure.train.batch_source import (
     BatchSource,
     IteratorBatchSource,
@@ -32,6 +37,8 @@ from perdure.train.progress import Progress
 from perdure.train.run_checkpoints import RunCheckpoints, open_manager
 from perdure.train.summaries import Summaries
 from perdure.train.training_state import TrainingState
+
+PredictFn = Callable[[Any, Any], Any]
 
 
 class Hook:
@@ -70,7 +77,7 @@ class Hook:
         """Training ends, for whatever reason."""
 
 
-class Trainer(TrainingState):
+class Trainer(TrainingState, TensorFlowNames):
     """Trains `state` by `step_fn(state, batch) -> (state, logs)`, and resumes an interrupted run.
 
     Args:
@@ -86,12 +93,16 @@ class Trainer(TrainingState):
         strategy: How the steps are distributed.
         eval_fn: `eval_fn(state, batch)` returns the metrics of a batch as (sum, weight) pairs. With a
             strategy it runs for each logical replica.
+        warm_start_from: A run directory or one of its checkpoints, `RUN@STEP`. A new run begins with
+            the values of its leaves, where path, shape and dtype are those of `state`; a warning lists
+            the others.
 
     Raises:
         TrainError: An argument cannot be used.
         DataError: The position in the data could not be restored.
     """
 
+    @names_forms("Trainer")
     def __init__(
         self,
         step_fn: StepFn,
@@ -102,6 +113,7 @@ class Trainer(TrainingState):
         *,
         strategy: Any = None,
         eval_fn: EvalFn | None = None,
+        warm_start_from: Any = None,
     ) -> None:
         if not isinstance(config, RunConfig):
             raise TrainError(f"config: expected a RunConfig, found {config!r}.")
@@ -121,9 +133,20 @@ class Trainer(TrainingState):
         self._extras = _extras(self.hooks, self._source)
         summaries = Summaries(_summary_dir(config) if self.processes.is_chief else None)
         super().__init__(config, _initial_state(state, config.seed), summaries)
+        self.warm_start_from = warm_start_from
 
-    def train(self, max_steps: int | None = None, *, steps: int | None = None) -> Any:
+    @names_forms("Trainer")
+    def train(
+        self,
+        max_steps: int | None = None,
+        *,
+        steps: int | None = None,
+        hooks: Iterable[Hook] = (),
+        saving_listeners: Iterable[Hook] = (),
+    ) -> Any:
         """Train from the newest good checkpoint in `model_dir`, and return the state.
+
+        Without `max_steps` and `steps` training ends with the data, or when a hook stops it.
 
         On SIGTERM or a cloud's notice, the step is finished and saved, and the process exits with
         status 75. After an error of a step or a hook, another call resumes from the last checkpoint. On
@@ -136,21 +159,35 @@ class Trainer(TrainingState):
             steps: Instead of `max_steps`: train for so many steps more than the checkpoint has when
                 this call begins. A program that is restarted after an interruption then trains for
                 `steps` more again, so pass `max_steps` in a job that may be interrupted.
+            hooks: Further hooks of this call, which have no state in the checkpoint.
+            saving_listeners: Hooks with `before_save` and `after_save`; the same as `hooks`.
 
         Raises:
-            TrainError: Not exactly one of the two was given, or it is less than 1.
+            TrainError: Both numbers were given, or one that is less than 1; or none, with data that
+                have no end.
             SystemExit: The run was preempted; its last step is durable.
         """
-        if (max_steps is None) == (steps is None):
+        if max_steps is not None and steps is not None:
             raise TrainError(
                 f"expected one of max_steps (in all) and steps (more than now), found "
                 f"max_steps={max_steps!r} and steps={steps!r}."
             )
-        if steps is None:
-            _require_steps("max_steps", max_steps)
-        else:
-            _require_steps("steps", steps)
-        self._run(Goal(max_steps, steps or 0))
+        for name, number in (("max_steps", max_steps), ("steps", steps)):
+            if number is not None:
+                _require_steps(name, number)
+        further = (*_checked(hooks), *_checked(saving_listeners))
+        for hook in further:
+            if hasattr(hook, "state_dict"):
+                raise TrainError(
+                    f"hooks: expected hooks without a state, found {type(hook).__name__}, whose state "
+                    f"belongs into every checkpoint: pass it to Trainer(hooks=...)."
+                )
+        if max_steps is None and steps is None and not (self._source.ends or self.hooks or further):
+            raise TrainError(
+                "expected max_steps or steps, found neither, and data that begin again at their end. "
+                "Name one, or give a hook that calls `request_stop`."
+            )
+        self._run(Goal(max_steps, steps), further)
         return self.state
 
     def train_and_evaluate(
@@ -178,8 +215,9 @@ class Trainer(TrainingState):
         if steps is not None:
             _require_steps("steps", steps)
         self._computation.require_eval_fn()
-        return self._run(Goal(max_steps, 0, data, every, steps))
+        return self._run(Goal(max_steps, None, data, every, steps))
 
+    @names_forms("Trainer")
     def evaluate(self, data: Any, steps: int | None = None) -> dict[str, float]:
         """Metrics of the newest checkpoint in `model_dir`, or of the fresh state if there is none.
 
@@ -188,6 +226,43 @@ class Trainer(TrainingState):
             steps: Number of batches; None takes all.
         """
         self._computation.require_eval_fn()
+        self._restore_newest(steps)
+        means = Means()
+        for batch in evaluation_batches(data, steps, self.strategy):
+            means.add(self._computation.evaluate(self.state, batch))
+        return means.result()
+
+    @names_forms("Trainer")
+    def predict(self, data: Any, predict_fn: PredictFn, steps: int | None = None) -> Iterator[Any]:
+        """Predictions of the newest checkpoint in `model_dir`, one for each example, in order.
+
+        Args:
+            data: What to predict for. Rows that pad a batch are left out.
+            predict_fn: `predict_fn(state, batch)` returns a tree of arrays with a row for each example.
+                It is called in this process alone, without the strategy.
+            steps: Number of batches; None takes all.
+        """
+        self._restore_newest(steps)
+        weighted = gives_batch_of_step(data)
+        for batch in evaluation_batches(data, steps):
+            rows = unstack(predict_fn(self.state, batch))
+            weights = weight_of(batch) if weighted else itertools.repeat(1)
+            yield from (row for row, weight in zip(rows, weights, strict=False) if weight)
+
+    @property
+    def model_dir(self) -> Any:
+        """The run directory."""
+        return self.config.model_dir
+
+    def latest_checkpoint(self) -> str | None:
+        """The newest checkpoint in `model_dir` as `RUN@STEP`, None before the first."""
+        return latest_checkpoint(self.model_dir)
+
+    def get_variable_names(self) -> list[str]:
+        """Paths of the leaves of the newest checkpoint in `model_dir`."""
+        return sorted(leaf.path for leaf in open_checkpoint(self.model_dir).manifest.leaves)
+
+    def _restore_newest(self, steps: int | None) -> None:
         if steps is not None:
             _require_steps("steps", steps)
         with self._open_manager() as manager:
@@ -197,19 +272,15 @@ class Trainer(TrainingState):
             except StepNotFoundError:
                 restored = Restored(fresh, 0)
         self.state, self.step = restored.state.main, restored.step
-        means = Means()
-        for batch in evaluation_batches(data, steps, self.strategy):
-            means.add(self._computation.evaluate(self.state, batch))
-        return means.result()
 
-    def _run(self, goal: Goal) -> dict[str, float]:
+    def _run(self, goal: Goal, hooks: Sequence[Hook] = ()) -> dict[str, float]:
         config, output = self.config, self.config.output
         self.stop_reason = ""
         mode = output.progress if self.processes.is_chief else "off"
         self.progress = Progress(mode, output.console, config.log_step_count_steps)
-        hooks = HookCalls(self, self.hooks, Hook)
-        checkpoints = RunCheckpoints(self, self._open_manager(), self._extras, hooks)
-        return Loop(self, self._computation, self._source, checkpoints, hooks, goal).run()
+        calls = HookCalls(self, (*self.hooks, *hooks), Hook)
+        checkpoints = RunCheckpoints(self, self._open_manager(), self._extras, calls)
+        return Loop(self, self._computation, self._source, checkpoints, calls, goal).run()
 
     def _open_manager(self) -> CheckpointManager:
         processes = None if self.strategy is None else self.processes

@@ -23,6 +23,7 @@ class TrainingState:
         step: Number of steps that are in `state`.
         stop_reason: Why training ends before the next step; empty if it does not.
         manager: The manager of the run directory while the run trains, else None.
+        warm_start_from: The checkpoint that a new run begins with, None for the fresh state.
     """
 
     def __init__(self, config: RunConfig, state: Any, summaries: Summaries) -> None:
@@ -33,6 +34,7 @@ class TrainingState:
         self.step = 0
         self.stop_reason = ""
         self.manager: CheckpointManager | None = None
+        self.warm_start_from: Any = None
 
     @property
     def state(self) -> Any:

@@ -17,12 +17,13 @@ from perdure.distribute.replica_run import current_run
 from perdure.distribute.scope import current, current_replica, current_strategy
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
+from perdure.tensorflow_names import TensorFlowNames
 
 # Updates that go through the tree together. The number bounds memory and does not change the result.
 _PENDING = 64
 
 
-class Metric:
+class Metric(TensorFlowNames):
     """Base of all metrics.
 
     Functional, for `strategy.step`: `init()` goes into the state, `contribution(...)` among what grad
@@ -98,11 +99,18 @@ class Metric:
         self._flush("update_state()")
         self._accumulators = self.merge(self._accumulators, _on_host(value))
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`update_state`, then `result`; None in the function of strategy.run, which has no result."""
+        self.update_state(*args, **kwargs)
+        return self.result() if current_run() is None else None
+
     def reset_state(self) -> None:
         """Empty the accumulators."""
         self._outside_of_replicas("reset_state()")
         self._pending = []
         self._accumulators = self.init()
+
+    reset_states = reset_state
 
     def state_dict(self) -> dict[str, Any]:
         """The accumulators, as NumPy arrays of their own."""

@@ -1,0 +1,155 @@
+"""TensorFlow's names that are not carried over, each with the form to write instead.
+
+A module or a class that takes the place of one of TensorFlow's asks `missing` for the error of a name
+that it lacks. docs/how-to/from-tf-train.md has the same table for people, with the names that work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from perdure.errors import ArgumentError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_STEP = "The number of a checkpoint is the step that `manager.save(step, state)` is given."
+_NO_SESSIONS = "There are no sessions and no servers: leave it out."
+_STRATEGIES = "Strategies are in perdure.jax and perdure.torch, under TensorFlow's names."
+_CLUSTER = (
+    "`perdure.distribute.ClusterResolver` and `strategy.cluster_resolver` describe the group."
+)
+
+FORMS: dict[str, dict[str, str]] = {
+    "perdure": {
+        "CheckpointOptions": "perdure.ManagerOptions",
+        "checkpoints_iterator": "Call perdure.latest_checkpoint(directory) again until it changes.",
+        "get_checkpoint_state": "perdure.latest_checkpoint(directory), or `perdure ls RUN`.",
+        "list_variables": "perdure.load_checkpoint(run), or `perdure show RUN`.",
+        "load_variable": "perdure.load_checkpoint(run, leaves=path)",
+        "Estimator": "perdure.Trainer",
+        "EstimatorSpec": "perdure.Trainer(step_fn, state, data, config, eval_fn=eval_fn)",
+        "TrainSpec": "trainer.train_and_evaluate(data, max_steps, every=steps)",
+        "EvalSpec": "trainer.train_and_evaluate(data, max_steps, every=steps)",
+        "train_and_evaluate": "trainer.train_and_evaluate(data, max_steps, every=steps)",
+        "SessionRunHook": "perdure.train.Hook",
+        "CheckpointSaverListener": "perdure.train.Hook, with before_save and after_save.",
+        "BackupAndRestore": "perdure.keras.BackupAndRestore",
+        "ModelCheckpoint": "perdure.keras.ModelCheckpoint",
+        **dict.fromkeys(
+            (
+                "MirroredStrategy",
+                "MultiWorkerMirroredStrategy",
+                "OneDeviceStrategy",
+                "get_strategy",
+            ),
+            _STRATEGIES,
+        ),
+        **dict.fromkeys(
+            ("TPUStrategy", "ParameterServerStrategy", "CentralStorageStrategy"),
+            f"{_STRATEGIES} There is none for TPUs or parameter servers.",
+        ),
+    },
+    "Checkpoint": {
+        "read": "checkpoint.restore(directory)",
+        "write": "checkpoint.save(directory, step)",
+        "save_counter": _STEP,
+        "sync": "manager.wait_until_finished()",
+    },
+    "CheckpointManager": {
+        "checkpoint": "The state that `save` is given; keep the Checkpoint in a name of your own.",
+        "checkpoint_name": "A checkpoint is named by its step, RUN@STEP.",
+        "init_fn": "manager.restore_or_initialize(init_fn)",
+        "sync": "manager.wait_until_finished()",
+    },
+    "RunConfig": {
+        "tf_random_seed": "RunConfig(seed=...)",
+        "train_distribute": "Trainer(..., strategy=strategy)",
+        "eval_distribute": "Trainer(..., strategy=strategy)",
+        "experimental_distribute": "Trainer(..., strategy=strategy)",
+        "cluster_spec": _CLUSTER,
+        "master": _CLUSTER,
+        "evaluation_master": _CLUSTER,
+        "global_id_in_cluster": "RunConfig.task_id",
+        "num_ps_replicas": "There are no parameter servers.",
+        **dict.fromkeys(
+            (
+                "session_config",
+                "device_fn",
+                "protocol",
+                "service",
+                "session_creation_timeout_secs",
+                "experimental_max_worker_delay_secs",
+                "checkpoint_save_graph_def",
+            ),
+            _NO_SESSIONS,
+        ),
+    },
+    "Trainer": {
+        "input_fn": "Trainer(step_fn, state, data, config), and evaluate(data).",
+        "checkpoint_path": "Trainer reads the newest checkpoint of model_dir; see warm_start_from.",
+        "params": "The step function closes over its parameters.",
+        "model_fn": "step_fn, the first argument of Trainer.",
+        "eval_dir": "Evaluations are in the summaries of model_dir, under `eval/`.",
+        "export_saved_model": "`perdure export RUN --to saved_model`",
+        "experimental_export_all_saved_models": "`perdure export RUN --to saved_model`",
+    },
+    "Strategy": {
+        "experimental_run_v2": "strategy.run(fn, args)",
+        "experimental_distribute_datasets_from_function": "strategy.distribute_datasets_from_function",
+        "experimental_distribute_values_from_function": "strategy.distribute_values_from_function",
+        "experimental_make_numpy_dataset": "perdure.ArrayDataset(arrays, batch_size)",
+        "make_dataset_iterator": "strategy.distribute_dataset(dataset)",
+        "extended": "There is no `extended`: a strategy has its methods itself.",
+    },
+    "Metric": {
+        "variables": "metric.state_dict()",
+        "weights": "metric.state_dict()",
+        "merge_state": "metric.merge(accumulators, total)",
+        "add_weight": "A metric of your own has `fields`, `contribution` and `value`.",
+    },
+}
+
+
+def refuse_arguments(owner: str, names: Iterable[str]) -> None:
+    """Raise `ArgumentError` if one of the names is an argument of TensorFlow's that `owner` lacks."""
+    for name in names:
+        if form := FORMS[owner].get(name):
+            raise ArgumentError(
+                f"{owner} has no argument {name!r}. In place of TensorFlow's: {form}"
+            )
+
+
+def names_forms(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A method whose error for an argument of TensorFlow's says what to write."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def checked(*given: P.args, **named: P.kwargs) -> R:
+            refuse_arguments(owner, named)
+            return method(*given, **named)
+
+        return checked
+
+    return decorate
+
+
+def missing(owner: str, name: str) -> AttributeError:
+    """The error for a name that `owner`, a module or a class of `FORMS`, does not have."""
+    text = f"{owner} has no attribute {name!r}"
+    form = FORMS[owner].get(name)
+    return AttributeError(f"{text}. In place of TensorFlow's: {form}" if form else text, name=name)
+
+
+class TensorFlowNames:
+    """Base of a class of `FORMS`: the error for one of TensorFlow's names says what to write."""
+
+    if not TYPE_CHECKING:  # a type checker reports such names itself
+
+        def __getattr__(self, name: str) -> Any:
+            owner = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in FORMS)
+            error = missing(owner, name)
+            error.obj = self
+            raise error

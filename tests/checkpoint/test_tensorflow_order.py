@@ -1,0 +1,215 @@
+"""The lines that a user of `tf.train` pastes: Checkpoint, CheckpointManager, latest_checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import perdure
+from perdure import Checkpoint, Retention
+from perdure.errors import ArgumentError, HistoryError, MismatchError
+from perdure.tensorflow_names import FORMS
+
+Manager: Any = perdure.CheckpointManager  # in TensorFlow's order, which the annotations do not have
+
+
+def members(value: float = 0.0) -> dict[str, Any]:
+    return {"net": {"w": np.full(3, float(value))}, "step": int(value)}
+
+
+def test_the_loop_of_the_guide_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    def train(where: str, steps: int) -> Any:
+        ckpt: Any = Checkpoint(**members())
+        manager = Manager(ckpt, where, max_to_keep=3)
+        ckpt.restore(manager.latest_checkpoint)
+        random.seed(
+            ckpt.step if manager.latest_checkpoint is None else 99
+        )  # the restore brings it back
+        ckpt.restore(manager.latest_checkpoint)
+        for _ in range(ckpt.step, steps):
+            ckpt.net = {"w": ckpt.net["w"] + random.random()}
+            ckpt.step += 1
+            if ckpt.step % 10 == 0:
+                assert manager.save() == f"{where}@{ckpt.step // 10}"
+        manager.close()
+        return ckpt
+
+    whole = train(f"{tmp_path}/whole", 50)
+    train(f"{tmp_path}/cut", 27)
+    resumed = train(f"{tmp_path}/cut", 50)
+    assert resumed.net["w"].tobytes() == whole.net["w"].tobytes()
+    assert perdure.latest_checkpoint(f"{tmp_path}/cut") == f"{tmp_path}/cut@5"
+    ckpt = Checkpoint(**members())
+    manager = Manager(ckpt, f"{tmp_path}/cut")
+    assert manager.checkpoints == [f"{tmp_path}/cut@{number}" for number in (3, 4, 5)]
+    assert ckpt.restore(perdure.latest_checkpoint(f"{tmp_path}/cut")) == 5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ckpt, run: Manager(ckpt, run, 2),
+        lambda ckpt, run: Manager(ckpt, run, max_to_keep=2),
+        lambda ckpt, run: Manager(ckpt, directory=run, max_to_keep=2),
+        lambda ckpt, run: Manager(checkpoint=ckpt, directory=run, max_to_keep=2),
+    ],
+)
+def test_a_manager_takes_the_arguments_in_tensorflows_order(tmp_path: Path, make: Any) -> None:
+    with make(Checkpoint(**members(7)), tmp_path) as manager:
+        for _ in range(3):
+            manager.save()
+        assert manager.save(checkpoint_number=10) == f"{tmp_path}@10"
+        assert manager.save(checkpoint_number=12, check_interval=False) == f"{tmp_path}@12"
+        assert manager.save() == f"{tmp_path}@13"
+        manager.wait_until_finished()
+        assert manager.all_steps() == [12, 13]
+        with pytest.raises(HistoryError):
+            manager.save(checkpoint_number=3)
+    fresh = Checkpoint(**members())
+    with make(fresh, tmp_path) as manager:
+        assert manager.restore_or_initialize().step == 13
+    assert fresh.step == 7
+
+
+def test_the_interval_counts_the_steps_of_a_counter(tmp_path: Path) -> None:
+    ckpt = Checkpoint(**members())
+    counter = np.zeros((), np.int64)
+    with Manager(ckpt, tmp_path, step_counter=counter, checkpoint_interval=5) as manager:
+        saved = []
+        for _ in range(11):
+            counter += 1
+            saved.append(manager.save())
+        assert [name for name in saved if name] == [f"{tmp_path}@5", f"{tmp_path}@10"]
+    with Manager(ckpt, tmp_path / "by function", step_counter=lambda: 4) as manager:
+        assert manager.save() == f"{tmp_path / 'by function'}@4"
+    with (
+        Manager(ckpt, tmp_path / "none", checkpoint_interval=5) as manager,
+        pytest.raises(ArgumentError, match="step_counter"),
+    ):
+        manager.save()
+
+
+def test_checkpoints_are_kept_by_the_hour(tmp_path: Path) -> None:
+    now = [0.0]
+    options = perdure.ManagerOptions(clock=lambda: now[0])
+    arguments: Any = {"keep_checkpoint_every_n_hours": 1, "options": options}
+    with Manager(Checkpoint(**members()), tmp_path, 1, **arguments) as manager:
+        for _ in range(5):
+            manager.save()
+            manager.wait_until_finished()
+            now[0] += 1800.0
+        assert manager.all_steps() == [1, 3, 5]
+    rules = perdure.ManagerOptions(retention=Retention(keep_every_n_hours=1), clock=lambda: now[0])
+    with perdure.CheckpointManager(tmp_path, max_to_keep=1, options=rules) as manager:
+        assert manager.all_steps() == [1, 3, 5]
+
+
+def test_there_is_no_latest_checkpoint_before_the_first(tmp_path: Path) -> None:
+    assert perdure.latest_checkpoint(tmp_path / "missing") is None
+    assert perdure.latest_checkpoint(tmp_path) is None
+    assert perdure.latest_checkpoint(perdure.MemoryStorage()) is None
+    name = Checkpoint(**members(3)).save(file_prefix=tmp_path / "run" / "ckpt")
+    assert name == perdure.latest_checkpoint(tmp_path / "run") == f"{tmp_path / 'run'}@1"
+    assert Checkpoint(**members(4)).save(tmp_path / "run") == f"{tmp_path / 'run'}@2"
+    with pytest.raises(ArgumentError, match=str(tmp_path / "run")):
+        perdure.latest_checkpoint(tmp_path)  # None would be a new start beside two checkpoints
+    with pytest.raises(ArgumentError):
+        Checkpoint(**members()).save()
+
+
+def test_restoring_nothing_changes_nothing(tmp_path: Path) -> None:
+    ckpt = Checkpoint(**members(3))
+    status = ckpt.restore(perdure.latest_checkpoint(tmp_path))
+    assert status == 0
+    assert status.expect_partial() is status
+    assert ckpt.step == 3
+    for check in (status.assert_consumed, status.assert_existing_objects_matched):
+        with pytest.raises(MismatchError):
+            check()
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["alone", "with its manager"])
+def test_members_that_the_checkpoint_has_and_the_target_lacks(tmp_path: Path, bound: bool) -> None:
+    Checkpoint(**members(3)).save(tmp_path, 5)
+    part = Checkpoint(net=members()["net"])
+    manager = Manager(part, tmp_path) if bound else None
+    assert part.restore(tmp_path).expect_partial() == 5
+    assert part.net["w"].tolist() == [3, 3, 3]
+    part.restore(f"{tmp_path}@5").assert_existing_objects_matched()
+    with pytest.raises(MismatchError, match="step"):
+        part.restore(tmp_path).assert_consumed()
+    with pytest.warns(UserWarning, match="step") as caught:
+        part.restore(tmp_path)
+    assert caught[0].filename == __file__
+    whole = Checkpoint(**members())
+    if manager is not None:
+        manager.close()
+        manager = Manager(whole, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole.restore(tmp_path).assert_consumed()
+    assert whole.step == 3
+    # A member that the checkpoint lacks is refused, and nothing changes.
+    for more in (Checkpoint(**members(), bias=np.zeros(2)), Checkpoint(bias=np.zeros(2))):
+        if manager is not None:
+            manager.close()
+            manager = Manager(more, tmp_path)
+        with pytest.raises(MismatchError, match="bias"):
+            more.restore(tmp_path)
+        assert getattr(more, "step", 0) == 0
+    if manager is not None:
+        manager.close()
+
+
+def test_a_checkpoint_in_a_checkpoint_takes_its_part(tmp_path: Path) -> None:
+    Checkpoint(net=Checkpoint(l1=np.ones(2), bias=np.full(2, 5.0)), step=1).save(tmp_path)
+    layer = Checkpoint(bias=np.zeros(2))
+    Checkpoint(net=layer).restore(perdure.latest_checkpoint(tmp_path)).expect_partial()
+    assert layer.bias.tolist() == [5, 5]
+
+
+def test_a_manager_that_nobody_refers_to_lets_its_checkpoint_be_saved_elsewhere(
+    tmp_path: Path,
+) -> None:
+    ckpt = Checkpoint(**members(1))
+    manager = Manager(ckpt, tmp_path)
+    manager.save()
+    manager.wait_until_finished()
+    del manager
+    gc.collect()
+    with Manager(ckpt, tmp_path) as manager:
+        assert ckpt.restore(manager.latest_checkpoint) == 1
+
+
+def test_a_name_that_is_not_carried_over_says_the_form_to_use(tmp_path: Path) -> None:
+    ckpt = Checkpoint(**members())
+    with Manager(ckpt, tmp_path) as manager:
+        for use, form in (
+            (lambda: perdure.TPUStrategy, "perdure.jax"),  # type: ignore[attr-defined]
+            (lambda: perdure.list_variables, "load_checkpoint"),  # type: ignore[attr-defined]
+            (lambda: ckpt.save_counter, r"save\(step, state\)"),
+            (lambda: ckpt.write(tmp_path), "checkpoint.save"),
+            (lambda: manager.sync(), "wait_until_finished"),
+        ):
+            with pytest.raises(AttributeError, match=form):
+                use()
+        with pytest.raises(AttributeError, match=r"nothing'$"):
+            manager.nothing  # noqa: B018
+    with pytest.raises(ArgumentError, match="restore_or_initialize"):
+        Manager(ckpt, tmp_path, init_fn=dict)
+    with pytest.raises(TypeError):
+        Manager(ckpt, tmp_path, nothing=1)
+
+
+def test_the_page_for_people_has_every_name() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/from-tf-train.md").read_text()
+    table = page.partition("## All names")[2].partition("\n## ")[0]
+    shown = {word for code in re.findall(r"`[^`]*`", table) for word in re.findall(r"\w+", code)}
+    assert {name for names in FORMS.values() for name in names} - shown == set()

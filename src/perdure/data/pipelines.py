@@ -51,7 +51,8 @@ def pipeline_error(data: Any) -> DataError:
         advice = "It is read by index, so wrap it: perdure.data.Dataset(data, batch_size=128)."
     else:
         advice = (
-            "It can only be read from its start. Read its examples into arrays for "
+            "It can only be read from its start (strategy.distribute_dataset and a Trainer take a "
+            "tf.data pipeline that has an index: docs/DATA.md). Read its examples into arrays for "
             "perdure.ArrayDataset, read shards of it through perdure.data.StreamDataset, or pass a "
             "function of the step. (`fit` of Keras takes it, with perdure.keras.BackupAndRestore.)"
         )

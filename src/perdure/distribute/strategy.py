@@ -17,6 +17,7 @@ from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
 from perdure.data.dataset_base import step_index
 from perdure.data.pipelines import refuse_pipeline
+from perdure.data.tensorflow_dataset import by_index
 from perdure.distribute import collectives, inputs, keras_calls
 from perdure.distribute.audit import OnCorruption, audit_options
 from perdure.distribute.cluster import Cluster
@@ -135,7 +136,7 @@ class Strategy(TensorFlowNames):
             "tree": TREE_VERSION,
             **self._engine.recipe(),
         }
-        refuse_pipeline(dataset)
+        refuse_pipeline(dataset := by_index(dataset))
         for name, value in (dataset.recipe() if dataset is not None else {}).items():
             recipe[f"data_{name}" if name in recipe else name] = value
         return recipe
@@ -154,7 +155,7 @@ class Strategy(TensorFlowNames):
         auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.DATA,
     ) -> DistributedDataset:
         """The batches of all steps, one after the other, from step 0; see DistributedDataset."""
-        source = inputs.sharded(dataset, auto_shard_policy)
+        source = inputs.sharded(by_index(dataset), auto_shard_policy)
         return DistributedDataset(source, self.batch)
 
     experimental_distribute_dataset = distribute_dataset

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from perdure.data.pipelines import gives_batch_of_step, is_grain, is_pipeline, pipeline_error
+from perdure.data.tensorflow_dataset import by_index
 from perdure.errors import DataError
 from perdure.state import is_positioned, position, reposition
 
@@ -99,6 +102,7 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
     Raises:
         DataError: `data` is something else.
     """
+    data = by_index(data)
     strategy_recipe = strategy.recipe() if strategy is not None else {}
     if callable(getattr(data, "from_step", None)):
         recipe = strategy.recipe(data) if strategy is not None else data.recipe()
@@ -111,9 +115,15 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
     if is_pipeline(data) and (strategy is not None or not is_grain(data, "IterDataset")):
         raise pipeline_error(data)
     if gives_batch_of_step(data):
+        fetch: Callable[[int], Any] = data.batch
         if strategy is not None:
-            return BatchSource(lambda step: strategy.batch(data, step), strategy.recipe(data))
-        return BatchSource(data.batch, data.recipe() if hasattr(data, "recipe") else {})
+            fetch, recipe = partial(strategy.batch, data), strategy.recipe(data)
+        else:
+            recipe = data.recipe() if hasattr(data, "recipe") else {}
+        epochs = getattr(data, "epochs", None)  # of a tf.data pipeline
+        if epochs is not None:
+            fetch = partial(_until, fetch, epochs * data.steps_per_epoch)
+        return BatchSource(fetch, recipe, ends=epochs is not None)
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         count = len(data)
         if not count:
@@ -135,6 +145,12 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
     )
 
 
+def _until(fetch: Callable[[int], Any], end: int, step: int) -> Any:
+    if step >= end:
+        raise StopIteration
+    return fetch(step)
+
+
 def _has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
@@ -151,6 +167,8 @@ def _grain_batch(data: Any, step: int) -> Any:
 
 def evaluation_batches(data: Any, steps: int | None, strategy: Any = None) -> Iterator[Any]:
     """One pass over `data`, or its first `steps` batches. Any iterable will do: it is never resumed."""
+    with suppress(DataError):  # a pipeline that has no index is read as it is
+        data = by_index(data)
     if callable(getattr(data, "from_step", None)):
         # From its start, whatever its position: an evaluation depends on the step alone.
         data = data.from_step(0)

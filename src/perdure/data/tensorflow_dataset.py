@@ -1,0 +1,94 @@
+"""A `tf.data` pipeline over arrays as a dataset by index, without TensorFlow's iterators.
+
+Only what the pipeline is made of is read: its arrays, and the arguments of `shuffle`, `batch` and
+`repeat`. The order of a shuffled epoch is that of `ArrayDataset`, a function of the seed and the epoch.
+Invariant: a pipeline that does anything else is refused. No framework is imported here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from perdure.data.dataset import ArrayDataset
+from perdure.data.permutation import fold
+from perdure.errors import DataError
+
+_FORM = "tf.data.Dataset.from_tensor_slices(arrays).shuffle(n, seed=0).batch(size).repeat(epochs)"
+_KNOWN = re.compile(r"TensorSlice( Cache)?( Shuffle)? (Parallel)?Batch( Repeat)?")
+_NEUTRAL = ("Prefetch", "Options")  # they change no batch
+_NO_GRAPH_SEED = (
+    87654321  # in place of the seed of `tf.random.set_seed`, if there is only one of `shuffle`
+)
+
+
+class TensorFlowDataset(ArrayDataset):
+    """The batches of a pipeline; see `by_index`.
+
+    Attributes:
+        epochs: How often the pipeline repeats the examples; None for ever.
+    """
+
+    epochs: int | None
+
+
+def by_index(data: Any) -> Any:
+    """The dataset by index of a `tf.data` pipeline; other data as they are.
+
+    Raises:
+        DataError: The pipeline has another form than `from_tensor_slices`, `shuffle` with a seed,
+            `batch` and `repeat`.
+    """
+    if not type(data).__module__.startswith("tensorflow.python.data."):
+        return data
+    nodes: dict[str, Any] = {}
+    kinds: list[str] = []
+    todo = [data]
+    while todo:
+        node = todo.pop()
+        kind = re.sub(r"^_|(V\d)?Dataset(V\d)?$", "", type(node).__name__)
+        if kind not in _NEUTRAL:
+            kinds.insert(0, kind)
+            nodes[kind.removeprefix("Parallel")] = node
+        todo += node._inputs()
+    if not _KNOWN.fullmatch(found := " ".join(kinds)):
+        raise DataError(
+            f"expected a tf.data pipeline of the form {_FORM}, whose batches have an index, found "
+            f"{found}. Put the rest into the step or into `augment` of a perdure.ArrayDataset."
+        )
+    shuffle, batch, repeat = (nodes.get(kind) for kind in ("Shuffle", "Batch", "Repeat"))
+    seed = 0
+    if shuffle is not None:
+        graph, own = (int(value) for value in (shuffle._seed, shuffle._seed2))
+        if not (graph or own) or not shuffle._reshuffle_each_iteration:
+            raise DataError(
+                "tf.data: expected `shuffle(n, seed=...)`, which gives each epoch an order of its own "
+                "that a resumed run can find again, found a shuffle without a seed, or with "
+                "reshuffle_each_iteration=False."
+            )
+        seed = own if graph == _NO_GRAPH_SEED else fold((graph, own)) >> 1
+    made = TensorFlowDataset(
+        _arrays(nodes["TensorSlice"]),
+        int(batch._batch_size),
+        seed=seed,
+        shuffle=shuffle is not None,
+        drop_remainder=bool(batch._drop_remainder),
+    )
+    count = 1 if repeat is None else int(repeat._count)
+    made.epochs = None if count < 0 else count
+    return made
+
+
+def _arrays(source: Any) -> Any:
+    """The arrays, in the structure that the program gave them; TensorFlow sorts the names of a dict."""
+    structure, arrays = source._structure, [tensor.numpy() for tensor in source._tensors]
+    parts = [*structure.values()] if isinstance(structure, dict) else structure
+    parts = list(parts) if isinstance(parts, (list, tuple)) else [parts]
+    if len(parts) != len(arrays) or any(isinstance(part, (dict, list, tuple)) for part in parts):
+        raise DataError(
+            "tf.data: expected an array, a tuple or a dict of arrays in `from_tensor_slices`, found "
+            "nested ones. Take them apart: {'image': ..., 'label': ...}."
+        )
+    if isinstance(structure, dict):
+        return dict(zip(sorted(structure), arrays, strict=True))
+    return tuple(arrays) if isinstance(structure, (list, tuple)) else arrays[0]

@@ -80,11 +80,15 @@ def is_state(value: Any) -> bool:
 
 
 def _add_many(
-    block: Sequence[tuple[str, Any]], parent: str, taker: Adapter, leaves: Leaves
+    block: Sequence[tuple[str, Any]],
+    parent: str,
+    taker: Adapter,
+    leaves: Leaves,
+    plain: Collection[str],
 ) -> bool:
     """Add the leaves of values of one type in few calls; False if `taker` needs one for each."""
     keys, values = zip(*block, strict=True)
-    if not is_plain(values[0]) or (many := taker.leaves(values)) is None:
+    if (plain and not is_plain(values[0])) or (many := taker.leaves(values)) is None:
         return False
     paths = join_keys(parent, keys)
     if all(map(is_, map(leaves.setdefault, paths, many), many)):
@@ -112,7 +116,7 @@ def _add_leaves(
     rest = chain.from_iterable(
         block
         for block in blocks(children, TOGETHER)
-        if type(block[0][1]) is not kind or not _add_many(block, parent, taker, leaves)
+        if type(block[0][1]) is not kind or not _add_many(block, parent, taker, leaves, plain)
     )
     prefix = f"{parent}/" if parent else ""
     try:

@@ -32,7 +32,6 @@ from table import Row, compared, finish, installed, row
 
 from perdure import RunConfig, Trainer
 from perdure.train import Hook, OutputConfig
-from perdure.train.events import EventWriter
 
 TARGET_S = 2e-3
 STATE_BYTES = 5_000_000
@@ -119,26 +118,6 @@ def loop_case(state: Any, step: Any, blocks: int, block: int, save: int | None) 
     return turns
 
 
-def events_case(count: int) -> tuple[list[float], list[float]]:
-    """Seconds per scalar: one in an event, and eight in one event, flushed to a file each time."""
-    alone, together = [], []
-    with tempfile.NamedTemporaryFile() as file:
-        writer = EventWriter(file, time.time())  # type: ignore[arg-type]
-        eight = {f"metric/{n}": 0.1 * n for n in range(8)}
-        for part in range(20):
-            start = time.perf_counter()
-            for number in range(count):
-                writer.scalars(part * count + number, {"loss": 0.123}, 1.7e9)
-                writer.flush()
-            alone.append((time.perf_counter() - start) / count)
-            start = time.perf_counter()
-            for number in range(count // 8):
-                writer.scalars(part * count + number, eight, 1.7e9)
-                writer.flush()
-            together.append((time.perf_counter() - start) / (count // 8 * 8))
-    return alone, together
-
-
 def figure(what: str, values: list[float], unit: str, against: str, most: float) -> Row:
     """A row with the median and the quartiles of the blocks, which may be at most `most`."""
     quarter = statistics.quantiles(values, n=4)
@@ -154,9 +133,6 @@ def overheads(turns: BlockTimer) -> list[float]:
 
 
 def rows(scale: float) -> Iterator[Row]:
-    alone, together = events_case(round(1000 * scale))
-    yield figure("one scalar into an event file", [1e6 * s for s in alone], "us", "", 10)
-    yield figure("each of eight scalars in one event", [1e6 * s for s in together], "us", "", 10)
     nothing = loop_case({"a": np.zeros(4)}, lambda s, b: (s, b), round(40 * scale), 2000, None)
     added = [1e6 * s for s in overheads(nothing)]
     yield figure("Trainer, empty step: added", added, "us", "bare loop", 25)

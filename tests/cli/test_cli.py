@@ -237,7 +237,7 @@ def calls():
         yield f"group:{engine}", lambda: perdure.initialize_distributed(engine)
     yield "mirror", lambda: perdure.CheckpointManager("run", mirror="s3://bucket/run")
     for tool in ("jax", "torch"):
-        hooks = [Profiler(0, 1, tool, "profile")]
+        hooks = [Profiler(tool, 0, 1, "profile")]
         trainer = perdure.Trainer(lambda n, _: n + 1, 0, [0], perdure.RunConfig(tool), hooks)
         yield f"profiler:{tool}", lambda: trainer.train(max_steps=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import struct
 import sys
@@ -13,9 +14,8 @@ import pytest
 from problem import STEPS, Spy, config, console_text, rows, trainer
 
 from perdure import RunConfig
-from perdure.errors import PerdureError, TrainError
+from perdure.errors import MissingExtraError, PerdureError, TrainError
 from perdure.train import AutoInterval, CheckpointConfig, OutputConfig, optimum_interval
-from perdure.train.events import crc32c, varint
 from perdure.train.interval import SaveMeter, Timer, interval
 from perdure.train.progress import Progress, duration
 from perdure.train.summaries import METRICS, cut, read
@@ -52,28 +52,11 @@ def fields(data: bytes) -> dict[int, list[Any]]:
     return by_number
 
 
-def bitwise_crc(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
-
-
 def events(path: Path) -> list[dict[int, list[Any]]]:
     data, offset, listed = path.read_bytes(), 0, []
-
-    def masked(part: bytes) -> int:
-        crc = bitwise_crc(part)
-        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
     while offset < len(data):
         (length,) = struct.unpack_from("<Q", data, offset)
-        assert struct.unpack_from("<I", data, offset + 8) == (masked(data[offset : offset + 8]),)
-        body = data[offset + 12 : offset + 12 + length]
-        assert struct.unpack_from("<I", data, offset + 12 + length) == (masked(body),)
-        listed.append(fields(body))
+        listed.append(fields(data[offset + 12 : offset + 12 + length]))
         offset += 16 + length
     return listed
 
@@ -110,12 +93,6 @@ def tensorboard_steps(where: Path) -> list[int]:
     return [point.step for point in reader.Scalars("loss")]
 
 
-def test_crc32c_has_the_values_of_the_standard() -> None:
-    assert crc32c(b"123456789") == 0xE3069283
-    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
-    assert varint(300) == b"\xac\x02"
-
-
 def test_a_resumed_run_shows_each_point_once(tmp_path: Path) -> None:
     trainer(tmp_path / "whole").train(STEPS)
     where = tmp_path / "parts"
@@ -142,13 +119,36 @@ def test_texts_and_numbers_of_any_size_are_encoded(tmp_path: Path) -> None:
     _, _, text, numbers = events(path)
     value = fields(fields(text[5][0])[1][0])
     assert value[1] == [b"note"]
-    assert fields(value[8][0]) == {1: [7], 2: [b""], 8: ["größer".encode()]}
-    assert fields(fields(fields(value[9][0])[1][0])[1][0] and value[9][0])[1] == [b"\n\x04text"]
+    assert fields(value[8][0])[8] == ["größer".encode()]
+    assert fields(value[9][0])[1] == [b"\n\x04text"]
     assert numbers[2] == [2**40]
     seen = {p[1][0]: struct.unpack("<f", p[2][0])[0] for p in map(fields, fields(numbers[5][0])[1])}
     assert (seen[b"big"], seen[b"less"]) == (float("inf"), float("-inf"))
     assert seen[b"nan"] != seen[b"nan"]
     assert read(tmp_path / METRICS)[0].metrics == {"big": 1e300, "nan": None, "less": -1e300}
+
+
+def test_without_tensorboard_a_run_has_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    hidden = {"tensorboard", *(name for name in sys.modules if name.startswith("tensorboard."))}
+    for name in hidden:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "tensorboard" else find(name, *rest),
+    )
+    trainer(tmp_path).train(STEPS)
+    assert [step for step, _ in rows(tmp_path)] == [2, 4, 6, 8, 10, 12]
+    assert not (tmp_path / "summaries").exists()
+    output = OutputConfig(progress="off", tensorboard=True)
+    with pytest.raises(MissingExtraError, match=r"perdure\[tensorboard\]"):
+        trainer(tmp_path / "asked", output=output).train(STEPS)
+    monkeypatch.undo()
+    trainer(tmp_path / "off", output=OutputConfig(progress="off", tensorboard=False)).train(STEPS)
+    assert not (tmp_path / "off" / "summaries").exists()
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step":12,"ti', b"\x00\x00\n", b"{}\n"])

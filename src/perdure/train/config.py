@@ -51,11 +51,14 @@ class OutputConfig:
     Args:
         summary_dir: Local directory of `metrics.jsonl` and of the TensorBoard events. None is the run
             directory, if that is local.
+        tensorboard: Whether to write events for TensorBoard, which needs the extra `tensorboard`; None
+            writes them if that is installed.
         progress: "bar", "lines", "off", or "auto": a bar on a terminal, lines elsewhere.
         console: A text stream or a `rich` console for the bar or the lines. None is standard error.
     """
 
     summary_dir: str | os.PathLike[str] | None = None
+    tensorboard: bool | None = None
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     console: Any = None
 

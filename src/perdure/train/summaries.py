@@ -1,7 +1,7 @@
 """Writes the metrics of a run for people: TensorBoard events and JSON lines.
 
     RUN/metrics.jsonl                    {"step":100,"time":1700000000.0,"metrics":{"loss":0.5}}
-    RUN/summaries/events.out.tfevents.*  one file for each start of the run
+    RUN/summaries/events.out.tfevents.*  one file for each start of the run, if TensorBoard is installed
 
 Invariant: after a resume at step s nothing that was written for a later step is left or shown. Only
 process 0 writes, and only while it holds the lock of the run directory. The files are local, because an
@@ -10,6 +10,7 @@ object store cannot append: a run in a bucket has none unless a local directory 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import time
@@ -17,10 +18,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from perdure.train.events import EventWriter
+from perdure.errors import missing_extra
 
 METRICS = "metrics.jsonl"
 SUMMARIES = "summaries"
@@ -42,53 +44,103 @@ class Summaries:
     Args:
         directory: Local directory; None writes nothing.
         clock: Returns seconds since 1970.
+        tensorboard: Whether to write events; None if TensorBoard is installed.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str] | None, clock: Callable[[], float] = time.time
+        self,
+        directory: str | os.PathLike[str] | None,
+        clock: Callable[[], float] = time.time,
+        tensorboard: bool | None = None,
     ) -> None:
         self.directory = None if directory is None else Path(directory)
         self._clock = clock
+        self._tensorboard = tensorboard
         self._rows: BufferedWriter | None = None
-        self._file: BufferedWriter | None = None
-        self._events: EventWriter | None = None
+        self._events: _Events | None = None
 
     def open(self, step: int) -> None:
-        """Drop what was written for steps after `step`, and open the files to append to them."""
+        """Drop what was written for steps after `step`, and open the files to append to them.
+
+        Raises:
+            MissingExtraError: Events were asked for, and TensorBoard is not installed.
+        """
         if self.directory is None:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         rows = self.directory / METRICS
         cut(rows, step)
         self._rows = rows.open("ab")
-        self._file = _new_file(self.directory / SUMMARIES, self._clock())
-        self._events = EventWriter(self._file, self._clock())
-        self._events.start(step + 1, self._clock())
-        self._events.flush()
+        wanted = self._tensorboard
+        if wanted or (wanted is None and importlib.util.find_spec("tensorboard") is not None):
+            file = _new_file(self.directory / SUMMARIES, self._clock())
+            self._events = _Events(file, step + 1, self._clock())
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one row and one point of each value. On return they survive the end of the process."""
-        if self._rows is None or self._events is None or not values:
+        if self._rows is None or not values:
             return
         now = self._clock()
         # msgspec writes NaN and the infinities, which JSON does not have, as null.
         self._rows.write(msgspec.json.encode(SummaryRow(step, now, dict(values))) + b"\n")
         self._rows.flush()
-        self._events.scalars(step, values, now)
-        self._events.flush()
+        if self._events is not None:
+            self._events.scalars(step, values, now)
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Write a text for TensorBoard."""
         if self._events is not None:
             self._events.text(step, tag, text, self._clock())
-            self._events.flush()
 
     def close(self) -> None:
         """Close the files. May be called twice."""
-        for file in (self._rows, self._file):
+        for file in (self._rows, self._events):
             if file is not None:
                 file.close()
-        self._rows = self._file = self._events = None
+        self._rows = self._events = None
+
+
+class _Events:
+    """Writes a file of events, with TensorBoard's own classes.
+
+    It begins with a SessionLog START, at which TensorBoard drops earlier points of `step` and of later
+    steps.
+    """
+
+    def __init__(self, file: BufferedWriter, step: int, now: float) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ModuleNotFoundError as error:
+            file.close()
+            raise missing_extra("tensorboard", error) from error
+        # Any, because the classes of protocol buffers are made at their import.
+        self._event: Any = event_pb2
+        self._summary: Any = summary_pb2
+        self._tensor: Any = tensor_pb2
+        self._records = RecordWriter(file)
+        self._write(0, now, file_version="brain.Event:2")
+        start = self._event.SessionLog.START
+        self._write(step, now, session_log=self._event.SessionLog(status=start))
+
+    def scalars(self, step: int, values: Mapping[str, float], now: float) -> None:
+        points = [self._summary.Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]
+        self._write(step, now, summary=self._summary.Summary(value=points))
+
+    def text(self, step: int, tag: str, text: str, now: float) -> None:
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
+        tensor = self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()])
+        value = self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+        self._write(step, now, summary=self._summary.Summary(value=[value]))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _write(self, step: int, now: float, **body: Any) -> None:
+        event = self._event.Event(step=step, wall_time=now, **body)
+        self._records.write(event.SerializeToString())
+        self._records.flush()
 
 
 def read(path: str | os.PathLike[str]) -> list[SummaryRow]:

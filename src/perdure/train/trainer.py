@@ -131,7 +131,8 @@ class Trainer(TrainingState, TensorFlowNames):
             )
         self._recipe = _recipe(config.seed, self._source, strategy)
         self._extras = _extras(self.hooks, self._source)
-        summaries = Summaries(_summary_dir(config) if self.processes.is_chief else None)
+        directory = _summary_dir(config) if self.processes.is_chief else None
+        summaries = Summaries(directory, tensorboard=config.output.tensorboard)
         super().__init__(config, _initial_state(state, config.seed), summaries)
         self.warm_start_from = warm_start_from
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from perdure.checkpoint.address import find_step
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.restore_source import load_good
 from perdure.checkpoint.restorer import warn_of_skipped
+from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError, MismatchError, NotARunError, StepNotFoundError
 from perdure.state import AttributeState, flatten, unflatten
 from perdure.state import restore as restore_state
@@ -23,10 +27,13 @@ from perdure.store.format import MARKER
 from perdure.store.loading import Needs
 from perdure.store.selection import Selection
 from perdure.store.urls import name_at_step, open_storage
-from perdure.tensorflow_names import TensorFlowNames
+from perdure.tensorflow_names import TensorFlowNames, refuse_arguments
 from perdure.text import few
 
 Directory = str | os.PathLike[str] | Storage
+Init = TypeVar("Init", bound=Callable[..., None])
+
+_ORDER = ("checkpoint", "directory", "max_to_keep", "keep_checkpoint_every_n_hours")
 
 
 class RestoreStatus(int):
@@ -229,6 +236,25 @@ def latest_checkpoint(directory: Directory) -> str | None:
         return None
     step = run.newest_step()
     return None if step is None else name_at_step(run.where, step)
+
+
+def takes_tensorflow_order(init: Init) -> Init:
+    """An `__init__` that also takes (checkpoint, directory, ...), and TensorFlow's keywords."""
+
+    @wraps(init)
+    def init_in_either_order(self: Any, *given: Any, **named: Any) -> None:
+        if (given and isinstance(given[0], Checkpoint)) or "checkpoint" in named:
+            given, named = given[len(_ORDER) :], {**dict(zip(_ORDER, given, strict=False)), **named}
+        refuse_arguments("CheckpointManager", named.keys() - {"checkpoint"})
+        if (interval := named.pop("checkpoint_interval", None)) is not None:
+            named["save_interval_steps"] = interval
+        if (hours := named.pop("keep_checkpoint_every_n_hours", None)) is not None:
+            options = named.get("options") or ManagerOptions()
+            rules = replace(options.retention or Retention(), keep_every_n_hours=hours)
+            named["options"] = replace(options, retention=rules)
+        init(self, *given, **named)
+
+    return init_in_either_order  # type: ignore[return-value]
 
 
 def load_checkpoint(

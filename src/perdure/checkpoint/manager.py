@@ -10,26 +10,24 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn, SupportsFloat, overload
 
 from perdure.checkpoint.arguments import makes_state, positive, step_number, step_or_name
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
-from perdure.checkpoint.checkpoint import Checkpoint, managers
+from perdure.checkpoint.checkpoint import Checkpoint, managers, takes_tensorflow_order
 from perdure.checkpoint.grace_period import report
 from perdure.checkpoint.group_call import GroupCall, require_group, run_in_all, run_in_chief
 from perdure.checkpoint.journal import Journal
-from perdure.checkpoint.managed_run import ManagedRun, abandon
+from perdure.checkpoint.managed_directory import ManagedDirectory, describe_newest
+from perdure.checkpoint.managed_run import ManagedRun, SaveInterval, abandon
 from perdure.checkpoint.manager_options import ManagerOptions, Restored
 from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
-from perdure.checkpoint.run_queries import RunQueries, describe_newest
-from perdure.checkpoint.save_interval import SaveInterval
 from perdure.checkpoint.saver import BackgroundSaver
-from perdure.checkpoint.tensorflow_order import takes_tensorflow_order
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
 from perdure.heartbeats import beat
 from perdure.process_group import Processes, group_of
@@ -40,7 +38,7 @@ from perdure.store.urls import name_at_step
 from perdure.tensorflow_names import TensorFlowNames
 
 
-class CheckpointManager(RunQueries, TensorFlowNames):
+class CheckpointManager(ManagedDirectory, TensorFlowNames):
     """Saves a state every so many steps into a run directory, keeps some, restores the newest good.
 
     Every committed checkpoint survives a crash and a power loss. Threads may share a manager: their
@@ -131,24 +129,6 @@ class CheckpointManager(RunQueries, TensorFlowNames):
     def checkpoint_interval(self) -> int:
         """`save_interval_steps`, under the name that it has in TensorFlow."""
         return self._interval.steps
-
-    @exclusive
-    def pin(self, step: int) -> None:
-        """Keep `step` whatever retention says, until `unpin`; durable on return, in every later run.
-
-        May be called twice. In a group every process calls it.
-
-        Raises:
-            StepNotFoundError: There is no checkpoint of that step.
-        """
-        self._change("pin", step, self._run.pin)
-        self._managed.update_mirror()
-
-    @exclusive
-    def unpin(self, step: int) -> None:
-        """Let retention decide about `step` again. May be called twice."""
-        self._change("unpin", step, self._run.unpin)
-        self._managed.update_mirror()
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would save at this step without `force`. Changes nothing.
@@ -422,53 +402,6 @@ class CheckpointManager(RunQueries, TensorFlowNames):
         run_in_chief(self._processes, "claim()", self._run.begin_writing)
         self._managed.update_mirror()
 
-    @exclusive
-    def rollback(self, step: int) -> list[int]:
-        """Go back to the checkpoint of `step` for good: newer ones are set aside.
-
-        `perdure rollback RUN --undo` brings them back until something newer is saved; `perdure prune
-        RUN --rolled-back` removes them. The live state does not change: restore it afterwards. Durable
-        on return; after a crash the call can be repeated. In a group every process calls this.
-
-        Args:
-            step: A committed step, whose checkpoint is read and verified first.
-
-        Returns:
-            The steps that were set aside, oldest first; empty if `step` is the newest.
-
-        Raises:
-            StepNotFoundError: `step` is not committed.
-            CorruptionError: Its checkpoint, or a line of the journal up to it, is damaged.
-            HistoryError: A newer step is pinned.
-            LockedError: Another process writes there.
-        """
-        self._saver.forget_highest()
-        steps = self._change("rollback", step, self._run.rollback)
-        self._interval.record(step_number(step))
-        self._managed.update_mirror()
-        return steps
-
-    @exclusive
-    def delete(self, step: int) -> None:
-        """Delete one checkpoint, in the mirror too. In a group every process calls this.
-
-        Raises:
-            StepNotFoundError: There is no checkpoint of that step.
-            StoreError: It is pinned.
-            PruneError: Deleting stopped in the middle.
-        """
-
-        def delete(step: int) -> None:
-            if not self._run.delete([step], leave_word=self._mirror is not None):
-                self._run.manifest(step)
-
-        self._change("delete", step, delete)
-        if self._mirror is not None and self._processes.is_chief:
-            # Waited for: a restore would take it from the mirror again.
-            self._mirror.delete(step_number(step))
-            self._mirror.wait(self._options.mirror_wait)
-            self._managed.warn_of_mirror()
-
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised.
 
@@ -535,21 +468,3 @@ class CheckpointManager(RunQueries, TensorFlowNames):
         if restored is not None and restored.report.is_exact:
             self._interval.record(restored.step)
         return restored
-
-    def _change(
-        self, call: str, step: Any, change: Callable[[int], Sequence[int] | None]
-    ) -> list[int]:
-        """One change of the run directory by the chief, with the same outcome in every process."""
-        step = step_number(step)
-        self._saver.settle(wait=True)
-
-        def change_step() -> Sequence[int] | None:
-            try:
-                return change(step)
-            except OSError as error:
-                raise StoreError(
-                    f"{self.directory}: {call}({step}) failed: {error}. No checkpoint was lost; try "
-                    f"again."
-                ) from error
-
-        return run_in_chief(self._processes, f"{call}({step})", change_step)

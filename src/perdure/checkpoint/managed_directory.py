@@ -1,15 +1,22 @@
-"""`RunQueries`: what a manager can be asked; also after `close` and in a forked child."""
+"""`ManagedDirectory`: the run directory of a manager, besides saving and restoring.
+
+It lists and reads manifests, also after `close` and in a forked child; it pins, deletes and rolls back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perdure.checkpoint.arguments import step_number, step_or_name
-from perdure.checkpoint.call_guard import CallGuard
+from perdure.checkpoint.call_guard import CallGuard, exclusive
+from perdure.checkpoint.group_call import run_in_chief
+from perdure.checkpoint.managed_run import ManagedRun, SaveInterval
+from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import candidates
 from perdure.checkpoint.recorded_retention import recorded_retention
 from perdure.checkpoint.retention import Retention, ranked
+from perdure.checkpoint.saver import BackgroundSaver
 from perdure.errors import StepNotFoundError, StoreError
 from perdure.state.metadata import metadata_tree
 from perdure.store import Run
@@ -18,8 +25,13 @@ from perdure.store.manifest import RecipeValue
 from perdure.store.urls import name_at_step
 
 
-class RunQueries(CallGuard):
-    """Base of a manager: the methods that only list and read manifests."""
+class ManagedDirectory(CallGuard):
+    """Base of a manager; see `CheckpointManager`."""
+
+    _options: ManagerOptions
+    _managed: ManagedRun
+    _saver: BackgroundSaver
+    _interval: SaveInterval
 
     def __init__(
         self, run: Run, retention: Retention | None, recipe: Mapping[str, RecipeValue] | None = None
@@ -121,6 +133,90 @@ class RunQueries(CallGuard):
         """
         number = self._step(f"{self.directory}@latest" if step is None else step)
         return metadata_tree(self._run.manifest(number).leaves)
+
+    @exclusive
+    def pin(self, step: int) -> None:
+        """Keep `step` whatever retention says, until `unpin`; durable on return, in every later run.
+
+        May be called twice. In a group every process calls it.
+
+        Raises:
+            StepNotFoundError: There is no checkpoint of that step.
+        """
+        self._change("pin", step, self._run.pin)
+        self._managed.update_mirror()
+
+    @exclusive
+    def unpin(self, step: int) -> None:
+        """Let retention decide about `step` again. May be called twice."""
+        self._change("unpin", step, self._run.unpin)
+        self._managed.update_mirror()
+
+    @exclusive
+    def rollback(self, step: int) -> list[int]:
+        """Go back to the checkpoint of `step` for good: newer ones are set aside.
+
+        `perdure rollback RUN --undo` brings them back until something newer is saved; `perdure prune
+        RUN --rolled-back` removes them. The live state does not change: restore it afterwards. Durable
+        on return; after a crash the call can be repeated. In a group every process calls this.
+
+        Args:
+            step: A committed step, whose checkpoint is read and verified first.
+
+        Returns:
+            The steps that were set aside, oldest first; empty if `step` is the newest.
+
+        Raises:
+            StepNotFoundError: `step` is not committed.
+            CorruptionError: Its checkpoint, or a line of the journal up to it, is damaged.
+            HistoryError: A newer step is pinned.
+            LockedError: Another process writes there.
+        """
+        self._saver.forget_highest()
+        steps = self._change("rollback", step, self._run.rollback)
+        self._interval.record(step_number(step))
+        self._managed.update_mirror()
+        return steps
+
+    @exclusive
+    def delete(self, step: int) -> None:
+        """Delete one checkpoint, in the mirror too. In a group every process calls this.
+
+        Raises:
+            StepNotFoundError: There is no checkpoint of that step.
+            StoreError: It is pinned.
+            PruneError: Deleting stopped in the middle.
+        """
+
+        def delete(step: int) -> None:
+            if not self._run.delete([step], leave_word=self._managed.mirror is not None):
+                self._run.manifest(step)
+
+        self._change("delete", step, delete)
+        mirror = self._managed.mirror
+        if mirror is not None and self._managed.processes.is_chief:
+            # Waited for: a restore would take it from the mirror again.
+            mirror.delete(step_number(step))
+            mirror.wait(self._options.mirror_wait)
+            self._managed.warn_of_mirror()
+
+    def _change(
+        self, call: str, step: Any, change: Callable[[int], Sequence[int] | None]
+    ) -> list[int]:
+        """One change of the run directory by the chief, with the same outcome in every process."""
+        step = step_number(step)
+        self._saver.settle(wait=True)
+
+        def change_step() -> Sequence[int] | None:
+            try:
+                return change(step)
+            except OSError as error:
+                raise StoreError(
+                    f"{self.directory}: {call}({step}) failed: {error}. No checkpoint was lost; try "
+                    f"again."
+                ) from error
+
+        return run_in_chief(self._managed.processes, f"{call}({step})", change_step)
 
     def _step(self, step: int | str) -> int:
         """The step of a number or a name."""

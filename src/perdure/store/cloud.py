@@ -10,8 +10,8 @@ import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from perdure.store.aligned_buffers import copy_bytes
 from perdure.store.bucket import Bucket, CloudOptions
-from perdure.store.direct import copy_bytes
 from perdure.store.lease import Lease
 from perdure.store.storage import Entry
 from perdure.store.upload import CloudSink

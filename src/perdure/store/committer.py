@@ -34,6 +34,7 @@ from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, encode_checked
 from perdure.store.pack_writer import Written, write_pack
+from perdure.store.reader import verify_leaves
 from perdure.store.removal_notes import RemovalNotes
 from perdure.store.storage import LostLock, create_whole
 from perdure.store.writer_session import WriterSession
@@ -239,8 +240,6 @@ class Committer:
         step = present.step
         if step in self._catalog.durable:
             return True
-        from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
-
         try:  # the manifest says what should be there; "saved" means that it is
             verify_leaves(self._storage, present)
         except CorruptionError as error:

@@ -25,6 +25,7 @@ from perdure.store.loading import read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.pack_writer import write_pack
 from perdure.store.quarantine import move_to_quarantine, note_damage
+from perdure.store.reader import damaged_chunks, verify_leaves
 from perdure.store.reread import Cursor
 from perdure.store.rollback_notes import rolled_back
 from perdure.store.shard_chunks import whole
@@ -61,8 +62,6 @@ class DamageHandler:
 
     def quarantine_deferred(self) -> None:
         """Read the `deferred` steps again, and quarantine those that are damaged."""
-        from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
-
         while self.deferred:
             step = self.deferred.pop()
             try:
@@ -99,8 +98,6 @@ class DamageHandler:
             leaves: Its leaves, still in memory. Those of other processes cannot be repaired from here.
             nbytes: Bytes of the state; they decide how much is read again.
         """
-        from perdure.store.reader import damaged_chunks  # numpy: not needed to list a run
-
         try:
             if due := self._cursor.advance(manifest, nbytes):
                 errors = damaged_chunks(self._storage, manifest, due)
@@ -139,8 +136,6 @@ class DamageHandler:
         """Read every chunk that checkpoints need from packs in which a damaged one was found."""
         if not self._catalog.suspects:
             return
-        from perdure.store.reader import damaged_chunks  # numpy: not needed to list a run
-
         self._note_damage()
         manifests = self._catalog.contents(fresh=True, complete=True).manifests
         suspects, seen = self._catalog.suspects, set(self._catalog.bad)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
+from perdure.store.aligned_buffers import STAGING_BYTES, copy_bytes, give_buffer, take_buffer
 from perdure.store.failures import naming
 from perdure.store.pools import finish, pool, submit
 from perdure.store.regular_file import open_regular
@@ -202,15 +202,6 @@ def drop_cached(path: str) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-
-
-def copy_bytes(target: memoryview, source: memoryview | bytes) -> None:
-    """Copy `source` to the front of `target`. Unlike a slice assignment it releases the GIL."""
-    import numpy as np  # not needed to list a run
-
-    size = len(source)
-    if size:
-        np.copyto(np.frombuffer(target, np.uint8, size), np.frombuffer(source, np.uint8))
 
 
 def _is_cached(fd: int, offset: int) -> bool:

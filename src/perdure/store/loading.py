@@ -6,23 +6,25 @@ their new places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple
 
-from perdure.errors import (
-    CorruptionError,
-    StepNotFoundError,
-)
+from perdure.errors import CorruptionError, LeafNotFoundError, StepNotFoundError
 from perdure.store.catalog import Catalog
 from perdure.store.contents import committed_steps, newest_step, pinned_steps
 from perdure.store.failures import read_error
 from perdure.store.format import manifest_name, steps_text
+from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
+from perdure.store.reader import load_entries, verify_leaves
 from perdure.store.rollback_notes import rolled_back
+from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.shard_plan import Region
+from perdure.store.shard_reader import SharedReads, load_shards
 from perdure.store.storage import Storage, confirmed
 
 
@@ -86,51 +88,6 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
         raise read_error(error, f"{storage.where}: step {step}: {name}") from error
 
 
-class SharedReads(Protocol):
-    """Divides chunks of which several processes of this machine need elements."""
-
-    def announce(
-        self,
-        fingerprint: str,
-        wanted: Mapping[int, int],
-        alone: int,
-        place: Callable[[int, memoryview], None],
-    ) -> bool:
-        """Ask the other processes to share chunks; False if there are none.
-
-        Args:
-            fingerprint: That of the manifest.
-            wanted: The bytes of each chunk, by its number in the manifest.
-            alone: Bytes that this process reads besides these.
-            place: Called in any thread with the number and the verified bytes of a chunk that another
-                process has read.
-        """
-        ...
-
-    def divide(self) -> set[int]:
-        """The numbers of the chunks that others read; waits until all have announced theirs."""
-        ...
-
-    def take(self) -> tuple[int, memoryview]:
-        """A free slot and its memory, of CHUNK_BYTES."""
-        ...
-
-    def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
-        """Hand verified chunks in a slot to the others: (number, place in the slot, bytes).
-
-        The slot is free again once all have copied their elements; at once without chunks.
-        """
-        ...
-
-    def finish(self) -> set[int]:
-        """Wait until all have what they share; returns the numbers of the chunks that came."""
-        ...
-
-    def close(self) -> None:
-        """End all sharing. Nothing calls `place` afterwards. May be called twice."""
-        ...
-
-
 class Needs(NamedTuple):
     """What a load of a checkpoint reads.
 
@@ -150,14 +107,58 @@ class Needs(NamedTuple):
 EVERYTHING = Needs()
 
 
+def load_leaves(
+    storage: Storage,
+    manifest: Manifest,
+    wanted: Callable[[str], bool] | None = None,
+    regions: Mapping[str, tuple[Region, ...]] = MappingProxyType({}),
+    sharing: SharedReads | None = None,
+) -> Leaves:
+    """Read and verify the leaves of a manifest.
+
+    Args:
+        storage: The run directory.
+        manifest: A manifest of it.
+        wanted: Given the path of a leaf, whether to read it; all are read by default.
+        regions: Of some arrays, the only elements that are read (`Leaf.shards`).
+        sharing: Reads them together with other processes of this machine.
+
+    Raises:
+        CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
+        UnreachableError: A pack cannot be read.
+        LeafNotFoundError: No leaf is wanted.
+    """
+    entries = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
+    if wanted is not None and not entries:
+        asked, text = (
+            (wanted.asked, f" ({wanted.text})") if isinstance(wanted, WantedLeaves) else ((), "")
+        )
+        raise LeafNotFoundError(
+            f"{storage.where}: step {manifest.step} has no leaf that was asked for{text}; it has "
+            f"{held_instead([leaf.path for leaf in manifest.leaves], asked)} Nothing was changed."
+        )
+    leaves = Leaves(
+        containers={
+            path: container
+            for path, container in manifest.containers.items()
+            if wanted is None or wanted(path)
+        }
+    )
+    whole = [leaf for leaf in entries if leaf.path not in regions]
+    with gc_paused(len(whole)):
+        leaves.update(load_entries(storage, manifest, whole))
+    if len(whole) < len(entries):
+        parts = [leaf for leaf in entries if leaf.path in regions]
+        loaded = load_shards(storage, manifest, parts, regions, sharing) | leaves
+        leaves.update({leaf.path: loaded[leaf.path] for leaf in entries})
+    return leaves
+
+
 def load_step(storage: Storage, catalog: Catalog, step: int, needs: Needs = EVERYTHING) -> Loaded:
     """Read and verify what is needed of one checkpoint.
 
     Damage is noted in `catalog`. Raises as `read_manifest` does.
     """
-    # numpy: not needed to list a run
-    from perdure.store.reader import load_entries, load_leaves, verify_leaves
-
     manifest, wanted = read_manifest(storage, step), needs.wanted
     while True:
         try:

@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from perdure.store.aligned_buffers import STAGING_BYTES, give_buffer, take_buffer
+from perdure.store.aligned_buffers import STAGING_BYTES, copy_bytes, give_buffer, take_buffer
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
-from perdure.store.direct import copy_bytes
 from perdure.store.entry_builder import EntryBuilder, Held, PlacedChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import (

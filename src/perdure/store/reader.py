@@ -10,29 +10,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-from perdure.errors import LeafNotFoundError, StoreError
+from perdure.errors import StoreError
 from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
 from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
-from perdure.store.gc_pause import gc_paused
-from perdure.store.leaf import Leaf, Leaves
+from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import finish, map_ahead, pool, submit
-from perdure.store.selection import WantedLeaves, held_instead
-from perdure.store.shard_plan import Region
 from perdure.store.storage import Storage, StreamingStorage, read_again
-
-if TYPE_CHECKING:
-    from perdure.store.loading import SharedReads
 
 READ_THREADS = 4
 HASH_THREADS = max(2, min(8, os.cpu_count() or 2))
@@ -61,59 +53,13 @@ class PackRead:
         return len(self.parts) == 1 and chunk.length == len(target)
 
 
-def load_leaves(
-    storage: Storage,
-    manifest: Manifest,
-    wanted: Callable[[str], bool] | None = None,
-    regions: Mapping[str, tuple[Region, ...]] = MappingProxyType({}),
-    sharing: SharedReads | None = None,
-) -> Leaves:
-    """Read and verify the leaves of a manifest.
-
-    Args:
-        storage: The run directory.
-        manifest: A manifest of it.
-        wanted: Given the path of a leaf, whether to read it; all are read by default.
-        regions: Of some arrays, the only elements that are read (`Leaf.shards`).
-        sharing: Reads them together with other processes of this machine.
-
-    Raises:
-        CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
-        UnreachableError: A pack cannot be read.
-        LeafNotFoundError: No leaf is wanted.
-    """
-    entries = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
-    if wanted is not None and not entries:
-        asked, text = (
-            (wanted.asked, f" ({wanted.text})") if isinstance(wanted, WantedLeaves) else ((), "")
-        )
-        raise LeafNotFoundError(
-            f"{storage.where}: step {manifest.step} has no leaf that was asked for{text}; it has "
-            f"{held_instead([leaf.path for leaf in manifest.leaves], asked)} Nothing was changed."
-        )
-    leaves = Leaves(
-        containers={
-            path: container
-            for path, container in manifest.containers.items()
-            if wanted is None or wanted(path)
-        }
-    )
-    whole = [leaf for leaf in entries if leaf.path not in regions]
-    with gc_paused(len(whole)):
-        leaves.update(load_entries(storage, manifest, whole))
-    if len(whole) < len(entries):
-        from perdure.store.shard_reader import load_shards  # which imports this module
-
-        parts = [leaf for leaf in entries if leaf.path in regions]
-        loaded = load_shards(storage, manifest, parts, regions, sharing) | leaves
-        leaves.update({leaf.path: loaded[leaf.path] for leaf in entries})
-    return leaves
-
-
 def load_entries(
     storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry]
 ) -> dict[str, Leaf]:
-    """Read and verify some leaves of `manifest`, local ones too; raises as `load_leaves` does."""
+    """Read and verify some leaves of `manifest`, local ones too.
+
+    Raises as `loading.load_leaves` does.
+    """
     leaves: dict[str, Leaf] = {}
     parts: list[tuple[LeafEntry, Chunk, memoryview]] = []
     require_packs(storage, manifest, entries)
@@ -141,7 +87,10 @@ def load_entries(
 def read_parts(
     storage: Storage, manifest: Manifest, parts: list[tuple[LeafEntry, Chunk, memoryview]]
 ) -> None:
-    """Read and verify chunks, each into the memory that is given; raises as `load_leaves` does."""
+    """Read and verify chunks, each into the memory that is given.
+
+    Raises as `loading.load_leaves` does.
+    """
     spans = _spans(storage, list(grouped_reads(parts)))
     if sum(read.nbytes for span in spans for read in span) < INLINE_READ_BYTES:
         for span in spans:
@@ -182,7 +131,7 @@ def verify_leaves(
 ) -> None:
     """Read and verify every leaf, or all that are wanted, a part of them at a time.
 
-    Raises as `load_leaves` does.
+    Raises as `loading.load_leaves` does.
     """
     part: list[LeafEntry] = []
     size = 0

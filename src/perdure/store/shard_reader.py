@@ -8,12 +8,12 @@ chunks are read through the page cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
 from perdure.store.failures import read_error
@@ -32,14 +32,56 @@ from perdure.store.shard_chunks import Shards, place_elements
 from perdure.store.shard_plan import Overlap, Region, RegionIndex, first_element, volume
 from perdure.store.storage import PageCachedStorage, Storage, StreamingStorage
 
-if TYPE_CHECKING:
-    from perdure.store.loading import SharedReads
-
 MOST_STREAMS = 8
 """Of chunks that do not lie in one shard; each takes a buffer."""
 
 Regions = Mapping[str, tuple[Region, ...]]
 """The regions that this process needs, by the path of the array."""
+
+
+class SharedReads(Protocol):
+    """Divides chunks of which several processes of this machine need elements."""
+
+    def announce(
+        self,
+        fingerprint: str,
+        wanted: Mapping[int, int],
+        alone: int,
+        place: Callable[[int, memoryview], None],
+    ) -> bool:
+        """Ask the other processes to share chunks; False if there are none.
+
+        Args:
+            fingerprint: That of the manifest.
+            wanted: The bytes of each chunk, by its number in the manifest.
+            alone: Bytes that this process reads besides these.
+            place: Called in any thread with the number and the verified bytes of a chunk that another
+                process has read.
+        """
+        ...
+
+    def divide(self) -> set[int]:
+        """The numbers of the chunks that others read; waits until all have announced theirs."""
+        ...
+
+    def take(self) -> tuple[int, memoryview]:
+        """A free slot and its memory, of CHUNK_BYTES."""
+        ...
+
+    def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
+        """Hand verified chunks in a slot to the others: (number, place in the slot, bytes).
+
+        The slot is free again once all have copied their elements; at once without chunks.
+        """
+        ...
+
+    def finish(self) -> set[int]:
+        """Wait until all have what they share; returns the numbers of the chunks that came."""
+        ...
+
+    def close(self) -> None:
+        """End all sharing. Nothing calls `place` afterwards. May be called twice."""
+        ...
 
 
 def load_shards(

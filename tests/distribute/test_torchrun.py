@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 from pathlib import Path
 
+import pytest
 import torch.distributed.run
 
 from forked import TOPOLOGY, run_forked
@@ -44,6 +47,31 @@ def test_a_preempted_worker_is_restarted_and_all_end_quietly(tmp_path: Path) -> 
     }
     assert len(fingerprints) == 1
     assert 21 in Run(tmp_path / "run").steps(), "saved when it was asked to"
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "how"), [("ddp", "end torchrun"), ("fsdp2", "end torchrun"), ("fsdp2", "torchrun")]
+)
+def test_workers_save_together_when_torchrun_gets_sigterm(
+    wrapper: str, how: str, tmp_path: Path
+) -> None:
+    """Also if torchrun is gone before them, with the store that the program's group was made with."""
+    status, said = forked(WORKER, ["--directory", str(tmp_path / "undisturbed")])
+    assert status == 0, said
+    run = tmp_path / "run"
+    options = ("--group", "joined", "--wrapper", wrapper)
+    status, said = torchrun(run, "--how", how, *options)
+    with open(f"{run}.alive") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)  # both workers have ended
+    assert status in (1, -signal.SIGTERM), said
+    assert "SignalException" in said, "torchrun's own"
+    assert "[rank" not in said, "no traceback of a worker"
+    saved = Run(run).steps()[-1]
+    assert 20 < saved < 30, "saved when it was asked to"
+    status, said = forked(WORKER, ["--directory", str(run)])
+    assert status == 0, said
+    fingerprints = {Run(tmp_path / name).manifest(30).fingerprint for name in (run, "undisturbed")}
+    assert len(fingerprints) == 1
 
 
 def test_an_error_of_one_worker_ends_all_of_them(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -20,15 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from perdure.checkpoint.piece_exchange import own_host
 from perdure.distribute import pytree
 from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, with_existing
 from perdure.distribute.cluster.listener import listen
-from perdure.distribute.cluster.variables import AGENT
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.key_value_group import KeyValueProcesses, late, lost, time_left, unreachable
 from perdure.distribute.lifeline import Lifeline
 from perdure.errors import ClusterError
-from perdure.framework_group import innermost_store
 from perdure.process_group import Processes, SingleProcess
 
 _joined: dict[Cluster, Processes] = {}
@@ -36,6 +36,9 @@ _subgroups: dict[tuple[int, ...], Processes] = {}
 
 # In every key: torchrun keeps one store for all attempts, with the values of the earlier ones.
 _ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+_FAILED_LEAVE = timedelta(seconds=5)
+"""How long process 0 waits for the others after an unhandled error, which they may raise too."""
 
 
 def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
@@ -94,53 +97,68 @@ def subgroup(processes: Processes, group: Any) -> Processes:
 def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
     """Join the process group that the program has initialized.
 
-    Messages go through its store, on connections of their own. Partial sums go through a new gloo group
-    of the same processes.
+    Messages go through a store that process 0 serves, and whose address the program's store tells. The
+    program's own store may be in torchrun, which a further signal ends while its workers still save.
+    Partial sums go through a new gloo group of the same processes.
     """
-    store = dist.distributed_c10d._get_default_store()
+    address = f"perdure/attempt-{_ATTEMPT}/store"
+    known = dist.distributed_c10d._get_default_store()
     wait = timedelta(seconds=options.operation_timeout)
     _exchange.timeout = wait
     watch = _LossWatch(wait, options.heartbeat)
-    if (host := getattr(innermost_store(store), "host", None)) is not None:
-        watch.start(_connected(store, wait), cluster.process_id, host)
-    leave = timedelta(seconds=options.leave_timeout)
-    own_connection = _connected(store, leave)
+    if cluster.is_chief:
+        host = own_host()
+        served = _serve_store(host, 0, cluster, wait, wait_for_workers=False)
+        port = served.port
+        watch.start(_client(host, port, wait), 0, host)
+        known.set(address, json.dumps([host, port]))
+    else:
+        host, port = json.loads(known.get(address))
+        try:
+            served = _client(host, port, wait)
+            watch.start(_client(host, port, wait), cluster.process_id, host)
+        except RuntimeError as error:
+            raise ClusterError(
+                f"process {cluster.process_id} cannot reach process 0 at {host}:{port} ({error}); call "
+                f"perdure.initialize_distributed('torch') in place of init_process_group, which takes "
+                f"the coordinator's address"
+            ) from error
 
     def leave_group() -> None:
         # The group is the program's, which may still use it in exit handlers. After an unhandled error
         # it does not, and the others would wait for this process in a collective of that group.
-        _end_collectives(everything=getattr(sys, "last_value", None) is not None)
-        # torchrun's agent serves its store itself, after the end of this process too.
-        limit = None if os.environ.get(AGENT) == "True" else leave
-        # `store` is named so that it stays if the program destroys its group before the end.
-        _leave(own_connection, cluster, limit, watch, store)
+        _end_collectives(everything=_has_failed())
+        _leave(served, cluster, timedelta(seconds=options.leave_timeout), watch)
 
     # An exit handler that the children of multiprocessing run too, unlike those of atexit.
     Finalize(None, leave_group, exitpriority=0)
     return KeyValueProcesses(
-        lambda: _Store(_connected(store, wait), watch),
+        lambda: _Store(_client(host, port, wait), watch),
         cluster.process_id,
         cluster.num_processes,
         channel=f"attempt-{_ATTEMPT}",
     )
 
 
-def _connected(store: Any, wait: timedelta) -> Any:
-    """A new connection to the store of a process group."""
-    try:
-        if hasattr(store, "clone"):
-            connection = store.clone()
-        else:  # PyTorch before 2.8
-            store = innermost_store(store)
-            connection = TCPStore(store.host, store.port, is_master=False)
-    except (AttributeError, RuntimeError) as error:
-        raise ClusterError(
-            f"torch.distributed is initialized with a {type(store).__name__} that takes no further "
-            f"connection ({error}); call perdure.initialize_distributed('torch') in place of "
-            f"init_process_group"
-        ) from error
-    connection.set_timeout(wait)
-    return connection
+def _serve_store(
+    host: str, port: int, cluster: Cluster, wait: timedelta, *, wait_for_workers: bool
+) -> TCPStore:
+    """The store of process 0. By itself it would listen at every address of this machine."""
+    listener = listen(host, port)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        cluster.num_processes,
+        is_master=True,
+        timeout=wait,
+        wait_for_workers=wait_for_workers,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _client(host: str, port: int, wait: timedelta) -> TCPStore:
+    """A new connection to the store of process 0."""
+    return TCPStore(host, port, is_master=False, timeout=wait)
 
 
 class _Exchange:
@@ -175,19 +193,13 @@ def _make_group(cluster: Cluster, options: ClusterOptions, backend: str) -> Proc
     # others notice at once.
     wait = timedelta(seconds=options.operation_timeout)
     try:
-        store = TCPStore(
-            host,
-            port,
-            cluster.num_processes,
-            cluster.is_chief,
-            start,
-            wait_for_workers=True,
-            # By itself the store would listen at every address of this machine.
-            master_listen_fd=listen(host, port).detach() if cluster.is_chief else None,
-        )
+        if cluster.is_chief:
+            store = _serve_store(host, port, cluster, start, wait_for_workers=True)
+        else:
+            store = TCPStore(host, port, cluster.num_processes, False, start, wait_for_workers=True)
         watch = _LossWatch(wait, options.heartbeat)
         if cluster.is_chief:  # before the others have finished the next call
-            watch.start(TCPStore(host, port, is_master=False, timeout=wait), 0, host)
+            watch.start(_client(host, port, wait), 0, host)
         dist.init_process_group(
             backend,
             store=store,
@@ -201,36 +213,35 @@ def _make_group(cluster: Cluster, options: ClusterOptions, backend: str) -> Proc
             f"{cluster.coordinator} (from {cluster.source}): {error}"
         ) from error
     if not cluster.is_chief:
-        watch.start(TCPStore(host, port, is_master=False, timeout=wait), cluster.process_id, host)
+        watch.start(_client(host, port, wait), cluster.process_id, host)
     atexit.register(_leave, store, cluster, timedelta(seconds=options.leave_timeout), watch)
     atexit.register(_end_collectives)  # called before `_leave`
     return KeyValueProcesses(
-        lambda: _Store(TCPStore(host, port, is_master=False, timeout=wait), watch),
+        lambda: _Store(_client(host, port, wait), watch),
         cluster.process_id,
         cluster.num_processes,
     )
 
 
-def _leave(
-    store: Any, cluster: Cluster, limit: timedelta | None, watch: _LossWatch, _kept: Any = None
-) -> None:
-    """Announce that this process leaves. Process 0 waits until the others have left, too.
+def _leave(store: TCPStore, cluster: Cluster, limit: timedelta, watch: _LossWatch) -> None:
+    """Announce that this process leaves. Process 0, which serves `store`, waits for the others.
 
     They may still read messages from its store: the outcome of the last save, or the error that all
-    processes raise. No process may wait for this one in a collective any more (`_end_collectives`).
-
-    Args:
-        store: A connection to the store.
-        cluster: The group.
-        limit: How long process 0 waits; None if the store outlives it.
-        watch: Reports processes that are gone.
+    processes raise. No process may wait for this one in a collective any more (`_end_collectives`); one
+    may do so all the same after an error, because `DistributedDataParallel` keeps its connections.
     """
     watch.leaving()
+    limit = min(limit, _FAILED_LEAVE) if _has_failed() else limit
     with contextlib.suppress(RuntimeError):
-        store.set(_left(cluster.process_id), b"")
-        if cluster.is_chief and limit is not None:
+        store.set(_left(cluster.process_id), "")
+        if cluster.is_chief:
             store.wait([_left(process) for process in range(cluster.num_processes)], limit)
     watch.stop()
+
+
+def _has_failed() -> bool:
+    """Whether this process ends by an unhandled error."""
+    return getattr(sys, "last_value", None) is not None
 
 
 def _left(process: int) -> str:

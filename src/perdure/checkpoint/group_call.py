@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import builtins
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -23,32 +23,18 @@ from perdure.process_group import ByAgreement, Processes
 _MOST_CALLS = 20
 
 R = TypeVar("R")
-T = TypeVar("T", bound=Struct)
 
 
-class CallOutcome(Struct):
-    """How a call ended in one process: without an error, or with an error of this class and text.
+class SentError(Struct):
+    """An error as the other processes get it: the name of its class, and its text."""
 
-    Attributes:
-        kind: The name of the error's class; None without an error.
-        text: The text of the error.
-        step: The step that the call is about, for a restore.
-        steps: What the call returns, for calls that return steps.
-        mirrored: Whether `step` is to be read from the mirror.
-        fingerprint: The fingerprint of the checkpoint of `step`.
-    """
-
-    kind: str | None = None
-    text: str = ""
-    step: int | None = None
-    steps: tuple[int, ...] = ()
-    mirrored: bool = False
-    fingerprint: str = ""
+    kind: str
+    text: str
 
     @classmethod
-    def of(cls, error: BaseException | None) -> CallOutcome:
+    def of(cls, error: BaseException | None) -> SentError | None:
         if error is None:
-            return cls()
+            return None
         # The other processes raise the public class that a private one derives from.
         public = (
             kind for kind in type(error).__mro__ if kind.__module__ in ("builtins", errors.__name__)
@@ -57,17 +43,23 @@ class CallOutcome(Struct):
 
     @property
     def is_damage(self) -> bool:
-        kind = getattr(errors, self.kind or "", None)
+        kind = getattr(errors, self.kind, None)
         return isinstance(kind, type) and issubclass(kind, CorruptionError)
 
     def error_of(self, process: str) -> Exception:
         """The error as one of this process: of the same class if a text is enough to make it."""
-        name = self.kind or ""
-        kind = getattr(errors, name, None) or getattr(builtins, name, None)
+        kind = getattr(errors, self.kind, None) or getattr(builtins, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             with suppress(Exception):
                 return kind(f"{process}: {self.text}")
-        return StoreError(f"{process}: {name}: {self.text}")
+        return StoreError(f"{process}: {self.kind}: {self.text}")
+
+
+class _Outcome(Struct):
+    """How a call ended in the chief: with an error, or with an answer for all processes."""
+
+    error: SentError | None
+    answer: Any = None
 
 
 class _Message(Struct):
@@ -135,42 +127,67 @@ class GroupCall(ByAgreement):
         return self._processes.channel(name)
 
 
-def run_in_chief(
-    processes: Processes, call: str, action: Callable[[], Sequence[int] | None]
-) -> list[int]:
-    """Run `action` in the chief, with the same outcome in every process. A collective.
+def together(
+    processes: Processes,
+    action: Callable[[], R],
+    *,
+    by_chief: type[R] | None = None,
+    call: str = "",
+) -> R:
+    """Run `action`, with the same outcome in every process. A collective.
 
     Args:
         processes: The group.
+        action: Called in every process; an error in one of them is raised in all.
+        by_chief: The type of what `action` returns, which is then called in the chief alone. Every
+            process returns the answer of the chief, or raises its error.
         call: Names the call; if two processes name different ones, nothing is done and each raises
             `StoreError`.
-        action: Called in the chief only.
 
     Returns:
-        The steps that `action` returned, in every process.
+        What `action` returned in this process, or in the chief.
     """
     if processes.count == 1:
-        return list(action() or ())
-    GroupCall(processes, call).barrier()
-    if not processes.is_chief:
-        return list(follow_chief(processes).steps)
-    steps, error = attempt(action)
-    outcome = CallOutcome.of(error)
-    outcome.steps = tuple(steps or ())
-    broadcast_outcome(processes, outcome)
-    if error is not None:
-        raise error
-    return list(outcome.steps)
-
-
-def run_in_all(processes: Processes, action: Callable[[], R]) -> R:
-    """Run `action` in every process; an error in one of them is raised in all. A collective."""
-    if processes.count == 1:
         return action()
-    result, error = attempt(action)
-    if failed := gather_failures(processes, error):
-        raise_first(processes, failed, error)
-    return result  # type: ignore[return-value]
+    if call:
+        GroupCall(processes, call).barrier()
+    if by_chief is None:
+        result, error = attempt(action)
+        if failed := gather_failures(processes, error):
+            raise_first(processes, failed, error)
+        return cast(R, result)
+    if processes.is_chief:
+        result, error = attempt(action)
+        outcome = _Outcome(SentError.of(error), result)
+        processes.broadcast(msgspec.msgpack.encode(outcome))
+        if error is not None:
+            raise error
+        return cast(R, result)
+    outcome = decoded(processes.broadcast(None), _Outcome)
+    if outcome.error is not None:
+        raise outcome.error.error_of("the chief process")
+    return msgspec.convert(outcome.answer, by_chief)
+
+
+_channels = itertools.count()
+"""The numbers of the channels of which this process is the chief."""
+
+
+def save_channel(processes: Processes, where: str) -> Processes:
+    """A channel for the saves of one manager, which no other manager has. A collective.
+
+    Saves run in threads, so that those of several managers of one group overlap: in one channel the
+    bytes of one save would be taken for those of another. No number is used twice, because of a save
+    that failed messages may still be unread.
+
+    Raises:
+        StoreError: The processes save into directories of different names, so that they make the calls
+            of several managers in different orders.
+    """
+    name = where.rstrip("/").rpartition("/")[2]
+    number = next(_channels) if processes.is_chief else 0
+    call = GroupCall(processes, f"save into {name}")
+    return processes.channel(f"save-{int(call.agree(b'%d' % number, lambda sent: sent[0]))}")
 
 
 def require_group(where: str) -> None:
@@ -201,41 +218,28 @@ def attempt(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
         return None, error
 
 
-def broadcast_outcome(processes: Processes, outcome: CallOutcome) -> None:
-    """The chief's side of `follow_chief`."""
-    processes.broadcast(msgspec.msgpack.encode(outcome))
-
-
-def follow_chief(processes: Processes) -> CallOutcome:
-    """The outcome that the chief broadcasts; raises its error."""
-    outcome = decoded(processes.broadcast(None), CallOutcome)
-    if outcome.kind is not None:
-        raise outcome.error_of("the chief process")
-    return outcome
-
-
-def gather_failures(processes: Processes, error: BaseException | None) -> dict[int, CallOutcome]:
+def gather_failures(processes: Processes, error: BaseException | None) -> dict[int, SentError]:
     """The errors of processes that have one, by process. A collective.
 
     The chief gets all of them. The others get the first one, and the first that is no damage.
     """
-    failed: dict[int, CallOutcome] = {}
+    failed: dict[int, SentError] = {}
 
     def decide(sent: list[bytes]) -> bytes:
-        outcomes = enumerate(decoded(data, CallOutcome) for data in sent)
-        failed.update((number, outcome) for number, outcome in outcomes if outcome.kind is not None)
-        others = (number for number, outcome in failed.items() if not outcome.is_damage)
+        found = enumerate(decoded(data, SentError | None) for data in sent)
+        failed.update((number, error) for number, error in found if error is not None)
+        others = (number for number, error in failed.items() if not error.is_damage)
         shared = {*list(failed)[:1], *itertools.islice(others, 1)}
         return msgspec.msgpack.encode({number: failed[number] for number in shared})
 
-    answer = processes.agree(msgspec.msgpack.encode(CallOutcome.of(error)), decide)
+    answer = processes.agree(msgspec.msgpack.encode(SentError.of(error)), decide)
     if processes.is_chief:
         return failed
-    return msgspec.msgpack.decode(answer, type=dict[int, CallOutcome])
+    return msgspec.msgpack.decode(answer, type=dict[int, SentError])
 
 
 def raise_first(
-    processes: Processes, failed: Mapping[int, CallOutcome], error: BaseException | None
+    processes: Processes, failed: Mapping[int, SentError], error: BaseException | None
 ) -> NoReturn:
     """Raise the error of the first process that has one; an interrupt of this process stays one."""
     first = min(failed)
@@ -244,7 +248,7 @@ def raise_first(
     raise failed[first].error_of(f"process {first}") from error
 
 
-def decoded(data: bytes, kind: type[T]) -> T:
+def decoded(data: bytes, kind: Any) -> Any:
     """The value that another process sent."""
     return msgspec.msgpack.decode(data, type=kind)
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 import msgspec
 
 from perdure import errors
-from perdure.checkpoint.group_call import CallOutcome, attempt, decoded
+from perdure.checkpoint.group_call import SentError, attempt, decoded
 from perdure.checkpoint.piece_exchange import PieceExchange
 from perdure.checkpoint.save_messages import (
     COMPARE,
@@ -136,20 +136,17 @@ def save_in_group(
 
 def decline_save(processes: Processes, where: str, step: int, error: BaseException) -> None:
     """Take part in a save without a state, so that every other process learns of `error` at once."""
-    text, kind = _failure(processes, error)
-    sent = processes.collect(
-        msgspec.msgpack.encode(SaveRow(step, OwnRows({}, {}), error=text, kind=kind))
-    )
+    failure = _failure(processes, error)
+    sent = processes.collect(msgspec.msgpack.encode(SaveRow(step, OwnRows({}, {}), error=failure)))
     try:
         if processes.is_chief:
             rows = [decoded(data, SaveRow) for data in sent]
             _, failed = attempt(lambda: _require_rows(processes, rows))
-            outcome = CallOutcome.of(as_save_error(failed or error, where, step))
-            processes.broadcast(msgspec.msgpack.encode(SaveOrder(END, outcome=outcome)))
+            agreed = SentError.of(as_save_error(failed or error, where, step))
+            processes.broadcast(msgspec.msgpack.encode(SaveOrder(END, error=agreed)))
         else:
             while decoded(processes.broadcast(None), SaveOrder).what != END:
-                answer = SaveAnswer(step, error=text, kind=kind)
-                processes.collect(msgspec.msgpack.encode(answer))
+                processes.collect(msgspec.msgpack.encode(SaveAnswer(step, error=failure)))
     except WorkerLostError:
         raise
     except PerdureError:
@@ -197,13 +194,13 @@ class _Member:
         row, error = attempt(lambda: self._row(stack))
         if row is None:
             self.error = error
-            text, kind = self._failure(error or SaveError("no answer"))
-            row = SaveRow(state.step, OwnRows({}, {}), error=text, kind=kind)
+            failure = self._failure(error or SaveError("no answer"))
+            row = SaveRow(state.step, OwnRows({}, {}), error=failure)
         sent = processes.collect(msgspec.msgpack.encode(row))
         self.rows = [decoded(data, SaveRow) for data in sent]
         """What each process began with, in the chief."""
 
-    def _failure(self, error: BaseException) -> tuple[str, str]:
+    def _failure(self, error: BaseException) -> SentError:
         if isinstance(error, OSError) and error.filename is None:
             size = sum(leaf.nbytes for leaf in self.state.leaves.values())
             error = SaveError(f"{self.run.where}: {error} (size of the state: {size} bytes)")
@@ -238,8 +235,8 @@ class _Member:
         if error is not None or data is None:
             error = error or SaveError("no answer")
             self.error = self.error or error
-            text, kind = self._failure(error)
-            data = msgspec.msgpack.encode(SaveAnswer(self.state.step, error=text, kind=kind))
+            failed = SaveAnswer(self.state.step, error=self._failure(error))
+            data = msgspec.msgpack.encode(failed)
         return data
 
     def agree_on_layouts(self) -> None:
@@ -355,7 +352,7 @@ def _end(member: _Member, error: BaseException | None) -> None:
     """Tell all processes how the save ended, in the chief, and raise its error."""
     where, step = member.run.where, member.state.step
     agreed = None if error is None else as_save_error(error, where, step)
-    order = SaveOrder(END, outcome=CallOutcome.of(agreed))
+    order = SaveOrder(END, error=SentError.of(agreed))
     member.processes.broadcast(msgspec.msgpack.encode(order))
     if agreed is not None:
         _raise_agreed(member.error or error, agreed)
@@ -369,17 +366,17 @@ def _follow(member: _Member) -> None:
         if order.what == END:
             break
         processes.collect(member.answer(order))
-    if order.outcome is not None and order.outcome.kind is not None:
-        agreed = order.outcome.error_of("the chief process")
+    if order.error is not None:
+        agreed = order.error.error_of("the chief process")
         assert isinstance(agreed, PerdureError)
         _raise_agreed(member.error, agreed)
 
 
-def _failure(processes: Processes, error: BaseException) -> tuple[str, str]:
-    """Text of an error for the other processes, and its class if they are to raise the same."""
+def _failure(processes: Processes, error: BaseException) -> SentError:
+    """An error for the other processes, with its class if they are to raise the same."""
     text = str(error) if isinstance(error, (OSError, PerdureError)) else repr(error)
     kind = type(error).__name__ if isinstance(error, (ArgumentError, StateError)) else ""
-    return f"process {processes.index}: {text}", kind
+    return SentError(kind, f"process {processes.index}: {text}")
 
 
 def _require_rows(processes: Processes, rows: Sequence[SaveRow]) -> None:
@@ -397,13 +394,13 @@ def _require_answers(
     processes: Processes, answers: Sequence[SaveRow] | Sequence[SaveAnswer]
 ) -> None:
     """Raise what failed, if some processes failed."""
-    if not (failed := [answer for answer in answers if answer.error]):
+    if not (failed := [answer.error for answer in answers if answer.error is not None]):
         return
-    kinds = {answer.kind for answer in failed}
+    kinds = {error.kind for error in failed}
     kind = getattr(errors, kinds.pop()) if len(kinds) == 1 and all(kinds) else SaveError
-    texts = "; ".join(answer.error.rstrip(".") for answer in failed)
+    texts = "; ".join(error.text.rstrip(".") for error in failed)
     raise kind(
-        f"saving step {failed[0].step} failed in {len(failed)} of {processes.count} processes: "
+        f"saving step {answers[0].step} failed in {len(failed)} of {processes.count} processes: "
         f"{texts}. Every earlier checkpoint is unchanged. Save again once the cause is removed."
     )
 

@@ -13,13 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import NoneType
 from typing import Any, SupportsFloat
 
 import msgspec
 
 from perdure.checkpoint.arguments import metric_numbers, step_number
 from perdure.checkpoint.caller_warning import warn_caller
-from perdure.checkpoint.group_call import run_in_chief
+from perdure.checkpoint.group_call import together
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.state_digest import (
     batch_digest,
@@ -236,7 +237,7 @@ class Journal:
         """Raise what went wrong in the chief, in every process, before a save. A collective."""
         if self._is_used:
             try:
-                run_in_chief(self._processes, call, self._raise_failure)
+                together(self._processes, self._raise_failure, by_chief=NoneType, call=call)
             except PerdureError:
                 self._is_raised = True
                 raise

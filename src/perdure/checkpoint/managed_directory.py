@@ -10,7 +10,7 @@ from typing import Any
 
 from perdure.checkpoint.arguments import step_number, step_or_name
 from perdure.checkpoint.call_guard import CallGuard, exclusive
-from perdure.checkpoint.group_call import run_in_chief
+from perdure.checkpoint.group_call import together
 from perdure.checkpoint.managed_run import ManagedRun, SaveInterval
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import candidates
@@ -207,16 +207,17 @@ class ManagedDirectory(CallGuard):
         step = step_number(step)
         self._saver.settle(wait=True)
 
-        def change_step() -> Sequence[int] | None:
+        def change_step() -> list[int]:
             try:
-                return change(step)
+                return list(change(step) or ())
             except OSError as error:
                 raise StoreError(
                     f"{self.directory}: {call}({step}) failed: {error}. No checkpoint was lost; try "
                     f"again."
                 ) from error
 
-        return run_in_chief(self._managed.processes, f"{call}({step})", change_step)
+        processes, called = self._managed.processes, f"{call}({step})"
+        return together(processes, change_step, by_chief=list[int], call=called)
 
     def _step(self, step: int | str) -> int:
         """The step of a number or a name."""

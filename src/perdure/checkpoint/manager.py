@@ -12,13 +12,14 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
+from types import NoneType
 from typing import Any, NoReturn, SupportsFloat, overload
 
 from perdure.checkpoint.arguments import makes_state, positive, step_number, step_or_name
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
 from perdure.checkpoint.checkpoint import Checkpoint, managers, takes_tensorflow_order
 from perdure.checkpoint.grace_period import report
-from perdure.checkpoint.group_call import GroupCall, require_group, run_in_all, run_in_chief
+from perdure.checkpoint.group_call import GroupCall, require_group, together
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.managed_directory import ManagedDirectory, describe_newest
 from perdure.checkpoint.managed_run import ManagedRun, SaveInterval, abandon
@@ -330,7 +331,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self._begin_training()
         init = self._checkpoint if init is None else init
         # Not in turn with other calls: it is the caller's function.
-        like = run_in_all(GroupCall(self._processes, "init"), init) if makes_state(init) else init
+        like = together(GroupCall(self._processes, "init"), init) if makes_state(init) else init
         restored = self._restore(None, like, RestoreRequest())
         if restored is None:
             self._restorer.begin(like)
@@ -399,7 +400,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         The directory is a run directory on return, so that more may be put into it. In a group every
         process calls this, and the chief becomes the writer. Raises `LockedError` if there is another.
         """
-        run_in_chief(self._processes, "claim()", self._run.begin_writing)
+        together(self._processes, self._run.begin_writing, by_chief=NoneType, call="claim()")
         self._managed.update_mirror()
 
     def close(self) -> None:

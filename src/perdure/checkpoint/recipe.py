@@ -20,7 +20,7 @@ import msgspec
 from perdure import errors
 from perdure.checkpoint.arguments import is_text, require_name, shown
 from perdure.checkpoint.caller_warning import warn_caller
-from perdure.checkpoint.group_call import CallOutcome, GroupCall, attempt, decoded
+from perdure.checkpoint.group_call import GroupCall, SentError, attempt, decoded
 from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError
 from perdure.process_group import Processes
 from perdure.store.manifest import RecipeValue
@@ -198,12 +198,11 @@ def check_group(
         recipes = [decoded(data, _ProcessRecipe) for data in sent]
         note, error = attempt(lambda: _require_one_recipe(recipes, allow))
         notes.extend([note] if note else [])
-        return msgspec.msgpack.encode(CallOutcome.of(error))
+        return msgspec.msgpack.encode(SentError.of(error))
 
     answer = processes.agree(msgspec.msgpack.encode(this_process), decide)
-    outcome = decoded(answer, CallOutcome)
-    if outcome.kind is not None:
-        raise getattr(errors, outcome.kind, RecipeMismatchError)(outcome.text)
+    if (error := decoded(answer, SentError | None)) is not None:
+        raise getattr(errors, error.kind, RecipeMismatchError)(error.text)
     return notes[0] if notes and processes.is_chief else None
 
 

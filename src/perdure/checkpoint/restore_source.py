@@ -11,14 +11,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from perdure.checkpoint.group_call import (
-    CallOutcome,
-    attempt,
-    broadcast_outcome,
-    follow_chief,
-    gather_failures,
-    raise_first,
-)
+from msgspec import Struct
+
+from perdure.checkpoint.group_call import attempt, gather_failures, raise_first, together
 from perdure.checkpoint.mirror import Mirror, disagreement
 from perdure.errors import (
     CorruptionError,
@@ -31,6 +26,20 @@ from perdure.errors import (
 from perdure.process_group import Processes
 from perdure.store import Loaded, Run, Storage
 from perdure.store.loading import EVERYTHING, Needs
+
+
+class Picked(Struct):
+    """The checkpoint that the chief has picked.
+
+    Attributes:
+        step: Its step; None for no checkpoint.
+        fingerprint: Its fingerprint.
+        mirrored: Whether it is to be read from the mirror.
+    """
+
+    step: int | None = None
+    fingerprint: str = ""
+    mirrored: bool = False
 
 
 class RestoreSource(NamedTuple):
@@ -72,19 +81,16 @@ def load_in_group(
             return source, ()
         needs = needs._replace(verifies_all=True, sharing=None)
     while True:
-        if processes.is_chief:
-            source, error = _lead(run, mirror, processes, step, needs, unreadable), None
-        else:
-            source, error = _follow(run, mirror, processes, needs._replace(verifies_all=False))
+        source, error = _load_picked_by_chief(run, mirror, processes, step, needs, unreadable)
         failed = gather_failures(processes, error)
         if not failed and source is not None:
             return source, unreadable.keys()
-        damaged = all(outcome.is_damage for outcome in failed.values())
+        damaged = all(sent.is_damage for sent in failed.values())
         if step is not None or not damaged:
             raise_first(processes, failed, error)
         if source is not None and source.loaded is not None:  # always so in the chief
             unreadable[source.loaded.manifest.step] = "; ".join(
-                f"process {number}: {outcome.text}" for number, outcome in failed.items()
+                f"process {number}: {sent.text}" for number, sent in failed.items()
             )
         del source  # before the next one takes as much memory
 
@@ -243,37 +249,31 @@ class _Copies:
             self.notes.append(note)
 
 
-def _lead(
+def _load_picked_by_chief(
     run: Run,
     mirror: Mirror | None,
     processes: Processes,
     step: int | None,
     needs: Needs,
     unreadable: Mapping[int, str],
-) -> RestoreSource | None:
-    """Pick and load a checkpoint in the chief, and tell the others which one."""
-    source, error = attempt(lambda: load_good(run, mirror, step, needs, unreadable))
-    outcome = CallOutcome.of(error)
-    if source is not None:
-        outcome.mirrored = source.mirrored
-        if source.loaded is not None:
-            outcome.step = source.loaded.manifest.step
-            outcome.fingerprint = source.loaded.manifest.fingerprint
-    broadcast_outcome(processes, outcome)
-    if error is not None:
-        raise error
-    return source
-
-
-def _follow(
-    run: Run, mirror: Mirror | None, processes: Processes, needs: Needs
 ) -> tuple[RestoreSource | None, BaseException | None]:
-    """The checkpoint that the chief has picked, or why this process could not load it."""
-    outcome = follow_chief(processes)
-    if outcome.step is None:
+    """The checkpoint that the chief picks and verifies first, or why this process cannot load it."""
+    found: list[RestoreSource] = []
+
+    def pick() -> Picked:
+        found.append(source := load_good(run, mirror, step, needs, unreadable))
+        if source.loaded is None:
+            return Picked()
+        manifest = source.loaded.manifest
+        return Picked(manifest.step, manifest.fingerprint, source.mirrored)
+
+    picked = together(processes, pick, by_chief=Picked)
+    if found:
+        return found[0], None
+    if picked.step is None:
         return RestoreSource(None, False, []), None
-    storage = mirror.storage if mirror is not None and outcome.mirrored else run.storage
-    return attempt(lambda: _load_picked(storage, outcome, needs))
+    storage = mirror.storage if mirror is not None and picked.mirrored else run.storage
+    return attempt(lambda: _load_picked(storage, picked, needs._replace(verifies_all=False)))
 
 
 def _load_at_once(
@@ -283,32 +283,27 @@ def _load_at_once(
 
     None in every process if there is none, or if it is damaged. A collective; raises any other error.
     """
-    picked = CallOutcome()
-    if processes.is_chief:
 
-        def pick() -> None:
-            picked.step = max(run.steps()) if step is None else step
-            picked.fingerprint = run.manifest(picked.step).fingerprint
+    def pick() -> Picked:
+        try:
+            found = max(run.steps()) if step is None else step
+            return Picked(found, run.manifest(found).fingerprint)
+        except Exception:  # noqa: BLE001 (the chief reads again, alone)
+            return Picked()
 
-        _, error = attempt(pick)
-        picked.step = picked.step if error is None else None
-        broadcast_outcome(processes, picked)
-        if error is not None and not isinstance(error, Exception):
-            raise error
-    else:
-        picked = follow_chief(processes)
+    picked = together(processes, pick, by_chief=Picked)
     if picked.step is None:
         return None
     source, error = attempt(lambda: _load_picked(run.storage, picked, needs))
     if needs.sharing is not None:
         needs.sharing.close()  # the others may wait for it
     failed = gather_failures(processes, error)
-    if not all(outcome.is_damage for outcome in failed.values()):
+    if not all(sent.is_damage for sent in failed.values()):
         raise_first(processes, failed, error)
     return None if failed else source
 
 
-def _load_picked(storage: Storage, picked: CallOutcome, needs: Needs) -> RestoreSource:
+def _load_picked(storage: Storage, picked: Picked, needs: Needs) -> RestoreSource:
     """The checkpoint that the chief has picked."""
     step = picked.step
     assert step is not None

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.chunk_sharing import ChunkSharing
-from perdure.checkpoint.group_call import GroupCall, run_in_all
+from perdure.checkpoint.group_call import GroupCall, together
 from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
@@ -96,7 +96,7 @@ class Restorer:
         where = f"{run.where}: step {step}"
         load_epoch_ends(loaded.leaves, loaded.manifest.process_leaves, where)
         replaced = ReplacedMembers()
-        state, report, has_shards = run_in_all(
+        state, report, has_shards = together(
             self._processes, lambda: self._rebuild(where, loaded, like, request, replaced)
         )
         self._check.replaced = replaced

@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgspec
 from msgspec import Struct
 
-from perdure.checkpoint.group_call import CallOutcome, decoded
+from perdure.checkpoint.group_call import SentError, decoded
 from perdure.checkpoint.piece_exchange import PeerAddress
 from perdure.checkpoint.shard_layouts import GroupLayouts, OwnRegions
 from perdure.errors import SaveError
@@ -39,8 +39,7 @@ class SaveRow(Struct):
     regions: str = ""
     known: str = ""
     address: PeerAddress | None = None
-    error: str = ""
-    kind: str = ""
+    error: SentError | None = None
 
 
 class SaveOrder(Struct):
@@ -50,13 +49,13 @@ class SaveOrder(Struct):
         what: LAYOUT, HASH, WRITE, COMPARE or END.
         layouts: The layouts of all sharded arrays; None if every process knows them.
         addresses: Where each process answers requests for pieces.
-        outcome: How the save ended, for END.
+        error: Why the save failed, for END.
     """
 
     what: str
     layouts: GroupLayouts | None = None
     addresses: list[PeerAddress | None] = []
-    outcome: CallOutcome | None = None
+    error: SentError | None = None
 
 
 class SaveAnswer(Struct):
@@ -79,8 +78,7 @@ class SaveAnswer(Struct):
     digests: dict[str, str] = {}
     copies: dict[str, ShardCopy] = {}
     stored_as: tuple[str, str] | None = None
-    error: str = ""
-    kind: str = ""
+    error: SentError | None = None
 
 
 def encode_answer(storage: Storage, process: int, answer: SaveAnswer) -> bytes:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from types import NoneType
 from typing import Any, SupportsFloat
 
 from perdure.checkpoint.arguments import metric_numbers
 from perdure.checkpoint.background import Background
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.grace_period import GracePeriod
-from perdure.checkpoint.group_call import GroupCall, run_in_chief
+from perdure.checkpoint.group_call import GroupCall, save_channel, together
 from perdure.checkpoint.group_save import (
     GroupState,
     SaveCache,
@@ -27,7 +28,6 @@ from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import prune_after_save
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.retention_rules import RetentionRules
-from perdure.checkpoint.save_channel import save_channel
 from perdure.errors import (
     LockedError,
     MismatchError,
@@ -96,7 +96,12 @@ class BackgroundSaver:
             return
         self._managed.recipe.warn_if_missing(self._run.where)
         try:
-            run_in_chief(self._processes, "restore_or_initialize", self._run.begin_writing)
+            together(
+                self._processes,
+                self._run.begin_writing,
+                by_chief=NoneType,
+                call="restore_or_initialize",
+            )
         except LockedError as error:
             raise LockedError(f"{error} To read beside it, call `restore`.") from None
         except SaveError as error:

@@ -29,7 +29,7 @@ import supervise_rows
 from drill_programs import planted
 
 from perdure.drill import KINDS, DrillOptions, run_drill
-from perdure.report.drill_page import render_html
+from perdure.report.page import render_drill
 from report import Row, finish, row
 
 HERE = Path(__file__).absolute().parent
@@ -105,7 +105,7 @@ def drilled(name: str, arguments: list[str], options: DrillOptions) -> dict[str,
     found = {**report.document(), "total_seconds": round(time.monotonic() - began, 1)}
     BUILD.mkdir(exist_ok=True)
     (BUILD / f"drill-{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (BUILD / f"drill-{name}.html").write_text(render_html(found))
+    (BUILD / f"drill-{name}.html").write_text(render_drill(found))
     return found
 
 

@@ -59,7 +59,7 @@ def test_ls_lists_the_checkpoints(run: Path) -> None:
     assert [line.split()[0] for line in lines[1:]] == ["10", "20"]
     document = json.loads(perdure("ls", run, "--json").output)
     assert [row["step"] for row in document["checkpoints"]] == [10, 20]
-    assert document["checkpoints"][1]["bytes"] == 3 * 4 * 4 + len("digits")
+    assert document["checkpoints"][1]["nbytes"] == 3 * 4 * 4 + len("digits")
 
 
 def test_ls_and_show_print_the_metrics(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_show_takes_the_name_of_a_checkpoint(run: Path) -> None:
         assert "step         10" in result.output
     assert "kept         the newest" in perdure("show", run).output
     document = json.loads(perdure("show", f"{run}@10", "--json").output)
-    assert (document["kept"], document["own_bytes"], document["bytes"]) == ("not recorded", 0, 74)
+    assert (document["kept"], document["own_nbytes"], document["nbytes"]) == ("not recorded", 0, 74)
     assert "deleting it frees 0 B; 64 B stay" in perdure("show", f"{run}@10").output
     assert perdure("show", f"{run}@10", 10).exit_code == 2
 
@@ -125,7 +125,7 @@ def test_ls_says_what_each_checkpoint_costs_and_why_it_is_kept(run: Path) -> Non
     ]
     # Step 20 reads model/b in the pack of step 10, so that the deletion of step 10 frees nothing.
     packs = [pack.stat().st_size for pack in sorted((run / "packs").iterdir())]
-    assert [(row["own_bytes"], row["shared_bytes"]) for row in rows] == [(0, 64), (packs[1], 16)]
+    assert [(row["own_nbytes"], row["shared_nbytes"]) for row in rows] == [(0, 64), (packs[1], 16)]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from perdure.drill.fault_plan import LAST
 from perdure.drill.scenario import Observed, Outcome
 from perdure.drill.text_report import verdict
 from perdure.errors import LaunchError
-from perdure.report.drill_page import render_html
+from perdure.report.page import render_drill
 from perdure.store import Run
 from perdure.testing import drill
 
@@ -91,7 +91,7 @@ def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
     assert Run(mine).steps() == [99]
     assert os.listdir(tmp_path / "cwd") == ["runs"]
     assert json.loads(json.dumps(found)) == found
-    page = render_html(found)
+    page = render_drill(found)
     assert page.index("PASS") < page.index("<h1>"), "the verdict comes first"
     for fact in (found["date"], found["host"], np.__version__, "Timeline", "steps 9 to"):
         assert fact in page
@@ -117,7 +117,7 @@ def test_a_wrong_program_fails_for_its_reason(
     assert [leaf.path for leaf in row.difference.leaves] == leaves
     assert row.diagnosis is not None
     assert row.diagnosis.cause == cause, row.diagnosis
-    said = render_html(report.document())
+    said = render_drill(report.document())
     assert row.diagnosis.advice.split(",")[0] in said
     assert leaves[0] in said
     assert f"with {named}, the difference is gone in 2 of 2 runs" in row.diagnosis.evidence

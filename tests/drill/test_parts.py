@@ -49,7 +49,7 @@ from perdure.drill.scenario import (
 from perdure.drill.text_report import TextReporter, verdict
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
-from perdure.report.drill_page import render_html
+from perdure.report.page import render_drill
 from perdure.store import Run
 
 POINTS = ("pack", "manifest")
@@ -243,7 +243,7 @@ def test_a_run_counts_as_fired_only_if_all_its_faults_did() -> None:
     assert [run["all_fired"] for run in found["runs"]] == [False, False, True, True]
     assert "2 whose faults did not all fire" in verdict(found)
     assert (
-        render_html(found).count("kill at step 3 (1 of 2 planned)") == 4
+        render_drill(found).count("kill at step 3 (1 of 2 planned)") == 4
     )  # two headings, two lines
     said = io.StringIO()
     reporter = TextReporter(Console(file=said, width=200))

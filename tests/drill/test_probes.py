@@ -39,7 +39,7 @@ from perdure.drill.scenario import (
     Scenario,
 )
 from perdure.drill.text_report import TextReporter
-from perdure.report.drill_page import render_html
+from perdure.report.page import render_drill
 from perdure.store.drill_hook import DRILL
 
 SEEN = Observed(
@@ -444,7 +444,7 @@ def test_a_cause_is_claimed_only_for_the_run_in_which_it_was_looked_for(
         "unsaved state",
     ]
     assert found["runs"][1]["diagnosis"]["what"] == said
-    assert said in render_html(found)
+    assert said in render_drill(found)
     text = io.StringIO()
     TextReporter(Console(file=text, width=200)).summary(found)
     assert said in text.getvalue()

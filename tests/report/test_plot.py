@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import sys
 from pathlib import Path
@@ -14,14 +13,13 @@ from click.testing import CliRunner, Result
 from reported import KILLED, Counting, flip, record, save, states
 
 from perdure.cli import main
-from perdure.errors import ArgumentError, CorruptionError, MissingExtraError
+from perdure.errors import ArgumentError, MissingExtraError
 from perdure.look import stats
 from perdure.report import plot, report
 from perdure.report.figure import draw_figure, figure_bytes
-from perdure.report.plot_panels import Panel, PlotLine, PlottedAttempt
-from perdure.report.run_plot import plot_panels, save_plot
-from perdure.report.sparkline import BLOCKS, PLAIN, sparklines
-from perdure.report.terminal_picture import picture_protocol, picture_sequence
+from perdure.report.panels import Panel, PlotLine, PlottedAttempt
+from perdure.report.run_plot import plot_drawing, save_plot
+from perdure.report.text_graph import BLOCKS, PLAIN, sparklines
 from perdure.store import Run
 from perdure.store.format import manifest_name
 
@@ -67,14 +65,14 @@ def test_the_document_has_the_values_and_the_attempts(killed: Path) -> None:
 
 def test_several_runs_share_a_panel(killed: Path, tmp_path: Path) -> None:
     save(tmp_path / "other", states(STEPS), metrics={10: {"loss": 5.0}})
-    [panel] = plot_panels(killed, tmp_path / "other", metrics="loss")
+    [panel] = plot_drawing(killed, tmp_path / "other", metrics="loss").panels
     assert [line.label for line in panel.lines] == ["run", "other"]
     assert panel.lines[1].points == [(10, 5.0)]
     assert [line for line in sparklines([panel], 60) if "other" in line]
 
 
 def test_norms_are_those_of_the_leaves(killed: Path) -> None:
-    norm, change = plot_panels(killed, norms=True, leaves="model")
+    norm, change = plot_drawing(killed, norms=True, leaves="model").panels
     lines = {line.label: line.points for line in norm.lines}
     values = states(STEPS)
     for path in ("model/frozen", "model/moving"):
@@ -93,19 +91,25 @@ def test_a_leaf_that_did_not_change_is_read_once(tmp_path: Path) -> None:
     values = {1: {"a": one, "b": one}, 2: {"a": one, "b": one}, 3: {"a": two, "b": one}}
     save(tmp_path / "run", values)
     storage = Counting(tmp_path / "run")
-    norm, _ = plot_panels(Run(storage), norms=True)
+    norm, _ = plot_drawing(Run(storage), norms=True).panels
     assert [[value for _, value in line.points] for line in norm.lines] == [
         pytest.approx([n * 1000**0.5 for n in row]) for row in ([1, 1, 2], [1, 1, 1])
     ]
     assert storage.read_from_packs == 3 * one.nbytes, "a twice, b once"
 
 
-def test_norms_of_a_damaged_leaf_are_refused_or_left_out(killed: Path) -> None:
+def test_a_damaged_leaf_has_no_norm_and_is_named(killed: Path) -> None:
     flip(killed, 10, "model/frozen")
-    with pytest.raises(CorruptionError, match="model/frozen"):
-        plot_panels(killed, norms=True)
-    norm, _ = plot_panels(killed, leaves="model/moving")
-    assert [len(line.points) for line in norm.lines] == [3]
+    drawing = plot_drawing(killed, norms=True)
+    assert [line.label for line in drawing.panels[0].lines] == ["model/moving"]
+    assert [
+        f"step {step} is damaged" in text
+        for step, text in zip(STEPS, drawing.problems, strict=True)
+    ]
+    assert all("model/frozen" in text for text in drawing.problems)
+    alone = plot_drawing(killed, leaves="model/moving")
+    assert [len(line.points) for line in alone.panels[0].lines] == [3]
+    assert not alone.problems
 
 
 def test_a_damaged_leaf_that_changed_lacks_its_point_alone(killed: Path) -> None:
@@ -119,7 +123,7 @@ def test_a_damaged_leaf_that_changed_lacks_its_point_alone(killed: Path) -> None
     assert lines == {"model/moving": [10, 30], "model/frozen": [10, 20, 30]}
     text = run_plot(killed, "--leaves", "model/moving").stdout
     assert "no value that can be read" in text
-    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra report) is not installed here")
     with pytest.warns(UserWarning, match="step 20 is damaged"):
         plot(killed, norms=True)
 
@@ -142,7 +146,7 @@ def test_a_chunk_that_several_checkpoints_share_is_damaged_in_each(tmp_path: Pat
 def test_norms_neither_overflow_nor_vanish(tmp_path: Path, size: float) -> None:
     first = np.array([1.0, -1.0, 1.0, -1.0]) * size
     save(tmp_path / "run", {1: {"w": first}, 2: {"w": 1.5 * first}, 3: {"w": -1.5 * first}})
-    norm, change = plot_panels(tmp_path / "run", norms=True)
+    norm, change = plot_drawing(tmp_path / "run", norms=True).panels
     figures = [stats(f"{tmp_path / 'run'}@{step}").rows[0].norm for step in (1, 2, 3)]
     assert norm.lines[0].points == list(zip((1, 2, 3), figures, strict=True))
     assert change.lines[0].points == [(2, 0.5), (3, 2.0)]
@@ -154,7 +158,7 @@ def test_the_distance_may_be_above_the_largest_number(tmp_path: Path) -> None:
     first = np.array([1.5e308, 1.0])
     values = {1: {"w": first}, 2: {"w": -first}, 3: {"w": np.array([np.inf, 1.0])}}
     save(tmp_path / "run", values)
-    norm, change = plot_panels(tmp_path / "run", norms=True)
+    norm, change = plot_drawing(tmp_path / "run", norms=True).panels
     assert [value for _, value in norm.lines[0].points] == [1.5e308, 1.5e308, None]
     assert change.lines[0].points == [(2, 2.0), (3, None)]
     assert "no finite value" not in run_plot(tmp_path / "run", "--norms").stdout
@@ -163,17 +167,19 @@ def test_the_distance_may_be_above_the_largest_number(tmp_path: Path) -> None:
 def test_the_line_of_a_run_has_its_name_and_its_colour(killed: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     save(other, states((1, 2)), metrics={1: {"only": 1.0}, 2: {"only": 2.0}})
-    panels = plot_panels(killed, other)
+    panels = plot_drawing(killed, other).panels
     [panel] = [panel for panel in panels if panel.title == "only"]
     assert [(line.label, line.colour) for line in panel.lines] == [("other", 1)]
     assert [line.split()[0] for line in sparklines([panel], 80)] == ["only,", "other"]
-    assert sparklines(plot_panels(other), 80)[0].startswith("only "), "a single run needs no name"
-    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    assert sparklines(plot_drawing(other).panels, 80)[0].startswith("only "), (
+        "a single run needs no name"
+    )
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra report) is not installed here")
     [axes] = draw_figure([panel]).axes
     assert [text.get_text().strip() for text in cast(Any, axes.get_legend()).get_texts()] == [
         "other"
     ]
-    [both, _] = draw_figure(plot_panels(killed, other, metrics=["loss", "only"])).axes
+    [both, _] = draw_figure(plot_drawing(killed, other, metrics=["loss", "only"]).panels).axes
     assert axes.get_lines()[0].get_color() != both.get_lines()[0].get_color()
 
 
@@ -197,8 +203,8 @@ def test_a_norm_of_zero_and_a_leaf_that_did_not_change(tmp_path: Path) -> None:
     save(tmp_path / "run", values)
     done = run_plot(tmp_path / "run", "--norms")
     assert [line.split() for line in done.stdout.splitlines()][-1] == ["same", "no", "change"]
-    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
-    panels = plot_panels(tmp_path / "run", norms=True)
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra report) is not installed here")
+    panels = plot_drawing(tmp_path / "run", norms=True).panels
     norm, change = draw_figure(panels).axes
     assert (norm.get_yscale(), change.get_yscale()) == ("symlog", "log")
     zero, least = norm.transData.transform([(1, 0.0), (1, 2**0.5)])[:, 1]
@@ -246,11 +252,11 @@ def test_without_matplotlib_the_extra_is_named(
     killed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'perdure\[plot\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'perdure\[report\]'"):
         plot(killed)
     done = run_plot(killed, "-o", tmp_path / "loss.png")
     assert done.exit_code == 1
-    assert "perdure[plot]" in done.stderr
+    assert "perdure[report]" in done.stderr
     assert not (tmp_path / "loss.png").exists()
     assert run_plot(killed).exit_code == 0, "text needs none"
 
@@ -263,7 +269,7 @@ PANELS = [
 
 
 def test_a_picture_has_the_same_bytes_each_time(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra report) is not installed here")
     for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
         save_plot(PANELS, tmp_path / name)
         first = (tmp_path / name).read_bytes()
@@ -277,7 +283,7 @@ def test_a_picture_has_the_same_bytes_each_time(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_a_run_is_written(killed: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra report) is not installed here")
     figure = plot(killed)
     assert len(figure.axes) == 2
     assert run_plot(killed, "--norms", "-o", tmp_path / "norms.svg").exit_code == 0
@@ -293,7 +299,7 @@ LARGEST = sys.float_info.max
     "values", [(1.7e308, 1.0), (LARGEST, -LARGEST), (1.7e308, 5e-324), (1e151, 1e-320)]
 )
 def test_the_largest_numbers_are_drawn(values: tuple[float, float], logarithmic: bool) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra report) is not installed here")
     panel = Panel("loss", [PlotLine("run", list(enumerate(values)))], logarithmic)
     figure = draw_figure([panel])
     assert figure_bytes(figure, "png").startswith(b"\x89PNG")
@@ -315,32 +321,13 @@ def test_a_damaged_checkpoint_is_named(killed: Path, tmp_path: Path) -> None:
         assert done.stdout, "the other checkpoints are drawn"
     page = CliRunner().invoke(main, ["report", str(killed), "-o", str(tmp_path / "page.html")])
     assert (page.exit_code, page.stderr.splitlines()[1:]) == (1, done.stderr.splitlines())
-    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed here")
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra report) is not installed here")
     with pytest.warns(UserWarning, match="step 20 is damaged"):
         plot(killed)
     done = run_plot(killed, "--metric", "loss", "-o", tmp_path / "a.svg")
     assert done.exit_code == 1
     assert ": 1 panel\n" in done.stderr
     assert (tmp_path / "a.svg").exists()
-
-
-def test_a_terminal_that_shows_pictures_gets_the_bytes() -> None:
-    assert picture_protocol({"TERM": "xterm-256color"}) is None
-    assert picture_protocol({"TERM_PROGRAM": "iTerm.app"}) == "iterm2"
-    assert picture_protocol({"TERM": "xterm-kitty"}) == "kitty"
-    assert picture_protocol({"TERM": "screen", "KITTY_WINDOW_ID": "1"}) is None
-    png = bytes(range(256)) * 40
-    sequence = picture_sequence(png, "kitty")
-    parts = [part.split(";", 1)[1] for part in sequence.strip().split("\x1b\\") if part]
-    assert base64.b64decode("".join(parts)) == png
-    assert [part[: part.index(";")] for part in sequence.split("\x1b_G")[1:]] == [
-        "f=100,a=T,m=1",
-        "m=1",
-        "m=1",
-        "m=0",
-    ]
-    inline = picture_sequence(png, "iterm2")
-    assert base64.b64decode(inline[inline.index(":") + 1 : inline.index("\x07")]) == png
 
 
 def test_text_for_a_terminal_without_blocks() -> None:

@@ -75,13 +75,14 @@ def command(
 
     from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
     from perdure.drill.text_report import TextReporter
-    from perdure.report.drill_page import render_html
+    from perdure.report.page import render_drill, templates
 
     kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)
     if faults is not None and not kinds:
         raise LaunchError(f"--faults {faults!r}: expected some of {', '.join(KINDS)}, found none.")
     options = DrillOptions(kinds, runs, seed, workers, read_only, fail_fast=fail_fast)
     if html is not None:
+        templates()  # raises before the drill if they are not installed
         _require_writable(html)
     reporter = TextReporter(Console(stderr=as_json, soft_wrap=True))
     with kept_or_temporary(directory, "drill") as work:
@@ -96,7 +97,7 @@ def command(
         reporter.summary(report)
     if html is not None:
         try:
-            html.write_text(render_html(report), encoding="utf-8")
+            html.write_text(render_drill(report), encoding="utf-8")
         except OSError as error:
             # Not raised, because --json has printed its one document.
             click.echo(f"perdure: {_unwritable(html, error)}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -9,7 +10,6 @@ import click
 from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument
 from perdure.look.listing import (
     RunListing,
-    checkpoint_json,
     list_run,
     listing_table,
 )
@@ -51,7 +51,7 @@ def _document(listing: RunListing, run: Run) -> dict[str, Any]:
     names = {checkpoint.name for checkpoint in set_aside}
     return {
         "run": listing.where,
-        "checkpoints": [checkpoint_json(row) for row in listing.checkpoints],
+        "checkpoints": [asdict(row) for row in listing.checkpoints],
         "damaged": [{"step": step, "error": error} for step, error in listing.damaged.items()],
         "unread": [{"step": step, "error": error} for step, error in listing.unread.items()],
         "quarantined": [name for name in run.quarantined() if name not in names],

@@ -16,7 +16,7 @@ from perdure.errors import MissingExtraError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perdure.report.plot_panels import Panel
+    from perdure.report.panels import Panel
 
 _FILE = click.Path(path_type=Path)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 import msgspec
 
@@ -17,7 +19,7 @@ from perdure.cli.output import (
 )
 from perdure.errors import ArgumentError
 from perdure.look.leaf_tree import value_text
-from perdure.look.listing import age_text, checkpoint_json, listed
+from perdure.look.listing import age_text, listed
 from perdure.look.origins import origin_lines
 from perdure.look.tables import Table
 from perdure.store.format import FORMAT
@@ -51,7 +53,7 @@ def command(run: str, step: int | None, as_json: bool) -> None:
     manifests = {**read_manifests(checkpoint.run)[0], manifest.step: manifest}
     [row] = [r for r in listed(checkpoint.run, manifests) if r.step == manifest.step]
     if as_json:
-        document({**checkpoint_json(row), **msgspec.to_builtins(manifest)})
+        document({**asdict(row), **msgspec.to_builtins(manifest)})
         return
     # One text, so that a reader who takes the first lines (`| head`) makes nothing fail.
     lines = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from perdure.checkpoint.address import Where, open_run, read_manifests
 from perdure.checkpoint.pruning import candidates
@@ -175,15 +174,6 @@ def listing_table(checkpoints: tuple[ListedCheckpoint, ...]) -> Table:
         for line, row in zip(rows, checkpoints, strict=True):
             line.append(_metrics_text(row.metrics))
     return Table(header, rows)
-
-
-def checkpoint_json(row: ListedCheckpoint) -> dict[str, Any]:
-    """A checkpoint as `perdure ls --json` has it."""
-    document = asdict(row)
-    document["bytes"] = document.pop("nbytes")
-    document["own_bytes"] = document.pop("own_nbytes")
-    document["shared_bytes"] = document.pop("shared_nbytes")
-    return document
 
 
 def age_text(seconds: float) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_MOST_CHARACTERS = 2000
+
 
 @dataclass(frozen=True)
 class Table:
@@ -56,15 +58,14 @@ class Shown:
 
     def __str__(self) -> str:
         return "\n".join(
-            str(block) if isinstance(block, Table) else printable_lines(block)
-            for block in self._blocks()
+            str(block) if isinstance(block, Table) else visible(block) for block in self._blocks()
         )
 
     def _repr_html_(self) -> str:
         return "".join(
             block._repr_html_()
             if isinstance(block, Table)
-            else f"<p>{html.escape(printable_lines(block))}</p>"
+            else f"<p>{html.escape(visible(block))}</p>"
             for block in self._blocks()
         )
 
@@ -91,9 +92,11 @@ def printable(text: str, most: int | None = None) -> str:
     )
 
 
-def printable_lines(text: str) -> str:
-    """`printable` of each line."""
-    return "\n".join(map(printable, text.split("\n")))
+def visible(value: object) -> str:
+    """The text of a value, in which nothing is hidden: its lines as `printable`, cut if it is long."""
+    text = str(value)
+    cut = f"... ({len(text)} characters)" if len(text) > _MOST_CHARACTERS else ""
+    return "\n".join(map(printable, text[:_MOST_CHARACTERS].split("\n"))) + cut
 
 
 def size_text(nbytes: int) -> str:

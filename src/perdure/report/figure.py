@@ -1,16 +1,18 @@
-"""Draws panels with matplotlib, the same bytes for the same panels."""
+"""Draws panels with matplotlib, for files and inside of pages: the same bytes for the same panels."""
 
 from __future__ import annotations
 
 import io
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from perdure.errors import missing_extra
-from perdure.report.html_page import visible
-from perdure.report.plot_panels import Panel, PlotLine, PlottedAttempt
+from perdure.look.tables import visible
+from perdure.report.panels import Panel, PlotLine, PlottedAttempt
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,26 +20,36 @@ if TYPE_CHECKING:
 FORMATS = {".png": "png", ".svg": "svg"}
 _METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
-    "svg": {"Date": None, "Creator": None},
+    "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
 }
-_CUT = "#b42318"
+_CUT, _RULE = "#b42318", "#dfe2e6"
 _COLOURS = ("#1f5f8b", "#b3541e", "#2f7236", "#7a4fa0", "#86650a", "#a8326e")
-_DASHES = ("-", "--", ":", "-.")
+_DASHES = ("-", "--", ":")
 _MOST_NUMBERS = 12
 _LARGE = 1e150
 """Larger values are drawn in units of this: ticks of matplotlib beyond them would overflow."""
 _SETTINGS = {
     "svg.hashsalt": "perdure",
+    "svg.fonttype": "none",  # text stays text
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#dfe2e6",
+    "grid.color": _RULE,
     "axes.edgecolor": "#9ca6b0",
     "font.size": 9.0,
     "axes.titlesize": 10.0,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
 }
+_OF_PAGE = {
+    "axes.spines.left": False,
+    "axes.spines.bottom": False,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "font.size": 8.0,
+}
+_VARIABLES = {_CUT: "bad", _RULE: "rule"} | {c: f"s{n}" for n, c in enumerate(_COLOURS)}
+"""The colours that a page has as variables of its style sheet, light and dark."""
 
 
 def draw_figure(panels: Sequence[Panel]) -> Figure:
@@ -45,47 +57,81 @@ def draw_figure(panels: Sequence[Panel]) -> Figure:
 
     Raises `MissingExtraError` if matplotlib is not installed.
     """
-    mpl, figure_class = _matplotlib()
     columns = 1 if len(panels) == 1 else 2 if len(panels) <= 4 else 3
     rows = -(-len(panels) // columns)
-    with mpl.rc_context():
-        mpl.rcdefaults()  # not the settings of this machine
-        mpl.rcParams.update(_SETTINGS)
-        width = 7.0 if columns == 1 else 5.2 * columns
+    width = 7.0 if columns == 1 else 5.2 * columns
+    with _matplotlib() as figure_class:
         figure = figure_class(figsize=(width, 3.3 * rows), layout="constrained")
         for number, panel in enumerate(panels, 1):
-            _draw(figure.add_subplot(rows, columns, number), panel)
+            axes = figure.add_subplot(rows, columns, number)
+            handles = _draw(axes, panel)
+            axes.set_title(visible(panel.title), parse_math=False)
+            axes.set_xlabel("step")
+            if panel.has_names:
+                _add_legend(axes, handles, panel.lines)
     return figure
 
 
 def figure_bytes(figure: Figure, kind: str) -> bytes:
     """A figure as "png" or "svg"."""
-    mpl, _ = _matplotlib()
     buffer = io.BytesIO()
-    with mpl.rc_context(), warnings.catch_warnings():
+    with _matplotlib(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name may have characters that the font lacks
-        mpl.rcdefaults()
-        mpl.rcParams.update(_SETTINGS)
         figure.savefig(buffer, format=kind, dpi=144, metadata=_METADATA[kind])
     return buffer.getvalue()
 
 
-def _matplotlib() -> tuple[Any, Any]:
+def page_svg(panel: Panel, number: int) -> str:
+    """One panel as an element of a page, in the colours of its style sheet.
+
+    Args:
+        panel: What to draw; its title and the names of its lines are left to the page.
+        number: The number of the drawing in its page, for names that no other drawing has.
+    """
+    with _matplotlib(_OF_PAGE | {"svg.hashsalt": f"perdure-{number}"}) as figure_class:
+        figure = figure_class(figsize=(4.2, 2.1))
+        axes = figure.add_axes((0.14, 0.12, 0.84, 0.83))
+        axes.yaxis.get_major_locator().set_params(nbins=4)
+        for line in _draw(axes, panel):
+            line.set(marker="o" if len(line.get_xdata()) == 1 else "", linewidth=1.3)
+        axes.set_facecolor("none")
+        figure.set_facecolor("none")
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=_METADATA["svg"])
+    drawing = buffer.getvalue().partition("<svg")[2]
+    # The style sheet in it would be that of the whole page.
+    drawing = re.sub(r"(?s)<(metadata|style).*?</\1>|<!--.*?-->", "", drawing)
+    drawing = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", drawing, count=5)
+    drawing = re.sub(r'<g id="[^"]*"/>|(?<=<g) id="[^"]*"|\s*\n\s*(?=<)', "", drawing)
+    drawing = re.sub(r"font: ([\d.]+)px [^;\"]*|; font-family: [^;\"]*", _font, drawing)
+    for colour, name in _VARIABLES.items():
+        drawing = drawing.replace(colour, f"var(--{name})")
+    return f"<svg{drawing}"
+
+
+def _font(found: re.Match[str]) -> str:
+    return f"font-size: {found[1]}px" if found[1] else ""
+
+
+@contextmanager
+def _matplotlib(settings: dict[str, Any] | None = None) -> Iterator[type[Figure]]:
+    """The class of figures, with our settings and not those of this machine."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise missing_extra("plot", error) from error
-    return mpl, Figure
+        raise missing_extra("report", error) from error
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update({**_SETTINGS, **(settings or {})})
+        yield Figure
 
 
-def _draw(axes: Any, panel: Panel) -> None:
-    axes.set_title(visible(panel.title), parse_math=False)
-    axes.set_xlabel("step")
+def _draw(axes: Any, panel: Panel) -> list[Any]:
+    """Draw the lines of a panel with their interruptions; returns the lines."""
     axes.grid(axis="x", visible=False)
-    axes.xaxis.get_major_locator().set_params(
-        integer=True, min_n_ticks=1
-    )  # there is no half of a step
+    # There is no half of a step.
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     values = [value for line in panel.lines for _, value in line.points if value is not None]
     unit = _LARGE if any(abs(value) > _LARGE for value in values) else 1.0
     if unit != 1.0:
@@ -94,24 +140,28 @@ def _draw(axes: Any, panel: Panel) -> None:
     if panel.logarithmic:
         _scale(axes, [value / unit for value in values])
     left, right = axes.get_xlim()  # the values decide what is shown, and not the attempts
-    runs = {id(line.attempts): line.attempts for line in panel.lines}
-    for attempts in runs.values():
+    runs = dict.fromkeys(tuple(line.attempts) for line in panel.lines)
+    for attempts in runs:
         for attempt in attempts:
             if attempt.interrupted and left <= attempt.end <= right:
                 axes.axvline(
                     attempt.end, color=_CUT, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1
                 )
-        _shade_repeated(axes, attempts)
+        for before, after in pairwise(attempts):  # the steps that were repeated
+            if after.start < before.end:
+                axes.axvspan(after.start, before.end, color=_CUT, alpha=0.08, linewidth=0, zorder=0)
     if len(runs) == 1:
         _number(axes, panel.lines[0].attempts, left, right)
     axes.set_xlim(left, right)
-    if panel.has_names:
-        # A name that begins with an underscore would be left out.
-        names = [f" {visible(line.label)}" for line in panel.lines]
-        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if len(names) > 4 else {}
-        legend = axes.legend(handles, names, frameon=False, fontsize=8, **place)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+    return handles
+
+
+def _add_legend(axes: Any, handles: Sequence[Any], lines: Sequence[PlotLine]) -> None:
+    names = [f" {visible(line.label)}" for line in lines]  # matplotlib leaves out "_name"
+    place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if len(names) > 4 else {}
+    legend = axes.legend(handles, names, frameon=False, fontsize=8, **place)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _scale(axes: Any, values: Sequence[float]) -> None:
@@ -138,13 +188,6 @@ def _line(axes: Any, line: PlotLine, unit: float) -> Any:
         marker="o" if len(steps) <= 40 else None,
         markersize=3,
     )[0]
-
-
-def _shade_repeated(axes: Any, attempts: Sequence[PlottedAttempt]) -> None:
-    """Shade the steps that an attempt had to repeat."""
-    for before, after in pairwise(attempts):
-        if after.start < before.end:
-            axes.axvspan(after.start, before.end, color=_CUT, alpha=0.08, linewidth=0, zorder=0)
 
 
 def _number(axes: Any, attempts: Sequence[PlottedAttempt], left: float, right: float) -> None:

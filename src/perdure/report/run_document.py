@@ -1,24 +1,54 @@
-"""What a report says about one run, in plain values: checkpoints, recipe, metrics, life, changes."""
+"""What a report says about runs, in plain values: checkpoints, recipe, metrics, life, changes."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import PruneError, UnreachableError
-from perdure.look.listing import checkpoint_json, listed
-from perdure.report.heat_map import changes_document
-from perdure.report.leaf_changes import DAMAGED, UNREAD, Problems
-from perdure.report.metric_series import metric_series
-from perdure.report.replay_section import replay_rows
-from perdure.report.run_life import find_life, life_document
-from perdure.store import Manifest, Run
+from perdure.look.listing import listed
+from perdure.look.natural_order import natural_key
+from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
+from perdure.report.life import find_life, life_document
+from perdure.store import LocalStorage, Manifest, Run
 from perdure.store.contents import Contents
-from perdure.store.format import seconds_of
+from perdure.store.format import TEMP_SUFFIX, hash_bytes, seconds_of
+from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
+
+Series = list[tuple[int, float | None]]
+"""(step, value) in the order of steps; None stands for NaN and the infinities."""
+
+_MOST_LEAVES = 8
+_MOST_REPLAYS = 100
+_REPLAYS = "replays/"
+_REPLAY_HEAD = len('{"digest":"') + 64 + len('",')
+
+
+class _Stretch(Struct):
+    start: int | None
+    stop: int
+    verdict: str
+    steps: int
+    checkpoints: int
+    step: int | None = None
+    what: str = ""
+
+
+class _Replay(Struct):
+    created: str
+    host: str
+    command: list[str]
+    verdict: str
+    stretches: list[_Stretch]
 
 
 @dataclass(frozen=True)
@@ -70,7 +100,7 @@ def read_run(
         "run": run.where,
         "recipe": dict(newest.recipe) if newest else {},
         "other_recipes": _other_recipes(manifests),
-        "stored_bytes": sum(contents.packs.values()),
+        "stored_nbytes": sum(contents.packs.values()),
         "checkpoints": _rows(run, contents, problems, verified),
         "quarantined": len(run.quarantined()),
         "metrics": series,
@@ -127,7 +157,7 @@ def _rows(
     """One row for each checkpoint, oldest first: as in `perdure ls --json`, and its state."""
     rows: dict[int, dict[str, Any]] = {step: {"step": step} for step in contents.unreadable}
     for checkpoint in listed(run, contents.manifests):
-        rows[checkpoint.step] = checkpoint_json(checkpoint)
+        rows[checkpoint.step] = asdict(checkpoint)
         del rows[checkpoint.step]["age_s"]  # two reports of one run are equal
     for step, row in rows.items():
         state, why = problems.get(step, (None, None))
@@ -157,3 +187,105 @@ def _other_recipes(manifests: Mapping[int, Manifest]) -> list[dict[str, Any]]:
             changes.append({"step": step, "fields": fields})
         before = manifest
     return changes
+
+
+def compare_runs(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """What several runs have in common and what differs, from their manifests and metrics.
+
+    Returns:
+        `recipe`: by field that differs, the value of each run (None if it has none); `recipe_fields`:
+        all fields that were compared; `metrics`: by metric that differs at a step that all have it of,
+        the first such step and its `values`; `common_steps`: how many steps all runs have a readable
+        checkpoint of; `first_different_step`: the first of them whose fingerprints differ, or None;
+        `leaves`: up to 8 leaves that differ there, of `different_leaves` in all.
+    """
+    recipes = [run.document["recipe"] for run in runs]
+    fields = sorted({name for recipe in recipes for name in recipe})
+    metrics: dict[str, dict[str, Any]] = {}
+    for name in set.intersection(*(set(run.document["metrics"]) for run in runs)):
+        series = [dict(run.document["metrics"][name]) for run in runs]
+        for step in sorted(set.intersection(*map(set, series))):
+            values = [each[step] for each in series]
+            if len(set(values)) > 1:
+                metrics[name] = {"step": step, "values": values}
+                break
+    common = sorted(set.intersection(*(set(run.manifests) for run in runs)))
+    first = next(
+        (step for step in common if len({run.manifests[step].fingerprint for run in runs}) > 1),
+        None,
+    )
+    leaves = [] if first is None else _different([run.manifests[first] for run in runs])
+    return {
+        "recipe": {
+            name: [recipe.get(name) for recipe in recipes]
+            for name in fields
+            if len({repr(recipe.get(name)) for recipe in recipes}) > 1
+        },
+        "recipe_fields": fields,
+        "metrics": {name: metrics[name] for name in sorted(metrics, key=natural_key)},
+        "common_steps": len(common),
+        "first_different_step": first,
+        "different_leaves": len(leaves),
+        "leaves": leaves[:_MOST_LEAVES],
+    }
+
+
+def _different(manifests: Sequence[Manifest]) -> list[str]:
+    """The paths of the leaves that are not the same in all of them."""
+    tables = [
+        {leaf.path: (leaf.dtype, leaf.shape, leaf.hashes()) for leaf in manifest.leaves}
+        for manifest in manifests
+    ]
+    paths = sorted({path for table in tables for path in table})
+    return [
+        path for path in paths if any(table.get(path) != tables[0].get(path) for table in tables)
+    ]
+
+
+def metric_series(run: Run, manifests: Iterable[Manifest]) -> tuple[dict[str, Series], int]:
+    """The metrics of a run by name, and how many lines of `metrics.jsonl` cannot be read.
+
+    Where both have a value of one step, that of `metrics.jsonl` is taken. A run in a bucket has no
+    `metrics.jsonl`, and neither has one that no `Trainer` made: their metrics are those that the
+    checkpoints were saved with.
+    """
+    rows: list[tuple[int, Mapping[str, float | None]]] = [(m.step, m.metrics) for m in manifests]
+    unread = 0
+    if isinstance(run.storage, LocalStorage):
+        from perdure.train.summaries import METRICS, read  # the loop imports much
+
+        path = Path(run.where) / METRICS
+        try:
+            if os.path.isfile(path):  # a pipe would be waited for
+                with path.open("rb") as file:
+                    lines = sum(1 for _ in file)
+                logged = read(path)
+                rows += [(row.step, row.metrics) for row in logged]
+                unread = lines - len(logged)
+        except OSError:
+            pass
+    values: dict[str, dict[int, float | None]] = {}
+    for step, metrics in rows:
+        for name, value in metrics.items():
+            finite = None if value is None or not math.isfinite(value) else float(value)
+            values.setdefault(name, {})[step] = finite
+    return {name: sorted(values[name].items()) for name in sorted(values, key=natural_key)}, unread
+
+
+def replay_rows(storage: Storage) -> list[dict[str, Any]]:
+    """One row for each record of a replay, the newest last; one that was changed has no `verdict`."""
+    rows = []
+    for name in sorted(storage.list(_REPLAYS))[-_MOST_REPLAYS:]:
+        if name.endswith(TEMP_SUFFIX):
+            continue
+        row: dict[str, Any] = {"name": name, "verdict": None}
+        try:
+            data = storage.read(name)
+            record = msgspec.json.decode(data, type=_Replay)
+            hashed = hash_bytes(b"{" + data[_REPLAY_HEAD:]).encode()
+            if data[:_REPLAY_HEAD] == b'{"digest":"%b",' % hashed:
+                row |= msgspec.to_builtins(record)
+        except (OSError, ValueError, RecursionError):
+            pass
+        rows.append(row)
+    return rows

@@ -6,16 +6,13 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from perdure.checkpoint.address import Where, open_run
 from perdure.errors import ArgumentError
 from perdure.report.figure import FORMATS, draw_figure, figure_bytes
-from perdure.report.leaf_changes import Problems
 from perdure.report.output_file import write_output
-from perdure.report.plot_panels import Panel, metric_panels, norm_panels
-from perdure.report.report_page import labels
-from perdure.report.run_document import contents_and_problems
+from perdure.report.panels import Drawing, Panel, drawing, labels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,38 +45,11 @@ def plot(
         MissingExtraError: matplotlib is not installed.
         NotARunError: A run directory or a record is not there.
         ArgumentError: No run is named, or there is nothing to draw.
-        CorruptionError: A checkpoint whose norms are drawn is damaged.
     """
-    drawing = plot_drawing(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves)
-    for sentence in (*drawing.problems, *drawing.notes):
+    found = plot_drawing(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves)
+    for sentence in (*found.problems, *found.notes):
         warnings.warn(sentence, stacklevel=2)
-    return draw_figure(drawing.panels)
-
-
-class Drawing(NamedTuple):
-    """What `plot` draws, in plain values.
-
-    Attributes:
-        panels: What is drawn.
-        problems: A sentence on each checkpoint that is damaged or cannot be read, as far as manifests
-            and the leaves that were read tell.
-        notes: A sentence on each run of which nothing is drawn.
-    """
-
-    panels: list[Panel]
-    problems: list[str]
-    notes: list[str]
-
-
-def plot_panels(
-    *runs: Where,
-    metrics: str | Iterable[str] | None = None,
-    logs: _Paths = (),
-    norms: bool = False,
-    leaves: str | Iterable[str] | None = None,
-) -> list[Panel]:
-    """The panels of `plot_drawing`."""
-    return plot_drawing(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves).panels
+    return draw_figure(found.panels)
 
 
 def plot_drawing(
@@ -94,29 +64,8 @@ def plot_drawing(
         raise ArgumentError("plot: expected a run directory, found none.")
     opened = [open_run(where) for where in runs]
     named = list(zip(labels([run.where for run in opened]), opened, strict=True))
-    paths = [Path(path) for path in logs]
-    found: dict[str, Problems] = {}
-    is_norms = norms or leaves is not None
-    if is_norms:
-        if metrics is not None:
-            raise ArgumentError("plot: expected metrics or the norms of leaves, found both.")
-        panels = norm_panels(named, leaves, paths, found)
-    else:
-        patterns = [metrics] if isinstance(metrics, str) else list(metrics or ())
-        panels = metric_panels(named, patterns, paths)
-    problems: list[str] = []
-    notes: list[str] = []
-    for label, run in dict(named).items():
-        damage = {**found.get(run.where, {}), **contents_and_problems(run)[1]}
-        problems += [
-            f"{run.where}: step {step} is {state}: {why}"
-            for step, (state, why) in sorted(damage.items())
-        ]
-        if is_norms and not run.steps():
-            notes.append(f"{run.where}: nothing is drawn of it, because it has no checkpoint yet.")
-        elif not is_norms and label not in {line.label for panel in panels for line in panel.lines}:
-            notes.append(f"{run.where}: nothing is drawn of it, because it has no such metric.")
-    return Drawing(panels, problems, notes)
+    patterns = [metrics] if isinstance(metrics, str) else list(metrics or ())
+    return drawing(named, patterns, [Path(path) for path in logs], norms, leaves)
 
 
 def save_plot(panels: Sequence[Panel], path: str | os.PathLike[str]) -> None:

@@ -6,16 +6,18 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct, field
+
 from perdure.checkpoint.address import Where, open_run
 from perdure.errors import ArgumentError
 from perdure.report.output_file import write_output
-from perdure.report.report_page import render_report
-from perdure.report.run_comparison import compare_runs
-from perdure.report.run_document import read_run
+from perdure.report.run_document import compare_runs, read_run
 
 _Paths = Sequence[str | os.PathLike[str]]
 
@@ -26,11 +28,19 @@ class RunReport:
 
     Attributes:
         document: What it says, in plain values, as `perdure report --json` prints it.
-        html: Its page, which needs no other file and makes no request.
     """
 
     document: dict[str, Any]
-    html: str
+
+    @cached_property
+    def html(self) -> str:
+        """The page, which needs no other file and makes no request.
+
+        Raises `MissingExtraError` if Jinja2 or matplotlib is not installed.
+        """
+        from perdure.report.page import render_report
+
+        return render_report(self.document)
 
     @property
     def ok(self) -> bool:
@@ -90,9 +100,39 @@ def report(
     document = {
         "runs": [run.document for run in read],
         "comparison": compare_runs(read) if len(read) > 1 else None,
-        "drills": [_drill(Path(path)) for path in drills],
+        "drills": [_document(Path(path), _Drill, "drill") for path in drills],
     }
-    return RunReport(document, render_report(document))
+    return RunReport(document)
+
+
+class _Problem(Struct):
+    name: str
+    what: str
+    harmful: bool
+
+
+class _Verification(Struct):
+    """What a report needs of `perdure verify RUN --json`."""
+
+    run: str
+    good: list[int]
+    bad: list[int]
+    unread: list[int]
+    problems: list[_Problem]
+
+
+class _Drill(Struct):
+    """What a report needs of `perdure drill --json`."""
+
+    command: list[str]
+    passed: bool = field(name="pass")
+    stopped: bool
+    restored: dict[str, Any]
+    undisturbed: dict[str, Any]
+    faults: dict[str, dict[str, int]]
+    not_tested: dict[str, str]
+    limits: list[str]
+    runs: list[dict[str, Any]]
 
 
 def _verifications(paths: _Paths, runs: Sequence[str]) -> dict[str, Mapping[str, Any]]:
@@ -100,62 +140,32 @@ def _verifications(paths: _Paths, runs: Sequence[str]) -> dict[str, Mapping[str,
     found: dict[str, Mapping[str, Any]] = {}
     files: dict[str, Path] = {}
     for path in map(Path, paths):
-        document = _json(path)
-        problems = document.get("problems")
-        is_whole = all(
-            isinstance(document.get(name), list)
-            and all(type(step) is int for step in document[name])
-            for name in ("good", "bad", "unread")
-        )
-        if not is_whole or not isinstance(problems, list) or not all(map(_is_problem, problems)):
-            raise _no_document(path, "verify RUN")
-        if document.get("where") not in runs:
+        document = _document(path, _Verification, "verify RUN")
+        run = document["run"]
+        if run not in runs:
             raise ArgumentError(
                 f"{path}: expected a document of `perdure verify` of one of {', '.join(runs)}, "
-                f"found one of {document.get('where')}."
+                f"found one of {run}."
             )
-        where = document["where"]
-        if where in found:
+        if run in found:
             raise ArgumentError(
                 f"{path}: expected one document of `perdure verify` for each run at most, and "
-                f"{files[where]} is also of {where}. Name the newer one alone."
+                f"{files[run]} is also of {run}. Name the newer one alone."
             )
-        found[where], files[where] = document, path
+        found[run], files[run] = document, path
     return found
 
 
-def _is_problem(problem: object) -> bool:
-    return isinstance(problem, dict) and problem.keys() >= {"name", "what", "harmful"}
-
-
-def _drill(path: Path) -> Mapping[str, Any]:
-    from perdure.report.drill_page import drill_section  # it imports the drill
-
-    document = _json(path)
-    try:
-        drill_section(document)
-    # Whatever a value of another type leads to.
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        raise _no_document(path, "drill") from None
-    return document
-
-
-def _json(path: Path) -> dict[str, Any]:
+def _document(path: Path, fields: type[Struct], command: str) -> dict[str, Any]:
+    """The JSON document of a command, which must have `fields`."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        msgspec.convert(document, fields)
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read: {error}.") from error
     except (ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"{path}: expected a JSON document, found something else: {error}"
+            f"{path}: expected the document of `perdure {command} --json`, found something else: "
+            f"{error}. Write it with: perdure {command} --json > {path.name}"
         ) from error
-    if not isinstance(document, dict):
-        raise ArgumentError(f"{path}: expected a JSON object, found {type(document).__name__}.")
     return document
-
-
-def _no_document(path: Path, command: str) -> ArgumentError:
-    return ArgumentError(
-        f"{path}: expected the document of `perdure {command} --json`; a field of it is missing or has "
-        f"another type. Write it with: perdure {command} --json > {path.name}."
-    )

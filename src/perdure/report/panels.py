@@ -1,32 +1,33 @@
-"""What `plot` draws: a panel for each metric, or the norms and update ratios of layers."""
+"""What a figure, a page or a terminal draws: a panel for each metric, or the norms of leaves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from perdure.checkpoint.address import StoredCheckpoint, checkpoint_at
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.look.fixed_order import ScaledSum, added
 from perdure.look.natural_order import natural_key
-from perdure.report.heat_map import layers_of
-from perdure.report.leaf_changes import (
+from perdure.report.layer_changes import (
     NEW,
     SAME,
     UNREADABLE,
     Change,
     Problems,
     change_ratio,
+    grouped,
+    layers_of,
     norm_history,
 )
-from perdure.report.metric_series import Series, metric_series
-from perdure.report.run_life import find_life, life_document
+from perdure.report.life import find_life, life_document
+from perdure.report.run_document import Series, contents_and_problems, metric_series
 from perdure.store import Run
 from perdure.store.format import seconds_of
 
@@ -104,45 +105,106 @@ class Panel:
         return {"title": self.title, "lines": lines}
 
 
-def metric_panels(
+class Drawing(NamedTuple):
+    """What `plot` draws, in plain values.
+
+    Attributes:
+        panels: What is drawn.
+        problems: A sentence on each checkpoint that is damaged or cannot be read, as far as manifests
+            and the leaves that were read tell.
+        notes: A sentence on each run of which nothing is drawn.
+    """
+
+    panels: list[Panel]
+    problems: list[str]
+    notes: list[str]
+
+
+def drawing(
+    runs: Sequence[tuple[str, Run]],
+    patterns: Sequence[str] = (),
+    logs: Sequence[Path] = (),
+    norms: bool = False,
+    leaves: str | Iterable[str] | None = None,
+) -> Drawing:
+    """What `plot` draws of runs, which have their short names; needs no matplotlib."""
+    found: dict[str, Problems] = {}
+    is_norms = norms or leaves is not None
+    if is_norms and patterns:
+        raise ArgumentError("plot: expected metrics or the norms of leaves, found both.")
+    if is_norms:
+        panels = _norm_panels(runs, leaves, logs, found)
+    else:
+        panels = _metric_panels(runs, patterns, logs)
+    problems: list[str] = []
+    notes: list[str] = []
+    for label, run in runs:
+        damage = {**found.get(run.where, {}), **contents_and_problems(run)[1]}
+        problems += [
+            f"{run.where}: step {step} is {state}: {why}"
+            for step, (state, why) in sorted(damage.items())
+        ]
+        if is_norms and not run.steps():
+            notes.append(f"{run.where}: nothing is drawn of it, because it has no checkpoint yet.")
+        elif not is_norms and label not in {line.label for panel in panels for line in panel.lines}:
+            notes.append(f"{run.where}: nothing is drawn of it, because it has no such metric.")
+    return Drawing(panels, problems, notes)
+
+
+def labels(where: Sequence[str]) -> list[str]:
+    """A short name for each run: the end of its path, as long as they differ."""
+    ends = [path.rstrip("/").rpartition("/")[2] or path for path in where]
+    return ends if len(set(ends)) == len(ends) else list(where)
+
+
+def document_panels(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Panel]:
+    """A panel for each metric of documents of runs, with a line for each run that has it."""
+    lines: dict[str, list[PlotLine]] = {}
+    for number, (label, document) in enumerate(runs):
+        attempts = _attempts(document["life"])
+        for name, points in document["metrics"].items():
+            lines.setdefault(name, []).append(PlotLine(label, points, attempts, number))
+    several = len(runs) > 1
+    return [Panel(name, lines[name], named=several) for name in sorted(lines, key=natural_key)]
+
+
+def _metric_panels(
     runs: Sequence[tuple[str, Run]], patterns: Sequence[str], logs: Sequence[Path]
 ) -> list[Panel]:
-    """A panel for each metric, with a line for each run that has it.
-
-    Raises `ArgumentError` if no run has such a metric, or there are more than 24.
-    """
-    lines: dict[str, list[PlotLine]] = {}
-    for number, (label, run) in enumerate(runs):
+    """Raises `ArgumentError` if no run has such a metric, or there are more than 24."""
+    documents: list[tuple[str, Mapping[str, Any]]] = []
+    for label, run in runs:
         manifests = run.contents().manifests
-        series, _ = metric_series(run, manifests.values())
         saved = [float(seconds_of(manifest.created)) for manifest in manifests.values()]
-        attempts = _attempts(run, logs, saved)
-        for name, points in series.items():
-            lines.setdefault(name, []).append(PlotLine(label, points, attempts, number))
+        metrics, _ = metric_series(run, manifests.values())
+        life = find_life(run, logs, saved)
+        documents.append((label, {"metrics": metrics, "life": life and life_document(life)}))
+    panels = document_panels(documents)
     where = ", ".join(run.where for _, run in runs)
-    if not lines:
+    if not panels:
         raise ArgumentError(
             f"{where}: expected metrics, in metrics.jsonl or in the checkpoints, found none. --norms "
             "draws the norms of the leaves."
         )
+    names = [panel.title for panel in panels]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in lines):
-            close = get_close_matches(pattern, lines, 3) or sorted(lines)[:3]
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = get_close_matches(pattern, names, 3) or names[:3]
             raise ArgumentError(
-                f"{where}: no metric matches {pattern!r}; there are {len(lines)}, such as "
+                f"{where}: no metric matches {pattern!r}; there are {len(names)}, such as "
                 f"{', '.join(close)}."
             )
-    names = [name for name in lines if not patterns or any(fnmatchcase(name, p) for p in patterns)]
-    if len(names) > MOST_PANELS:
+    if patterns:
+        panels = [p for p in panels if any(fnmatchcase(p.title, each) for each in patterns)]
+    if len(panels) > MOST_PANELS:
         raise ArgumentError(
-            f"{where}: expected at most {MOST_PANELS} metrics in one figure, found {len(names)}. "
-            f"Select some with --metric, such as --metric {sorted(names)[0]!r}."
+            f"{where}: expected at most {MOST_PANELS} metrics in one figure, found {len(panels)}. "
+            f"Select some with --metric, such as --metric {panels[0].title!r}."
         )
-    several = len(runs) > 1
-    return [Panel(name, lines[name], named=several) for name in sorted(names, key=natural_key)]
+    return panels
 
 
-def norm_panels(
+def _norm_panels(
     runs: Sequence[tuple[str, Run]],
     leaves: str | Iterable[str] | None,
     logs: Sequence[Path],
@@ -163,28 +225,27 @@ def norm_panels(
             continue
         checkpoints = [checkpoint_at(run, step) for step in saved_steps]
         saved = [float(seconds_of(c.manifest.created)) for c in checkpoints]
-        attempts = _attempts(run, logs, saved)
-        norms, changes = norm_history(checkpoints, leaves, problems.setdefault(run.where, {}))
-        if not any(norms):
+        life = find_life(run, logs, saved)
+        attempts = _attempts(life and life_document(life))
+        found = problems.setdefault(run.where, {})
+        norms, changes = norm_history(checkpoints, leaves, found)
+        if not any(norms) and not found:
             raise ArgumentError(
-                f"{run.where}: expected floating-point leaves, found none; `perdure tree` lists all."
+                f"{run.where}: expected floating-point leaves, found none; `perdure show --tree` lists "
+                f"all."
             )
         before = f"{label}: " if len(runs) > 1 else ""
-        panels += [
-            Panel(
-                f"{before}norm",
-                _norm_lines(checkpoints, norms, attempts),
-                logarithmic=True,
-                scale_of_each=True,
-            ),
-            Panel(
-                f"{before}relative change since the checkpoint before",
+        for title, lines in (
+            ("norm", _norm_lines(checkpoints, norms, attempts)),
+            (
+                "relative change since the checkpoint before",
                 _ratio_lines(checkpoints, changes, attempts),
-                logarithmic=True,
-                scale_of_each=True,
             ),
-        ]
-    return [panel for panel in panels if panel.lines]
+        ):
+            if lines:
+                panel = Panel(before + title, lines, logarithmic=True, scale_of_each=True)
+                panels.append(panel)
+    return panels
 
 
 def _norm_lines(
@@ -195,10 +256,7 @@ def _norm_lines(
     layers = layers_of((path for each in norms for path in each), MOST_LINES)
     points: dict[str, Series] = {}
     for checkpoint, squares in zip(checkpoints, norms, strict=True):
-        grouped: dict[str, list[ScaledSum]] = {}
-        for path, square in squares.items():
-            grouped.setdefault(layers[path], []).append(square)
-        for layer, parts in grouped.items():
+        for layer, parts in grouped(squares, layers).items():
             value = added(parts).root()
             points.setdefault(layer, []).append((checkpoint.step, _finite(value)))
     return _lines(points, attempts)
@@ -213,10 +271,7 @@ def _ratio_lines(
     points: dict[str, Series] = {}
     words: dict[str, set[float | str]] = {}
     for (_, after), found in zip(pairwise(checkpoints), changes, strict=True):
-        grouped: dict[str, list[Change | str]] = {}
-        for path, change in found.items():
-            grouped.setdefault(layers[path], []).append(change)
-        for layer, parts in grouped.items():
+        for layer, parts in grouped(found, layers).items():
             ratio = change_ratio(parts)
             # No change has no place on a logarithmic scale.
             value = _finite(ratio) if isinstance(ratio, float) and ratio > 0 else None
@@ -238,12 +293,9 @@ def _lines(points: dict[str, Series], attempts: Sequence[PlottedAttempt]) -> lis
     return [PlotLine(name, points[name], attempts, number) for number, name in enumerate(names)]
 
 
-def _attempts(run: Run, logs: Sequence[Path], saved: Sequence[float]) -> list[PlottedAttempt]:
+def _attempts(life: Mapping[str, Any] | None) -> list[PlottedAttempt]:
     """The attempts that reported steps; none without a record."""
-    life = find_life(run, logs, saved)
-    if life is None:
-        return []
-    rows = [row for start in life_document(life)["starts"] for row in start["attempts"]]
+    rows = [row for start in (life["starts"] if life else ()) for row in start["attempts"]]
     return [
         PlottedAttempt(
             number, row["start"], row["end"], number < len(rows) and row["kind"] != "done"

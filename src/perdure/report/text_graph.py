@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from perdure.report.html_page import visible
-from perdure.report.plot_panels import Panel, PlotLine
+from perdure.look.tables import visible
+from perdure.report.panels import Panel, PlotLine
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 PLAIN = "_.-=+*%#"

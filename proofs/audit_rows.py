@@ -98,7 +98,7 @@ def _train(
     run, logs = directory / name, directory / f"{name}-logs"
     command = [
         *(sys.executable, "-m", "perdure.cli", "run", "--json", "--workers", str(workers)),
-        *("--devices-per-worker", str(devices), "--audit", "1", "--on-corruption", "exclude"),
+        *("--devices", str(devices), "--audit", "1", "--on-corruption", "exclude"),
         *("--log-dir", str(logs), "--", sys.executable, str(HERE / "audit_program.py")),
         *(str(run), *arguments),
     ]

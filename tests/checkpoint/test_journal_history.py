@@ -154,19 +154,19 @@ def test_the_same_bits_with_other_lines_are_no_difference(run: Path, tmp_path: P
 def test_a_rollback_of_lines_alone_is_reported_and_undone(run: Path) -> None:
     before = (run / JOURNAL).read_bytes()
     for options in (("--dry-run",), ()):
-        output = command("rollback", run, 16, *options)
+        output = command("rollback", f"{run}@16", *options)
         assert "set aside  lines of the journal, of steps 17 to 18" in output
         assert "already" not in output
     assert steps_of(run)[-1] == 16
-    assert "is the newest already" in command("rollback", run, 16)
+    assert "is the newest already" in command("rollback", f"{run}@16")
     for options in (("--dry-run",), ()):
         output = command("rollback", run, "--undo", *options)
         assert "bring back  lines of the journal, of steps 17 to 18" in output
     assert (run / JOURNAL).read_bytes() == before
     assert "nothing is set aside" in command("rollback", run, "--undo")
     # Two in a row, of lines and then of checkpoints.
-    command("rollback", run, 16)
-    command("rollback", run, 8)
+    command("rollback", f"{run}@16")
+    command("rollback", f"{run}@8")
     assert steps_of(run)[-1] == 8
     done = json.loads(command("rollback", run, "--undo", "--json"))
     assert (done["brought_back"], done["lines_brought_back"]) == ([12, 16], [9, 18])
@@ -177,7 +177,7 @@ def test_a_rollback_of_lines_alone_is_reported_and_undone(run: Path) -> None:
 
 def test_lines_that_an_undo_replaces_are_set_aside(run: Path) -> None:
     before = (run / JOURNAL).read_bytes()
-    command("rollback", run, 8)
+    command("rollback", f"{run}@8")
     train(run, 11, rate=2.0)
     since = b"".join(lines(run)[8:])
     for options in (("--dry-run",), ()):
@@ -195,16 +195,16 @@ def test_lines_that_an_undo_replaces_are_set_aside(run: Path) -> None:
 def test_the_lines_return_to_which_the_returning_checkpoints_refer(run: Path) -> None:
     """Other lines were set aside later, without a checkpoint."""
     before = (run / JOURNAL).read_bytes()
-    command("rollback", run, 8)
+    command("rollback", f"{run}@8")
     train(run, 11, rate=2.0)
-    command("rollback", run, 8)
+    command("rollback", f"{run}@8")
     assert json.loads(command("rollback", run, "--undo", "--json"))["brought_back"] == [12, 16]
     assert (run / JOURNAL).read_bytes() == before
     assert verify_run(Run(run)).ok
 
 
 def test_lines_alone_do_not_replace_newer_lines(run: Path) -> None:
-    command("rollback", run, 16)
+    command("rollback", f"{run}@16")
     train(run, 19, rate=2.0)
     before = (run / JOURNAL).read_bytes()
     with Run(run) as opened, pytest.raises(HistoryError, match="17 to 19 were recorded since"):
@@ -215,8 +215,8 @@ def test_lines_alone_do_not_replace_newer_lines(run: Path) -> None:
 def test_an_undo_that_stops_anywhere_can_be_repeated(trained: Path, tmp_path: Path) -> None:
     stop = Stop()
     start = shutil.copytree(trained, tmp_path / "start")
-    command("rollback", start, 16)
-    command("rollback", start, 8)
+    command("rollback", f"{start}@16")
+    command("rollback", f"{start}@8")
     for number in range(1, 100):
         run = shutil.copytree(start, tmp_path / str(number))
         stop.left = number
@@ -238,10 +238,10 @@ def test_a_rollback_over_a_damaged_line_names_it_and_moves_nothing(run: Path) ->
     harm(run, 6)
     before = (run / JOURNAL).read_bytes()
     for options in (("--dry-run",), ()):
-        assert "line 6, after step 5" in command("rollback", run, 8, *options, status=1)
+        assert "line 6, after step 5" in command("rollback", f"{run}@8", *options, status=1)
     assert (run / JOURNAL).read_bytes() == before
     assert Run(run).steps() == [4, 8, 12, 16]
-    command("rollback", run, 4)  # the damaged line is one of those that go
+    command("rollback", f"{run}@4")  # the damaged line is one of those that go
     assert steps_of(run) == [1, 2, 3, 4]
     (aside,) = (run / "rolled-back").iterdir()
     assert aside.read_bytes() == b"".join(before.splitlines(keepends=True)[4:])
@@ -266,7 +266,7 @@ def test_a_repair_and_a_prune_name_the_lines_that_they_move_and_delete(run: Path
         assert "0 checkpoints and 1 file of journal lines to delete" in output
         assert "; 0 B freed" not in output
         assert aside.exists() == bool(options)
-    command("rollback", run, 16)
+    command("rollback", f"{run}@16")
     train(run, 20)
     assert steps_of(run) == [1, 2, 3, 4, 5, 17, 18, 19, 20]
 

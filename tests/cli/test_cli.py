@@ -74,11 +74,11 @@ def test_ls_and_show_print_the_metrics(tmp_path: Path) -> None:
     assert lines[3].endswith("m0=0 m1=1 m2=2 m3=3 (and 2 more)")
     rows = json.loads(perdure("ls", tmp_path, "--json").output)["checkpoints"]
     assert [row["metrics"] for row in rows] == [{}, {"loss": 0.123456789, "accuracy": None}, many]
-    shown = perdure("show", tmp_path, 2).output
+    shown = perdure("show", f"{tmp_path}@2").output
     assert "metric       loss = 0.123456789" in shown
     assert "metric       accuracy = not finite" in shown
-    assert "metric" not in perdure("show", tmp_path, 1).output
-    assert json.loads(perdure("show", tmp_path, 3, "--json").output)["metrics"] == many
+    assert "metric" not in perdure("show", f"{tmp_path}@1").output
+    assert json.loads(perdure("show", f"{tmp_path}@3", "--json").output)["metrics"] == many
 
 
 @pytest.mark.parametrize(("options", "unbuffered"), [([], ""), (["--json"], ""), ([], "1")])
@@ -116,7 +116,7 @@ def test_show_gives_recipe_and_leaves_of_the_newest_or_of_a_step(run: Path) -> N
     assert "replicas = 8" in result.output
     assert "float32[3,4]" in result.output
     assert "str digits" in result.output
-    document = json.loads(perdure("show", run, 10, "--json").output)
+    document = json.loads(perdure("show", f"{run}@10", "--json").output)
     assert document["step"] == 10
     assert [leaf["path"] for leaf in document["leaves"]] == ["name", "w"]
 
@@ -163,7 +163,7 @@ def test_a_path_that_is_no_run_is_wrong_usage(tmp_path: Path, command: str) -> N
 
 
 def test_a_step_that_is_not_there_is_wrong_usage(run: Path) -> None:
-    result = perdure("show", run, 15)
+    result = perdure("show", f"{run}@15")
     assert result.exit_code == 2
     assert "expected a checkpoint of step 15, found steps 10, 20" in result.output
 
@@ -176,7 +176,7 @@ def test_a_newer_format_is_a_problem(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nothing"], ["ls"], ["show", "x", "notanumber"], ["ls", "x", "-q"]]
+    "arguments", [["nothing"], ["ls"], ["show", "x", "more"], ["ls", "x", "-q"]]
 )
 def test_wrong_usage(arguments: list[str]) -> None:
     assert perdure(*arguments).exit_code == 2
@@ -207,8 +207,8 @@ def test_show_and_ls_print_no_raw_escapes_and_cut_long_values(tmp_path: Path) ->
 
 WITHOUT_EXTRAS = """
 import importlib.util, sys
-EXTRAS = {"accelerate", "jax", "keras", "lightning", "matplotlib", "obstore", "optax", "orbax",
-    "pytest", "ray", "sklearn", "torch", "transformers"}
+EXTRAS = {"accelerate", "jax", "jinja2", "keras", "lightning", "matplotlib", "obstore", "optax",
+    "orbax", "pytest", "ray", "sklearn", "torch", "transformers"}
 class Hide:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in EXTRAS:
@@ -258,7 +258,9 @@ NEEDS = {
     "doctor --framework torch": "torch",
     "ls s3://bucket/run": "cloud",
     "copy run gs://bucket/run": "cloud",
-    "plot run -o a.png": "plot",
+    "report run --plot -o a.png": "report",
+    "report run -o a.html": "report",
+    "drill -o a.html -- true": "report",
     "export run@1 out --to orbax": "orbax",
     "export run@1 out.keras --to keras --model model.py:model": "keras",
     "export run@1 out.onnx --to onnx --model model.py:model": "keras",
@@ -380,7 +382,7 @@ def test_without_arguments_every_command_is_listed_with_all_of_its_line() -> Non
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        (["re"], ["replay", "report"]),
+        (["re"], ["report", "replay"]),
         ([""], list(COMMANDS)),
         (["prune", "run", "--max"], ["--max-to-keep"]),
         (["demo", "--engine", ""], ["jax", "torch"]),

@@ -1,4 +1,4 @@
-"""`perdure tree`, `stats`, `diff`, `show` and `ls` as they are typed: output, JSON, exit status."""
+"""`perdure show`, `diff` and `ls` as they are typed: output, JSON, exit status."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_diff(run: Path) -> None:
     assert perdure("diff", f"{run}@10", f"{run}@20", "--leaves", "name").exit_code == 0
 
 
-def test_a_difference_that_is_infinite_is_null_in_json(tmp_path: Path) -> None:
+def test_json_tells_nan_and_infinity_apart(tmp_path: Path) -> None:
     for name, value in (("a", 0.0), ("b", 1.0)):
         with Run(tmp_path / name, create=True) as run:
             run.save(1, {"w": array_leaf(np.array([value]))})
@@ -85,7 +85,7 @@ def test_a_difference_that_is_infinite_is_null_in_json(tmp_path: Path) -> None:
         raise AssertionError(constant)
 
     [leaf] = json.loads(output, parse_constant=refuse)["changed"]
-    assert (leaf["max_abs"], leaf["rel_norm"], leaf["cosine"]) == (1, None, None)
+    assert (leaf["max_abs"], leaf["rel_norm"], leaf["cosine"]) == (1, "Infinity", None)
 
 
 def test_show_cuts_a_text_with_its_own_length_and_prints_once(tmp_path: Path) -> None:
@@ -104,15 +104,14 @@ def test_show_cuts_a_text_with_its_own_length_and_prints_once(tmp_path: Path) ->
 
 
 def test_show_takes_the_name_of_a_checkpoint(run: Path) -> None:
-    for arguments in ((f"{run}@10",), (run, 10), (f"{run}@best:max:loss",)):
-        result = perdure("show", *arguments)
+    for name in (f"{run}@10", f"{run}@best:max:loss"):
+        result = perdure("show", name)
         assert result.exit_code == 0
         assert "step         10" in result.output
     assert "kept         the newest" in perdure("show", run).output
     document = json.loads(perdure("show", f"{run}@10", "--json").output)
     assert (document["kept"], document["own_nbytes"], document["nbytes"]) == ("not recorded", 0, 74)
     assert "deleting it frees 0 B; 64 B stay" in perdure("show", f"{run}@10").output
-    assert perdure("show", f"{run}@10", 10).exit_code == 2
 
 
 def test_ls_says_what_each_checkpoint_costs_and_why_it_is_kept(run: Path) -> None:

@@ -227,7 +227,7 @@ with CheckpointManager("runs/machine") as manager:
 
 def test_a_program_that_differs_by_itself_is_found_first(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    line = [sys.executable, "-m", "perdure.cli", "drill", "--json", "--html", str(page), "--"]
+    line = [sys.executable, "-m", "perdure.cli", "drill", "--json", "-o", str(page), "--"]
     line += command("wrong_clock")
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -283,7 +283,7 @@ def test_a_signal_to_the_drill_is_no_failure_of_the_program(
 
     monkeypatch.setattr("perdure.drill.run_drill", stopped)
     page = tmp_path / "page.html"
-    done = CliRunner().invoke(main, ["drill", "--json", "--html", str(page), "--", "python"])
+    done = CliRunner().invoke(main, ["drill", "--json", "-o", str(page), "--", "python"])
     assert done.exit_code == 130
     assert json.loads(done.stdout) == found
     assert "STOPPED: the drill is not over" in page.read_text()
@@ -337,10 +337,10 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 
 def test_a_page_that_cannot_be_written_is_found_before_the_drill(tmp_path: Path) -> None:
     for at in (tmp_path / "nowhere" / "page.html", tmp_path):
-        line = ["drill", "--html", str(at), "--directory", str(tmp_path / "d"), "--"]
+        line = ["drill", "-o", str(at), "--directory", str(tmp_path / "d"), "--"]
         done = CliRunner().invoke(main, [*line, *command("right")])
-        assert done.exit_code == 1
-        assert f"--html {at}: the report cannot be written there" in done.stderr
+        assert done.exit_code == 2
+        assert f"-o {at}: the report cannot be written there" in done.stderr
         assert "a directory that exists" in done.stderr
         assert not (tmp_path / "d").exists()
 
@@ -361,7 +361,7 @@ def test_a_page_that_is_lost_at_the_end_does_not_take_the_report_with_it(
         return report
 
     monkeypatch.setattr("perdure.drill.run_drill", drilled)
-    line = ["drill", *["--json"] * as_json, "--html", str(place / "p.html"), "--", "python"]
+    line = ["drill", *["--json"] * as_json, "-o", str(place / "p.html"), "--", "python"]
     done = CliRunner().invoke(main, line)
     assert done.exit_code == 1
     assert "the report cannot be written there" in done.stderr
@@ -374,8 +374,8 @@ def test_a_page_that_is_lost_at_the_end_does_not_take_the_report_with_it(
 def test_a_page_that_is_there_is_kept_by_a_drill_that_is_refused(tmp_path: Path) -> None:
     at = tmp_path / "page.html"
     at.write_text("of last week")
-    line = ["drill", "--html", str(at), "--read-only", "nowhere", "--", *command("right")]
-    assert CliRunner().invoke(main, line).exit_code == 1
+    line = ["drill", "-o", str(at), "--read-only", "nowhere", "--", *command("right")]
+    assert CliRunner().invoke(main, line).exit_code == 2
     assert at.read_text() == "of last week"
 
 

@@ -16,7 +16,7 @@ def test_only_a_checkpoint_that_is_there_is_advised(start: int | None) -> None:
     found = likely_cause(StepComparison(6, runs, None, (), False, False, True))
     assert found.what == "a run has recorded other bits than its program computes"
     ways = [text for text in found.advice.split(". ") if "rollback" in text]
-    expected = "Continue from the checkpoint before this step: perdure rollback a 5."
+    expected = "Continue from the checkpoint before this step: perdure rollback a@5."
     assert ways == ([] if start is None else [expected])
 
 

@@ -124,7 +124,7 @@ def test_depth_gives_a_row_for_each_branch() -> None:
     values |= {"adam/0/m": np.ones(4), "step": 3}
     storage = saved(values)
     result = stats(storage, depth=1)
-    assert [(row.path, row.leaves) for row in result.rows] == [
+    assert [(row.path, row.leaf_count) for row in result.rows] == [
         ("adam", 1),
         ("model", 3),
         ("step", 1),

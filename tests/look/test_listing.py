@@ -49,7 +49,7 @@ def test_a_tree_has_sizes_and_what_the_step_before_shares() -> None:
     nodes = {node.path: node for node in result.nodes}
     assert list(nodes) == ["", "before", "model", "model/frozen", "model/large", "name", "step"]
     whole = CHUNK_BYTES + 16_000 + len("digits") + 2
-    assert (nodes[""].nbytes, nodes[""].leaves) == (whole, 5)
+    assert (nodes[""].nbytes, nodes[""].leaf_count) == (whole, 5)
     assert nodes["model"].nbytes == CHUNK_BYTES + 16_000
     assert nodes["model/large"].shared_nbytes == CHUNK_BYTES
     assert nodes["model/frozen"].shared_nbytes == nodes["model/frozen"].nbytes == 8000

@@ -1,4 +1,4 @@
-"""`perdure plot`: what is drawn, as text and as a picture, and what cannot be drawn."""
+"""`perdure report --plot`: what is drawn, as text and as a picture, and what cannot be drawn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from perdure.report import plot, report
 from perdure.report.figure import draw_figure, figure_bytes
 from perdure.report.panels import Panel, PlotLine, PlottedAttempt
 from perdure.report.run_plot import plot_drawing, save_plot
-from perdure.report.text_graph import BLOCKS, PLAIN, sparklines
+from perdure.report.text_graph import BLOCKS, PLAIN, text_graph
 from perdure.store import Run
 from perdure.store.format import manifest_name
 
@@ -68,7 +68,7 @@ def test_several_runs_share_a_panel(killed: Path, tmp_path: Path) -> None:
     [panel] = plot_drawing(killed, tmp_path / "other", metrics="loss").panels
     assert [line.label for line in panel.lines] == ["run", "other"]
     assert panel.lines[1].points == [(10, 5.0)]
-    assert [line for line in sparklines([panel], 60) if "other" in line]
+    assert [line for line in text_graph([panel], 60) if "other" in line]
 
 
 def test_norms_are_those_of_the_leaves(killed: Path) -> None:
@@ -170,8 +170,8 @@ def test_the_line_of_a_run_has_its_name_and_its_colour(killed: Path, tmp_path: P
     panels = plot_drawing(killed, other).panels
     [panel] = [panel for panel in panels if panel.title == "only"]
     assert [(line.label, line.colour) for line in panel.lines] == [("other", 1)]
-    assert [line.split()[0] for line in sparklines([panel], 80)] == ["only,", "other"]
-    assert sparklines(plot_drawing(other).panels, 80)[0].startswith("only "), (
+    assert [line.split()[0] for line in text_graph([panel], 80)] == ["only,", "other"]
+    assert text_graph(plot_drawing(other).panels, 80)[0].startswith("only "), (
         "a single run needs no name"
     )
     pytest.importorskip("matplotlib", reason="matplotlib (the extra report) is not installed here")
@@ -187,15 +187,15 @@ def test_the_lines_of_a_metric_share_their_steps_and_their_scale() -> None:
     long: Any = [(step, step / 10) for step in range(11)]
     short: Any = [(5, 0.0), (10, 0.1)]
     panel = Panel("loss", [PlotLine("a", long), PlotLine("b", short, colour=1)], named=True)
-    title, *lines = sparklines([panel], 80)
+    title, *lines = text_graph([panel], 80)
     assert title == "loss, steps 0 to 10"
     graphs = [line[len("  a ") + 11 :] for line in lines]
     assert graphs[0] == "".join(BLOCKS[min(7, int(n / 10 * 8))] for n in range(11)) + " 1"
     assert graphs[1] == " " * 5 + BLOCKS[0] * 6 + " 0.1"
     apart = Panel("norm", panel.lines, scale_of_each=True)
-    assert sparklines([apart], 80)[2].endswith(f"{' ' * 5}{BLOCKS[0] * 5}{BLOCKS[7]} 0.1")
+    assert text_graph([apart], 80)[2].endswith(f"{' ' * 5}{BLOCKS[0] * 5}{BLOCKS[7]} 0.1")
     early = Panel("loss", [PlotLine("a", long), PlotLine("b", [(2, 1.0), (3, 1.0)])])
-    assert sparklines([early], 80)[2].endswith(f"{' ' * 2}{BLOCKS[7] * 2}{' ' * 7} 1")
+    assert text_graph([early], 80)[2].endswith(f"{' ' * 2}{BLOCKS[7] * 2}{' ' * 7} 1")
 
 
 def test_a_norm_of_zero_and_a_leaf_that_did_not_change(tmp_path: Path) -> None:
@@ -331,9 +331,9 @@ def test_a_damaged_checkpoint_is_named(killed: Path, tmp_path: Path) -> None:
 
 
 def test_text_for_a_terminal_without_blocks() -> None:
-    [line, _] = sparklines(PANELS[:1], 40, PLAIN)
+    [line, _] = text_graph(PANELS[:1], 40, PLAIN)
     assert line.isascii()
-    flat = sparklines([Panel("flat", [PlotLine("run", [(1, 2.0), (2, 2.0)])])], 80)
+    flat = text_graph([Panel("flat", [PlotLine("run", [(1, 2.0), (2, 2.0)])])], 80)
     assert flat == [f"flat {2:>10.4g} {BLOCKS[4] * 2} 2"]
-    none = sparklines([Panel("none", [PlotLine("run", [(1, None)])])], 80)
+    none = text_graph([Panel("none", [PlotLine("run", [(1, None)])])], 80)
     assert none == ["none  no finite value"]

@@ -389,7 +389,7 @@ def test_the_command_copies_and_reports(origin: Path, tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert "step 3  refused: " in done.output
     document = json.loads(perdure("copy", origin, target, "--json").output)
-    assert [row["outcome"] for row in document["steps"]] == [
+    assert [row["outcome"] for row in document["checkpoints"]] == [
         "refused",
         "present",
         "refused",
@@ -397,6 +397,8 @@ def test_the_command_copies_and_reports(origin: Path, tmp_path: Path) -> None:
     ]
     assert perdure("copy", f"{origin}@9", target).exit_code == 2
     path = tmp_path / "run@2"
+    assert perdure("copy", origin, path).exit_code == 2, "the name of a checkpoint"
+    path.mkdir()
     assert perdure("copy", origin, path).exit_code == 0
     assert perdure("copy", path, tmp_path / "again").exit_code == 0, "a directory's own name"
     assert check_run(tmp_path / "again").good == (1, 2, 3, 4)

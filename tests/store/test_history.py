@@ -61,7 +61,7 @@ def test_a_step_at_or_below_the_newest_is_refused_with_rollback_and_fork(
         if step > 10:
             back = 10 if step <= 20 else 20
             assert f"manager.rollback({back})" in str(caught.value)
-            assert f"perdure rollback {run.where} {back}" in str(caught.value)
+            assert f"perdure rollback {run.where}@{back}" in str(caught.value)
             assert f"perdure fork {run.where}@{back} NEW" in str(caught.value)
         assert isinstance(caught.value, StepExistsError) == (step == 20)
         assert {name: run.storage.read(name) for name in held} == held
@@ -340,9 +340,9 @@ def test_a_damaged_pack_that_a_rolled_back_checkpoint_needs_stays(tmp_path: Path
 
 def test_the_command_rolls_back_and_undoes_and_ls_shows_it(tmp_path: Path) -> None:
     filled(tmp_path, 10, 20, 30).close()
-    done = perdure("rollback", tmp_path, 10, "--dry-run")
+    done = perdure("rollback", f"{tmp_path}@10", "--dry-run")
     assert (done["executed"], done["set_aside"], done["newest"]) == (False, [20, 30], 30)
-    done = perdure("rollback", tmp_path, 10)
+    done = perdure("rollback", f"{tmp_path}@10")
     assert (done["executed"], done["set_aside"], done["newest"]) == (True, [20, 30], 10)
     listed = perdure("ls", tmp_path)
     assert [(row["step"], row["rolled_back_to"]) for row in listed["rolled_back"]] == [
@@ -352,7 +352,7 @@ def test_the_command_rolls_back_and_undoes_and_ls_shows_it(tmp_path: Path) -> No
     assert listed["quarantined"] == []
     shown = CliRunner().invoke(main, ["ls", str(tmp_path)]).output
     assert "step 30 is set aside: rolled back to step 10" in shown
-    shown = CliRunner().invoke(main, ["show", str(tmp_path), "20"])
+    shown = CliRunner().invoke(main, ["show", f"{tmp_path}@20"])
     assert shown.exit_code == 2
     assert f"perdure rollback {tmp_path} --undo" in shown.output
     notes = [problem["what"] for problem in perdure("verify", tmp_path)["problems"]]

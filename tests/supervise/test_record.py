@@ -195,11 +195,11 @@ def test_a_killed_supervisor_is_seen_and_the_next_one_goes_on() -> None:
     code = HOLDS.replace("STOP", "")
     run = cli("--log-dir", "logs", code=code)
     held(run)
-    assert document("logs")["runs"][0]["state"] == "running"
+    assert document("logs")["starts"][0]["state"] == "running"
     assert "state    running" in status("logs").output
     run.kill()
     run.communicate()
-    assert document("logs")["runs"][0]["state"] == "lost"
+    assert document("logs")["starts"][0]["state"] == "lost"
     assert "ended without a word" in status("logs").output
     # The same command again: `HOLDS` is asked to end this time.
     again = cli("--log-dir", "logs", code=code)
@@ -207,12 +207,12 @@ def test_a_killed_supervisor_is_seen_and_the_next_one_goes_on() -> None:
     again.send_signal(signal.SIGTERM)
     _, err = again.communicate()
     assert "an earlier run of this command ended without a word" in err
-    runs = document("logs")["runs"]
+    runs = document("logs")["starts"]
     assert [run["state"] for run in runs] == ["lost", "ended"]
     assert runs[1]["status"] == 143
     # Another command is another program, and shown alone.
     cli("--log-dir", "logs", code="print(1)").communicate()
-    assert [run["status"] for run in document("logs")["runs"]] == [0]
+    assert [run["status"] for run in document("logs")["starts"]] == [0]
 
 
 def test_a_restarted_supervisor_knows_how_long_a_step_may_take() -> None:
@@ -244,7 +244,7 @@ def test_values_of_other_types_end_neither_a_run_nor_status() -> None:
     assert run.supervisor._silence.limit("step") == 600.0
     result = status("logs")
     assert (result.exit_code, result.output.count("state ")) == (0, 3)
-    assert [run["state"] for run in document("logs")["runs"]] == ["ended", "unknown", "ended"]
+    assert [run["state"] for run in document("logs")["starts"]] == ["ended", "unknown", "ended"]
 
 
 @pytest.mark.parametrize("name", ["host", "boot", "pid_namespace"])
@@ -254,7 +254,7 @@ def test_only_the_same_kernel_and_container_can_tell_whether_a_run_is_alive(name
     def state(process: dict[str, Any]) -> str:
         RECORD.unlink(missing_ok=True)
         RunRecord(RECORD, "r", print).add("start", command=["x"], **process)
-        (row,) = document("logs")["runs"]
+        (row,) = document("logs")["starts"]
         return row["state"]
 
     process = describe_process(os.getpid())
@@ -299,7 +299,7 @@ def test_status_shows_the_table_of_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert "0-7" in shown
     assert "ended " in shown
     assert "with status 0: finished" in shown
-    (row,) = document("logs")["runs"]
+    (row,) = document("logs")["starts"]
     assert row["attempts"][0]["end"] == 7
     assert row["repeated_steps"] == 2
     assert row["directory"] == os.getcwd()
@@ -309,7 +309,7 @@ def test_status_shows_the_table_of_the_run(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_a_name_the_logs_of_this_directory_are_meant() -> None:
     Run("print(1)", log_directory=None)
     (directory,) = [path for path in Path("perdure-logs").iterdir() if path.is_dir()]
-    assert document()["runs"][0]["log_directory"] == str(directory.absolute())
+    assert document()["starts"][0]["log_directory"] == str(directory.absolute())
     assert document() == document("perdure-logs") == document(directory)
 
 

@@ -178,7 +178,7 @@ def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
     Raises:
         ArgumentError: `where` names another step than `step`, or several.
     """
-    # Imported here, because it needs NumPy, without which `perdure tree` starts sooner.
+    # Imported here, because it needs NumPy, without which `perdure show --tree` starts sooner.
     from perdure.checkpoint.arguments import step_number
 
     address = find_run(where)
@@ -219,7 +219,9 @@ def _is_of(name: str, run: Run) -> bool:
 def _one_step(address: Address) -> int:
     steps = _steps(address)
     if len(steps) > 1:
-        raise ArgumentError(f"expected one step, found {address.given}@{address.which}.")
+        raise ArgumentError(
+            f"expected RUN@STEP with one step, found {address.given}@{address.which}."
+        )
     return steps[0]
 
 

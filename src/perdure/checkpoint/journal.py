@@ -404,7 +404,7 @@ class Journal:
         }[what]
         if what == "state" and (before.batch is None or entry.batch is None):
             cause = f"Its data may be others, too: no batch was compared. {cause}"
-        ways = f"`perdure rollback {where} {max(self._after, 0)}` sets the lines after it aside"
+        ways = f"`perdure rollback {where}@{max(self._after, 0)}` sets the lines after it aside"
         if self._after < 0:
             ways = f"remove {where}/{JOURNAL}"
         return (

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import click
 
-from perdure.cli.output import EXIT_STATUS, document, json_option, new_run_argument
+from perdure.cli.output import (
+    EXIT_STATUS,
+    NewRun,
+    checkpoint_argument,
+    document,
+    json_option,
+    leaves_option,
+    new_run_argument,
+    output_option,
+    show,
+)
 from perdure.convert import average
 from perdure.convert.average_weights import SCHEDULES
 from perdure.look import origin
@@ -25,8 +35,8 @@ class _Numbers(click.ParamType):
 @click.command(
     "average", short_help="Average checkpoints into a new run directory.", epilog=EXIT_STATUS
 )
-@click.argument("checkpoints", metavar="RUN@STEP...", nargs=-1, required=True)
-@click.option("-o", "--out", required=True, metavar="OUT", help="The new run directory.")
+@checkpoint_argument("checkpoints", "RUN@STEP...", nargs=-1, required=True)
+@output_option("The new run directory.", required=True, type=NewRun())
 @click.option("--weights", type=_Numbers(), help="A weight for each checkpoint, in their order.")
 @click.option("--ema", type=float, metavar="DECAY", help="Exponential moving average, by steps.")
 @click.option(
@@ -35,12 +45,12 @@ class _Numbers(click.ParamType):
     default="uniform",
     help="How the weights depend on the order of the steps.",
 )
-@click.option("--leaves", multiple=True, metavar="PATTERN", help="Average only these leaves.")
+@leaves_option
 @click.option("--like", metavar="RUN@STEP", help="Where all other leaves come from.")
 @json_option
 def command(
     checkpoints: tuple[str, ...],
-    out: str,
+    output: str,
     weights: list[float] | None,
     ema: float | None,
     schedule: str,
@@ -48,11 +58,11 @@ def command(
     like: str | None,
     as_json: bool,
 ) -> None:
-    """Average checkpoints into the new run directory OUT: RUN@100,200,300 or several RUN@STEP.
+    """Average checkpoints into the new run directory of -o: RUN@100,200,300 or several RUN@STEP.
 
     Arrays of floating-point numbers are averaged in float64, in the order of the steps, and rounded
     once, so that the result has the same fingerprint wherever it is made. All other leaves are those
-    of the newest of the checkpoints, or of --like. OUT has the step of that one, and its manifest
+    of the newest of the checkpoints, or of --like. It has the step of that one, and its manifest
     says what it was made from.
 
     \b
@@ -62,7 +72,7 @@ def command(
     with new_run_argument():
         made = average(
             checkpoints,
-            out,
+            output,
             weights=weights,
             ema=ema,
             schedule=schedule,
@@ -83,4 +93,4 @@ def command(
             }
         )
         return
-    click.echo(str(made))
+    show(made)

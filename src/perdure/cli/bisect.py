@@ -9,7 +9,14 @@ from typing import Any
 
 import click
 
-from perdure.cli.output import document, json_option, kept_or_temporary, read_only_option
+from perdure.cli.output import (
+    devices_option,
+    directory_option,
+    document,
+    json_option,
+    kept_or_temporary,
+    read_only_option,
+)
 from perdure.text import counted
 
 _MOST_LEAVES = 8
@@ -24,11 +31,9 @@ _MOST_LEAVES = 8
     help="What RUN2 was started with, in quotes, if that is not COMMAND.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Processes; by default as in each run.")
-@click.option(
-    "--devices", type=click.IntRange(1), help="Devices of each; by default as in each run."
-)
+@devices_option
 @read_only_option
-@click.option("--directory", type=click.Path(path_type=Path), help="Keep the replays here.")
+@directory_option
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -57,13 +62,16 @@ def command(
       perdure bisect runs/a runs/b
       perdure bisect runs/a runs/b -- python train.py
     """
+    from perdure.checkpoint.address import open_run
     from perdure.look.journal_bisect import bisect_runs
 
     options = (command2, workers, devices, read_only or None, directory)
     if not command and any(option is not None for option in options):
         raise click.UsageError("expected what RUN1 was started with after the options: -- COMMAND")
+    for run in (one, two):
+        open_run(run)  # refuses the name of a checkpoint
     found = bisect_runs(one, two)
-    result: dict[str, Any] = {"run1": one, "run2": two, **asdict(found)}
+    result: dict[str, Any] = {"runs": [one, two], **asdict(found)}
     if not as_json:
         _print(result, with_command=bool(command))
     if found.step is not None and command:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from perdure.cli.output import document, json_option
+from perdure.cli.output import directory_option, document, json_option, seed_option
 from perdure.demo.phases import GUARDS
 from perdure.errors import missing_extra
 
@@ -23,19 +23,15 @@ from perdure.errors import missing_extra
     help="The framework to train with.",
 )
 @click.option(
-    "--data", type=click.Path(path_type=str), help="MNIST or Fashion-MNIST: IDX files or .npz."
+    "--data",
+    type=click.Path(path_type=str, exists=True),
+    help="MNIST or Fashion-MNIST: IDX files or .npz.",
 )
 @click.option(
     "--epochs", type=click.IntRange(2), default=6, show_default=True, help="Epochs to train."
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Of the recipe and the faults. The same seed ends with the same fingerprint.",
-)
-@click.option("--directory", type=click.Path(path_type=Path), help="Keep the run directories here.")
+@seed_option
+@directory_option
 @click.option(
     "--without", type=click.Choice(sorted(GUARDS)), help="Remove one guard; the demo then fails."
 )

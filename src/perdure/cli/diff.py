@@ -6,12 +6,12 @@ import os
 
 import click
 
-from perdure.cli.output import document, json_option, leaves_option
+from perdure.cli.output import checkpoint_argument, document, json_option, leaves_option, show
 
 
 @click.command("diff", short_help="Compare two checkpoints or two runs, leaf by leaf.")
-@click.argument("first", metavar="A", type=click.Path(path_type=str))
-@click.argument("second", metavar="B", type=click.Path(path_type=str))
+@checkpoint_argument("first", "A")
+@checkpoint_argument("second", "B")
 @leaves_option
 @json_option
 @click.pass_context
@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Compare the checkpoints A and B: leaves, recipe, environment and metrics.
 
-    A and B are RUN@STEP, as for `perdure tree`; two runs without a step are compared at the first
+    A and B are RUN@STEP, as for `perdure show`; two runs without a step are compared at the first
     common step that differs. Equal leaves are known by their hashes; only chunks that differ are read.
     Exits with 0 if the states are equal, with 1 if they differ or something is damaged. For git:
     git difftool -x "perdure diff", which compares manifests that git has.
@@ -37,5 +37,5 @@ def command(
     if as_json:
         document(result.as_dict())
     else:
-        click.echo(str(result))
+        show(result)
     ctx.exit(0 if result.equal else 1)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from perdure.cli.output import (
+    devices_option,
     document,
     json_option,
     kept_or_temporary,
     printable,
+    read_only_option,
     table,
     workers_option,
 )
@@ -26,8 +28,7 @@ _MOST_LINES = 40
 
 @click.command("doctor", short_help="Check that this machine computes the same bits again.")
 @click.option(
-    "--directory",
-    "run",
+    "--run",
     metavar="RUN",
     type=click.Path(path_type=str),
     help="Also try the file system of a run directory; it is not changed.",
@@ -54,13 +55,8 @@ _MOST_LINES = 40
     help="End COMMAND once it has saved or recorded so many steps.",
 )
 @workers_option
-@click.option("--devices", type=click.IntRange(1), help="Devices of each worker of COMMAND.")
-@click.option(
-    "--read-only",
-    multiple=True,
-    type=click.Path(path_type=str),
-    help="A run directory that COMMAND only reads.",
-)
+@devices_option
+@read_only_option
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

@@ -7,8 +7,19 @@ from pathlib import Path
 
 import click
 
-from perdure.cli.output import document, json_option, kept_or_temporary, workers_option
-from perdure.errors import LaunchError
+from perdure.cli.output import (
+    command_argument,
+    directory_option,
+    document,
+    json_option,
+    kept_or_temporary,
+    options_of_library,
+    output_option,
+    read_only_option,
+    seed_option,
+    workers_option,
+)
+from perdure.errors import ArgumentError
 
 
 @click.command(
@@ -27,25 +38,14 @@ from perdure.errors import LaunchError
     show_default=True,
     help="Faulted runs, besides the restores that every drill tries.",
 )
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the faults."
-)
+@seed_option
 @workers_option
-@click.option(
-    "--read-only",
-    multiple=True,
-    type=click.Path(path_type=str),
-    help="A run directory that COMMAND only reads; it is left where it is.",
-)
-@click.option(
-    "--directory", type=click.Path(path_type=Path), help="Keep the runs that differ here."
-)
-@click.option(
-    "--html", type=click.Path(path_type=Path), help="Also write the report as an HTML file."
-)
+@read_only_option
+@directory_option
+@output_option("Also write the report as an HTML file.")
 @click.option("--fail-fast", is_flag=True, help="Stop at the first run that differs or fails.")
 @json_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@command_argument
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -55,7 +55,7 @@ def command(
     workers: int,
     read_only: tuple[str, ...],
     directory: Path | None,
-    html: Path | None,
+    output: Path | None,
     fail_fast: bool,
     as_json: bool,
     command: tuple[str, ...],
@@ -69,7 +69,7 @@ def command(
 
     \b
     Example:
-      perdure drill --runs 4 --html drill.html -- python train.py --steps 40
+      perdure drill --runs 4 -o drill.html -- python train.py --steps 40
     """
     from rich.console import Console
 
@@ -79,11 +79,12 @@ def command(
 
     kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)
     if faults is not None and not kinds:
-        raise LaunchError(f"--faults {faults!r}: expected some of {', '.join(KINDS)}, found none.")
-    options = DrillOptions(kinds, runs, seed, workers, read_only, fail_fast=fail_fast)
-    if html is not None:
+        raise ArgumentError(f"--faults: expected some of {', '.join(KINDS)}, found {faults!r}.")
+    with options_of_library():
+        options = DrillOptions(kinds, runs, seed, workers, read_only, fail_fast=fail_fast)
+    if output is not None:
         templates()  # raises before the drill if they are not installed
-        _require_writable(html)
+        _require_writable(output)
     reporter = TextReporter(Console(stderr=as_json, soft_wrap=True))
     with kept_or_temporary(directory, "drill") as work:
         try:
@@ -95,18 +96,18 @@ def command(
         document(report)
     else:
         reporter.summary(report)
-    if html is not None:
+    if output is not None:
         try:
-            html.write_text(render_drill(report), encoding="utf-8")
+            output.write_text(render_drill(report), encoding="utf-8")
         except OSError as error:
             # Not raised, because --json has printed its one document.
-            click.echo(f"perdure: {_unwritable(html, error)}", err=True)
+            click.echo(f"perdure: {_unwritable(output, error)}", err=True)
             ctx.exit(1)
     ctx.exit(130 if report["stopped"] else 0 if report["pass"] else 1)
 
 
 def _require_writable(html: Path) -> None:
-    """Raise `LaunchError` before the drill if `html` cannot be written.
+    """Raise `ArgumentError` before the drill if `html` cannot be written.
 
     The file is opened, because its mode says little (root, a read-only file system). The content of an
     existing file is kept.
@@ -117,11 +118,11 @@ def _require_writable(html: Path) -> None:
         if not existed:
             html.unlink()
     except OSError as error:
-        raise LaunchError(_unwritable(html, error)) from error
+        raise ArgumentError(_unwritable(html, error)) from error
 
 
 def _unwritable(html: Path, error: OSError) -> str:
     return (
-        f"--html {html}: the report cannot be written there: {error}. Expected the path of a file in a "
+        f"-o {html}: the report cannot be written there: {error}. Expected the path of a file in a "
         f"directory that exists and can be written to."
     )

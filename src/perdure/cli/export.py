@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import re
-
 import click
 
-from perdure.cli.output import EXIT_STATUS, document, json_option, size_text
+from perdure.cli.output import (
+    EXIT_STATUS,
+    Size,
+    checkpoint_argument,
+    document,
+    json_option,
+    leaves_option,
+    leaves_text,
+)
 from perdure.convert import NameMap, export
 from perdure.convert.exporting import ARRAY_FORMATS, MODEL_FORMATS
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-class _Size(click.ParamType):
-    name = "SIZE"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+)\s*([KMG]I?B|B?)", str(value).upper())
-        if match is None or not int(match[1]):
-            self.fail(f"expected a size such as 5GB or 500MiB, found {value!r}.", param, ctx)
-        return int(match[1]) * _UNITS[match[2]]
 
 
 @click.command(
     "export", short_help="Write a checkpoint in the format of another library.", epilog=EXIT_STATUS
 )
-@click.argument("checkpoint", metavar="RUN@STEP")
+@checkpoint_argument("checkpoint")
 @click.argument("out", metavar="OUT")
 @click.option(
     "--to", required=True, type=click.Choice(ARRAY_FORMATS + MODEL_FORMATS), help="The format."
 )
-@click.option("--leaves", multiple=True, metavar="PATTERN", help="Take only these leaves.")
+@leaves_option
 @click.option("--names", metavar="FILE", help="New names: old=new in each line, with * and **.")
 @click.option(
-    "--shard-size", type=_Size(), help="The most bytes of a file of safetensors; 5GB by default."
+    "--shard-size", type=Size(), help="The most bytes of a file of safetensors; 5GB by default."
 )
 @click.option("--model", metavar="FILE.PY:FUNCTION", help="Returns the Keras model.")
 @click.option("--verify", is_flag=True, help="Read the result and compare it with the checkpoint.")
@@ -75,11 +68,11 @@ def command(
     if as_json:
         document(
             {
-                "out": done.out,
+                "output": done.out,
                 "format": to,
                 "checkpoint": done.checkpoint.name,
                 "fingerprint": done.checkpoint.manifest.fingerprint,
-                "bytes": done.nbytes,
+                "nbytes": done.nbytes,
                 "files": list(done.files),
                 "names": done.names,
                 "left_out": list(done.left_out),
@@ -88,8 +81,7 @@ def command(
         )
         return
     files = f"{len(done.files)} files" if len(done.files) > 1 else "1 file"
-    leaves_text = f"{len(done.names)} {'leaf' if len(done.names) == 1 else 'leaves'}"
-    click.echo(f"{out}: {leaves_text}, {size_text(done.nbytes)} in {files}")
+    click.echo(f"{out}: {leaves_text(len(done.names), done.nbytes)} in {files}")
     for path in done.left_out:
         click.echo(f"left out: {path}, which {to} cannot hold")
     if done.verified:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import click
 
-from perdure.cli.copy import split_steps
-from perdure.cli.output import EXIT_STATUS, document, json_option
+from perdure.checkpoint.address import find_run, open_checkpoint
+from perdure.cli.output import EXIT_STATUS, NewRun, checkpoint_argument, document, json_option
 from perdure.store import fork_run
 
 
 @click.command(
-    "fork", short_help="Start a new run directory from one checkpoint.", epilog=EXIT_STATUS
+    "fork", short_help="Start a new run directory from a checkpoint.", epilog=EXIT_STATUS
 )
-@click.argument("run", metavar="RUN@STEP", type=click.Path(path_type=str))
-@click.argument("new", metavar="NEW", type=click.Path(path_type=str))
+@checkpoint_argument("run", "RUN@STEP")
+@click.argument("new", metavar="NEW", type=NewRun())
 @json_option
 def command(run: str, new: str, as_json: bool) -> None:
     """Start the run directory NEW from one checkpoint of RUN, and leave RUN as it is.
@@ -26,13 +26,11 @@ def command(run: str, new: str, as_json: bool) -> None:
     Example:
       perdure fork runs/a@1000 runs/b
     """
-    source, steps = split_steps(run)
-    if steps is None or len(steps) != 1:
-        raise click.UsageError(
-            f"expected RUN@STEP with one step, such as runs/a@100, found {run!r}."
-        )
-    manifest = fork_run(source, steps[0], new)
+    source = find_run(run)
+    if source.which is None:
+        raise click.UsageError(f"expected RUN@STEP, such as runs/a@100, found {run!r}.")
+    manifest = fork_run(source.given, open_checkpoint(run).step, new)
     if as_json:
         document({"run": new, "step": manifest.step, "fingerprint": manifest.fingerprint})
     else:
-        click.echo(f"{new} starts at step {manifest.step} of {source}")
+        click.echo(f"{new} starts at step {manifest.step} of {source.given}")

@@ -6,7 +6,14 @@ import os
 
 import click
 
-from perdure.cli.output import EXIT_STATUS, document, json_option, new_run_argument, size_text
+from perdure.cli.output import (
+    EXIT_STATUS,
+    NewRun,
+    document,
+    json_option,
+    leaves_text,
+    new_run_argument,
+)
 from perdure.convert import NameMap, import_run
 from perdure.convert.foreign_files import READ_FORMATS
 from perdure.errors import ArgumentError
@@ -16,7 +23,7 @@ from perdure.errors import ArgumentError
     "import", short_help="Begin a run directory with the arrays of other files.", epilog=EXIT_STATUS
 )
 @click.argument("source", metavar="SRC")
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="RUN", type=NewRun())
 @click.option("--from", "kind", type=click.Choice(READ_FORMATS), help="The format of SRC.")
 @click.option("--branch", default="", metavar="PATH", help="Put the leaves below this path.")
 @click.option("--names", metavar="FILE", help="Paths: old=new in each line, with * and **.")
@@ -41,9 +48,7 @@ def command(
     with new_run_argument():
         manifest = import_run(source, run, kind=kind, branch=branch, names=name_map)
     if as_json:
-        leaves = [leaf.path for leaf in manifest.leaves]
+        leaves = [{"path": leaf.path} for leaf in manifest.leaves]
         document({"run": run, "step": 0, "fingerprint": manifest.fingerprint, "leaves": leaves})
         return
-    count = len(manifest.leaves)
-    leaves_text = f"{count} {'leaf' if count == 1 else 'leaves'}"
-    click.echo(f"{run} starts at step 0 with {leaves_text}, {size_text(manifest.nbytes)}")
+    click.echo(f"{run} starts at step 0 with {leaves_text(len(manifest.leaves), manifest.nbytes)}")

@@ -7,12 +7,8 @@ from typing import Any
 
 import click
 
-from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument
-from perdure.look.listing import (
-    RunListing,
-    list_run,
-    listing_table,
-)
+from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument, show
+from perdure.look.listing import RunListing, list_run, listing_table
 from perdure.store import Run
 
 
@@ -36,7 +32,7 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
     if as_json:
         document(_document(listing, Run(run)))
     else:
-        click.echo(str(listing_table(listing.checkpoints)))
+        show(listing_table(listing.checkpoints))
         for line in listing.set_aside:
             click.echo(line)
         for step, error in listing.damaged.items():

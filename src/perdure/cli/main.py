@@ -13,31 +13,21 @@ from perdure import __version__, heartbeats
 from perdure.cli.output import discard_unwritten, is_output_error, report
 from perdure.errors import ArgumentError, NotARunError, PerdureError, StepNotFoundError
 
-COMMANDS = (
-    "average",
-    "bisect",
-    "copy",
-    "demo",
-    "diff",
-    "doctor",
-    "drill",
-    "export",
-    "fork",
-    "import",
-    "ls",
-    "plot",
-    "prune",
-    "replay",
-    "report",
-    "rollback",
-    "run",
-    "show",
-    "stats",
-    "status",
-    "tree",
-    "verify",
-)
+GROUPS = {
+    "Train": ("run", "status", "demo"),
+    "Look": ("ls", "show", "diff", "report"),
+    "Keep": ("verify", "prune", "rollback"),
+    "Prove": ("drill", "replay", "bisect", "doctor"),
+    "Move": ("copy", "fork", "average", "export", "import"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 
+_ALIASES = {
+    "plot": ("report", "--plot"),
+    "stats": ("show", "--stats"),
+    "tree": ("show", "--tree"),
+}
+"""Short forms, which the help does not list."""
 
 _MODULES = {"import": "import_run"}
 """Commands whose module has another name, because theirs is a keyword of Python."""
@@ -53,6 +43,20 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         return import_module(f"perdure.cli.{_MODULES.get(cmd_name, cmd_name)}").command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        return super().resolve_command(ctx, [*_ALIASES.get(args[0], args[:1]), *args[1:]])
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self._line(ctx, name)) for name in names])
+
+    def _line(self, ctx: click.Context, name: str) -> str:
+        command = self.get_command(ctx, name)
+        return "" if command is None else command.get_short_help_str(100)
 
     def invoke(self, ctx: click.Context) -> Any:
         # Under `perdure run` a command is no training loop, and a program beside it may be one.

@@ -11,10 +11,18 @@ from typing import Any, Literal
 
 import click
 
+from perdure.checkpoint.address import open_run
 from perdure.checkpoint.pruning import PrunePlan, execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
-from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument, size_text, table
-from perdure.store import Run
+from perdure.cli.output import (
+    EXIT_STATUS,
+    document,
+    dry_run_option,
+    json_option,
+    run_argument,
+    size_text,
+    table,
+)
 from perdure.store.format import PACKS
 from perdure.store.journal_moves import lines_aside, remove_aside
 from perdure.text import counted
@@ -24,11 +32,17 @@ from perdure.text import counted
     "prune", short_help="Delete the checkpoints that a policy does not keep.", epilog=EXIT_STATUS
 )
 @run_argument
-@click.option("--max-to-keep", type=int, help="Keep the newest N checkpoints; by default all.")
 @click.option(
-    "--keep-every-n-hours", type=float, help="Also keep one checkpoint for every N hours."
+    "--max-to-keep", type=click.IntRange(1), help="Keep the newest N checkpoints; by default all."
 )
-@click.option("--keep-period", type=int, help="Also keep the steps that are multiples of N.")
+@click.option(
+    "--keep-every-n-hours",
+    type=click.FloatRange(0, min_open=True),
+    help="Also keep one checkpoint for every N hours.",
+)
+@click.option(
+    "--keep-period", type=click.IntRange(1), help="Also keep the steps that are multiples of N."
+)
 @click.option("--best-metric", type=str, help="Also keep the best checkpoints by this metric.")
 @click.option(
     "--best-mode",
@@ -38,10 +52,14 @@ from perdure.text import counted
     help="Whether the largest or the smallest value is best.",
 )
 @click.option(
-    "--best-to-keep", type=int, default=1, show_default=True, help="How many of the best to keep."
+    "--best-to-keep",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="How many of the best to keep.",
 )
 @click.option("--rolled-back", is_flag=True, help="Also remove what rollbacks set aside.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
+@dry_run_option
 @json_option
 @click.pass_context
 def command(
@@ -75,8 +93,7 @@ def command(
         best_mode=best_mode,
         best_to_keep=best_to_keep,
     )
-    opened = Run(run)
-    with opened:
+    with open_run(run) as opened:
         if not dry_run:
             opened.begin_writing()
         plan = plan_prune(opened, max_to_keep, retention, rolled_back=rolled_back)
@@ -89,8 +106,8 @@ def command(
             remove_aside(opened.storage)
     if as_json:
         found = _as_dict(plan)
-        found |= {"freed": found["freed"] + freed, "lines": lines, "left": left}
-        document({"executed": not dry_run, **found})
+        found["freed_nbytes"] += freed
+        document({"executed": not dry_run, "run": run, **found, "lines": lines, "left": left})
     else:
         for pack, why in left.items():
             click.echo(f"not compacted  {pack}: {why}")
@@ -129,4 +146,5 @@ def _print(plan: PrunePlan, lines: list[str], size_of_lines: int) -> None:
 def _as_dict(plan: PrunePlan) -> dict[str, Any]:
     store = asdict(plan.store)
     del store["request"]
+    store |= {f"{name}_nbytes": store.pop(name) for name in ("freed", "copied")}
     return {"checkpoints": [asdict(verdict) for verdict in plan.verdicts], **store}

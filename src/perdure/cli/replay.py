@@ -8,12 +8,17 @@ from typing import Any
 
 import click
 
+from perdure.checkpoint.address import open_run
 from perdure.cli.output import (
+    command_argument,
+    devices_option,
+    directory_option,
     document,
     json_option,
     kept_or_temporary,
     read_only_option,
     run_argument,
+    seed_option,
     workers_option,
 )
 from perdure.store.format import span_text
@@ -34,15 +39,13 @@ _MOST_LEAVES = 8
 @click.option(
     "--sample", type=click.IntRange(1), help="Only so many stretches between two checkpoints."
 )
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the sample."
-)
+@seed_option
 @workers_option
-@click.option("--devices", type=click.IntRange(1), help="Devices of each worker.")
+@devices_option
 @read_only_option
-@click.option("--directory", type=click.Path(path_type=Path), help="Keep the replays here.")
+@directory_option
 @json_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@command_argument
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -79,6 +82,7 @@ def command(
             f"--directory: expected a place outside of the run directory {run}, which is only read; "
             f"found {directory}."
         )
+    open_run(run)  # refuses the name of a checkpoint
     first, last = _parsed(steps)
     options = ReplayOptions(first, last, sample, seed, workers, devices, read_only)
     with kept_or_temporary(directory, "replay") as work:

@@ -1,10 +1,17 @@
-"""`perdure rollback RUN STEP`: makes an older checkpoint the newest; `--undo` reverts that."""
+"""`perdure rollback RUN@STEP`: makes an older checkpoint the newest; `--undo` reverts that."""
 
 from __future__ import annotations
 
 import click
 
-from perdure.cli.output import EXIT_STATUS, document, json_option, run_argument
+from perdure.checkpoint.address import find_run, open_checkpoint
+from perdure.cli.output import (
+    EXIT_STATUS,
+    checkpoint_argument,
+    document,
+    dry_run_option,
+    json_option,
+)
 from perdure.store import Run
 from perdure.store.format import span_text
 from perdure.store.journal_moves import lines_after
@@ -12,24 +19,25 @@ from perdure.store.rollback import plan_undo
 
 
 @click.command("rollback", short_help="Set aside the checkpoints after a step.", epilog=EXIT_STATUS)
-@run_argument
-@click.argument("step", type=int, required=False)
-@click.option("--undo", is_flag=True, help="Bring back what rollbacks set aside.")
-@click.option("--dry-run", is_flag=True, help="Check and print what would be done; change nothing.")
+@checkpoint_argument("run")
+@click.option("--undo", is_flag=True, help="Bring back what rollbacks of RUN set aside.")
+@dry_run_option
 @json_option
-def command(run: str, step: int | None, undo: bool, dry_run: bool, as_json: bool) -> None:
-    """Make STEP the newest checkpoint of the run directory RUN; newer ones are set aside.
+def command(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
+    """Make RUN@STEP the newest checkpoint of its run; newer ones are set aside.
 
     They move to quarantine, and the later lines of the journal to rolled-back/. --undo brings them back
     as long as nothing newer was saved since; `perdure prune RUN --rolled-back` removes them.
 
     \b
     Example:
-      perdure rollback runs/a 1000
+      perdure rollback runs/a@1000
     """
-    if undo == (step is not None):
-        raise click.UsageError("give either STEP or --undo.")
-    with Run(run) as opened:
+    address = find_run(run)
+    if undo == (address.which is not None):
+        raise click.UsageError("expected either RUN@STEP or RUN --undo.")
+    step = None if undo else open_checkpoint(run).step
+    with Run(address.given) as opened:
         replaced = None
         if step is None:
             if not dry_run:

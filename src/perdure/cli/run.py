@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.output import discard_unwritten, document, json_option, report
+from perdure.cli.output import (
+    command_argument,
+    devices_option,
+    discard_unwritten,
+    document,
+    json_option,
+    options_of_library,
+    report,
+)
 
 if TYPE_CHECKING:
     from perdure.supervise import Nodes
@@ -31,9 +39,7 @@ if TYPE_CHECKING:
     help="This machine is one of several that run this command; the environment says which "
     "(docs/CLUSTER.md).",
 )
-@click.option(
-    "--devices-per-worker", type=click.IntRange(1), help="CPU devices or GPUs of each worker."
-)
+@devices_option
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
@@ -54,7 +60,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--grace",
-    type=float,
+    type=click.FloatRange(0),
     default=60.0,
     show_default=True,
     help="Seconds to save and exit after a signal.",
@@ -95,13 +101,13 @@ if TYPE_CHECKING:
     help="Resume from a checkpoint whose recipe differs in FIELD, with a warning.",
 )
 @json_option
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@command_argument
 @click.pass_context
 def command(
     ctx: click.Context,
     workers: int | None,
     multi_node: bool,
-    devices_per_worker: int | None,
+    devices: int | None,
     max_restarts: int,
     elastic: str | None,
     limits: tuple[str, ...],
@@ -131,20 +137,21 @@ def command(
     from perdure.supervise.record import timestamp
 
     bounds = _elastic(elastic)
-    options = RunOptions(
-        workers=workers or (bounds[1] if bounds else 1),
-        nodes=_nodes() if multi_node else None,
-        devices_per_worker=devices_per_worker,
-        max_restarts=max_restarts,
-        elastic=bounds,
-        log_directory=_log_directory(log_dir),
-        timestamps=timestamps,
-        limits=Limits(**_limits(limits)),
-        grace=grace,
-        warm=warm,
-        environment=_allowed(allow) | _audit(audit, on_corruption),
-        compilation_cache=_cache(compilation_cache),
-    )
+    with options_of_library():
+        options = RunOptions(
+            workers=workers or (bounds[1] if bounds else 1),
+            nodes=_nodes() if multi_node else None,
+            devices_per_worker=devices,
+            max_restarts=max_restarts,
+            elastic=bounds,
+            log_directory=_log_directory(log_dir),
+            timestamps=timestamps,
+            limits=Limits(**_limits(limits)),
+            grace=grace,
+            warm=warm,
+            environment=_allowed(allow) | _audit(audit, on_corruption),
+            compilation_cache=_cache(compilation_cache),
+        )
     _open_standard_streams()
     if os.getpid() == 1:
         from perdure.supervise.init_process import become_init

@@ -1,66 +1,131 @@
-"""`perdure show RUN[@STEP] [STEP]`: the content of one checkpoint. Reads manifests, not packs."""
+"""`perdure show RUN[@STEP]`: one checkpoint, its leaves as a tree, or the figures of its leaves."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
-from perdure.checkpoint.address import checkpoint_at, find_run, open_checkpoint, read_manifests
 from perdure.cli.output import (
-    EXIT_STATUS,
     VALUE_CHARACTERS,
     checkpoint_argument,
     document,
     json_option,
+    leaves_option,
     printable,
-    size_text,
+    show,
+    terminal_width,
 )
-from perdure.errors import ArgumentError
-from perdure.look.leaf_tree import value_text
-from perdure.look.listing import age_text, listed
-from perdure.look.origins import origin_lines
-from perdure.look.tables import Table
-from perdure.store.format import FORMAT
-from perdure.store.manifest import LeafEntry, Manifest
-from perdure.text import counted
+from perdure.look.tables import Table, size_text
+
+if TYPE_CHECKING:
+    from perdure.checkpoint.address import StoredCheckpoint
+    from perdure.look.listing import ListedCheckpoint
+    from perdure.store.manifest import LeafEntry
 
 
-@click.command(
-    "show", short_help="Show the recipe, metrics and leaves of a checkpoint.", epilog=EXIT_STATUS
+@click.command("show", short_help="Show a checkpoint: recipe, metrics, leaves, figures.")
+@checkpoint_argument("run")
+@click.option("--tree", is_flag=True, help="Show the leaves as a tree with the sizes of branches.")
+@click.option("--stats", is_flag=True, help="Show minimum, maximum, mean, norm and more of leaves.")
+@leaves_option
+@click.option(
+    "--depth",
+    metavar="N",
+    type=click.IntRange(0),
+    help="Of --tree or --stats: branches of N parts, nothing below; 0 is the whole state.",
 )
-@checkpoint_argument
-@click.argument("step", type=int, required=False)
 @json_option
-def command(run: str, step: int | None, as_json: bool) -> None:
+@click.pass_context
+def command(
+    ctx: click.Context,
+    run: str,
+    tree: bool,
+    stats: bool,
+    leaves: tuple[str, ...],
+    depth: int | None,
+    as_json: bool,
+) -> None:
     """Show the recipe, metrics and leaves of a checkpoint.
 
-    RUN STEP and RUN@STEP name one, RUN and RUN@latest the newest, RUN@best:max:METRIC and
-    RUN@best:min:METRIC the best by a metric, RUN@best by that of the run's retention.
+    RUN@STEP names one, RUN and RUN@latest the newest, RUN@best:max:METRIC and RUN@best:min:METRIC the
+    best by a metric, RUN@best by that of the run's retention. Manifests are read and no packs, but with
+    --stats, which verifies every byte that it reads. The exit status is 1 if a leaf of --stats has a
+    dtype that is not known here, 2 for a mistake in the arguments.
 
     \b
     Example:
       perdure show runs/a@best:min:loss
+      perdure show runs/a@1000 --tree --depth 2
+      perdure show runs/a@1000 --stats --leaves 'model/**/kernel'
     """
-    address = find_run(run)
-    if step is not None and address.which is not None:
-        raise ArgumentError(f"expected one step, found {run} and {step}. Leave one of them out.")
-    checkpoint = (
-        open_checkpoint(run) if step is None else checkpoint_at(address.run, step, address.given)
-    )
-    manifest = checkpoint.manifest
-    manifests = {**read_manifests(checkpoint.run)[0], manifest.step: manifest}
-    [row] = [r for r in listed(checkpoint.run, manifests) if r.step == manifest.step]
+    if tree and stats:
+        raise click.UsageError("give --tree or --stats, and not both.")
+    if depth is not None and not (tree or stats):
+        raise click.UsageError("--depth: has a meaning only with --tree or --stats.")
+    if tree or stats:
+        from perdure import look  # NumPy is loaded only by the one that computes
+
+        result = (look.tree if tree else look.stats)(run, leaves=leaves or None, depth=depth)
+        document(result.as_dict()) if as_json else show(result)
+        ctx.exit(1 if getattr(result, "unknown", ()) else 0)
+    from perdure.look import open_checkpoint, select_leaves
+
+    checkpoint = open_checkpoint(run)
+    chosen = select_leaves(checkpoint, leaves or None)
+    row = _listed(checkpoint)
     if as_json:
-        document({**asdict(row), **msgspec.to_builtins(manifest)})
-        return
-    # One text, so that a reader who takes the first lines (`| head`) makes nothing fail.
-    lines = [
+        document(_document(checkpoint, row, chosen))
+    else:
+        # One text, so that a reader who takes the first lines (`| head`) makes nothing fail.
+        click.echo("\n".join(_lines(checkpoint, row, chosen)))
+
+
+def _listed(checkpoint: StoredCheckpoint) -> ListedCheckpoint:
+    """What `perdure ls` says of the checkpoint."""
+    from perdure.checkpoint.address import read_manifests
+    from perdure.look.listing import listed
+
+    manifests = {**read_manifests(checkpoint.run)[0], checkpoint.step: checkpoint.manifest}
+    return next(row for row in listed(checkpoint.run, manifests) if row.step == checkpoint.step)
+
+
+def _document(
+    checkpoint: StoredCheckpoint, row: ListedCheckpoint, chosen: list[LeafEntry]
+) -> dict[str, Any]:
+    import msgspec
+
+    manifest = {**msgspec.to_builtins(checkpoint.manifest), "leaves": msgspec.to_builtins(chosen)}
+    names = {"run": checkpoint.run.where, "checkpoint": checkpoint.name}
+    return {**names, **asdict(row), **manifest}
+
+
+def _lines(
+    checkpoint: StoredCheckpoint, row: ListedCheckpoint, chosen: list[LeafEntry]
+) -> list[str]:
+    from perdure.look.leaf_tree import value_text
+    from perdure.look.listing import age_text
+    from perdure.look.origins import origin_lines
+    from perdure.store.format import FORMAT
+    from perdure.text import counted
+
+    manifest = checkpoint.manifest
+    stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.format > FORMAT else ""
+    rows = [
+        (
+            _short(leaf.path),
+            value_text(leaf.dtype, leaf.shape, leaf.text, VALUE_CHARACTERS),
+            size_text(leaf.nbytes),
+            leaf.hashes()[0][:16] if leaf.hashes() else "",
+        )
+        for leaf in chosen
+    ]
+    return [
         f"step         {manifest.step}",
         f"created      {manifest.created} ({age_text(row.age_s)} ago)",
         f"fingerprint  {manifest.fingerprint}",
-        f"size         {_size(manifest)}",
+        f"size         {size_text(manifest.nbytes)}{stored} in {counted(len(manifest.packs), 'pack')}",
         (
             f"in packs     deleting it frees {size_text(row.own_nbytes)}; "
             f"{size_text(row.shared_nbytes)} stay, in packs of other checkpoints"
@@ -73,29 +138,10 @@ def command(run: str, step: int | None, as_json: bool) -> None:
             for name, metric in sorted(manifest.metrics.items())
         ),
         "",
-        str(
-            Table(
-                ("leaf", "value", "size", "first chunk"), [_row(leaf) for leaf in manifest.leaves]
-            )
+        Table(("leaf", "value", "size", "first chunk"), rows, ("first chunk",)).text(
+            terminal_width()
         ),
     ]
-    click.echo("\n".join(lines))
-
-
-def _size(manifest: Manifest) -> str:
-    stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.format > FORMAT else ""
-    return (
-        f"{size_text(manifest.nbytes)}{stored} in {counted(len(manifest.packs), 'pack', 'packs')}"
-    )
-
-
-def _row(leaf: LeafEntry) -> tuple[str, ...]:
-    return (
-        _short(leaf.path),
-        value_text(leaf.dtype, leaf.shape, leaf.text, VALUE_CHARACTERS),
-        size_text(leaf.nbytes),
-        leaf.hashes()[0][:16] if leaf.hashes() else "",
-    )
 
 
 def _short(value: object) -> str:

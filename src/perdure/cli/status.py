@@ -1,4 +1,4 @@
-"""`perdure status [LOGS]`: what `perdure run` recorded about a run, also while it is under way."""
+"""`perdure status [LOG_DIR]`: what `perdure run` recorded about a run, also while it is under way."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from perdure.text import counted
     "status", short_help="Show the attempts of the newest `perdure run`.", epilog=EXIT_STATUS
 )
 @click.argument(
-    "logs", metavar="LOGS", required=False, default=DEFAULT_LOGS, type=click.Path(path_type=Path)
+    "logs", metavar="LOG_DIR", required=False, default=DEFAULT_LOGS, type=click.Path(path_type=Path)
 )
 @json_option
 def command(logs: Path, as_json: bool) -> None:
     """Show the attempts, causes and steps of the newest `perdure run`, and of its earlier starts.
 
-    LOGS is its --log-dir, by default perdure-logs, or one of the directories in it.
+    LOG_DIR is its --log-dir, by default perdure-logs, or one of the directories in it.
 
     \b
     Example:
@@ -34,7 +34,7 @@ def command(logs: Path, as_json: bool) -> None:
     path, runs, unreadable = _read(logs)
     if as_json:
         rows = [_document(run) for run in runs]
-        document({"record": str(path), "unreadable_lines": unreadable, "runs": rows})
+        document({"record": str(path), "unreadable_lines": unreadable, "starts": rows})
         return
     for run in runs:
         _print(run)
@@ -106,7 +106,7 @@ def _document(run: RecordedRun) -> dict[str, Any]:
         summary.pop(name)
     start = {name: run.start.get(name) for name in ("host", "pid", "directory", "workers")}
     return {
-        "run": run.name,
+        "name": run.name,
         "state": run.state,
         "started": run.start.get("time"),
         "last_time": run.last_time,

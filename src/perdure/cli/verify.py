@@ -42,7 +42,8 @@ def command(ctx: click.Context, run: str, do_repair: bool, as_json: bool) -> Non
     else:
         report = verify_run(opened)
     if as_json:
-        document({"ok": report.ok, "actions": actions, **asdict(report)})
+        found = asdict(report)
+        document({"ok": report.ok, "run": found.pop("where"), "actions": actions, **found})
     else:
         for action in actions:
             click.echo(f"repair  {action}")
@@ -69,10 +70,10 @@ def _print(report: VerifyReport, do_repair: bool) -> None:
         else ""
     )
     unread = f", {len(report.unread)} could not be read" if report.unread else ""
-    good = counted(len(report.good), "checkpoint", "checkpoints")
+    good = counted(len(report.good), "checkpoint")
     click.echo(
         f"{good} good, {len(report.bad)} damaged{unread}; "
-        f"{counted(report.chunks, 'chunk', 'chunks')}, {size_text(report.nbytes)} read{decoded}"
+        f"{counted(report.chunks, 'chunk')}, {size_text(report.nbytes)} read{decoded}"
     )
     if report.bad or report.unread or do_repair:
         newest = max(report.good, default=None)

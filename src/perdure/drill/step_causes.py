@@ -86,7 +86,7 @@ def likely_cause(found: StepComparison) -> Diagnosis:
             evidence.append("the replays of both runs have the same bits")
         cause = diagnosis("computed wrongly", *evidence)
         starts = [(e.run, e.result.start) for e in found.runs if e.run in found.wrong()]
-        back = [f"perdure rollback {run} {start}" for run, start in starts if start is not None]
+        back = [f"perdure rollback {run}@{start}" for run, start in starts if start is not None]
         advice = (
             f" Continue from the checkpoint before this step: {'; '.join(back)}." if back else ""
         )

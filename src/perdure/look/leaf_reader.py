@@ -67,9 +67,9 @@ def refuse_unused(selection: Selection, paths: Iterable[str], where: str) -> Non
     held = counted(len(paths), "leaf", "leaves")
     close = get_close_matches(unused[0], paths, 3) or paths[:3]
     raise ArgumentError(
-        f"{where}: no leaf matches {', '.join(map(repr, unused))}. It has {held}, with "
-        f"paths such as {', '.join(close) or '(none)'}; `perdure tree` lists them. In a pattern, * is "
-        f"any text within one part of a path and ** any number of parts."
+        f"{where}: no leaf matches {', '.join(map(repr, unused))}. It has {held}, with paths such as "
+        f"{', '.join(close) or '(none)'}; `perdure show --tree` lists them. In a pattern, * is any "
+        f"text within one part of a path and ** any number of parts."
     )
 
 

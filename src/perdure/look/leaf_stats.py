@@ -34,7 +34,7 @@ class Stats:
 
     Attributes:
         path: The leaf or branch.
-        leaves: Number of leaves with numbers in it.
+        leaf_count: Number of leaves with numbers in it.
         count: Numbers.
         zeros: Those that are 0.0 or -0.0.
         nans: Those that are NaN.
@@ -48,7 +48,7 @@ class Stats:
     """
 
     path: str
-    leaves: int = 1
+    leaf_count: int = 1
     count: int = 0
     zeros: int = 0
     nans: int = 0
@@ -100,7 +100,7 @@ class Accumulator:
     """Figures of numbers that come in blocks. Every addition has its fixed place in the order."""
 
     def __init__(self) -> None:
-        self.leaves = self.count = self.zeros = self.nans = self.infinities = 0
+        self.leaf_count = self.count = self.zeros = self.nans = self.infinities = 0
         self.finite = 0
         self.min: float | int | None = None
         self.max: float | int | None = None
@@ -116,7 +116,7 @@ class Accumulator:
 
     def merge(self, other: Accumulator) -> None:
         """Add what another one has counted."""
-        for name in ("leaves", "count", "zeros", "nans", "infinities"):
+        for name in ("leaf_count", "count", "zeros", "nans", "infinities"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.finite:
             assert other.min is not None
@@ -134,7 +134,7 @@ class Accumulator:
             mean, std, norm = self._mean, variance.root(), self._squares.root()
         return Stats(
             path,
-            self.leaves,
+            self.leaf_count,
             self.count,
             self.zeros,
             self.nans,
@@ -237,7 +237,7 @@ def stats(
         checkpoint.name,
         tuple(
             Stats(path, problem=without.get(path, "no numbers"))
-            if not row.leaves
+            if not row.leaf_count
             else row.stats(path)
             for path, row in rows.items()
         ),
@@ -265,7 +265,7 @@ def _add_scalar(
     else:
         element_dtype(entry)  # raises for an unknown one
         arrays.append(entry)
-    single.leaves = 1
+    single.leaf_count = 1
     singles[entry.path] = single
     return None
 

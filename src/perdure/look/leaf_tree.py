@@ -34,7 +34,7 @@ class LeafTreeNode:
     Attributes:
         path: Its path; "" for the state itself.
         depth: The number of parts of the path.
-        leaves: Number of leaves in it; 1 for a leaf.
+        leaf_count: Number of leaves in it; 1 for a leaf.
         nbytes: Their bytes.
         shared_nbytes: Bytes of them that the step before has too; None without a step before.
         dtype: The dtype of a leaf; None for a branch.
@@ -44,7 +44,7 @@ class LeafTreeNode:
 
     path: str
     depth: int
-    leaves: int
+    leaf_count: int
     nbytes: int
     shared_nbytes: int | None = None
     dtype: str | None = None
@@ -54,7 +54,7 @@ class LeafTreeNode:
     def describe(self) -> str:
         """`float32[3,4]`, `int 7`, or the number of leaves of a branch."""
         if self.dtype is None:
-            return counted(self.leaves, "leaf", "leaves")
+            return counted(self.leaf_count, "leaf", "leaves")
         return value_text(self.dtype, self.shape, self.value, VALUE_CHARACTERS)
 
 
@@ -102,7 +102,7 @@ class LeafTree(Shown):
             if node.shared_nbytes is not None:
                 row.append(share_text(node.shared_nbytes, node.nbytes))
             rows.append(row)
-        blocks: list[str | Table] = [self.name, Table(header, rows)]
+        blocks: list[str | Table] = [self.name, Table(header, rows, ["share", *header[4:], "size"])]
         if self.unread_before:
             blocks.append(f"what the step before has too is not known: {self.unread_before}")
         return blocks

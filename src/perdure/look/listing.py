@@ -33,7 +33,7 @@ class ListedCheckpoint:
         step: Its step.
         created: When it was saved, in UTC.
         age_s: Seconds since then by this machine's clock.
-        leaves: Number of leaves.
+        leaf_count: Number of leaves.
         nbytes: Bytes of its leaves.
         own_nbytes: Bytes of packs that deleting this checkpoint alone frees, as `perdure prune` does
             and counts it: without the manifest.
@@ -49,7 +49,7 @@ class ListedCheckpoint:
     step: int
     created: str
     age_s: float
-    leaves: int
+    leaf_count: int
     nbytes: int
     own_nbytes: int
     shared_nbytes: int
@@ -160,7 +160,7 @@ def listing_table(checkpoints: tuple[ListedCheckpoint, ...]) -> Table:
             row.step,
             row.created,
             age_text(row.age_s),
-            row.leaves,
+            row.leaf_count,
             size_text(row.nbytes),
             size_text(row.own_nbytes),
             size_text(row.shared_nbytes),
@@ -173,7 +173,10 @@ def listing_table(checkpoints: tuple[ListedCheckpoint, ...]) -> Table:
         header.append("metrics")
         for line, row in zip(rows, checkpoints, strict=True):
             line.append(_metrics_text(row.metrics))
-    return Table(header, rows)
+    optional = [
+        name for name in ("created", "leaves", "fingerprint", "shared", "metrics") if name in header
+    ]
+    return Table(header, rows, optional)
 
 
 def age_text(seconds: float) -> str:

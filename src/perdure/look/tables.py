@@ -1,4 +1,4 @@
-"""Tables for people: aligned text in a terminal, HTML in a notebook."""
+"""Tables for people: aligned text in a terminal of any width, HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -18,26 +18,39 @@ class Table:
     Attributes:
         header: The name of each column.
         rows: The cells of each row; None is an empty cell.
+        optional: Columns that a narrow terminal does without, the first one first.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
+    optional: Sequence[str] = ()
 
-    def __str__(self) -> str:
-        cells = [
-            list(self.header),
-            *([printable(_text(cell)) for cell in row] for row in self.rows),
-        ]
+    def text(self, width: int | None = None) -> str:
+        """The table as text.
+
+        If a row needs more than `width` characters, optional columns are left out; if that is not
+        enough, each cell has a line, and none is left out.
+        """
+        cells = [list(self.header)]
+        cells += [[printable(_text(cell)) for cell in row] for row in self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        left = list(range(len(widths)))
+        for name in self.optional:
+            if width is not None and _line_width(widths, left) > width:
+                left.remove(list(self.header).index(name))
+        if width is not None and _line_width(widths, left) > width:
+            return _records(cells)
         right = self._right()
         lines = (
             "  ".join(
-                cell.rjust(width) if to_right else cell.ljust(width)
-                for cell, width, to_right in zip(row, widths, right, strict=True)
+                row[n].rjust(widths[n]) if right[n] else row[n].ljust(widths[n]) for n in left
             )
             for row in cells
         )
         return "\n".join(line.rstrip() for line in lines)
+
+    def __str__(self) -> str:
+        return self.text()
 
     def _repr_html_(self) -> str:
         right = self._right()
@@ -56,10 +69,15 @@ class Shown:
     def _blocks(self) -> list[str | Table]:
         raise NotImplementedError
 
-    def __str__(self) -> str:
+    def text(self, width: int | None = None) -> str:
+        """The blocks as text, with tables for a terminal of `width` characters."""
         return "\n".join(
-            str(block) if isinstance(block, Table) else visible(block) for block in self._blocks()
+            block.text(width) if isinstance(block, Table) else visible(block)
+            for block in self._blocks()
         )
+
+    def __str__(self) -> str:
+        return self.text()
 
     def _repr_html_(self) -> str:
         return "".join(
@@ -71,12 +89,14 @@ class Shown:
 
 
 def plain(value: Any) -> Any:
-    """A result as JSON can hold it: None in place of NaN and infinities."""
+    """A result as JSON can hold it: the texts NaN, Infinity and -Infinity for such numbers."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def printable(text: str, most: int | None = None) -> str:
@@ -112,6 +132,23 @@ def size_text(nbytes: int) -> str:
 def share_text(part: int, whole: int) -> str:
     """A share in percent, such as `12.5%`; empty if there is no whole."""
     return f"{100 * part / whole:.1f}%" if whole else ""
+
+
+def _line_width(widths: Sequence[int], columns: Sequence[int]) -> int:
+    return sum(widths[n] + 2 for n in columns) - 2
+
+
+def _records(cells: Sequence[Sequence[str]]) -> str:
+    """Each row as lines of a name and a value, without the empty cells."""
+    header, *rows = cells
+    indent = max(map(len, header))
+    records = (
+        "\n".join(
+            f"{name.ljust(indent)}  {cell}" for name, cell in zip(header, row, strict=True) if cell
+        )
+        for row in rows
+    )
+    return "\n\n".join(records)
 
 
 def _is_number(cell: object) -> bool:

@@ -90,7 +90,7 @@ def page_svg(panel: Panel, number: int) -> str:
     """
     with _matplotlib(_OF_PAGE | {"svg.hashsalt": f"perdure-{number}"}) as figure_class:
         figure = figure_class(figsize=(4.2, 2.1))
-        axes = figure.add_axes((0.14, 0.12, 0.84, 0.83))
+        axes: Any = figure.add_axes((0.14, 0.12, 0.84, 0.83))
         axes.yaxis.get_major_locator().set_params(nbins=4)
         for line in _draw(axes, panel):
             line.set(marker="o" if len(line.get_xdata()) == 1 else "", linewidth=1.3)
@@ -123,7 +123,8 @@ def _matplotlib(settings: dict[str, Any] | None = None) -> Iterator[type[Figure]
         raise missing_extra("report", error) from error
     with mpl.rc_context():
         mpl.rcdefaults()
-        mpl.rcParams.update({**_SETTINGS, **(settings or {})})
+        ours: Any = {**_SETTINGS, **(settings or {})}
+        mpl.rcParams.update(ours)
         yield Figure
 
 

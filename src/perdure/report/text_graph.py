@@ -16,7 +16,7 @@ _MOST_NAME = 40
 _LEAST_WIDTH = 10
 
 
-def sparklines(panels: Sequence[Panel], width: int, levels: str = BLOCKS) -> list[str]:
+def text_graph(panels: Sequence[Panel], width: int, levels: str = BLOCKS) -> list[str]:
     """The lines of text.
 
     Args:

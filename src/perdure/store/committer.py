@@ -323,7 +323,7 @@ class Committer:
         if older:
             advice = (
                 f"either set the newer checkpoints aside: `manager.rollback({older[-1]})` or `perdure "
-                f"rollback {where} {older[-1]}`; or continue from step {older[-1]} in another run "
+                f"rollback {where}@{older[-1]}`; or continue from step {older[-1]} in another run "
                 f"directory: `perdure fork {where}@{older[-1]} NEW`"
             )
         return (

@@ -99,7 +99,7 @@ def plan_undo(storage: Storage) -> UndoPlan:
         if candidates:
             raise HistoryError(
                 f"{where}: nothing was brought back: {place}, and what rollbacks set aside continues "
-                f"{_predecessors(candidates)}. Go back there first (`perdure rollback {where} STEP`)."
+                f"{_predecessors(candidates)}. Go back there first (`perdure rollback {where}@STEP`)."
             )
         if aside := [file.name for file in lines_aside(storage)]:
             raise HistoryError(

@@ -8,11 +8,9 @@ writes beside its heartbeat.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from perdure import heartbeats
@@ -85,29 +83,20 @@ def report_corruption(local: Sequence[int], count: int, text: str) -> bool:
         count: How many devices the process uses.
         text: The message of the error.
     """
-    path = os.environ.get(heartbeats.VARIABLE)
-    if not path:
-        return False
     numbers = named_numbers(count)
-    report = {
-        "devices": [numbers[device] for device in local],
-        "left": count - len(local),
-        "text": text,
-    }
-    new = _report_path(path).with_suffix(".new")
-    new.write_text(json.dumps(report))
-    new.replace(_report_path(path))
-    return True
+    return heartbeats.report(
+        "corrupt-device",
+        {
+            "devices": [numbers[device] for device in local],
+            "left": count - len(local),
+            "text": text,
+        },
+    )
 
 
 def read_report(heartbeat: str) -> CorruptionReport | None:
     """The report of the process with this heartbeat file; None if it wrote none."""
-    try:
-        found = json.loads(_report_path(heartbeat).read_text())
-    except FileNotFoundError:
+    found = heartbeats.read_report(heartbeat, "corrupt-device")
+    if found is None:
         return None
     return CorruptionReport(tuple(found["devices"]), found["left"], found["text"])
-
-
-def _report_path(heartbeat: str) -> Path:
-    return Path(f"{heartbeat}.corrupt-device")

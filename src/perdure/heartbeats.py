@@ -5,6 +5,7 @@ overwrites in place (about 2 µs). Without the variable a beat costs one compari
 machine's monotonic clock, which all its processes share and which a change of the date does not move.
 Invariant: one process writes. The first that imports perdure owns the file until it ends; a child
 leaves it alone, unless it alone reports steps, and a parent takes it from a child that was earlier.
+What is rare, and longer than a line, is a report: a document of its own beside that file.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from perdure.process_stat import PARENT, STATE, stat_fields
 
 VARIABLE = "PERDURE_HEARTBEAT_FILE"
+SAVED = "PERDURE_SAVED"
+"""What was saved before this attempt: the newest step of each run directory, as JSON."""
 PHASES = ("start", "restore", "compile", "step", "save", "evaluate", "end")
 LENGTH = 256
 
@@ -84,6 +89,43 @@ def saving(step: int | None) -> None:
     if _writer is not None:
         _writer.saving = step
         _writer.write()
+
+
+def committed(directory: str, step: int) -> None:
+    """Report that `step` is durable in a run directory, where a later attempt has to find it."""
+    path = os.environ.get(VARIABLE)
+    if path:
+        with suppress(OSError):  # a full memory, for instance, must not end the training
+            report("saved", {**(read_report(path, "saved") or {}), directory: step})
+
+
+def saved_before(directory: str) -> int | None:
+    """The step that an earlier attempt under `perdure run` saved in a run directory, or None."""
+    return json.loads(os.environ.get(SAVED, "{}")).get(directory)
+
+
+def refuse(text: str) -> None:
+    """Report that the program must not begin, so that it is not restarted; the error follows."""
+    with suppress(OSError):
+        report("refused", {"text": text})
+
+
+def report(name: str, document: dict[str, Any]) -> bool:
+    """Leave a document for `perdure run`, whole or not at all; False outside of it."""
+    path = os.environ.get(VARIABLE)
+    if path:
+        new = Path(f"{path}.{name}.{os.getpid()}")
+        new.write_text(json.dumps(document))
+        new.replace(f"{path}.{name}")
+    return bool(path)
+
+
+def read_report(path: str, name: str) -> dict[str, Any] | None:
+    """The newest report `name` of the process with this heartbeat file; None if it left none."""
+    try:
+        return json.loads(Path(f"{path}.{name}").read_text())
+    except FileNotFoundError:
+        return None
 
 
 def open_file() -> None:

@@ -206,7 +206,9 @@ def fault(step):
     assert kills.fired == 1
     assert run.kinds == ["killed", "done"]
     assert run.summary.attempts[0].cause == cause
-    assert f"attempt 1 ended: {cause}: step 7 of 20; starting again" in run.err.getvalue()
+    assert (
+        f"attempt 1 ended: {cause} (last line: step 7 of 20); starting again" in run.err.getvalue()
+    )
 
 
 def test_cgroups_of_version_1_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

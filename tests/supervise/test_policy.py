@@ -89,7 +89,9 @@ def test_what_the_others_did_does_not_hide_a_worker_that_never_did_a_step() -> N
     assert decide(history[:2], 100).again
     stopped = decide(history, 100)
     assert not stopped.again
-    assert stopped.reason == "it failed 3 times in a row at step 0 (last: failed: no room)"
+    assert (
+        stopped.reason == "it failed 3 times in a row at step 0 (last: failed (last line: no room))"
+    )
     assert cannot_come_back([history[0], attempt("failed", 0, 5, place=2)]) is None
 
 

@@ -79,13 +79,53 @@ def test_a_run_leaves_a_record_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> No
     assert (ended.state, ended.end["status"], ended.running) == ("ended", 0, {})
     assert [attempt["end"] for attempt in ended.attempts] == [7, 20]
     said = [message["text"] for message in ended.messages]
-    assert any("the disk of node 7 is gone; starting again" in text for text in said)
+    assert any("(last line: the disk of node 7 is gone); starting again" in text for text in said)
 
 
 def test_steps_are_recorded_now_and_then_only() -> None:
     Run(loop("def fault(step): pass"))
     events = [json.loads(line)["event"] for line in RECORD.read_text().splitlines()]
     assert events == ["start", "attempt", "progress", "attempt_end", "end"]
+
+
+SAVES = """
+from perdure import heartbeats
+assert heartbeats.saved_before("runs/a") == (None if ATTEMPT == 1 else 9)
+def fault(step):
+    if step == 10:
+        heartbeats.committed("runs/a", 9)
+        sys.exit(75 if ATTEMPT == 1 else STATUS)
+"""
+
+
+@pytest.mark.parametrize(("status", "known"), [(1, 9), (0, None)])
+def test_what_was_saved_is_known_to_later_attempts_and_runs(status: int, known: int | None) -> None:
+    """Not to one after a run that has finished, which may begin again."""
+    first = Run(loop(SAVES.replace("STATUS", str(status))), max_restarts=0)
+    assert [attempt.saved for attempt in first.summary.attempts] == [{"runs/a": 9}] * 2
+    code = f"from perdure import heartbeats; assert heartbeats.saved_before('runs/a') == {known}"
+    command = first.summary.command
+    for line in (text := RECORD.read_text()).splitlines():
+        if json.loads(line)["event"] == "start":  # the same command, which says what it finds
+            code_of_first = json.loads(line)["command"][2]
+    RECORD.write_text(text.replace(json.dumps(code_of_first), json.dumps(code)))
+    assert command[2] == code_of_first
+    assert Run(code).summary.status == 0
+
+
+def test_a_program_that_must_not_begin_again_is_not_restarted() -> None:
+    fault = """
+from perdure import heartbeats
+if ATTEMPT == 2:
+    heartbeats.refuse("no checkpoint is there, and step 9 was saved")
+    raise ValueError
+def fault(step):
+    if step == 10: sys.exit(1)
+"""
+    run = Run(loop(fault))
+    assert run.kinds == ["failed", "refused"]
+    assert run.summary.status == 1
+    assert run.summary.reason == "worker 0: no checkpoint is there, and step 9 was saved"
 
 
 def test_an_error_of_the_supervisor_is_an_end() -> None:

@@ -150,10 +150,59 @@ def test_a_crash_at_one_step_three_times_in_a_row_ends_it(
     assert run.kinds == ["failed"] * 3
     assert run.summary.status == 1
     assert run.summary.reason == (
-        "it failed 3 times in a row at step 7 (last: worker 0: exit 1: a full disk)"
+        "it failed 3 times in a row at step 7 (last: worker 0: exit 1 (last line: a full disk))"
     )
     assert waits == [0.0, 0.0]  # the first attempt without progress is followed at once
     assert "a full disk" in run.out.getvalue()
+
+
+GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks"
+
+
+@pytest.mark.parametrize(
+    ("end", "cause", "last_line"),
+    [
+        ("raise ValueError('no such file')", "exit 1: ValueError: no such file", ""),
+        ("sys.exit(3)", "exit 3", GREETING),
+        ("os.kill(os.getpid(), 9)", "SIGKILL", GREETING),
+        (
+            "traceback(); os.kill(os.getpid(), 9)",
+            "SIGKILL",
+            GREETING,
+        ),  # of an error that was caught
+    ],
+)
+def test_only_the_exception_of_a_traceback_is_a_cause(end: str, cause: str, last_line: str) -> None:
+    """What a library wrote last, also after the traceback, is shown as what it is."""
+    fault = f"""
+import atexit
+def traceback():
+    import traceback
+    try:
+        {{}}["x"]
+    except KeyError:
+        traceback.print_exc()
+    print({GREETING!r}, flush=True)
+atexit.register(print, {GREETING!r})
+def fault(step):
+    if ATTEMPT == 1 and step == 8:
+        print({GREETING!r}, flush=True)
+        {end}
+"""
+    run = Run(loop(fault))
+    first = run.summary.attempts[0]
+    assert (first.cause, first.last_line) == (f"worker 0: {cause}", last_line)
+    said = f"attempt 1 ended: {first.cause}" + (f" (last line: {GREETING})" if last_line else "")
+    assert f"{said}; starting again" in run.err.getvalue()
+
+
+def test_a_traceback_of_a_rank_has_its_exception(tmp_path: Path) -> None:
+    text = (
+        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "train.py", line 9, in <module>\n'
+        "[rank1]:     step()\n[rank1]:     ~~~~^^\n[rank1]: RuntimeError: NaN in the loss\n"
+    )
+    run = Run(f"print({text!r}); raise SystemExit(1)")
+    assert run.summary.attempts[0].cause == "worker 0: exit 1: RuntimeError: NaN in the loss"
 
 
 def test_a_program_that_fails_before_its_first_step_is_not_started_again() -> None:

@@ -30,7 +30,7 @@ from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.saver import BackgroundSaver
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
-from perdure.heartbeats import beat
+from perdure.heartbeats import beat, committed
 from perdure.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
 from perdure.store import Run, Storage
@@ -337,6 +337,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             self._restorer.begin(like)
             self._interval.record(0)
             restored = Restored(like, 0)
+        else:
+            committed(self.directory, restored.step)
         beat("compile", restored.step)
         return restored
 

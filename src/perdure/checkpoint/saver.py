@@ -36,7 +36,7 @@ from perdure.errors import (
     StoreError,
     UnsupportedLeafError,
 )
-from perdure.heartbeats import saving
+from perdure.heartbeats import committed, saving
 from perdure.process_group import Processes
 from perdure.state import snapshot
 from perdure.state.beside_state import leaves_beside, look_at_gradients
@@ -277,10 +277,12 @@ class BackgroundSaver:
                 process_leaves |= self.random.leaves(generators, rank.index)
             if self._processes.count > 1:
                 self._save_in_group(step, leaves, metrics, rank, process_leaves)
+                committed(self._run.where, step)
                 return
             self._run.save(
                 step, leaves, self._managed.recipe.recipe, metrics, process_leaves=process_leaves
             )
+            committed(self._run.where, step)
         finally:
             saving(None)
             self._buffer.note_donations()

@@ -45,6 +45,7 @@ class AttemptEnd:
     kind: Kind
     cause: str
     worker: Worker | None = None
+    last_line: str = ""
     corruption: CorruptionReport | None = None
 
 
@@ -166,9 +167,10 @@ class Attempt:
             seconds=now - began,
             last_step=newest if end.worker is None else self._steps.get(end.worker, (None,))[0],
             made_progress=end.worker in self._firsts,
-            last_line=end.worker.last_line() if end.worker and end.corruption is None else "",
+            last_line=end.last_line,
             corrupt_devices=() if end.corruption is None else end.corruption.devices,
             devices_left=None if end.corruption is None else end.corruption.left,
+            saved={path: step for worker in self.workers for path, step in worker.saved().items()},
         )
 
     # ---------------------------------------------------------------- watching
@@ -238,8 +240,8 @@ class Attempt:
             for worker, status in zip(self.workers, statuses, strict=True)
             if status not in (None, 0, PREEMPTED)
         ]
-        if failed and (corrupt := self._corrupt()):
-            return corrupt
+        if failed and (end := self._refused() or self._corrupt()):
+            return end
         if failed and not exiting:
             # The first cause is a signal from outside: workers that lose a member fail a moment later.
             return self._failed(*min(failed, key=lambda failure: not _is_outside(failure[1])))
@@ -255,12 +257,18 @@ class Attempt:
             return self._late(statuses, passed)
         return self._find_silent()
 
+    def _refused(self) -> AttemptEnd | None:
+        for worker in self.workers:
+            if text := worker.refusal():
+                return AttemptEnd("refused", f"worker {worker.index}: {text}", worker)
+        return None
+
     def _corrupt(self) -> AttemptEnd | None:
         """The end of an attempt in which a worker reported a device that computes wrong numbers."""
         for worker in self.workers:
             if (report := worker.corruption()) is not None:
                 return AttemptEnd(
-                    "corrupt", f"worker {worker.index}: {report.text}", worker, report
+                    "corrupt", f"worker {worker.index}: {report.text}", worker, corruption=report
                 )
         return None
 
@@ -294,12 +302,15 @@ class Attempt:
         assert status is not None
         worker.listen()  # its last lines may say why
         kind: Kind = "killed" if _is_outside(status) else "failed"
-        cause = f"worker {worker.index}: {_describe_status(status)}"
-        if kind == "failed" and worker.found_full_disk():
-            kind = "full"
+        cause, last_line = f"worker {worker.index}: {_describe_status(status)}", worker.last_line()
+        if kind == "failed":
+            if worker.found_full_disk():
+                kind = "full"
+            if status > 0 and (exception := worker.exception()):
+                cause, last_line = f"{cause}: {exception}", ""
         if out_of_memory := worker.memory_kills():
             cause += f", {out_of_memory}"
-        return AttemptEnd(kind, cause, worker)
+        return AttemptEnd(kind, cause, worker, last_line)
 
     def _find_silent(self) -> AttemptEnd | None:
         now, limits = self._now, self._options.limits
@@ -317,6 +328,7 @@ class Attempt:
                     f"worker {worker.index}: stopped (SIGSTOP) for {stopped:.1f} s, limit "
                     f"{limits.stopped:g} s",
                     worker,
+                    worker.last_line(),
                 )
         hung: list[tuple[float, Worker, Beat, str]] = []
         for worker in self.workers:
@@ -337,6 +349,7 @@ class Attempt:
             f"worker {worker.index}: no heartbeat for {seconds:.1f} s in the phase {beat.phase}, "
             f"{limit}",
             worker,
+            worker.last_line(),
         )
 
     def _finish(self, end: AttemptEnd, ports: list[int]) -> AttemptEnd:

@@ -5,7 +5,7 @@ A step number counts finished steps.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -19,11 +19,12 @@ Kind = Literal[
     "stopped",
     "port",
     "corrupt",
+    "refused",
     "resized",
     "ended",
 ]
 # The kinds that count against max_restarts.
-FAILURES = ("failed", "full", "killed", "hung", "stopped", "port", "corrupt")
+FAILURES = ("failed", "full", "killed", "hung", "stopped", "port", "corrupt", "refused")
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class AttemptRecord:
         number: Counts from 1.
         workers: How many workers there were.
         kind: How the attempt ended; "full" is a failure for lack of space on a disk, and "corrupt" one
-            of a device that an audit found to compute wrong numbers.
-        cause: The same for people.
+            of a device that an audit found to compute wrong numbers; "refused" is one of a program that
+            must not begin again where it was saved.
+        cause: The same for people: a status or a signal, with what the kernel or an exception says.
         place: The place of the worker that failed first; None if no single worker did.
         statuses: Exit status of each worker, -n for one that signal n ended.
         start: The step that it resumed at, if a heartbeat reported it.
@@ -51,9 +53,10 @@ class AttemptRecord:
         seconds: Its duration.
         last_step: The last step of the worker that failed first, or of all if no single worker did.
         made_progress: Whether the worker that failed first finished a step.
-        last_line: The last line that this worker wrote.
+        last_line: The last line that this worker wrote, if the cause has no exception.
         first_step: The new step that a heartbeat reported first.
         corrupt_devices: Numbers of the devices of its worker that compute wrong numbers.
+        saved: The newest step that it saved, by run directory.
         devices_left: How many other devices this worker has; None if no device is wrong.
     """
 
@@ -76,6 +79,7 @@ class AttemptRecord:
     first_step: int | None = None
     corrupt_devices: tuple[int, ...] = ()
     devices_left: int | None = None
+    saved: dict[str, int] = field(default_factory=dict)
 
     @property
     def stepped(self) -> bool:
@@ -84,8 +88,8 @@ class AttemptRecord:
 
     @property
     def explanation(self) -> str:
-        """The cause, with the last line of the worker that failed first."""
-        return f"{self.cause}: {self.last_line}" if self.last_line else self.cause
+        """The cause, and what the worker that failed first wrote last, which may be about anything."""
+        return f"{self.cause} (last line: {self.last_line})" if self.last_line else self.cause
 
     @property
     def failure(self) -> bool:

@@ -39,6 +39,8 @@ def decide(
     last = history[-1]
     if last.kind == "done":
         return Decision(False, status=0, reason="finished")
+    if last.kind == "refused":
+        return Decision(False, status=1, reason=last.cause)
     if not last.failure:
         return _no_progress(history) or Decision(True, _wait(history))
     failures = sum(attempt.failure for attempt in history)

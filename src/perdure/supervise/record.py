@@ -38,6 +38,7 @@ FIELD_TYPES = get_type_hints(AttemptRecord) | {
     "pid_namespace": int | None,
     "process_start": int | None,
     "reason": str,
+    "saved": dict[str, int],
     "status": int,
     "step": int,
     "text": str,
@@ -142,6 +143,14 @@ class RecordedRun:
             for phase, seconds in attempt.get("longest", {}).items():
                 longest[phase] = max(seconds, longest.get(phase, 0.0))
         return longest
+
+    @property
+    def saved(self) -> dict[str, int]:
+        """The newest step that was saved, by run directory; none if the run has finished."""
+        if self.end.get("status") == 0:
+            return {}
+        parts = [fields.get("saved", {}) for fields in (*self.attempts, self.running)]
+        return {path: step for part in parts for path, step in part.items()}
 
     @property
     def program(self) -> tuple[object, object]:

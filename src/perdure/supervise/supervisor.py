@@ -7,6 +7,7 @@ killed, the orphan reaper ends them.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
@@ -100,7 +101,13 @@ class _RecordingObserver:
     def beat(self, worker: Worker, beat: Beat) -> None:
         if beat.step is not None and beat.step != self._step and self._clock() >= self._next:
             self._step, self._next = beat.step, self._clock() + PROGRESS_S
-            self._add("progress", attempt=worker.attempt, step=beat.step, phase=beat.phase)
+            self._add(
+                "progress",
+                attempt=worker.attempt,
+                step=beat.step,
+                phase=beat.phase,
+                saved=worker.saved(),
+            )
         self._observer.beat(worker, beat)
 
 
@@ -143,6 +150,7 @@ class Supervisor:
         self._record: RunRecord | None = None
         self._stamp = timestamp if self._options.timestamps else None
         self._history: list[AttemptRecord] = []
+        self._saved: dict[str, int] = json.loads(os.environ.get(heartbeats.SAVED, "{}"))
         self._all_places = list(range(self._options.workers))
         self._places = list(self._all_places)
         self._excluded: dict[int, set[int]] = {}  # by place, the devices that compute wrong numbers
@@ -178,6 +186,7 @@ class Supervisor:
                     break
                 attempt = self._attempt(logs, beats)
                 self._history.append(attempt)
+                self._saved |= attempt.saved
                 self._add_to_record("attempt_end", **asdict(attempt), longest=self._silence.longest)
                 self._observer.ended(attempt)
                 decision = self._decide()
@@ -262,6 +271,7 @@ class Supervisor:
             **excluded_variables(self._excluded.get(place, ())),
             ATTEMPT: str(attempt),
             heartbeats.VARIABLE: str(heartbeat),
+            heartbeats.SAVED: json.dumps(self._saved),
             MARK: f"{mark}:{self._mark}" if mark else self._mark,
         }
         if options.compilation_cache is not None:
@@ -389,6 +399,7 @@ class Supervisor:
             runs = [run for run in read_record(path)[0] if run.program == (command, directory)]
         for run in runs:
             self._silence.learn(run.longest)
+        self._saved |= runs[-1].saved if runs else {}
         self._record = RunRecord(path, self._mark, self._console.message)
         self._record.add(
             "start",

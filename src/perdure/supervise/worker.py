@@ -28,6 +28,8 @@ LINE_CHARACTERS = 300
 FULL_DISK = ("[Errno 28]", os.strerror(errno.ENOSPC), "[Errno 122]", os.strerror(errno.EDQUOT))
 FULL_DISK_LINES = 20  # at the end of the output, in which an error of a full disk is looked for
 ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/vfio/")
+RANK = re.compile(r"^\[rank\d+\]: ?")  # which PyTorch writes in front of each line of a traceback
+FRAME = re.compile(r'  File ".*", line \d+')
 ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-_])")
 
 
@@ -104,6 +106,14 @@ class Worker:
         """Read the heartbeat; True if there is a new one."""
         before, self.beat = self.beat, heartbeats.read(self._heartbeat) or self.beat
         return self.beat is not None and self.beat != before
+
+    def saved(self) -> dict[str, int]:
+        """The newest step that it reported as saved, by run directory."""
+        return heartbeats.read_report(self._heartbeat, "saved") or {}
+
+    def refusal(self) -> str:
+        """Why it must not begin again where it was saved, or ""."""
+        return (heartbeats.read_report(self._heartbeat, "refused") or {"text": ""})["text"]
 
     def corruption(self) -> CorruptionReport | None:
         """What it reported of its devices that compute wrong numbers."""
@@ -183,9 +193,18 @@ class Worker:
             self._flush()
 
     def last_line(self) -> str:
-        """The last line that it wrote; after an error in Python, the message of the error."""
+        """The last line that it wrote. It need not be about the end of the worker."""
         lines = [line for line in self.tail().splitlines() if line.strip()]
         return _plain(lines[-1].strip())[:LINE_CHARACTERS] if lines else ""
+
+    def exception(self) -> str:
+        """The exception of the last Python traceback in the end of its output, or ""."""
+        lines = [RANK.sub("", line) for line in self.tail().splitlines()]
+        frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
+        for line in lines[frames[-1] + 1 :] if frames else ():
+            if line.strip() and not line.startswith(" "):
+                return _plain(line.strip())[:LINE_CHARACTERS]
+        return ""
 
     def tail(self) -> str:
         """The end of its output."""

@@ -160,7 +160,11 @@ class RecordedRun:
     def summary(self) -> Summary:
         """Its attempts that have ended, with the totals; the status is -1 if it has not ended."""
         names = {field.name for field in fields(AttemptRecord)}
-        required = {field.name for field in fields(AttemptRecord) if field.default is MISSING}
+        required = {
+            field.name
+            for field in fields(AttemptRecord)
+            if field.default is MISSING and field.default_factory is MISSING
+        }
         attempts = tuple(
             AttemptRecord(**{name: value for name, value in attempt.items() if name in names})
             for attempt in self.attempts

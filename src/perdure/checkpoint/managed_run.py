@@ -61,7 +61,8 @@ class SaveInterval:
         """Whether a save is due at `step`. Changes nothing."""
         if step % self.steps == 0:
             return True
-        return step > self.last and step // self.steps > self.last // self.steps
+        last = self.last  # once: another thread may save meanwhile
+        return step > last and step // self.steps > last // self.steps
 
     @property
     def last(self) -> int:

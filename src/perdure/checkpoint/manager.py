@@ -69,6 +69,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             checkpoint, and a checkpoint of another recipe is refused (`RecipeMismatchError`). In a
             group the recipes of all processes are compared too, at the first save or restore. Without
             one the manager warns if a strategy computes in this process; `{}` says that there is none.
+            Versions and settings of the frameworks that the program has imported are recorded in any
+            case, and compared at the first `save` after a resume.
         allow: Fields of the recipe that may differ, which is then a warning. The environment variable
             PERDURE_ALLOW names more of them.
         processes: The group, `strategy.processes`; None for a single process.
@@ -107,7 +109,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         recipe_check = RecipeCheck(recipe, allow, group)
         run = Run(directory, create=True, codec=options.codec, clock=clock)
         self._mirror = None if mirror is None else Mirror(run, mirror, max_to_keep, rules, clock)
-        super().__init__(run, rules, recipe_check.recipe)
+        super().__init__(run, rules, recipe_check.given)
         if processes is None:
             require_group(run.where)
         self._interval = SaveInterval(interval, run)
@@ -195,6 +197,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                 members wrapped in `PerRank`.
             SaveError: The save before this one failed (a warning under `on_error="continue"`).
             JournalMismatchError: A repeated step has other bits than before (`journal_every`).
+            RecipeMismatchError: At the first call after a resume: a framework has other settings
+                than in the run that saved the checkpoint.
         """
         if state is None and self._checkpoint is not None:
             number = step if checkpoint_number is None else checkpoint_number
@@ -216,6 +220,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
 
     def _save(self, step: int, state: Any, metrics: Any, force: bool) -> bool:
         beat("step", step)
+        self._managed.recipe.check_settings()
         self._saver.begin_save(state)
         self.journal.record_saved(step, state, metrics)
         if not force and not self.should_save(step):
@@ -370,6 +375,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     ) -> None:
         step = step_number(step)
         beat("save", step)
+        self._managed.recipe.check_settings()
         self._saver.settle_before_next()
         self.preemption.grace.before_saving(step)
         self.journal.record_saved(step, state, metrics)

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 from weakref import WeakSet
 
@@ -20,10 +21,12 @@ import msgspec
 from perdure import errors
 from perdure.checkpoint.arguments import is_text, require_name, shown
 from perdure.checkpoint.caller_warning import warn_caller
-from perdure.checkpoint.group_call import GroupCall, SentError, attempt, decoded
+from perdure.checkpoint.group_call import GroupCall, SentError, attempt, decoded, together
 from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError
 from perdure.process_group import Processes
+from perdure.state.environment import of_process
 from perdure.store.manifest import RecipeValue
+from perdure.text import few
 
 Recipe = Mapping[str, RecipeValue]
 
@@ -54,14 +57,53 @@ class _ProcessRecipe(msgspec.Struct):
 
 
 class RecipeCheck:
-    """The recipe of a manager: compared once in its group, and with every restored checkpoint."""
+    """The recipe of a manager: compared once in its group, and with every restored checkpoint.
+
+    Attributes:
+        given: The recipe that the program gave.
+        settings: Those of the imported frameworks at the first call of `save`; None before it. The
+            strategies have them in their recipe.
+    """
 
     def __init__(self, recipe: Recipe | None, allow: Iterable[str], processes: Processes) -> None:
-        self.recipe = checked({} if recipe is None else recipe)
+        self.given = checked({} if recipe is None else recipe)
+        self.settings: Recipe | None = None
         self._is_missing = recipe is None
         self._allow = allowed(allow)
         self._processes = processes
         self._compared = False
+        self._resumed: tuple[str, Recipe] | None = None
+
+    @property
+    def recorded(self) -> dict[str, RecipeValue]:
+        """What a checkpoint holds: the recipe that was given, and the settings."""
+        return {**self.given, **(self.settings or {})}
+
+    def resumed(self, where: str, saved: Recipe) -> None:
+        """The run resumes from the checkpoint `where`, whose recipe is `saved`."""
+        self._resumed = where, {name: v for name, v in saved.items() if _is_setting(name)}
+
+    def check_settings(self) -> None:
+        """Compare the settings with those of the checkpoint that the run resumed from.
+
+        At the first call of `save`, and not at the restore: by then the program has made its settings.
+        In a group those of the chief count. A collective, if the run has resumed.
+        """
+        if self.settings is None:
+            self.settings = {} if "engine" in self.given else of_process()
+        if self._resumed is None:
+            return
+        where, saved = self._resumed
+        # A framework may be imported by one of two runs and not compute anything.
+        both = {name: value for name, value in saved.items() if name in self.settings}
+        settings = {name: self.settings[name] for name in both}
+
+        def check() -> None:
+            if note := check_resume(where, both, settings, self._allow):
+                warn_caller(note)
+
+        together(GroupCall(self._processes, "save"), check, by_chief=NoneType)
+        self._resumed = None
 
     def check_group(self, call: str) -> None:
         """Compare the recipes of all processes, at the first call. A collective.
@@ -69,7 +111,7 @@ class RecipeCheck:
         The strategy could not: it does not know the dataset.
         """
         if not self._compared:
-            note = check_group(GroupCall(self._processes, call), self.recipe, self._allow)
+            note = check_group(GroupCall(self._processes, call), self.given, self._allow)
             self._compared = True
             if note:
                 warn_caller(note)
@@ -88,7 +130,8 @@ class RecipeCheck:
 
     def check_resume(self, where: str, recipe: Recipe) -> None:
         """Compare with the recipe of the checkpoint `where`; raises or warns as `check_resume`."""
-        note = check_resume(where, recipe, self.recipe, self._allow)
+        saved = {name: value for name, value in recipe.items() if not _is_setting(name)}
+        note = check_resume(where, saved, self.given, self._allow)
         if note and self._processes.is_chief:
             warn_caller(note)
 
@@ -166,7 +209,7 @@ def check_resume(where: str, saved: Recipe, current: Recipe, allow: frozenset[st
             noted.append(f"{field}: only the {side} has it ({recipe[field]!r})")
         elif not _same(saved[field], current[field]):
             line = f"{field}: the checkpoint has {saved[field]!r}, this run has {current[field]!r}"
-            (noted if field in allow else refused).append(line + _weight(field))
+            (noted if _is_allowed(field, allow) else refused).append(line + _weight(field))
     if refused:
         raise RecipeMismatchError(
             f"{where} was made by another recipe, so that resuming would not give the bits of an "
@@ -226,7 +269,7 @@ def _require_one_recipe(recipes: Sequence[_ProcessRecipe], allow: frozenset[str]
                     for process, value in zip((first, other), values, strict=True)
                 ]
                 line = f"{field}: {', '.join(sides)}{_weight(field)}"
-                (noted if field in allow else refused).append(line)
+                (noted if _is_allowed(field, allow) else refused).append(line)
     if refused:
         raise RecipeMismatchError(
             f"the processes of the group do not have one recipe, so that the result would depend on "
@@ -247,13 +290,23 @@ def _same(one: RecipeValue | None, other: RecipeValue | None) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
+def _is_setting(field: str) -> bool:
+    """Whether a field is one of `of_process`."""
+    return field.partition(".")[0] in ("jax", "tensorflow", "torch") and "." in field
+
+
+def _is_allowed(field: str, allow: frozenset[str]) -> bool:
+    """`threads` allows `torch.threads` too."""
+    return field in allow or (_is_setting(field) and field.partition(".")[2] in allow)
+
+
 def _weight(field: str) -> str:
-    return " (may change bits)" if field in ENVIRONMENT_FIELDS else ""
+    name = field.partition(".")[2] if _is_setting(field) else field
+    return " (may change bits)" if name in ENVIRONMENT_FIELDS else ""
 
 
 def _lines(lines: Sequence[str]) -> str:
-    more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    return "".join(f"\n  {line}" for line in [*lines[:_MOST_LINES], *more])
+    return f"\n  {few(lines, _MOST_LINES, chr(10) + '  ')}"
 
 
 def _how_to_allow(refused: Sequence[str], allow: frozenset[str]) -> str:

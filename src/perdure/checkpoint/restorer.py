@@ -105,6 +105,7 @@ class Restorer:
         if report.is_exact:
             self._check.restored_exactly(step)
             self._managed.journal.resume(step)
+            self._managed.recipe.resumed(where, loaded.manifest.recipe)
             renaming = request.renaming
             index, own = self._processes.index, loaded.process_leaves
             for note in restore_beside(state, own, renaming, where, index):

@@ -280,7 +280,7 @@ class BackgroundSaver:
                 committed(self._run.where, step)
                 return
             self._run.save(
-                step, leaves, self._managed.recipe.recipe, metrics, process_leaves=process_leaves
+                step, leaves, self._managed.recipe.recorded, metrics, process_leaves=process_leaves
             )
             committed(self._run.where, step)
         finally:
@@ -304,7 +304,7 @@ class BackgroundSaver:
         state = GroupState(step, leaves, OwnLeaves(ranked, process_leaves))
         assert self._channel is not None
         channel = self._channel
-        recipe = self._managed.recipe.recipe
+        recipe = self._managed.recipe.recorded
         with save_in_group(self._run, channel, state, recipe, metrics, self._save_cache):
             if self._processes.is_chief:
                 self._prune(step, metrics)

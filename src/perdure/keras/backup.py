@@ -102,7 +102,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         fit = running_fit(model)
         manager = self._manager = open_manager(
-            self.backup_dir, self.params, self._options, max_to_keep=_MAX_TO_KEEP
+            self.backup_dir,
+            self.params,
+            self._options,
+            max_to_keep=_MAX_TO_KEEP,
+            allow=self._allow,
         )
         session = FitSession(
             fit,

@@ -23,7 +23,7 @@ from perdure import CheckpointManager, load_checkpoint
 from perdure.cli.main import main
 from perdure.convert import average
 from perdure.convert.average_weights import SCHEDULES, ema_weights, schedule_weights
-from perdure.convert.rounding import round_once
+from perdure.convert.averaging import round_once
 from perdure.errors import (
     ArgumentError,
     CorruptionError,

@@ -360,7 +360,7 @@ def test_an_unfinished_export_never_looks_finished(
 def test_verify_finds_a_changed_byte(
     run: str, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from perdure.convert import export_check
+    from perdure.convert import exporting
     from perdure.convert.foreign_files import read_foreign as read
 
     changed = []
@@ -374,7 +374,7 @@ def test_verify_finds_a_changed_byte(
         changed.append(path)
         return read(path, kind)
 
-    monkeypatch.setattr(export_check, "read_foreign", after_a_flip)
+    monkeypatch.setattr(exporting, "read_foreign", after_a_flip)
     with pytest.raises(CorruptionError):
         export(run, to, tmp_path / "out", leaves="model", verify=True)
     assert len(changed) == 1
@@ -437,8 +437,8 @@ def test_what_an_import_refuses(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="not known from its name"):
         import_run(tmp_path / "data", out)
     np.savez_compressed(tmp_path / "c.npz", x=np.ones(2))
-    with pytest.raises(DataError, match="compressed"):
-        import_run(tmp_path / "c.npz", out)
+    import_run(tmp_path / "c.npz", tmp_path / "compressed")
+    assert load_checkpoint(tmp_path / "compressed")["x"].tolist() == [1, 1]
     np.savez(tmp_path / "o.npz", x=np.array([{}], object))
     with pytest.raises(DataError, match="object"):
         import_run(tmp_path / "o.npz", out)
@@ -453,7 +453,7 @@ def test_memory_is_that_of_a_few_chunks(tmp_path: Path) -> None:
     with Run(tmp_path / "run", create=True) as opened:
         opened.save(1, flatten(state))
     del state
-    for to in ("safetensors", "torch", "npz"):
+    for to in ("safetensors", "npz"):
         tracemalloc.start()
         export(tmp_path / "run", to, tmp_path / to)
         _, peak = tracemalloc.get_traced_memory()

@@ -239,7 +239,7 @@ def test_a_flipped_bit_in_an_archive_is_found(tmp_path: Path) -> None:
     data = bytearray(source.read_bytes())
     data[data.index(large[-9:].tobytes())] ^= 1
     source.write_bytes(data)
-    refused(source, "'bad.npy'", "checksum")
+    refused(source, "'bad.npy'", "CRC")
 
 
 def test_a_flipped_bit_in_the_notes_of_a_torch_file_is_found(tmp_path: Path) -> None:

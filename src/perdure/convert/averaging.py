@@ -22,9 +22,15 @@ from perdure.convert.average_weights import (
     schedule_weights,
 )
 from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError
-from perdure.look.leaf_chunks import chunks_in_order, streamed
 from perdure.look.leaf_diff import describe
-from perdure.look.leaf_reader import element_dtype, is_scalar, read_elements, select_leaves
+from perdure.look.leaf_reader import (
+    chunks_in_order,
+    element_dtype,
+    is_scalar,
+    read_elements,
+    select_leaves,
+    streamed,
+)
 from perdure.look.origins import ORIGIN, source_of
 from perdure.look.tables import Shown, Table
 from perdure.store import Run, Storage
@@ -234,8 +240,6 @@ def _split(
 
 
 def _can_be_averaged(entry: LeafEntry) -> bool:
-    from perdure.convert.rounding import is_inexact
-
     if is_scalar(entry):
         return False
     try:
@@ -278,8 +282,6 @@ def _mean(
     """
     import numpy as np
 
-    from perdure.convert.rounding import round_once
-
     real = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
     is_wide = real.itemsize == 8  # numbers of other dtypes have no such sums
     scale = math.frexp(math.fsum(map(abs, weights)))[1]
@@ -316,3 +318,31 @@ def _process_entries(checkpoint: StoredCheckpoint) -> list[LeafEntry]:
 
 def _by_path(entries: Iterable[LeafEntry]) -> dict[str, LeafEntry]:
     return {entry.path: entry for entry in entries}
+
+
+def is_inexact(dtype: np.dtype[Any]) -> bool:
+    """Whether the values of a dtype are floating-point numbers, real or complex."""
+    return dtype.kind in "fc" or dtype.name.startswith(("float", "bfloat"))
+
+
+def round_once(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """`values` (float64) in a real floating-point dtype; every NaN becomes the positive quiet one.
+
+    ml_dtypes converts float64 by way of float32 and so rounds twice. Here the first conversion rounds
+    to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008): the last bit of
+    the float32 is 1 if it is not exact, which cannot end in a wrong tie.
+    """
+    import numpy as np
+
+    values = np.where(np.isnan(values), np.nan, values)  # processors differ in the sign of new NaNs
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if dtype.type.__module__ == "numpy":
+            return values.astype(dtype)
+        near = values.astype(np.float32)
+        back = near.astype(np.float64)
+        inexact = (back != values) & np.isfinite(near)
+        bits = near.view(np.uint32)
+        # Beyond the exact value: one step back towards zero, then the last bit is set.
+        bits -= (inexact & (np.abs(back) > np.abs(values))).astype(np.uint32)
+        bits |= inexact.astype(np.uint32)
+        return near.astype(dtype)

@@ -9,16 +9,29 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
+from perdure.convert.foreign_files import read_foreign
 from perdure.convert.foreign_leaves import LeafNote, foreign_leaves, note_of, plain_dtype
 from perdure.convert.leaf_names import NamedLeaf, NameMap, branch_of, named_leaves
-from perdure.errors import ArgumentError, SaveError, UnsupportedLeafError
-from perdure.look.leaf_reader import element_dtype, is_scalar, scalar_value, select_leaves
+from perdure.errors import (
+    ArgumentError,
+    CorruptionError,
+    DataError,
+    SaveError,
+    UnsupportedLeafError,
+)
+from perdure.look.leaf_reader import (
+    element_dtype,
+    element_shape,
+    is_scalar,
+    scalar_value,
+    select_leaves,
+)
 
 SHARD_BYTES = 5 * 10**9
 """The most bytes of a shard, as in Hugging Face's tools."""
@@ -163,9 +176,7 @@ def _export_arrays(
     with new_output(out) as temporary:
         _WRITERS[to](job, temporary, out)
         if verify:
-            from perdure.convert.export_check import check_export
-
-            check_export(arrays, checkpoint.name, to, temporary)
+            _check_export(arrays, checkpoint.name, to, temporary)
         files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
     written = {leaf.entry.path: leaf.name for leaf in named if leaf.entry.path not in job.left_out}
     return Exported(
@@ -239,9 +250,9 @@ def _sync(path: str) -> None:
 
 def _dtypes(to: str) -> Iterable[str] | None:
     """The dtypes that a format can hold; None for all of NumPy and ml_dtypes."""
-    from perdure.convert import safetensors_files, torch_archive
+    from perdure.convert import safetensors_files, torch_file
 
-    return {"safetensors": safetensors_files.DTYPES, "torch": torch_archive.DTYPES}.get(to)
+    return {"safetensors": safetensors_files.DTYPES, "torch": torch_file.DTYPES}.get(to)
 
 
 def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
@@ -291,11 +302,10 @@ def _write_safetensors(job: ExportJob, path: str, out: str) -> None:
 
 
 def _write_torch(job: ExportJob, path: str, _: str) -> None:
-    from perdure.convert.torch_archive import write_torch
+    from perdure.convert.torch_file import write_torch
 
-    with open(path, "wb") as file:
-        scalars = [(leaf.name, value) for leaf, value in job.scalars]
-        write_torch(file, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
+    scalars = [(leaf.name, value) for leaf, value in job.scalars]
+    write_torch(path, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
 
 
 def _write_npz(job: ExportJob, path: str, _: str) -> None:
@@ -303,8 +313,7 @@ def _write_npz(job: ExportJob, path: str, _: str) -> None:
 
     scalars = _held_scalars(job, can_hold)
     refuse_names([*job.arrays, *(leaf for leaf, _ in job.scalars)])
-    with open(path, "wb") as file:
-        write_npz(file, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
+    write_npz(path, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
 
 
 def _write_orbax(job: ExportJob, path: str, _: str) -> None:
@@ -375,3 +384,32 @@ def _export_model(
         files,
         verify,
     )
+
+
+def _check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: str) -> None:
+    """Compare the arrays of an export with the checkpoint of this name.
+
+    Raises:
+        CorruptionError: It cannot be read, an array is missing, or its dtype, shape or hash differs
+            from the manifest.
+    """
+    try:
+        found = read_foreign(path, to).leaves
+    except DataError as error:
+        raise CorruptionError(
+            f"{path}: the export cannot be read back: {error} It was removed; write it again, on "
+            f"another disk if this repeats."
+        ) from error
+    expected = {leaf.name for leaf in arrays}
+    lacking = expected - found.keys()
+    if lacking:
+        raise CorruptionError(f"{path}: {min(lacking)!r} is not in the export. It was removed.")
+    for leaf in arrays:
+        entry, array = leaf.entry, found[leaf.name]
+        shapes = ((plain_dtype(entry), element_shape(entry)), (entry.dtype, entry.shape))
+        if (array.dtype, array.shape) not in shapes or array.hashes() != entry.hashes():
+            raise CorruptionError(
+                f"{path}: {leaf.name!r} reads back as {array.describe()}, and not with the bytes of "
+                f"the leaf {entry.path!r} of {checkpoint}, {entry.dtype}{list(entry.shape)}. "
+                f"The export was removed; write it again, on another disk if this repeats."
+            )

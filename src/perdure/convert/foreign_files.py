@@ -35,7 +35,7 @@ def read_foreign(path: str, kind: str) -> ForeignFile:
         from perdure.convert.orbax_folder import read_orbax
 
         return read_orbax(path)
-    from perdure.convert.torch_archive import read_torch
+    from perdure.convert.torch_file import read_torch
 
     return read_torch(path)
 

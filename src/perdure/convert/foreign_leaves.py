@@ -17,8 +17,7 @@ import msgspec
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.convert.leaf_names import NamedLeaf
 from perdure.errors import UnsupportedLeafError
-from perdure.look.leaf_chunks import chunks_in_order
-from perdure.look.leaf_reader import KEY_PREFIX, element_shape, scalar_value
+from perdure.look.leaf_reader import KEY_PREFIX, chunks_in_order, element_shape, scalar_value
 from perdure.store.format import WEAK_PREFIX, escape, unescape
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +13,7 @@ from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
 from perdure.store.selection import Selection
+from perdure.store.streamed_save import StreamedLeaf
 from perdure.text import counted
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 KEY_PREFIX = "key<"
 """The dtype of typed random keys begins with this; their elements are `uint32` words."""
+
+
+ChunksOf = Callable[[LeafEntry], Iterator[memoryview]]
+"""Yields the verified bytes of a leaf in parts of 4 MiB."""
 
 
 class Elements(NamedTuple):
@@ -183,6 +188,34 @@ def read_array(checkpoint: StoredCheckpoint, entry: LeafEntry) -> np.ndarray[Any
     for part in read_elements(checkpoint, [entry]):
         flat[part.start : part.start + part.values.size] = part.values
     return array
+
+
+def chunks_in_order(checkpoint: StoredCheckpoint, entries: Sequence[LeafEntry]) -> ChunksOf:
+    """A function that yields the chunks of a leaf; it must be called in the order of `entries`.
+
+    Its iterator raises as `read_elements` does, and reads leaves of any dtype.
+    """
+    from perdure.store.chunk_stream import stream_chunks  # brings numpy
+
+    numbered = [(entry, number) for entry in entries for number in range(len(entry.chunks))]
+    stream = stream_chunks(checkpoint.run.storage, checkpoint.manifest, numbered)
+
+    def chunks_of(entry: LeafEntry) -> Iterator[memoryview]:
+        for _ in entry.chunks:
+            try:
+                yield next(stream)
+            except CorruptionError as error:
+                raise CorruptionError(with_advice(error, checkpoint.run)) from error
+
+    return chunks_of
+
+
+def streamed(entry: LeafEntry, chunks_of: ChunksOf) -> StreamedLeaf:
+    """A leaf of a checkpoint as one of a checkpoint that is being written."""
+    nbytes = 0 if entry.text is not None else entry.nbytes
+    return StreamedLeaf(
+        entry.path, entry.dtype, entry.shape, nbytes, lambda: chunks_of(entry), entry.text
+    )
 
 
 def _unknown(entry: LeafEntry) -> UnsupportedLeafError:

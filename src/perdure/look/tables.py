@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _MOST_CHARACTERS = 2000
+_DIGITS = re.compile(r"([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,16 @@ def visible(value: object) -> str:
     text = str(value)
     cut = f"... ({len(text)} characters)" if len(text) > _MOST_CHARACTERS else ""
     return "\n".join(map(printable, text[:_MOST_CHARACTERS].split("\n"))) + cut
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """A key for sorting: numbers in a name compare as numbers."""
+    # Very long digits stay text: `int` refuses them.
+    return [
+        (0, int(part), "") if part.isascii() and part.isdigit() and len(part) < 20 else (1, 0, part)
+        for part in _DIGITS.split(name)
+        if part
+    ]
 
 
 def size_text(nbytes: int) -> str:

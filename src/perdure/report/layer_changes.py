@@ -25,7 +25,7 @@ from perdure.errors import (
 from perdure.look.elements import as_float64, parts_dtype
 from perdure.look.fixed_order import ScaledSum, added, blocks, root_ratio
 from perdure.look.leaf_reader import element_dtype, read_elements, select_leaves
-from perdure.look.natural_order import natural_key
+from perdure.look.tables import natural_key
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.manifest import LeafEntry
 

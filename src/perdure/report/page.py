@@ -13,8 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from perdure.errors import missing_extra
-from perdure.look.natural_order import natural_key
-from perdure.look.tables import size_text, visible
+from perdure.look.tables import natural_key, size_text, visible
 from perdure.report.figure import page_svg
 from perdure.report.panels import Panel, document_panels, labels
 from perdure.text import counted

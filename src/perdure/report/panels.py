@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from perdure.checkpoint.address import StoredCheckpoint, checkpoint_at
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.look.fixed_order import ScaledSum, added
-from perdure.look.natural_order import natural_key
+from perdure.look.tables import natural_key
 from perdure.report.layer_changes import (
     NEW,
     SAME,

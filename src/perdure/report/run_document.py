@@ -15,7 +15,7 @@ from msgspec import Struct
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import PruneError, UnreachableError
 from perdure.look.listing import listed
-from perdure.look.natural_order import natural_key
+from perdure.look.tables import natural_key
 from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
 from perdure.report.life import find_life, life_document
 from perdure.store import LocalStorage, Manifest, Run

@@ -23,15 +23,16 @@ from perdure.drill.compare import (
     compare_best,
     newest_steps,
     read_back,
+    stable_exports,
 )
 from perdure.drill.damage import damage
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
-from perdure.drill.execution import DrilledProgram, _FaultObserver, epoch_ends
-from perdure.drill.fault_injection import EVENTS
+from perdure.drill.execution import DrilledProgram, _FaultObserver, phases_of, written_files
 from perdure.drill.fault_plan import (
     KINDS,
     LAST,
     MOST_LAST,
+    MOST_PHASES,
     draw_scenario,
     estimated_seconds,
     plan,
@@ -48,6 +49,7 @@ from perdure.drill.scenario import (
 )
 from perdure.drill.text_report import TextReporter, verdict
 from perdure.drill.working_directory import WorkingDirectory
+from perdure.drill.written_files import EVENTS
 from perdure.errors import LaunchError
 from perdure.report.page import render_drill
 from perdure.store import Run
@@ -113,9 +115,14 @@ def test_every_drill_restores_from_each_kind_of_place() -> None:
         "the last one before the end": ("manifest.sync", 9),
         LAST: ("manifest.sync", 10),
     }
-    with_epochs = required_restores(replace(SEEN, epoch_ends=(2, 5, 9)))
-    assert [each.attempts[0].injected[0].nth for each in with_epochs] == [1, 5, 6, 9, 10]
-    assert with_epochs[2].place == "the last one before an epoch's end"
+    # Two phases of which no checkpoint would be tried: the smaller one first, and the middle of each.
+    phased = replace(SEEN, phases=("a", "b", "c", "b", "a", "b", "b", "b", "a", "a"))
+    assert [each.attempts[0].injected[0].nth for each in required_restores(phased)] == [
+        *(1, 5, 9, 3, 6, 10)
+    ]
+    many = replace(SEEN, sequence=tuple(range(1, 201)), phases=tuple(range(200)))
+    many = replace(many, steps=tuple(range(1, 201)))
+    assert len(required_restores(many)) == 3 + MOST_PHASES + 1
     from_nothing = replace(SEEN, sequence=(0, *SEEN.sequence))
     assert required_restores(from_nothing)[0].attempts[0].injected[0].nth == 2, "step 0 is none"
     once = replace(SEEN, sequence=(0, 40), commits=(0, 40))
@@ -141,19 +148,71 @@ def test_each_phase_of_a_program_has_a_last_checkpoint() -> None:
     assert numbers[-1] == 30
 
 
-@pytest.mark.parametrize("place", ["leaf", "metric", "neither"])
-def test_the_end_of_an_epoch_is_seen_in_the_checkpoints(tmp_path: Path, place: str) -> None:
-    commits = []
+@pytest.mark.parametrize("sign", ["leaf", "metric", "lines", "none"])
+def test_a_phase_is_seen_in_what_changes_and_in_what_runs(tmp_path: Path, sign: str) -> None:
+    commits, events = [], []
     with CheckpointManager(tmp_path / "run", max_to_keep=None) as manager:
         for step in range(1, 8):
             epoch = step // 3
-            state = {"w": np.zeros(3) + step} | ({"epoch": epoch} if place == "leaf" else {})
-            manager.save(step, state, {"epoch": epoch} if place == "metric" else None)
+            state = {"w": np.zeros(3) + step} | ({"epoch": epoch} if sign == "leaf" else {})
+            manager.save(step, state, {"epoch": epoch} if sign == "metric" else None)
+            ran = "other" if sign == "lines" and step % 3 == 0 else "loop"
+            events.append({"e": "step", "w": 0, "step": step, "lines": ran})
     for step in range(1, 8):
         (copy,) = (tmp_path / "run" / "checkpoints").glob(f"*{step}.json")
         commits.append(Commit("run", step, 1, str(copy), ""))
-    assert epoch_ends(commits) == ((1, 4) if place != "neither" else ())
-    assert epoch_ends(commits[::3]) == (), "each checkpoint has an epoch of its own"
+    found = phases_of(Outcome(commits=commits, events=events))
+    inner = [found["run", step] for step in range(2, 7)]  # the first and the last have their own
+    # Before an epoch's end, after it, and neither.
+    kinds = [inner.index(phase) for phase in inner]
+    assert kinds == ([0, 1, 2, 0, 1] if sign != "none" else [0] * 5)
+
+
+def test_the_files_that_are_made_at_the_end_are_compared(tmp_path: Path) -> None:
+    """Not a log, nor a time, nor what lies outside of the working directory; these are named."""
+    outcomes = {}
+    made = {"final": "1", "when": "1", "log": "1", "latest": "1"}
+    for name, contents in {
+        "plain": made, "again": {**made, "when": "2"}, "same": {**made, "log": "3"},
+        "other": {**made, "final": "2"}, "none": {**made, "final": None},
+    }.items():  # fmt: skip
+        copy = tmp_path / "drill" / name / "root" / "home"
+        copy.mkdir(parents=True)
+        (tmp_path / "cache").write_text(name)
+        events = [{"e": "written", "path": str(copy / "latest")}, {"e": "step"}]
+        for file, text in contents.items():
+            if text is not None:
+                (copy / file).write_text(text)
+                events.append({"e": "written", "path": str(copy / file), "append": file == "log"})
+        events += [{"e": "written", "path": str(tmp_path / path)} for path in ("cache", "gone")]
+        events.append({"e": "written", "path": str(tmp_path / "drill" / "compiled")})
+        files = written_files(tmp_path / "drill" / name, "/home", events)
+        outcomes[name] = Outcome(files=files)
+    plain = outcomes["plain"]
+    assert plain.files.keys() == {*made, str(tmp_path / "cache")}
+    exports = stable_exports(plain, outcomes["again"])
+    assert exports == ["final"]
+    for outcome in outcomes.values():
+        outcome.hash_exports(exports)
+    assert compare(plain, outcomes["same"]) == (0, None), "the control"
+    for name in ("other", "none"):
+        _, difference = compare(plain, outcomes[name])
+        assert difference is not None
+        assert [leaf.path for leaf in difference.leaves] == ["file final"]
+    drawn = draw_scenario(SEEN, "sigkill", 1, 0)
+    done = [LaunchOutcome("exit 0", 1.0, 1, None, last=5, restored=4)]
+    row = DrillRow(drawn, Outcome(fired=["SIGKILL"], attempts=done), 3, None)
+    found = DrillReport(("python",), DrillOptions(), SEEN, plain, [row]).document()
+    assert found["pass"]
+    assert found["tried"]["checkpoints"] == [1, 10]
+    assert found["tried"]["kinds"] == [1, len(KINDS)]
+    said = verdict(found)
+    for fact in ("of 1 of", "from 1 of 10 checkpoints", "final the same bytes", "9 other"):
+        assert fact in said, fact
+    looked, unseen = said.split("Not looked at: ")
+    for name in ("cache", "when", "log", "latest"):
+        assert name in unseen
+        assert name not in looked
 
 
 def test_the_estimate_counts_each_run_and_each_start() -> None:
@@ -273,7 +332,7 @@ def test_a_restore_counts_for_the_phase_whose_steps_follow_it(tmp_path: Path) ->
         (tmp_path / EVENTS).write_text("".join(json.dumps(event) + "\n" for event in events))
         program = DrilledProgram(("python",), WorkingDirectory(tmp_path))
         done = LaunchOutcome("exit 0", 1.0, 1, None)
-        _FaultObserver(program, tmp_path, (), {})._collect(1, done)
+        _FaultObserver(program, tmp_path, (), {}, phases=False)._collect(1, done)
         assert (done.restored, done.continued) == (counted, continued)
 
 

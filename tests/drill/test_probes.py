@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 from perdure.drill.causes import Diagnosis, diagnosis
-from perdure.drill.compare import LeafDifference, RunDifference
-from perdure.drill.diagnose import STEADY, diagnose_run, repeats_for
+from perdure.drill.compare import LeafDifference, RunDifference, compare
+from perdure.drill.diagnose import STEADY, diagnose_run, diagnose_undisturbed, repeats_for
 from perdure.drill.drill import _Drill, _estimate
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
 from perdure.drill.fault_injection import PLAN, _describe_act
@@ -37,6 +37,7 @@ from perdure.drill.scenario import (
     Observed,
     Outcome,
     Scenario,
+    WrittenFile,
 )
 from perdure.drill.text_report import TextReporter
 from perdure.report.page import render_drill
@@ -227,9 +228,52 @@ def test_memory_is_tried_before_the_probes_that_move_it() -> None:
     assert STEADY[0][1] == "memory"
 
 
-@pytest.mark.parametrize(("equal", "repeats"), [(0.0, 2), (1 / 3, 3), (2 / 3, 8), (0.9, 8)])
+@pytest.mark.parametrize(("equal", "repeats"), [(0.0, 3), (0.125, 3), (0.25, 4), (0.9, 10)])
 def test_a_difference_that_is_rare_is_looked_for_more_often(equal: float, repeats: int) -> None:
     assert repeats_for(equal) == repeats
+
+
+class Undisturbed:
+    """Runs nothing: each further run has the next of `values` as its end, and one under a probe has
+    the value that `steady` has for it."""
+
+    observed = SEEN
+
+    def __init__(self, *values: str, outside: bool = False, **steady: str) -> None:
+        self.plain, *self._later = map(self._ended, values)
+        self._steady = steady
+        if outside:
+            self.plain.files["/cache"] = WrittenFile("/cache", is_export=False, is_outside=True)
+
+    @staticmethod
+    def _ended(value: str) -> Outcome:
+        return Outcome(commits=[Commit(f"run {value}", 1, 1, "", "f")])
+
+    def undisturbed(self, *probes: str) -> Outcome:
+        if len(probes) == 1 and probes[0] in self._steady:
+            return self._ended(self._steady[probes[0]])
+        return self._later.pop(0)
+
+    def difference(self, outcome: Outcome) -> RunDifference | None:
+        return compare(self.plain, outcome)[1]
+
+    def diagnosed(self) -> Diagnosis:
+        second = self.undisturbed()
+        seen = self.difference(second)
+        assert seen is not None
+        runner: Any = self
+        return diagnose_undisturbed(runner, second, seen)
+
+
+def test_what_the_first_run_has_left_is_told_from_what_each_run_does_otherwise() -> None:
+    """The runs after the first are compared with each other, too."""
+    left = Undisturbed(*"abbbbbb", outside=True, memory="b").diagnosed()
+    assert left.cause == "left over"
+    assert "/cache" in left.evidence[-1]
+    assert Undisturbed(*"abbbbbb", memory="b").diagnosed().cause == "unknown", "no such file"
+    # The same beginning by chance: a set of two objects, in the order of their addresses.
+    chance = Undisturbed(*"abbbabbababababab", *"ab" * 9, outside=True, addresses="a")
+    assert chance.diagnosed().cause == "addresses"
 
 
 ENTROPY = """
@@ -265,6 +309,44 @@ def test_a_thread_takes_no_entropy_from_another(tmp_path: Path) -> None:
     programs = [THREADS.replace("TAKES", takes) for takes in ("True", "False")]
     first, second = (_drawn(tmp_path, environment, program) for program in programs)
     assert first == second
+
+
+@pytest.mark.parametrize("probe", ["addresses", "process"])
+def test_objects_have_the_same_addresses_in_each_process(probe: str, tmp_path: Path) -> None:
+    environment = dict(probe_environment(tmp_path, (probe,)))
+    drawn = [_drawn(tmp_path, environment, "print([id(object())])") for _ in range(3)]
+    assert (drawn[0] == drawn[1] == drawn[2]) == (probe == "addresses")
+
+
+CACHED = """
+import functools, threading, time
+
+@functools.cache
+def counted(key, calls=[0]):
+    calls[0] += 1
+    return calls[0]
+
+@functools.lru_cache(maxsize=2)
+def counted_too(key, calls=[0]):
+    calls[0] += 1
+    return calls[0]
+
+done = []
+thread = threading.Thread(target=lambda: done.append(1))
+thread.start()
+time.sleep(0.1)
+print([counted(1), counted(1), counted_too(1), counted_too(1), len(done)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("probe", "seen"),
+    [("no caches", [1, 2, 1, 2, 1]), ("late threads", [1, 1, 1, 1, 0]), ("hash", [1, 1, 1, 1, 1])],
+)
+def test_caches_keep_nothing_and_threads_begin_late(
+    probe: str, seen: list[int], tmp_path: Path
+) -> None:
+    assert _drawn(tmp_path, dict(probe_environment(tmp_path, (probe,))), CACHED) == seen
 
 
 JUMPS = """

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from perdure.drill import working_directory
-from perdure.drill.fault_injection import EVENTS, PLAN, RUNS, FaultInjector
+from perdure.drill.fault_injection import PLAN, RUNS, FaultInjector
 from perdure.drill.working_directory import WorkingDirectory
+from perdure.drill.written_files import EVENTS
 from perdure.store import LocalStorage, Run
 
 

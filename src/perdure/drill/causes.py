@@ -219,6 +219,13 @@ CAUSES = {
         "the batches of the step are not the same",
         "Compare what decides them: the seed of the data, their order, the files, the augmentation.",
     ),
+    "other position": (
+        "the data are at another position: the batch of the step is that of another step",
+        (
+            "Compare how each program comes to the position of a step. A batch that was fetched ahead "
+            "and not used counts as read, unless the position that is saved leaves it out."
+        ),
+    ),
     "other key": (
         "the random numbers of the step are not the same",
         "Compare the seeds of the strategies (the recipe has them).",

@@ -87,7 +87,29 @@ def compare(expected: Outcome, actual: Outcome) -> tuple[int, RunDifference | No
     if others:
         what = f"the end: only this run has the run directory {unquote(others[0])}"
         return len(common), RunDifference(what, others[0])
-    return len(common), None
+    return len(common), _export_difference(expected, actual)
+
+
+def stable_exports(one: Outcome, two: Outcome) -> list[str]:
+    """The files that two undisturbed runs make after their last step, with the same bytes."""
+    names = [
+        name
+        for name, file in one.files.items()
+        if file.is_export and not file.is_outside and name in two.files
+    ]
+    for each in (one, two):
+        each.hash_exports(names)
+    return [name for name in names if one.exports[name] == two.exports[name]]
+
+
+def _export_difference(expected: Outcome, actual: Outcome) -> RunDifference | None:
+    """The first file made after the last step that has other bytes, or is missing."""
+    for name, known in expected.exports.items():
+        if (found := actual.exports.get(name, "")) != known:
+            what = f"the end: {name}, which the program writes after its last step, differs"
+            leaf = LeafDifference(f"file {name}", known[:12], found[:12])
+            return RunDifference(what, "", leaves=(leaf,))
+    return None
 
 
 def _retained_by(outcome: Outcome) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from perdure.drill.causes import Diagnosis, diagnosis
 from perdure.drill.compare import RunDifference, compare
@@ -20,6 +21,7 @@ from perdure.drill.probe_runner import UNTRIED, ProbeRunner
 from perdure.drill.probes import PLANTS
 from perdure.drill.resume_diagnosis import ResumeDiagnosis
 from perdure.drill.scenario import Launch, Outcome, Scenario
+from perdure.text import few
 
 STEADY = (
     # First, because every probe that runs code in the program leaves other bytes in free memory.
@@ -27,36 +29,70 @@ STEADY = (
     ("clock", "time", "a clock that only counts how often it is read"),
     ("seed", "unseeded", "a fixed seed in place of the system's entropy"),
     ("hash", "hash order", "PYTHONHASHSEED=0"),
+    ("addresses", "addresses", "the same addresses in each process (and PYTHONHASHSEED=0)"),
     ("process", "process", "a fixed number of the process and of the attempt"),
     ("one thread", "threads", "one thread"),
 )
 """Each probe, the cause that it takes away, and what it does."""
 
+_STALE = (
+    ("no caches", "stale value", "functools.cache and lru_cache that keep nothing"),
+    ("no jit", "stale value", "functions that JAX does not compile"),
+)
+"""What only a resumed process does otherwise: it computes a value anew that another one has kept."""
+
 _PLANTED = dict(zip(PLANTS, ("directory order", "memory", "threads", "time"), strict=True))
-_CHANCE = 0.05
-_MOST_REPEATS = 8
+_CHANCE = 0.02
+_MOST_REPEATS = 10
 
 
-def diagnose_undisturbed(runner: ProbeRunner, difference: RunDifference) -> Diagnosis:
-    """Find out why two undisturbed runs differ."""
+def diagnose_undisturbed(
+    runner: ProbeRunner, second: Outcome, difference: RunDifference
+) -> Diagnosis:
+    """Find out why two undisturbed runs differ; `second` is the one that differs from the first."""
     if difference.unreadable:
         return diagnosis("unreadable", difference.unreadable)
-    controls = [runner.undisturbed() for _ in range(2)]
-    differing = 1 + sum(runner.difference(control) is not None for control in controls)
-    repeats = repeats_for(1 - differing / 3)
-    tried = [f"control: {differing} of 3 further runs differ from the first"]
+    later = [second, runner.undisturbed(), runner.undisturbed()]
+    pairs = [*combinations([runner.plain, *later], 2)]
+    equal = sum(compare(*pair)[1] is None for pair in pairs)
+    if equal == 3 and all(runner.difference(each) is not None for each in later):
+        return _left_over(runner, later)
+    tried = [f"control: {equal} of the {len(pairs)} pairs of 4 runs are equal"]
+    # One more of each, because few pairs say little about what is rare.
+    repeats = repeats_for((equal + 1) / (len(pairs) + 2))
     return _steady_cause(lambda *probes: runner.undisturbed(*probes), repeats, tried)
 
 
+def _left_over(runner: ProbeRunner, later: Sequence[Outcome]) -> Diagnosis:
+    """All runs but the first are equal. The cause is named if the first one has left a file outside."""
+    more = [runner.undisturbed() for _ in range(3)]
+    seen = "the {} runs after the first are equal to each other and differ from it".format
+    if any(compare(later[0], each)[1] is not None for each in more):
+        tried = "control: runs after the first are equal to each other now and then"
+        return _steady_cause(lambda *probes: runner.undisturbed(*probes), _MOST_REPEATS, [tried])
+    number = len(later) + len(more)
+    outside = [name for name, file in runner.plain.files.items() if file.is_outside]
+    if not outside:
+        return diagnosis(
+            "unknown",
+            seen(number),
+            "no file was seen that the program writes outside of its working directory (those that "
+            "native code writes are not seen)",
+        )
+    return diagnosis("left over", seen(number), f"the program writes outside of it: {few(outside)}")
+
+
 def repeats_for(equal: float) -> int:
-    """How many runs have to be equal so that chance is not the reason.
+    """How many runs have to be equal to each other so that chance is not the reason.
 
     Args:
-        equal: The share of the runs that are equal although the cause is there.
+        equal: The share of pairs of runs that are equal although the cause is there.
     """
     if equal <= 0:
-        return 2
-    return min(_MOST_REPEATS, max(2, math.ceil(math.log(_CHANCE) / math.log(equal))))
+        return 3
+    if equal >= 1:
+        return _MOST_REPEATS
+    return min(_MOST_REPEATS, max(3, 1 + math.ceil(math.log(_CHANCE) / math.log(equal))))
 
 
 def diagnose_run(
@@ -70,7 +106,7 @@ def diagnose_run(
     for special in (_diagnose_topology, _diagnose_clock, _diagnose_machine):
         if (found := special(runner, scenario)) is not None:
             return found
-    if scenario.place == LAST and (seen is None or not seen.leaves):
+    if scenario.place == LAST and (seen is None or not seen.leaves or not seen.run):
         return _diagnose_end(runner, scenario, outcome, seen)
     if seen is None or (outcome.problem and not seen.leaves):
         return _diagnose_failure(runner, scenario, outcome)
@@ -81,10 +117,13 @@ def diagnose_run(
         return _steady_resume(runner, resume.attempts, found)
     if resume.attempts is not None:  # it differs at each resume, and each time in another way
         attempts, evidence = resume.attempts, resume.evidence
-        return _steady_cause(lambda *probes: runner.faulted(attempts, *probes)[0], 3, evidence)
+        return _steady_cause(
+            lambda *probes: runner.faulted(attempts, *probes)[0], repeats_for(0.25), evidence
+        )
     controls = [runner.undisturbed() for _ in range(3)]
-    if differing := [found for each in controls if (found := runner.difference(each)) is not None]:
-        return diagnose_undisturbed(runner, differing[0])
+    for each in controls:
+        if (found := runner.difference(each)) is not None:
+            return diagnose_undisturbed(runner, each, found)
     if (found := _planted_cause(runner, resume.evidence)) is not None:
         return found
     return diagnosis(
@@ -157,17 +196,26 @@ def _steady_resume(
 ) -> Diagnosis:
     """The probe under which two resumed runs are equal to an undisturbed run under it."""
     evidence = list(unknown.evidence)
-    for probe, cause, meaning in STEADY:
-        runs = [runner.undisturbed(probe)]
-        while len(runs) < 3:
-            runs.append(runner.faulted(attempts, probe)[0])
-            if runs[-1].problem or compare(runs[0], runs[-1])[1] is not None:
-                evidence.append(f"with {meaning}, in both runs, it is still there")
-                break
-        else:
+    for probe, cause, meaning in (*STEADY, *_STALE):
+        if probe == "no jit" and "jax" not in runner.observed.modules:
+            continue
+        if (found := _differs_under(runner, attempts, probe)) is None:
             text = f"with {meaning}, in both runs, the difference is gone in 2 of 2"
             return diagnosis(cause, *evidence, text)
+        evidence.append(f"with {meaning}, in both runs, {found}")
     return diagnosis("unknown", *evidence)
+
+
+def _differs_under(runner: ProbeRunner, attempts: Sequence[Launch], probe: str) -> str | None:
+    """How two resumed runs under a probe differ from an undisturbed one under it; None if not."""
+    plain = runner.undisturbed(probe)
+    for _ in range(2):
+        resumed = runner.faulted(attempts, probe)[0] if not plain.problem else plain
+        if resumed.problem:
+            return f"{UNTRIED}: {resumed.problem}"
+        if compare(plain, resumed)[1] is not None:
+            return "it is still there"
+    return None
 
 
 def _compare_repeats(run: Callable[..., Outcome], repeats: int, *probes: str) -> str:

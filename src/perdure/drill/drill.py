@@ -11,10 +11,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from perdure.drill.causes import diagnosis
-from perdure.drill.compare import compare, compare_best, newest_steps, read_back
+from perdure.drill.compare import (
+    compare,
+    compare_best,
+    newest_steps,
+    read_back,
+    stable_exports,
+)
 from perdure.drill.diagnose import diagnose_run, diagnose_undisturbed
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow, DrillStopped
-from perdure.drill.execution import LOGS, DrilledProgram, execute, holds_earlier_drill, observe
+from perdure.drill.execution import (
+    LOGS,
+    DrilledProgram,
+    execute,
+    holds_earlier_drill,
+    observe,
+    phases_of,
+)
 from perdure.drill.fault_plan import (
     KINDS,
     draw_scenario,
@@ -137,11 +150,14 @@ class _Drill:
         return report
 
     def _drill(self, report: DrillReport) -> None:
-        report.plain = plain = self._undisturbed("undisturbed-1", "undisturbed")
+        report.plain = plain = self._undisturbed("undisturbed-1", "undisturbed", phases=True)
         _require_saves(plain)
         other = self._undisturbed("undisturbed-2", "undisturbed once more")
+        exports = stable_exports(plain, other)
+        for outcome in (plain, other):
+            outcome.hash_exports(exports)
         # The second run finds compiled programs and warm caches, as the faulted runs do.
-        report.observed = observed = observe(self._program, other)
+        report.observed = observed = observe(self._program, other, phases_of(plain))
         _, report.undisturbed = compare(plain, other)
         second = self._directory / "undisturbed-2"
         self._ends = newest_steps(second)
@@ -152,7 +168,7 @@ class _Drill:
         )
         if report.undisturbed is not None:
             self._progress("looking for the cause", None)
-            report.diagnosis = diagnose_undisturbed(runner, report.undisturbed)
+            report.diagnosis = diagnose_undisturbed(runner, other, report.undisturbed)
             return
         report.observed = observed = self._try_topologies(runner, observed, report)
         runner.observed = observed
@@ -169,9 +185,9 @@ class _Drill:
         _require_restores(report.rows)
         self._diagnose(runner, report)
 
-    def _undisturbed(self, name: str, what: str) -> Outcome:
+    def _undisturbed(self, name: str, what: str, *, phases: bool = False) -> Outcome:
         self._progress(what, None)
-        outcome = execute(self._program, self._directory / name)
+        outcome = execute(self._program, self._directory / name, phases=phases)
         if outcome.problem:
             reached = [event["step"] for event in outcome.events if event["e"] == "step"]
             when = f"after step {max(reached)}" if reached else "before its first step"
@@ -222,6 +238,7 @@ class _Drill:
         while True:
             name = f"run-{scenario.number:03d}{f'-{retry}' if retry else ''}"
             outcome = execute(self._program, self._directory / name, scenario.attempts, observed)
+            outcome.hash_exports(plain.exports)
             compared, difference = compare(plain, outcome)
             if difference is None and not outcome.problem:
                 difference = read_back(self._directory / name, self._ends, plain) or compare_best(

@@ -12,6 +12,7 @@ from perdure.drill.compare import RunDifference
 from perdure.drill.fault_plan import KINDS
 from perdure.drill.scenario import Observed, Outcome, Scenario
 from perdure.errors import LaunchError
+from perdure.text import few
 
 LIMIT_OF_CLOCKS = (
     'clocks that native code reads do not jump: np.datetime64("now"), pandas.Timestamp.now(), those of '
@@ -124,7 +125,10 @@ class DrillReport:
             "pass": self.passed,
             "stopped": self.stopped,
             "restored": self._restored(),
+            "tried": self._tried(),
             "not_tested": self.not_tested,
+            "exports": sorted(self.plain.exports),
+            "not_looked_at": self._not_looked_at(),
             "limits": [*map(_view, self._redirected()), LIMIT_OF_CLOCKS],
             "date": self.began,
             "seconds": round(self.seconds, 1),
@@ -145,6 +149,43 @@ class DrillReport:
             "faults": self._counts(),
             "runs": [self._row(row) for row in self.rows],
         }
+
+    def _tried(self) -> dict[str, list[int]]:
+        """How many checkpoints, phases and kinds of faults were tried, and how many there are.
+
+        A checkpoint or phase counts as tried if the program was started again from it.
+        """
+        seen = self.observed
+        restored = {a.restored for row in self.rows for a in row.outcome.attempts if a.restored}
+        numbers = range(1, len(seen.sequence) + 1)
+        phases = {number: seen.phase(number) for number in numbers if seen.sequence[number - 1] > 0}
+        tried = {phases[number] for number in phases if seen.sequence[number - 1] in restored}
+        kinds = {row.scenario.kind for row in self.rows} - self.not_tested.keys()
+        return {
+            "checkpoints": [len(restored & set(seen.commits)), len({*seen.commits} - {0})],
+            "phases": [len(tried), len(set(phases.values()))],
+            "kinds": [len(kinds), len(KINDS)],
+        }
+
+    def _not_looked_at(self) -> list[str]:
+        """What a pass says nothing about."""
+        files = self.plain.files
+        outside = [name for name, file in files.items() if file.is_outside]
+        found = {
+            "files outside of the working directory, which each run writes": outside,
+            "files that it also writes while it trains": [
+                name for name, file in files.items() if not (file.is_export or file.is_outside)
+            ],
+            "files whose bytes differ without a fault": [
+                name
+                for name, file in files.items()
+                if file.is_export and not file.is_outside and name not in self.plain.exports
+            ],
+        }
+        tried, known = self._tried()["checkpoints"]
+        others = [f"{known - tried} other checkpoints"] if tried < known else []
+        named = [f"{what} ({few(sorted(names))})" for what, names in found.items() if names]
+        return [*others, *named, "what it prints", "clocks that native code reads"]
 
     def _redirected(self) -> list[str]:
         opened = (event for event in self.plain.events if event["e"] == "open")

@@ -6,8 +6,8 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.drill.damage import damage
-from perdure.drill.fault_injection import COPIES, EVENTS, PLAN, RUNS
+from perdure.drill.fault_injection import COPIES, PLAN, RUNS
 from perdure.drill.probes import probe_environment
 from perdure.drill.scenario import (
     Commit,
@@ -30,8 +30,10 @@ from perdure.drill.scenario import (
     LaunchOutcome,
     Observed,
     Outcome,
+    WrittenFile,
 )
-from perdure.drill.working_directory import WorkingDirectory
+from perdure.drill.working_directory import ROOT, WorkingDirectory
+from perdure.drill.written_files import EVENTS
 from perdure.errors import CommandError, LaunchError
 from perdure.store.drill_hook import DRILL
 from perdure.store.manifest import Manifest
@@ -48,7 +50,6 @@ LOGS = "logs"
 STOPPED_S = 0.5
 _SPARE_RESTARTS = 2
 _TAIL = 12
-_EPOCH = re.compile(r"(^|/)_?epochs?$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -79,6 +80,8 @@ def execute(
     attempts: Sequence[Launch] = (),
     observed: Observed | None = None,
     environment: Mapping[str, str] | None = None,
+    *,
+    phases: bool = False,
 ) -> Outcome:
     """Run `program` to its end in `directory` under the faults of `attempts`.
 
@@ -88,12 +91,13 @@ def execute(
         attempts: Topology and faults of the first attempts; later ones have no faults.
         observed: Gives the limits after which a silent program counts as hung.
         environment: Variables on top of those of the program.
+        phases: Also record which lines of the program run in each step, which slows it down.
 
     Raises:
         LaunchError: If the command does not exist, or `directory` exists or cannot be written to.
         KeyboardInterrupt: If this process got a signal that asked it to end.
     """
-    faults = _FaultObserver(program, directory, attempts, environment or {})
+    faults = _FaultObserver(program, directory, attempts, environment or {}, phases=phases)
     options = RunOptions(
         workers=program.workers,
         max_restarts=len(attempts) + _SPARE_RESTARTS,
@@ -118,6 +122,7 @@ def execute(
         raise KeyboardInterrupt
     outcome = faults.outcome
     outcome.began, outcome.seconds = began, summary.seconds
+    outcome.files = written_files(directory, program.working.source, outcome.events)
     if summary.status != 0:
         outcome.problem = outcome.problem or summary.reason
         outcome.log = log_tail(directory / LOGS, summary.attempts)
@@ -133,8 +138,11 @@ class _FaultObserver(Observer):
         directory: Path,
         attempts: Sequence[Launch],
         environment: Mapping[str, str],
+        *,
+        phases: bool,
     ) -> None:
         self._program = program
+        self._phases = phases
         self._directory = directory
         self._attempts = attempts
         self._probed = environment
@@ -171,6 +179,7 @@ class _FaultObserver(Observer):
             for i, fault in enumerate(now.injected)
         ]
         plan = {"attempt": attempt, "faults": faults, "read_only": self._program.read_only}
+        plan["phases"] = self._phases
         (self._directory / PLAN).write_text(json.dumps(plan))
         return self._workers
 
@@ -287,8 +296,38 @@ def _infer_restore(done: LaunchOutcome, commits: Sequence[int], earlier: int) ->
         done.last = max((done.last or 0, *commits))
 
 
-def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
-    """Summarize an undisturbed run."""
+def written_files(
+    directory: Path, source: str, events: Sequence[Mapping[str, Any]]
+) -> dict[str, WrittenFile]:
+    """The files that a run has written and left: by path in its working directory, or the whole path.
+
+    Args:
+        directory: The directory of the drilled run.
+        source: The working directory of which the run has a copy.
+        events: What its processes recorded.
+    """
+    steps = [number for number, event in enumerate(events) if event["e"] == "step"]
+    last, found = (steps or [0])[-1], {}
+    copy, drill = str(directory / ROOT) + source + os.sep, str(directory.parent) + os.sep
+    for number, event in enumerate(events):
+        if event["e"] != "written":
+            continue
+        path = os.path.realpath(event["path"])
+        is_inside = path.startswith(str(directory) + os.sep)
+        if os.path.isfile(path) and (is_inside or not path.startswith(drill)):
+            name = path.removeprefix(copy)
+            is_last = number > last and not event.get("append")
+            known = found.get(name)
+            found[name] = WrittenFile(
+                path, is_last and (known is None or known.is_export), not is_inside
+            )
+    return found
+
+
+def observe(
+    program: DrilledProgram, outcome: Outcome, phases: Mapping[tuple[str, int], object]
+) -> Observed:
+    """Summarize an undisturbed run; `phases` are those of its checkpoints."""
     chief = [event for event in outcome.events if event["w"] == 0]
     steps = [event for event in chief if event["e"] == "step"]
     end = outcome.began + outcome.seconds
@@ -317,25 +356,41 @@ def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
         runs=tuple(event["run"] for event in committed),
         first_commit_s=committed[0]["t"] - outcome.began if committed else 0.0,
         before_commit=Counter(event["e"] for event in chief[: synced + 1]),
-        epoch_ends=epoch_ends(outcome.commits),
         versions=steps[0].get("versions", {}) if steps else {},
         recipe=dict(recipe),
+        phases=tuple(phases.get((event["run"], event["step"])) for event in committed),
     )
 
 
-def epoch_ends(commits: Sequence[Commit]) -> tuple[int, ...]:
-    """The commits after which a saved number of an epoch changes, unless it does so at each.
+def phases_of(outcome: Outcome) -> dict[tuple[str, int], object]:
+    """The phase of each checkpoint: what ran before and after it, and which leaves changed.
 
-    That is a leaf of this name, or the metric with which Keras `fit` records it.
+    Two checkpoints are of one phase if the same lines of the program ran in the steps since the
+    checkpoint before, and until the next one, and the same leaves changed.
     """
-    values: list[object] = []
-    for commit in commits:
-        manifest = read_manifest(commit.copy, commit.step)
-        epochs = [leaf for leaf in manifest.leaves if _EPOCH.search(leaf.path) and not leaf.shape]
-        hashes = [(leaf.path, leaf.hashes()) for leaf in epochs]
-        values.append((hashes, manifest.metrics.get("epoch")))
-    ends = [i for i, (a, b) in enumerate(pairwise(values)) if a != b]
-    return tuple(ends) if len(ends) < len(values) - 1 else ()
+    chief = [event for event in outcome.events if event["w"] == 0]
+    lines = [(event["step"], event["lines"]) for event in chief if event.get("lines")]
+    found: dict[tuple[str, int], object] = {}
+    for run in dict.fromkeys(commit.run for commit in outcome.commits):
+        commits = sorted((c for c in outcome.commits if c.run == run), key=lambda c: c.step)
+        hashes: list[dict[str, object]] = []
+        for manifest in (read_manifest(commit.copy, commit.step) for commit in commits):
+            hashes.append({"metric epoch": manifest.metrics.get("epoch")})  # of Keras `fit`
+            hashes[-1] |= {leaf.path: (leaf.text, *leaf.hashes()) for leaf in manifest.leaves}
+        spans = []
+        for a, b in zip([None, *commits], [*commits, None], strict=True):
+            first, last = a.step if a else -1, b.step if b else math.inf
+            ran = frozenset(sign for step, sign in lines if first < step <= last)
+            spans.append(ran)
+        changed = [
+            frozenset(path for path, known in new.items() if old.get(path, known) != known)
+            for old, new in pairwise([{}, *hashes])
+        ]
+        changed.append(frozenset())
+        around = [*zip(spans, changed, strict=True)]
+        for number, commit in enumerate(commits):
+            found[run, commit.step] = (around[number], around[number + 1])
+    return found
 
 
 def read_manifest(copy: str, step: int) -> Manifest:

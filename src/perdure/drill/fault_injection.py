@@ -44,12 +44,13 @@ from urllib.parse import quote
 from perdure import heartbeats
 from perdure.drill.jumping_clock import jump
 from perdure.drill.working_directory import ROOT
+from perdure.drill.written_files import EVENTS, LineSigns
 from perdure.state import process_random
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes
 from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
 
-PLAN, EVENTS, COPIES, RUNS = "plan.json", "events.jsonl", "manifests", "runs"
+PLAN, COPIES, RUNS = "plan.json", "manifests", "runs"
 
 Listener = Callable[[str, "int | None"], None]
 
@@ -94,6 +95,7 @@ class FaultInjector:
         self._faults: list[dict[str, Any]] = plan["faults"]
         self._read_only = set(plan.get("read_only", ()))
         self.is_doctor: bool = plan.get("doctor", False)
+        self._signs = LineSigns() if plan.get("phases") else None
         self._recorded: set[int] = set()
         self._traced: int | None = plan.get("traced")
         self._finished = -2  # the last step that was reported
@@ -267,6 +269,8 @@ class FaultInjector:
                     fields["modules"] = [name for name in _FRAMEWORKS if name in sys.modules]
                     fields["versions"] = _versions()
                 self._step = step
+                if self._signs is not None:
+                    fields["lines"] = self._signs.take()
             self._seen[point] += 1
             self._record(point, step=step, **fields)
             self._trace_generators(point, step)

@@ -16,6 +16,7 @@ AFTER_COMMIT = "kill-after-commit"
 LAST = "the last checkpoint of a run directory"
 """The place of a restore after which nothing is left to do in that directory."""
 MOST_LAST = 8
+MOST_PHASES = 12
 FAR_JUMP_S = 40 * 86400.0
 _RESTART_S = 0.2  # from the end of an attempt to the start of the next one
 
@@ -67,20 +68,25 @@ def required_restores(observed: Observed) -> list[Scenario]:
     """One restore from each kind of place, whatever the options say.
 
     The program is killed right after a commit, which is counted and not timed: after the first one, one
-    in the middle, the last one before the program ends; if the checkpoints show epochs, the last one
-    before an epoch's end; and the last one of each run directory (of up to `MOST_LAST`), after which
-    the program has to end as it did.
+    in the middle, the last one before the program ends; one of each other phase (of up to
+    `MOST_PHASES`, those with the fewest checkpoints first); and the last one of each run directory (of
+    up to `MOST_LAST`), after which the program has to end as it did.
     """
     usable = observed.restorable
     places: dict[str, int] = {}
     if usable:
         places = {"the first checkpoint": usable[0], "one in the middle": usable[len(usable) // 2]}
-        if ends := [number for number in usable if number - 1 in observed.epoch_ends]:
-            places["the last one before an epoch's end"] = ends[len(ends) // 2]
         places["the last one before the end"] = usable[-1]
     chosen: dict[int, str] = {}
     for place, nth in places.items():
         chosen.setdefault(nth, place)
+    phases: dict[object, list[int]] = {}
+    for number in usable:
+        phases.setdefault(observed.phase(number), []).append(number)
+    for nth in chosen:
+        phases.pop(observed.phase(nth), None)
+    for numbers in sorted(phases.values(), key=len)[:MOST_PHASES]:
+        chosen[numbers[len(numbers) // 2]] = "another phase of the program"
     last = [number for number in observed.last_commits if number not in usable]
     for index in range(min(MOST_LAST, len(last))):
         chosen[last[(index + 1) * len(last) // min(MOST_LAST, len(last)) - 1]] = LAST

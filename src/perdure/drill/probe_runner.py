@@ -62,9 +62,11 @@ class ProbeRunner:
         put: Sequence[str],
     ) -> tuple[Outcome, Path]:
         self._count += 1
-        directory = self._directory / f"probe-{self._count}"
+        directory = self._directory / f"probe-{self._count:03d}"  # of one length
         self._progress(f"further run {self._count}", None)
         environment = (
             probe_environment(self._directory, probes, program.environment, put) if probes else {}
         )
-        return execute(program, directory, attempts, self.observed, environment), directory
+        outcome = execute(program, directory, attempts, self.observed, environment)
+        outcome.hash_exports(self.plain.exports)
+        return outcome, directory

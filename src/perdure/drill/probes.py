@@ -6,16 +6,19 @@ PERDURE_DRILL_PROBE names them. These take away what makes two runs differ:
 - "clock": the time that the program reads is a function of how often it asked.
 - "seed": a fixed seed replaces the system's entropy (also of `secrets`, and PyTorch's first seed).
 - "hash": the hashes of strings are fixed.
+- "addresses": the addresses of objects are the same in each process, if the system allows that.
 - "process": the number of the process and of the attempt are fixed.
 - "memory": memory that nothing was written to holds a fixed pattern.
 - "one thread": tasks of a thread pool run one after the other, and libraries use one thread.
+- "no caches": `functools.cache` and `lru_cache` keep nothing in functions of the program.
+- "no jit": JAX compiles no function.
 
 These plant what another machine does otherwise; that they took effect is recorded as an event:
 
 - "jumps": the clock can jump, and the timers that the program reads.
 - "shuffled directories": the entries of a directory come in another order.
 - "poisoned memory": memory that nothing was written to holds a pattern, not zeros.
-- "late threads": the tasks of a thread pool begin later, and not in their order.
+- "late threads": the tasks of a thread pool begin later, and not in their order; so do threads.
 - "fast timers": the timers that the program reads run 60 times as fast.
 
 "resume" puts back what the process held; see `resume_probe`.
@@ -24,6 +27,8 @@ These plant what another machine does otherwise; that they took effect is record
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
+import functools
 import importlib.abc
 import importlib.machinery
 import itertools
@@ -46,7 +51,10 @@ PUT = "PERDURE_DRILL_PUT"
 PLANTS = ("shuffled directories", "poisoned memory", "late threads", "fast timers")
 
 _POISON = 0xA5
+_ASK = 0xFFFFFFFF
+_NO_RANDOM_ADDRESSES = 0x0040000
 _LATE_S = 0.004
+_LATE_THREAD_S, _LATE_THREADS = 0.3, 10
 _SITE = """
 import os, sys
 here = os.path.dirname(os.path.abspath(__file__))
@@ -61,6 +69,8 @@ install_probes()
 """
 _VARIABLES = {
     "hash": {"PYTHONHASHSEED": "0"},
+    "addresses": {"PYTHONHASHSEED": "0"},
+    "no jit": {"JAX_DISABLE_JIT": "1"},
     "process": {"PERDURE_ATTEMPT": "1"},
     "memory": {"MALLOC_PERTURB_": str(_POISON)},
     "poisoned memory": {"MALLOC_PERTURB_": str(_POISON)},
@@ -100,6 +110,8 @@ def install_probes() -> None:
     installers: Mapping[str, Callable[[], None]] = {
         "clock": count_time,
         "seed": _fix_entropy,
+        "addresses": _fix_addresses,
+        "no caches": _keep_nothing,
         "process": _fix_process,
         "memory": _poison,
         "one thread": _one_thread,
@@ -160,6 +172,44 @@ def _fix_entropy() -> None:
     np.random.seed(0)  # noqa: NPY002 (the global generator is the one to seed)
 
 
+def _fix_addresses() -> None:
+    """Begin this process again where the system gives out the same addresses each time."""
+    personality = ctypes.CDLL(None).personality
+    now = personality(_ASK)
+    if now >= 0 and not now & _NO_RANDOM_ADDRESSES:
+        if personality(now | _NO_RANDOM_ADDRESSES) < 0:
+            sys.exit("the system does not allow the same addresses in each process")
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606 (the same command once more)
+
+
+def _keep_nothing() -> None:
+    def caching(maxsize: Any = 128, typed: bool = False) -> Callable[..., Any]:
+        if callable(maxsize) and not is_program_file(maxsize.__code__.co_filename):
+            return real(maxsize)
+        if callable(maxsize):
+            return _uncached(maxsize)
+        keep = real(maxsize, typed)
+        return lambda function: (
+            _uncached(function)
+            if is_program_file(getattr(getattr(function, "__code__", None), "co_filename", ""))
+            else keep(function)
+        )
+
+    real = functools.lru_cache
+    functools.lru_cache = caching  # type: ignore[assignment]
+    functools.cache = lambda function: caching(None)(function)  # type: ignore[assignment]
+
+
+def _uncached(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    called.cache_clear = lambda: None  # type: ignore[attr-defined]
+    called.cache_info = lambda: (0, 0, None, 0)  # type: ignore[attr-defined]
+    return called
+
+
 def _fix_process() -> None:
     real = os.getpid
     os.getpid = lambda: 4242 if is_program_file(sys._getframe(1).f_code.co_filename) else real()
@@ -196,7 +246,7 @@ def _took_effect(plant: str) -> None:
     if plant in _seen:
         return
     _seen.add(plant)
-    from perdure.drill.fault_injection import EVENTS
+    from perdure.drill.written_files import EVENTS
     from perdure.store.drill_hook import DRILL
 
     if directory := os.environ.get(DRILL):
@@ -299,7 +349,8 @@ def _filled_tensor(torch: ModuleType, make: Callable[..., Any]) -> Callable[...,
 
 
 def _delay_threads() -> None:
-    """Tasks of a pool begin after waits of different lengths, so they end in another order."""
+    """Tasks of a pool begin after waits of different lengths, so they end in another order; the first
+    threads that the program starts begin late."""
     submit = concurrent.futures.ThreadPoolExecutor.submit
     numbers = itertools.count()
 
@@ -316,6 +367,23 @@ def _delay_threads() -> None:
         return submit(pool, run, *arguments, **named)
 
     concurrent.futures.ThreadPoolExecutor.submit = late  # type: ignore[method-assign]
+    start = threading.Thread.start
+    waits = iter([_LATE_THREAD_S] * _LATE_THREADS)
+
+    def start_late(thread: threading.Thread) -> None:
+        wait = next(waits, 0.0) if is_program_file(sys._getframe(1).f_code.co_filename) else 0.0
+        if wait:
+            _took_effect("late threads")
+            run = thread.run
+
+            def run_late() -> None:
+                time.sleep(wait)
+                run()
+
+            thread.run = run_late  # type: ignore[method-assign]
+        start(thread)
+
+    threading.Thread.start = start_late  # type: ignore[method-assign]
 
 
 def _one_thread() -> None:

@@ -23,10 +23,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from perdure.drill.fault_injection import EVENTS
 from perdure.drill.frozen import describe, freeze, have_one_seed, kind_of, put_back
 from perdure.drill.loop_readers import Head, loop_around, readers
 from perdure.drill.working_directory import LARGEST_COPY, MOST_ENTRIES
+from perdure.drill.written_files import EVENTS
 from perdure.state.held import frames_of_threads, held_values, program_frames, same_bits
 from perdure.store.format import MARKER
 

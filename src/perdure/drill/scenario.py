@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from perdure.store.format import hash_bytes
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,9 @@ class Observed:
         first_commit_s: Seconds from the start to the first commit.
         before_commit: How often worker 0 had reached each point once its first commit was made.
         runs: The run directory of each commit of `sequence`; empty if there is only one.
-        epoch_ends: Positions in `sequence` of the last commits before an epoch's end; empty if the
-            checkpoints do not show epochs.
         versions: The releases that the program ran on.
         recipe: The recipe of its last checkpoint.
+        phases: The phase of each commit of `sequence`; empty if they are not known.
     """
 
     seconds: float
@@ -154,9 +156,13 @@ class Observed:
     first_commit_s: float = 0.0
     before_commit: Mapping[str, int] = field(default_factory=dict)
     runs: tuple[str, ...] = ()
-    epoch_ends: tuple[int, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    phases: tuple[object, ...] = ()
+
+    def phase(self, number: int) -> object:
+        """The phase of a commit, counted from 1."""
+        return self.phases[number - 1] if self.phases else None
 
     @property
     def restorable(self) -> list[int]:
@@ -184,6 +190,21 @@ class Observed:
         run = self._runs[number - 1]
         steps = (step for step, of in zip(self.sequence, self._runs, strict=True) if of == run)
         return max(*steps, *(self.steps if len(set(self._runs)) == 1 else ()), 0)
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that a run has written and left.
+
+    Attributes:
+        path: Where it is.
+        is_export: It was made after the last step, and not appended to.
+        is_outside: It is outside of the copy of the working directory.
+    """
+
+    path: str
+    is_export: bool
+    is_outside: bool
 
 
 @dataclass(frozen=True)
@@ -231,6 +252,8 @@ class Outcome:
         fired: The faults that happened.
         problem: Why it did not end as it should; empty if it did.
         log: The end of its log if there is a problem.
+        files: What it has written and left, by name.
+        exports: The hashes of the files that are compared at the end, by name.
     """
 
     began: float = 0.0
@@ -241,6 +264,15 @@ class Outcome:
     fired: list[str] = field(default_factory=list)
     problem: str = ""
     log: str = ""
+    files: dict[str, WrittenFile] = field(default_factory=dict)
+    exports: dict[str, str] = field(default_factory=dict)
+
+    def hash_exports(self, names: Iterable[str]) -> None:
+        """Read the files of these names, which are compared at the end."""
+        self.exports = {
+            name: hash_bytes(Path(self.files[name].path).read_bytes()) if name in self.files else ""
+            for name in names
+        }
 
     def all_fired(self, scenario: Scenario) -> bool:
         """Whether every planned fault has happened, however the run ended."""

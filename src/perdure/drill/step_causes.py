@@ -109,7 +109,7 @@ def likely_cause(found: StepComparison) -> Diagnosis:
         evidence.append("on the same devices and processes both have the same bits")
         return diagnosis("topology", *evidence)
     if part.part == "batch" and (same := _same_batch(found)) is not None:
-        return diagnosis("data position", *evidence, same)
+        return diagnosis(same[0], *evidence, same[1])
     if part.part == "state" and "update" in part.equal:
         return diagnosis("changed outside", *evidence)
     return diagnosis(_CAUSES.get(part.part, "other step"), *evidence)
@@ -130,8 +130,11 @@ def _of_run(each: ReplayedRun) -> list[str]:
     return [*lines, f"{each.run}: step {result.step} has another {what}: {digests}"]
 
 
-def _same_batch(found: StepComparison) -> str | None:
-    """Whether one run has, in this step, the batch that the other had in another one."""
+def _same_batch(found: StepComparison) -> tuple[str, str] | None:
+    """The cause, and the text, if one run has in this step the batch of another step of the other.
+
+    The data start again only if it is the first batch that the other has recorded.
+    """
     names = [each.run for each in found.runs]
     batches = [
         {line.entry.step: line.entry.batch for line in read_journal(Run(name).storage)}
@@ -142,5 +145,7 @@ def _same_batch(found: StepComparison) -> str | None:
         same = [step for step, known in batches[other].items() if batch and known == batch]
         if same:
             here, there = names[this], names[other]
-            return f"the batch of step {found.step} in {here} is that of step {same[0]} in {there}"
+            text = f"the batch of step {found.step} in {here} is that of step {same[0]} in {there}"
+            begins_again = same[0] == min(batches[other]) and same[0] < found.step
+            return "data position" if begins_again else "other position", text
     return None

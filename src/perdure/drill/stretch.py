@@ -16,8 +16,9 @@ from typing import Any
 
 from perdure.checkpoint.recipe import ALLOW
 from perdure.drill.execution import LOGS, DrilledProgram, log_tail, writable
-from perdure.drill.fault_injection import COPIES, EVENTS, PLAN, redirected
+from perdure.drill.fault_injection import COPIES, PLAN, redirected
 from perdure.drill.step_parts import Part
+from perdure.drill.written_files import EVENTS
 from perdure.errors import LaunchError
 from perdure.store import LocalStorage, Run, fork_run
 from perdure.store.drill_hook import DRILL

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perdure.drill.drill_report import DrillRow
-from perdure.text import counted
+from perdure.text import counted, few
 
 _STYLE = {"pass": "green", "differs": "bold red", "failed": "bold red", "not fired": "yellow"}
 _MOST_LEAVES = 8
@@ -91,10 +91,14 @@ def verdict(document: Mapping[str, Any]) -> str:
     if document["pass"]:
         fired = sum(len(run["fired"]) for run in runs)
         end = (document["undisturbed"]["fingerprint"] or "")[:16]
+        exports = document["exports"]
+        also = f", and {few(exports)} the same bytes" if exports else ""
+        kinds = "{} of {} kinds".format(*document["tried"]["kinds"])
         return (
-            f"PASS: {counted(good, 'faulted run')}, {counted(fired, 'fault')} fired, "
+            f"PASS: {counted(good, 'faulted run')}, {counted(fired, 'fault')} of {kinds} fired, "
             f"{restored_text(document)}; every checkpoint and every end has the "
-            f"fingerprint of the undisturbed run ({end})"
+            f"fingerprint of the undisturbed run ({end}){also}. Not looked at: "
+            f"{'; '.join(document['not_looked_at'])}"
         )
     if document["undisturbed"]["difference"]:
         return "FAIL: two runs without any fault end with different bits"
@@ -113,13 +117,16 @@ def verdict(document: Mapping[str, Any]) -> str:
 
 
 def restored_text(document: Mapping[str, Any]) -> str:
-    """In how many runs a checkpoint was restored, and from which steps."""
-    restored = document["restored"]
-    steps = restored["steps"]
-    shown = ", ".join(map(str, steps[:_MOST_STEPS]))
-    more = f" and {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
-    at = f", from steps {shown}{more}" if steps else ""
-    return f"restored in {restored['runs']} of {counted(restored['of'], 'run')}{at}"
+    """In how many runs a checkpoint was restored, from which of them, and in which phases."""
+    restored, tried = document["restored"], document["tried"]
+    runs = f"restored in {restored['runs']} of {counted(restored['of'], 'run')}"
+    if not restored["steps"]:
+        return runs
+    phases = " in {} of {} phases".format(*tried["phases"]) if tried["phases"][1] > 1 else ""
+    steps = few(restored["steps"], _MOST_STEPS)
+    return f"{runs}, from {{}} of {{}} checkpoints{phases}: steps {steps}".format(
+        *tried["checkpoints"]
+    )
 
 
 def _table(document: Mapping[str, Any]) -> Table:

@@ -15,6 +15,7 @@ from perdure.store.storage import Storage
 
 DRILL = "PERDURE_DRILL"
 _INJECTOR = "perdure.drill.fault_injection"
+_FILES = "perdure.drill.written_files"
 
 
 class DrillHook(Protocol):
@@ -76,3 +77,7 @@ def drilled_clock(clock: Callable[[], float]) -> Callable[[], float]:
     """`clock`, or one that a drill can let jump."""
     hook = drill_hook()
     return clock if hook is None else hook.clock(clock)
+
+
+if _directory := os.environ.get(DRILL):  # before the program writes anything
+    import_module(_FILES).watch_files(_directory)

@@ -1,0 +1,100 @@
+"""Inside a drilled program: records which files it opens for writing, and which of its lines ran.
+
+Both begin with the import of perdure. Files that native code opens are not seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from types import CodeType, FrameType
+from typing import Any
+
+EVENTS = "events.jsonl"
+_WRITES = os.O_WRONLY | os.O_RDWR
+_OWN = ("perdure.", "importlib.", "_frozen_importlib")
+_EXPORTS = ("perdure.convert", "perdure.look", "perdure.report")  # write what the program asks for
+_SYSTEM = ("/dev/", "/proc/", "/sys/")
+_MOST = 20_000
+_MOST_LINES = 5_000_000
+
+
+def watch_files(directory: str) -> None:
+    """Record from now on each file that this process writes, for the drilled run in `directory`."""
+    target = os.open(os.path.join(directory, EVENTS), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    worker = int(os.environ.get("RANK") or 0)
+    left = _MOST
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event == "open":
+            path, _, flags = arguments
+            if not isinstance(flags, int) or not flags & _WRITES:
+                return
+        elif event == "os.rename":
+            path, flags = arguments[1], 0
+        else:
+            return
+        if not isinstance(path, (str, os.PathLike)) or not left:
+            return
+        module = str(sys._getframe(1).f_globals.get("__name__"))
+        if module.startswith(_OWN) and not module.startswith(_EXPORTS):
+            return
+        place = os.path.abspath(path)
+        if place.startswith(_SYSTEM) or "__pycache__" in place:
+            return
+        left -= 1
+        line = {"e": "written", "t": time.monotonic(), "w": worker, "path": place}
+        if flags & os.O_APPEND:
+            line["append"] = True
+        os.write(target, json.dumps(line).encode() + b"\n")
+
+    sys.addaudithook(hook)
+
+
+class LineSigns:
+    """Which lines of the program ran since they were asked for last, in the thread that made this.
+
+    It begins in the frames that run now. It does nothing under a debugger, and ends in a program that
+    runs very many lines.
+    """
+
+    def __init__(self) -> None:
+        self._lines: set[tuple[str, int]] = set()
+        self._left = _MOST_LINES
+        self._known: dict[CodeType, bool] = {}
+        frame: FrameType | None = sys._getframe(1)
+        if sys.gettrace() is not None:
+            return
+        while frame is not None:
+            if self._is_of_program(frame):
+                frame.f_trace = self._line
+            frame = frame.f_back
+        sys.settrace(self._call)
+
+    def take(self) -> str:
+        """One text for the set of lines."""
+        lines, self._lines = self._lines, set()
+        return f"{hash(frozenset(lines)) & 0xFFFFFFFF:08x}" if self._left else ""
+
+    def _is_of_program(self, frame: FrameType) -> bool:
+        from perdure.state.held import is_program_frame
+
+        known = self._known.get(frame.f_code)
+        if known is None:
+            known = self._known[frame.f_code] = is_program_frame(frame)
+        return known
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
+        return self._line if self._left and self._is_of_program(frame) else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            self._lines.add((frame.f_code.co_filename, frame.f_lineno))
+            self._left -= 1
+            if not self._left:
+                sys.settrace(None)
+                return None
+        return self._line

@@ -65,11 +65,15 @@ def _drilled(name: str, program: Program, seed: int, *, keep: bool = True) -> di
     """One default drill, which ends at the first run that differs."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="perdure-planted-") as work:
-        script = Path(work) / "program.py"
+        home = Path(work) / "home"
+        home.mkdir()
+        script = home / "program.py"
         script.write_text(program.source)
         environment = {"SEED": str(seed), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environment["PLANTED_CACHE"] = str(Path(work) / "beside" / "cache.npy")
+        (Path(work) / "beside").mkdir()
         options = DrillOptions(seed=seed, runs=20, environment=environment, fail_fast=True)
-        with chdir(work):
+        with chdir(home):
             report = run_drill([sys.executable, str(script)], options, Path(work) / "drill")
     document = report.document()
     diagnoses = [document["undisturbed"]["diagnosis"], *(r["diagnosis"] for r in document["runs"])]

@@ -150,6 +150,37 @@ WRONG |= {
     ),
 }
 
+WRONG |= {
+    "jax_stale_trace": jax_program(
+        """
+        rate = 1.0
+
+
+        @jax.jit
+        def update(w, batch):
+            return w - rate * gradient(w, batch)  # wrong: of the step in which it is traced
+
+        """,
+        """
+        rate = 0.8**step
+        state = {"w": update(state["w"], batch)}
+        """,
+        "stale value",
+    ),
+    "torch_default_dtype": torch_program(
+        _ADAM,
+        '{"model": model, "optimizer": optimizer}',
+        """
+        for parameter in model.parameters():
+            parameter.grad += torch.linspace(0, 0.1, 7).sum().float() / 3
+        optimizer.step()
+        torch.set_default_dtype(torch.float64)  # wrong: not in a resumed process at first
+        """,
+        "unsaved state",
+        "several",
+    ),
+}
+
 _KERAS = """\
 import os
 

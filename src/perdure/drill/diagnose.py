@@ -60,26 +60,38 @@ def diagnose_undisturbed(
     tried = [f"control: {equal} of the {len(pairs)} pairs of 4 runs are equal"]
     # One more of each, because few pairs say little about what is rare.
     repeats = repeats_for((equal + 1) / (len(pairs) + 2))
-    return _steady_cause(lambda *probes: runner.undisturbed(*probes), repeats, tried)
+    found = _steady_cause(lambda *probes: runner.undisturbed(*probes), repeats, tried)
+    if found.cause == "unknown" and _compare_repeats(runner.undisturbed, repeats) == "":
+        return _left_over(runner, [runner.undisturbed()], found.evidence)
+    return found
 
 
-def _left_over(runner: ProbeRunner, later: Sequence[Outcome]) -> Diagnosis:
-    """All runs but the first are equal. The cause is named if the first one has left a file outside."""
+def _left_over(
+    runner: ProbeRunner, later: Sequence[Outcome], tried: Sequence[str] = ()
+) -> Diagnosis:
+    """Later runs are equal. The cause is named if the first one has left a file outside."""
     more = [runner.undisturbed() for _ in range(3)]
-    seen = "the {} runs after the first are equal to each other and differ from it".format
     if any(compare(later[0], each)[1] is not None for each in more):
-        tried = "control: runs after the first are equal to each other now and then"
-        return _steady_cause(lambda *probes: runner.undisturbed(*probes), _MOST_REPEATS, [tried])
+        said = "control: runs after the first are equal to each other now and then"
+        if tried:
+            return diagnosis("unknown", *tried, said)
+        return _steady_cause(runner.undisturbed, _MOST_REPEATS, [said])
     number = len(later) + len(more)
+    seen = f"the {number} runs after the first are equal to each other and differ from it"
+    if tried:
+        seen = f"the last {number} runs are equal to each other, and the first ones were not"
     outside = [name for name, file in runner.plain.files.items() if file.is_outside]
     if not outside:
         return diagnosis(
             "unknown",
-            seen(number),
+            *tried,
+            seen,
             "no file was seen that the program writes outside of its working directory (those that "
             "native code writes are not seen)",
         )
-    return diagnosis("left over", seen(number), f"the program writes outside of it: {few(outside)}")
+    return diagnosis(
+        "left over", *tried, seen, f"the program writes outside of its directory: {few(outside)}"
+    )
 
 
 def repeats_for(equal: float) -> int:
@@ -167,13 +179,19 @@ def _diagnose_end(
 
 
 def _steady_cause(run: Callable[..., Outcome], repeats: int, tried: Sequence[str]) -> Diagnosis:
-    """The probe under which `repeats` runs are equal to each other."""
+    """The probe under which `repeats` runs are equal to each other, while runs without it are not."""
     evidence = list(tried)
     for probe, cause, meaning in STEADY:
         result = _compare_repeats(run, repeats, probe)
-        if result == "":
-            return diagnosis(cause, *evidence, f"{repeats} runs with {meaning} are equal")
-        evidence.append(f"runs with {meaning} {result}")
+        if result != "":
+            evidence.append(f"runs with {meaning} {result}")
+            continue
+        evidence.append(f"{repeats} runs with {meaning} are equal")
+        without = _compare_repeats(run, repeats)
+        if without:
+            return diagnosis(cause, *evidence, f"and runs without it {without}")
+        evidence.append(f"but by now, {repeats} runs without it are equal, too")
+        return diagnosis("unknown", *evidence)
     probes = tuple(probe for probe, _, _ in STEADY)
     result = _compare_repeats(run, repeats, *probes)
     if result:

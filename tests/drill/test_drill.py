@@ -70,9 +70,13 @@ def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
     restored = found["restored"]
     assert restored["of"] == len(kinds) + 4
     assert restored["runs"] >= len(kinds)
-    assert f"restored in {restored['runs']} of {restored['of']} runs, from steps 2, " in verdict(
-        found
-    )
+    tried = found["tried"]
+    assert tried["phases"][0] == tried["phases"][1]
+    assert tried["kinds"] == [len(kinds) - len(found["not_tested"].keys() - ALONE), len(KINDS)]
+    said = verdict(found)
+    assert f"restored in {restored['runs']} of {restored['of']} runs, from " in said
+    assert "of 8 checkpoints" in said
+    assert "file" not in said.partition("Not looked at")[2], "it writes none of its own"
     assert {row["kind"] for row in found["runs"]} == set(kinds)
     assert found["impossible"].keys() == ALONE
     for row in report.rows:

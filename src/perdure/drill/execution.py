@@ -308,14 +308,16 @@ def written_files(
     """
     steps = [number for number, event in enumerate(events) if event["e"] == "step"]
     last, found = (steps or [0])[-1], {}
-    copy, drill = str(directory / ROOT) + source + os.sep, str(directory.parent) + os.sep
+    drill = os.path.realpath(directory.parent) + os.sep
+    real = os.path.realpath(directory) + os.sep
+    copy = f"{real}{ROOT}{source}{os.sep}"
     for number, event in enumerate(events):
         if event["e"] != "written":
             continue
         path = os.path.realpath(event["path"])
-        is_inside = path.startswith(str(directory) + os.sep)
+        is_inside = path.startswith((f"{real}{ROOT}{os.sep}", f"{real}{RUNS}{os.sep}"))
         if os.path.isfile(path) and (is_inside or not path.startswith(drill)):
-            name = path.removeprefix(copy)
+            name = path.removeprefix(copy).removeprefix(real)
             is_last = number > last and not event.get("append")
             known = found.get(name)
             found[name] = WrittenFile(

@@ -16,6 +16,7 @@ EVENTS = "events.jsonl"
 _WRITES = os.O_WRONLY | os.O_RDWR
 _OWN = ("perdure.", "importlib.", "_frozen_importlib")
 _EXPORTS = ("perdure.convert", "perdure.look", "perdure.report")  # write what the program asks for
+_HELPERS = ("pathlib", "shutil", "tempfile", "os")
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _MOST = 20_000
 _MOST_LINES = 5_000_000
@@ -39,7 +40,10 @@ def watch_files(directory: str) -> None:
             return
         if not isinstance(path, (str, os.PathLike)) or not left:
             return
-        module = str(sys._getframe(1).f_globals.get("__name__"))
+        frame = sys._getframe(1)
+        while frame.f_globals.get("__name__") in _HELPERS and frame.f_back is not None:
+            frame = frame.f_back
+        module = str(frame.f_globals.get("__name__"))
         if module.startswith(_OWN) and not module.startswith(_EXPORTS):
             return
         place = os.path.abspath(path)

@@ -42,7 +42,7 @@ def make_checkpoints(storage: Storage, count: int) -> None:
             format=1,
             step=step,
             created=time_text(60 * step),
-            fingerprint=checked_fingerprint(1, packs, entries, name),
+            fingerprint=checked_fingerprint(packs, entries, name),
             recipe={},
             metrics={"loss": 1 / step},
             packs=packs,

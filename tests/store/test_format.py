@@ -9,12 +9,12 @@ from helpers import contents, make_leaves, repeated, run_on
 
 from perdure.errors import CorruptionError, FormatVersionError
 from perdure.store import Leaf, MemoryStorage, Run, verify_run
-from perdure.store.format import CODEC_FORMAT, hash_bytes, manifest_name, seconds_of, time_text
+from perdure.store.format import hash_bytes, manifest_name, seconds_of, time_text
 from perdure.store.manifest import plain_metrics
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 
 GOLDEN = "b381e58e"
-GOLDEN_RUN = "1b4ed75bdfaa21427af9bca3b6d891686061dc80fc7c0bcac4cadc2ea64fdece"
+GOLDEN_RUN = "ae9f33397818abb74243ec14c48c60b54803d6c7d9dcbbf3e6c04f9133f1cb70"
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_every_single_flipped_bit_of_encoded_packs_is_found() -> None:
     storage = MemoryStorage()
     with run_on(storage, codec="shuffle-zstd") as run:
         words = repeated(make_leaves(1, (40,)), 128)["model/layer0"]
-        assert run.save(7, {"a": Leaf("int32", (1280,), words.data)}).format == CODEC_FORMAT
+        assert run.save(7, {"a": Leaf("int32", (1280,), words.data)}).is_encoded
     flip_every_bit(storage)
     data = bytearray(storage.objects["packs/" + Run(storage).manifest(7).packs[0].name])
     data[9] ^= 1
@@ -92,8 +92,8 @@ def resealed(data: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def test_a_newer_manifest_format_is_refused_with_its_version(saved: MemoryStorage) -> None:
-    data = resealed(saved.objects[manifest_name(7)], b'"format":1', b'"format":4')
-    with pytest.raises(FormatVersionError, match=r"format 4; this perdure reads up to format 3"):
+    data = resealed(saved.objects[manifest_name(7)], b'"format":1', b'"format":2')
+    with pytest.raises(FormatVersionError, match=r"format 2; this perdure reads up to format 1"):
         decode_manifest(data, "here")
 
 

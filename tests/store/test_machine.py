@@ -31,7 +31,6 @@ from object_stores import ObjectServer
 from perdure.checkpoint.restore_source import load_good
 from perdure.errors import CorruptionError, HistoryError, StepNotFoundError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, Run, Storage, verify_run
-from perdure.store.format import CODEC_FORMAT
 
 AHEAD = st.integers(-3, 3)
 SEEDS = st.integers(0, 5)
@@ -104,7 +103,7 @@ class Machine(RuleBasedStateMachine):
             self.seen["refused"] += 1
             return
         try:
-            self.seen["encoded"] += self.run.save(step, leaves).format == CODEC_FORMAT
+            self.seen["encoded"] += self.run.save(step, leaves).is_encoded
         except HistoryError:
             # Either only its pack is damaged, and the manifest still says what was saved; or its
             # manifest is damaged and newer checkpoints exist.

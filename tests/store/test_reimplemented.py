@@ -42,7 +42,7 @@ def read(
     raw = (root / "checkpoints" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
     assert manifest["digest"] == blake3(b"{" + raw[77:]).hexdigest()
-    assert (manifest["format"] == 3) == ("local" in manifest or "containers" in manifest)
+    assert manifest["format"] == 1
     leaves = {}
     rows = []
     for leaf in manifest[field]:
@@ -52,7 +52,6 @@ def read(
         else:
             data, hashes = b"", []
             left = leaf.get("size", sum(chunk[3] for chunk in leaf.get("chunks", [])))
-            assert manifest["format"] >= 2 or "size" not in leaf
             for digest, pack, offset, length in leaf.get("chunks", []):
                 with (root / "packs" / manifest["packs"][pack]["name"]).open("rb") as file:
                     file.seek(offset)
@@ -76,7 +75,7 @@ def rebuild(root: Path, step: int, path: str) -> Any:
     """The state of the object at `path`, with arrays as (class, dtype, shape, bytes)."""
     raw = (root / "checkpoints" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
-    assert manifest["format"] == 3
+    assert manifest["format"] == 1
     leaves = read(root, step)[1]
     containers = manifest["containers"]
 
@@ -132,9 +131,9 @@ def check_pack(path: Path) -> None:
     assert blake3(index).digest() == raw[-48:-16]
     offset = 0
     header = json.loads(index)
-    for digest, stored, *size in header["chunks"]:
-        assert len(size) == header["format"] - 1
-        part = decoded(raw[offset : offset + stored], digest, *size or [stored])
+    assert header["format"] == 1
+    for digest, stored, size in header["chunks"]:
+        part = decoded(raw[offset : offset + stored], digest, size)
         assert blake3(part).hexdigest() == digest
         offset += stored
     assert offset == len(raw) - 56 - length
@@ -150,7 +149,7 @@ def test_a_reader_written_from_the_document_agrees_about_encoded_chunks(tmp_path
     with run_on(tmp_path, codec="shuffle-zstd") as run:
         run.save(1, make_leaves(3))
         manifest = run.save(12, {**leaves, **make_leaves(3, (1000,))})
-    assert manifest.format == 2
+    assert manifest.is_encoded
     assert manifest.stored_nbytes < manifest.nbytes / 3
     assert read(tmp_path, 12) == (
         manifest.fingerprint,
@@ -212,7 +211,6 @@ def test_a_reader_written_from_the_document_agrees_about_weak_types(tmp_path: Pa
     with run_on(tmp_path, codec="shuffle-zstd") as run:
         run.save(1, leaves)
         run.save(2, {"a": leaves["a"].strong()})
-        assert [run.manifest(step).format for step in (1, 2)] == [1, 1]
     hashed, read_back = read(tmp_path, 1)
     dtype, shape, data = read_back["a"]
     assert (dtype, shape, data) == ("weak:float32", (3,), words)
@@ -227,7 +225,7 @@ def test_a_reader_written_from_the_document_agrees_about_local_leaves(tmp_path: 
         plain = run.save(1, leaves)
         with_local = run.save(2, leaves, process_leaves=local)
         encoded = run.save(3, {**leaves, **repeated(make_leaves(5, (2000,)))}, process_leaves=local)
-    assert (plain.format, with_local.format, encoded.format) == (1, 3, 3)
+    assert (plain.is_encoded, with_local.is_encoded, encoded.is_encoded) == (False, False, True)
     assert with_local.fingerprint == plain.fingerprint
     for step in (2, 3):
         assert read(tmp_path, step, "local")[1] == contents(local)

@@ -213,17 +213,6 @@ def test_a_damaged_local_leaf_is_damage_of_its_checkpoint(tmp_path: Path) -> Non
         assert repair(run).report.good == (1,)
 
 
-def test_a_manifest_of_an_older_format_has_no_local_leaves(tmp_path: Path) -> None:
-    from test_format import resealed
-
-    with run_on(tmp_path) as run:
-        run.save(1, make_leaves(1), process_leaves=local_leaves(1))
-    manifest = tmp_path / manifest_name(1)
-    manifest.write_bytes(resealed(manifest.read_bytes(), b'"format":3', b'"format":2'))
-    with pytest.raises(CorruptionError, match="local leaves"):
-        Run(tmp_path).load(1)
-
-
 class _Counted(MemoryStorage):
     """Counts the reads of parts of packs."""
 

@@ -107,11 +107,10 @@ def _lines(
     from perdure.look.leaf_tree import value_text
     from perdure.look.listing import age_text
     from perdure.look.origins import origin_lines
-    from perdure.store.format import FORMAT
     from perdure.text import counted
 
     manifest = checkpoint.manifest
-    stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.format > FORMAT else ""
+    stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.is_encoded else ""
     rows = [
         (
             _short(leaf.path),

@@ -25,12 +25,12 @@ from perdure.store.contents import committed_steps, steps_from
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.entry_builder import Held
 from perdure.store.failures import DamagedChunk
-from perdure.store.format import manifest_name
+from perdure.store.format import FORMAT, manifest_name
 from perdure.store.free_space import ensure_free_space
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import AnyLeaf, Leaf, containers_of, total_bytes
 from perdure.store.loading import list_steps, read_manifest
-from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint, format_of
+from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, encode_checked
 from perdure.store.pack_writer import Written, write_pack
@@ -176,7 +176,6 @@ class Committer:
         metrics: dict[str, float | None],
     ) -> Manifest:
         containers = containers_of(save.leaves)
-        version = format_of(written.leaves, containers, written.process_leaves)
         name = f"{self._storage.where}: the manifest of this save"
         created = self._now()
         if (present := save.present) is not None:
@@ -185,10 +184,10 @@ class Committer:
             created, recipe = present.created, present.recipe
             metrics = self._merged_metrics(present, metrics)
         return Manifest(
-            format=version,
+            format=FORMAT,
             step=save.step,
             created=created,
-            fingerprint=checked_fingerprint(version, written.packs, written.leaves, name),
+            fingerprint=checked_fingerprint(written.packs, written.leaves, name),
             recipe=recipe,
             metrics=metrics,
             packs=tuple(written.packs),

@@ -15,7 +15,7 @@ from perdure.store.chunk_read import read_chunks
 from perdure.store.entry_builder import EntryBuilder, Held
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
-from perdure.store.manifest import Chunk, Manifest, PackEntry, format_of
+from perdure.store.manifest import Chunk, Manifest, PackEntry
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pack_writer import BLOCK, LARGE_BYTES, NewPack
@@ -189,7 +189,6 @@ def relocated(
     process_leaves = tuple(builder.moved(leaf, moved) for leaf in manifest.process_leaves)
     return msgspec.structs.replace(
         manifest,
-        format=format_of(leaves, manifest.containers, process_leaves),
         packs=tuple(builder.packs(size)),
         leaves=leaves,
         process_leaves=process_leaves,

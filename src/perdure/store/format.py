@@ -19,10 +19,7 @@ from perdure.errors import CorruptionError, FormatVersionError
 from perdure.store.json_blocks import blocks
 
 FORMAT = 1
-CODEC_FORMAT = 2
-"""The format of manifests and packs with encoded chunks. Others keep format 1."""
-STRUCTURE_FORMAT = 3
-"""The format of manifests with `containers` or `local`, the newest one."""
+"""The format of run directories, manifests and packs."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
 DCP_LAYOUT = "dcp/layout"
@@ -168,15 +165,14 @@ def hash_parts(parts: Iterable[bytes | memoryview]) -> str:
     return hasher.hexdigest()
 
 
-def check_version(data: bytes | memoryview, where: str, newest: int) -> int:
-    """The format that JSON states; raises `FormatVersionError` if it is above `newest`."""
+def check_version(data: bytes | memoryview, where: str) -> None:
+    """Raise `FormatVersionError` if the format that JSON states is newer than this one."""
     version = decode_json(data, _Header, where).format
-    if version > newest:
+    if version > FORMAT:
         raise FormatVersionError(
-            f"{where}: written in format {version}; this perdure reads up to format {newest}. "
+            f"{where}: written in format {version}; this perdure reads up to format {FORMAT}. "
             f"Nothing was changed. Install a newer perdure to use it."
         )
-    return version
 
 
 def decode_json(data: bytes | memoryview, kind: type[T], where: str) -> T:

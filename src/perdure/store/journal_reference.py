@@ -15,7 +15,7 @@ from perdure.errors import CorruptionError
 from perdure.store.journal_file import JOURNAL, REPAIR_ADVICE, JournalLine, read_journal
 from perdure.store.leaf import Leaf
 from perdure.store.local import LocalStorage
-from perdure.store.manifest import Manifest, format_of
+from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 
 JOURNAL_LEAF = "journal"
@@ -52,8 +52,7 @@ def without_reference(manifest: Manifest) -> Manifest:
     leaves = tuple(leaf for leaf in manifest.process_leaves if leaf.path != JOURNAL_LEAF)
     if len(leaves) == len(manifest.process_leaves):
         return manifest
-    version = format_of(manifest.leaves, manifest.containers, leaves)
-    return msgspec.structs.replace(manifest, format=version, process_leaves=leaves)
+    return msgspec.structs.replace(manifest, process_leaves=leaves)
 
 
 def checked_lines(

@@ -10,9 +10,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from perdure.store.format import (
-    CODEC_FORMAT,
-    FORMAT,
-    STRUCTURE_FORMAT,
     Hash,
     Natural,
     chunk_spans,
@@ -131,7 +128,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """One checkpoint. The creation of its file is the commit.
 
     Attributes:
-        format: The lowest format that can express this manifest.
+        format: `FORMAT` of the writer.
         step: The step of the checkpoint.
         created: When it was saved, in UTC.
         fingerprint: The hash of paths, dtypes, shapes and chunk hashes of all `leaves`.
@@ -161,6 +158,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         return (*self.leaves, *self.process_leaves) if self.process_leaves else self.leaves
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether some of its chunks are encoded."""
+        return any(leaf.size is not None for leaf in self.every_leaf())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the state."""
         return sum(leaf.nbytes for leaf in self.leaves)
@@ -174,17 +176,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
             for chunk in leaf.chunks
         }
         return sum(places.values())
-
-
-def format_of(
-    leaves: Iterable[LeafEntry],
-    containers: Mapping[str, Container] | None,
-    process_leaves: Sequence[LeafEntry],
-) -> int:
-    """The format of a manifest with these leaves and fields: the lowest that can express it."""
-    if containers or process_leaves:
-        return STRUCTURE_FORMAT
-    return FORMAT if all(leaf.size is None for leaf in leaves) else CODEC_FORMAT
 
 
 def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]]) -> str:

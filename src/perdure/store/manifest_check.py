@@ -14,9 +14,7 @@ import msgspec
 from perdure.errors import CorruptionError
 from perdure.store.format import (
     CHUNK_BYTES,
-    CODEC_FORMAT,
     SCALAR_PREFIX,
-    STRUCTURE_FORMAT,
     check_hashes,
     children_of,
     chunk_spans,
@@ -25,6 +23,7 @@ from perdure.store.format import (
 )
 from perdure.store.json_blocks import blocks, json_parts
 from perdure.store.manifest import MAPPINGS, Container, LeafEntry, Manifest, PackEntry
+from perdure.text import few
 
 MAX_DIMENSIONS = 64
 
@@ -49,9 +48,7 @@ _SCALAR_TEXT = {
 """The text of each kind of scalar that is not free; `py:str` and kinds of a later writer are."""
 
 
-def checked_fingerprint(
-    version: int, packs: Sequence[PackEntry], leaves: Sequence[LeafEntry], where: str
-) -> str:
+def checked_fingerprint(packs: Sequence[PackEntry], leaves: Sequence[LeafEntry], where: str) -> str:
     """The fingerprint of a manifest whose packs, paths, shapes and chunks fit together.
 
     The digest of a file only shows that it is as its writer left it. After this check its sizes can be
@@ -63,7 +60,7 @@ def checked_fingerprint(
     """
     if len({pack.name for pack in packs}) < len(packs):
         raise CorruptionError(f"{where}: a pack is listed twice.")
-    check = _LeafCheck(version, len(packs), where)
+    check = _LeafCheck(len(packs), where)
     rows = map(check.rows, blocks(leaves))
     digest = hash_parts(json_parts(map(msgspec.json.encode, rows)))
     for (dtype, shape, length), path in check.shapes.items():
@@ -91,11 +88,10 @@ class _LeafCheck:
         ends: For each pack, the end of the chunk that ends last.
     """
 
-    def __init__(self, version: int, packs: int, where: str) -> None:
+    def __init__(self, packs: int, where: str) -> None:
         self.paths: list[str] = []
         self.shapes: dict[tuple[str, tuple[int, ...], int], str] = {}
         self.ends = [0] * packs
-        self._version = version
         self._where = where
 
     def rows(self, leaves: Sequence[LeafEntry]) -> list[_Row]:
@@ -120,7 +116,7 @@ class _LeafCheck:
                     hashes.append(digest)
                     rows.append((path, dtype, shape, (digest,)))
                     continue
-                _check_leaf(self._version, leaf, self._where)
+                _check_leaf(leaf, self._where)
                 for chunk in chunks:
                     ends[chunk.pack] = max(ends[chunk.pack], chunk.offset + chunk.length)
                 rows.append((path, dtype, shape, leaf.hashes()))
@@ -154,7 +150,7 @@ def _check_paths(paths: list[str], where: str) -> None:
         raise CorruptionError(f"{where}: the path of a leaf has a part without a name.")
 
 
-def _check_leaf(version: int, leaf: LeafEntry, where: str) -> None:
+def _check_leaf(leaf: LeafEntry, where: str) -> None:
     """Raise unless a leaf is a scalar with a valid text, or an array cut into chunks by the rules."""
     if leaf.text is not None or leaf.dtype.startswith(SCALAR_PREFIX):
         form = _SCALAR_TEXT.get(leaf.dtype)
@@ -177,15 +173,13 @@ def _check_leaf(version: int, leaf: LeafEntry, where: str) -> None:
         if leaf.size is None:
             fits = lengths == sizes
         else:
-            fits = (
-                version >= CODEC_FORMAT
-                and lengths != sizes
-                and all(0 < length <= most for length, most in zip(lengths, sizes, strict=True))
+            fits = lengths != sizes and all(
+                0 < length <= most for length, most in zip(lengths, sizes, strict=True)
             )
     if not (fits and _holds(leaf.dtype, leaf.shape, size)):
         raise CorruptionError(
             f"{where}: leaf {leaf.path!r}: {leaf.dtype}{list(leaf.shape)} of {size} bytes cannot lie "
-            f"in {len(lengths)} chunks of together {sum(lengths)} bytes in format {version}."
+            f"in {len(lengths)} chunks of together {sum(lengths)} bytes."
         )
 
 
@@ -227,11 +221,8 @@ def check_containers(manifest: Manifest, where: str) -> None:
         for path, container in manifest.containers.items()
         if not _is_sound(container, path in leaves, children.get(path, ()))
     ]
-    if wrong or manifest.format < STRUCTURE_FORMAT:
-        raise CorruptionError(
-            f"{where}: format {manifest.format}: the containers do not fit the leaves: "
-            f"{', '.join(wrong[:5]) or 'expected none in this format'}."
-        )
+    if wrong:
+        raise CorruptionError(f"{where}: the containers do not fit the leaves: {few(wrong)}.")
 
 
 def _is_sound(container: Container, is_leaf: bool, below: Collection[str]) -> bool:

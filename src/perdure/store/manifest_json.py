@@ -12,8 +12,8 @@ import msgspec
 
 from perdure.errors import CorruptionError
 from perdure.store.format import (
+    FORMAT,
     MAX_STEP,
-    STRUCTURE_FORMAT,
     check_version,
     decode_json,
     hash_bytes,
@@ -144,13 +144,8 @@ def _checked(manifest: Manifest, where: str, step: int | None) -> Manifest:
     if manifest.containers:
         check_containers(manifest, where)
     if manifest.process_leaves:
-        if manifest.format < STRUCTURE_FORMAT:
-            raise CorruptionError(
-                f"{where}: it has local leaves (of single processes), which format "
-                f"{manifest.format} does not have."
-            )
-        checked_fingerprint(manifest.format, manifest.packs, manifest.process_leaves, where)
-    actual = checked_fingerprint(manifest.format, manifest.packs, manifest.leaves, where)
+        checked_fingerprint(manifest.packs, manifest.process_leaves, where)
+    actual = checked_fingerprint(manifest.packs, manifest.leaves, where)
     if actual != manifest.fingerprint:
         raise CorruptionError(
             f"{where}: expected fingerprint {manifest.fingerprint[:16]}, its leaves "
@@ -170,8 +165,8 @@ def _manifest(body: memoryview, where: str) -> Manifest:
     try:
         manifest = _decoder.decode(body)
     except (ValueError, RecursionError):  # a newer format looks like this too
-        check_version(body, where, STRUCTURE_FORMAT)
+        check_version(body, where)
         manifest = decode_json(body, Manifest, where)
-    if manifest.format > STRUCTURE_FORMAT:
-        check_version(body, where, STRUCTURE_FORMAT)
+    if manifest.format > FORMAT:
+        check_version(body, where)
     return manifest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -12,7 +11,6 @@ from msgspec import Struct
 from perdure.errors import CorruptionError
 from perdure.store.format import (
     CHUNK_BYTES,
-    CODEC_FORMAT,
     FORMAT,
     Hash,
     Natural,
@@ -27,14 +25,7 @@ TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32
 
 
 class PackIndex(Struct, frozen=True, forbid_unknown_fields=True):
-    """The chunks of a pack, in order and without gaps from offset 0: (hash, stored length)."""
-
-    format: Natural
-    chunks: tuple[tuple[Hash, Natural], ...]
-
-
-class EncodedPackIndex(Struct, frozen=True, forbid_unknown_fields=True):
-    """The chunks of a pack with encoded chunks: (hash, stored length, size once decoded)."""
+    """The chunks of a pack, in order and without gaps from offset 0."""
 
     format: Natural
     chunks: tuple[tuple[Hash, Natural, Natural], ...]
@@ -58,10 +49,9 @@ def pack_tail(
 
     `sizes` has the size of each encoded chunk by its hash.
     """
-    rows: Iterable[Any] = chunks
-    if sizes:
-        rows = ((digest, length, sizes.get(digest, length)) for digest, length in chunks)
-    frame = {"format": CODEC_FORMAT if sizes else FORMAT, "chunks": PLACEHOLDER}
+    sizes = sizes or {}
+    rows = ((digest, length, sizes.get(digest, length)) for digest, length in chunks)
+    frame = {"format": FORMAT, "chunks": PLACEHOLDER}
     length, hasher = 0, blake3()
     for part in json_parts(map(msgspec.json.encode, blocks(rows)), msgspec.json.encode(frame)):
         length += len(part)
@@ -92,22 +82,15 @@ def decode_pack_index(
     """
     if blake3(index).digest() != trailer[8:40]:
         raise CorruptionError(f"{where}: the index of the pack does not match its hash.")
-    chunks: tuple[PackedChunk, ...]
-    if check_version(index, where, CODEC_FORMAT) == FORMAT:
-        pairs = decode_json(index, PackIndex, where).chunks
-        chunks = tuple((digest, length, length) for digest, length in pairs)
-    else:
-        chunks = decode_json(index, EncodedPackIndex, where).chunks
-        for digest, length, size in chunks:
-            if not length <= size <= CHUNK_BYTES:
-                raise CorruptionError(
-                    f"{where}: the index gives {length} bytes to chunk {digest[:16]} of "
-                    f"{size} bytes."
-                )
+    check_version(index, where)
+    chunks = decode_json(index, PackIndex, where).chunks
+    for digest, length, size in chunks:
+        if not length <= size <= CHUNK_BYTES:
+            raise CorruptionError(
+                f"{where}: the index gives {length} bytes to chunk {digest[:16]} of {size} bytes."
+            )
     check_hashes([digest for digest, _, _ in chunks], where)
     held = sum(length for _, length, _ in chunks)
-    if max((length for _, length, _ in chunks), default=0) > CHUNK_BYTES:
-        raise CorruptionError(f"{where}: the index has a chunk of more than {CHUNK_BYTES} bytes.")
     if held != start:
         raise CorruptionError(
             f"{where}: the index describes {held} bytes of chunks, the pack holds {start}."

@@ -15,7 +15,6 @@ from perdure.errors import CorruptionError, NotARunError
 from perdure.store.contents import committed_steps
 from perdure.store.failures import is_gone, read_error
 from perdure.store.format import (
-    CODEC_FORMAT,
     FORMAT,
     LOCK,
     MARKER,
@@ -45,7 +44,7 @@ def encode_marker(created: str) -> bytes:
 
 def decode_marker(data: bytes, where: str) -> Marker:
     """The marker in `data`; raises `FormatVersionError` or `CorruptionError`."""
-    check_version(data, where, CODEC_FORMAT)
+    check_version(data, where)
     return decode_json(data, Marker, where)
 
 

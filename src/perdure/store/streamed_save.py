@@ -15,7 +15,7 @@ from typing import NamedTuple
 from perdure.errors import LockedError, SaveError, StepExistsError
 from perdure.store.copy import refuse_same_place
 from perdure.store.entry_builder import EntryBuilder
-from perdure.store.format import CHUNK_BYTES, MAX_STEP, hash_bytes, pack_name, time_text
+from perdure.store.format import CHUNK_BYTES, FORMAT, MAX_STEP, hash_bytes, pack_name, time_text
 from perdure.store.free_space import (
     BYTES_PER_CHUNK,
     BYTES_PER_LEAF,
@@ -23,7 +23,7 @@ from perdure.store.free_space import (
     ensure_free_bytes,
 )
 from perdure.store.garbage_collection import PruneRequest
-from perdure.store.manifest import Container, LeafEntry, Manifest, RecipeValue, format_of
+from perdure.store.manifest import Container, LeafEntry, Manifest, RecipeValue
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.pack_writer import BLOCK, NewPack
 from perdure.store.run import Run
@@ -121,12 +121,11 @@ def save_streamed(
         own = tuple(sorted(entries[: len(leaves)], key=lambda entry: entry.path))
         others = tuple(sorted(entries[len(leaves) :], key=lambda entry: entry.path))
         packs = tuple(builder.packs(lambda _: pack.size))
-        version = format_of(entries, containers, others)
         manifest = Manifest(
-            format=version,
+            format=FORMAT,
             step=step,
             created=time_text(time.time()),
-            fingerprint=checked_fingerprint(version, packs, own, f"{run.where}: this save"),
+            fingerprint=checked_fingerprint(packs, own, f"{run.where}: this save"),
             recipe=dict(recipe or {}),
             metrics={},
             packs=packs,

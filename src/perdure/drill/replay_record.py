@@ -1,13 +1,11 @@
-"""The record of a replay, a file in the run directory that begins with its own hash.
+"""The record of a replay: a log of one line in the run directory, because each replay is a writer.
 
-    RUN/replays/2026-01-31T235959Z-5f0c9a1e.json    {"digest":"<BLAKE3 of the rest>","format":1,...}
-
-`digest` follows the rule of a manifest: the hash of `{` and everything after the first 77 bytes.
+RUN/replays/2026-01-31T235959Z-5f0c9a1e.jsonl    {"hash":"...","kind":"replayed",...}
 """
 
 from __future__ import annotations
 
-import json
+import os
 import secrets
 import socket
 import time
@@ -15,29 +13,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from perdure.drill.replay import ReplayOptions, StretchResult, Verdict
+from perdure.drill.replay import ReplayOptions, StretchResult
 from perdure.errors import SaveError
-from perdure.store.format import hash_bytes
+from perdure.store.local import LocalStorage
+from perdure.store.log import LogWriter, log_place
 from perdure.store.storage import Storage
 
 REPLAYS = "replays/"
-_FORMAT = 1
-
-
-def verdict_of(results: Sequence[StretchResult]) -> Verdict:
-    """That of all stretches: the first one that is not reproduced decides."""
-    others: list[Verdict] = [r.verdict for r in results if r.verdict != "reproduced"]
-    return others[0] if others else "reproduced"
 
 
 def replay_document(
     where: str, command: Sequence[str], options: ReplayOptions, results: Sequence[StretchResult]
 ) -> dict[str, Any]:
-    """What `--json` prints and the record holds, with its own hash first."""
+    """What `--json` prints and the record holds; the first stretch that is not reproduced decides."""
     from perdure import __version__
 
-    found = {
-        "format": _FORMAT,
+    others = [each.verdict for each in results if each.verdict != "reproduced"]
+    return {
+        "kind": "replayed",
         "run": where,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host": socket.gethostname(),
@@ -47,14 +40,9 @@ def replay_document(
         "devices": options.devices,
         "sample": options.sample,
         "seed": options.seed,
-        "verdict": verdict_of(results),
+        "verdict": [*others, "reproduced"][0],
         "stretches": [asdict(result) for result in results],
     }
-    return {"digest": hash_bytes(_body(found)), **found}
-
-
-def _body(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
 def write_record(storage: Storage, document: Mapping[str, Any]) -> str:
@@ -63,16 +51,20 @@ def write_record(storage: Storage, document: Mapping[str, Any]) -> str:
     Raises:
         SaveError: It cannot be written.
     """
-    data = _body(document)
-    stamp = document["created"].replace(":", "")
-    name = f"{REPLAYS}{stamp}-{secrets.token_hex(4)}.json"
+    name = f"{REPLAYS}{document['created'].replace(':', '')}-{secrets.token_hex(4)}"
+    place = log_place(storage, name)
     try:
-        sink = storage.create(name, len(data))
-        sink.write(memoryview(data))
-        sink.commit()
+        if isinstance(storage, LocalStorage):
+            os.makedirs(storage.path(REPLAYS), exist_ok=True)
+        log = LogWriter(storage, name)
+        try:
+            log.append(document)
+            log.sync()
+        finally:
+            log.close()
     except OSError as error:
         raise SaveError(
-            f"{storage.where}/{name}: the record of the replay cannot be written: {error}. Make it "
+            f"{storage.where}/{place}: the record of the replay cannot be written: {error}. Make it "
             f"writable, or keep the output of `--json`."
         ) from error
-    return name
+    return place

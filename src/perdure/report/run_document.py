@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,15 @@ import msgspec
 from msgspec import Struct
 
 from perdure.checkpoint.address import StoredCheckpoint
-from perdure.errors import PruneError, UnreachableError
+from perdure.errors import PerdureError, PruneError, UnreachableError
 from perdure.look.listing import listed
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
 from perdure.report.life import find_life, life_document
 from perdure.store import LocalStorage, Manifest, Run
 from perdure.store.contents import Contents
-from perdure.store.format import TEMP_SUFFIX, hash_bytes, seconds_of
+from perdure.store.format import seconds_of
+from perdure.store.log import log_place, read_log
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
 
@@ -30,7 +33,6 @@ Series = list[tuple[int, float | None]]
 _MOST_LEAVES = 8
 _MOST_REPLAYS = 100
 _REPLAYS = "replays/"
-_REPLAY_HEAD = len('{"digest":"') + 64 + len('",')
 
 
 class _Stretch(Struct):
@@ -49,6 +51,9 @@ class _Replay(Struct):
     command: list[str]
     verdict: str
     stretches: list[_Stretch]
+
+
+_REPLAYED = msgspec.json.Decoder(_Replay)
 
 
 @dataclass(frozen=True)
@@ -275,17 +280,11 @@ def metric_series(run: Run, manifests: Iterable[Manifest]) -> tuple[dict[str, Se
 def replay_rows(storage: Storage) -> list[dict[str, Any]]:
     """One row for each record of a replay, the newest last; one that was changed has no `verdict`."""
     rows = []
-    for name in sorted(storage.list(_REPLAYS))[-_MOST_REPLAYS:]:
-        if name.endswith(TEMP_SUFFIX):
-            continue
-        row: dict[str, Any] = {"name": name, "verdict": None}
-        try:
-            data = storage.read(name)
-            record = msgspec.json.decode(data, type=_Replay)
-            hashed = hash_bytes(b"{" + data[_REPLAY_HEAD:]).encode()
-            if data[:_REPLAY_HEAD] == b'{"digest":"%b",' % hashed:
-                row |= msgspec.to_builtins(record)
-        except (OSError, ValueError, RecursionError):
-            pass
+    names = {re.sub(r"(/\d+\.json|\.jsonl)$", "", name) for name in storage.list(_REPLAYS)}
+    for name in sorted(names)[-_MOST_REPLAYS:]:
+        row: dict[str, Any] = {"name": log_place(storage, name), "verdict": None}
+        with suppress(OSError, PerdureError):
+            for line in read_log(storage, name):
+                row |= msgspec.to_builtins(line.decode(_REPLAYED, row["name"]))
         rows.append(row)
     return rows

@@ -522,12 +522,12 @@ def test_control_without_one_part_the_end_differs(
     part: str, whole: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from perdure.keras import callback_state as module
-    from perdure.keras import fit_session, randomness
+    from perdure.keras import fit_batches, fit_session
 
     with pytest.raises(Fault):
         train(tmp_path / "run", (1, 1))
     if part == "randomness":
-        monkeypatch.setattr(randomness, "restore", lambda *_: None)
+        monkeypatch.setattr(fit_batches, "restore_random", lambda *_: None)
     elif part == "others":
         monkeypatch.setattr(module.CallbackState, "restore", lambda *_: None)
     else:

@@ -106,7 +106,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.params,
             self._options,
             max_to_keep=_MAX_TO_KEEP,
-            allow=self._allow,
+            recipe={"engine": keras.backend.backend()},  # the backup itself has the settings
         )
         session = FitSession(
             fit,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +17,8 @@ import numpy as np
 from perdure.data.sources import ArraySource
 from perdure.errors import PerdureError
 from perdure.keras import fit_inputs
-from perdure.keras.fit_environment import environment
-from perdure.keras.fit_internals import RunningFit, compiled_metrics
+from perdure.keras.fit_internals import RunningFit, compiled_metrics, torch_device
+from perdure.state.environment import of_jax_as_it_is, of_tensorflow, of_torch
 from perdure.state.keras_state import variables_by_path
 
 Description = dict[str, bool | int | float | str]
@@ -38,7 +39,7 @@ def describe(fit: RunningFit, callbacks: Mapping[str, Any]) -> Description:
     fields: dict[str, Any] = {
         "keras.backend": keras.backend.backend(),
         "keras.dtype": keras.config.dtype_policy().name,
-        "environment": environment(),
+        "environment": _environment(),
         "compile": {
             "optimizer": _first_configs.get(optimizer),
             "loss": _config(getattr(model, "loss", None)),
@@ -85,6 +86,17 @@ def _config(value: Any) -> Any:
     except Exception:  # noqa: BLE001 (objects of the user's: whatever their get_config raises)
         return getattr(value, "__qualname__", type(value).__qualname__)
     return _comparable(config)
+
+
+def _environment() -> dict[str, Any]:
+    """Settings that can change bits. Nothing is pinned, because the backend has started by then."""
+    torch: Any = sys.modules.get("torch")
+    read = {
+        "jax": of_jax_as_it_is,
+        "tensorflow": of_tensorflow,
+        "torch": lambda: of_torch(torch.device(torch_device())),
+    }.get(keras.backend.backend())
+    return {"keras": keras.__version__, **({} if read is None else read())}
 
 
 def _comparable(config: Any) -> Any:

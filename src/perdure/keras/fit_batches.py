@@ -21,16 +21,19 @@ between, and both draw from the generators.
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import keras
+import numpy as np
 
 from perdure.errors import DataError
-from perdure.keras import fit_inputs, randomness
+from perdure.keras import fit_inputs
 from perdure.keras.fit_internals import FitIterator
+from perdure.state import process_random
 
 # A shuffled tf.data.Dataset counts its iterators, and draws another order for each.
 _iterator_counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -91,7 +94,7 @@ class FitBatches:
 
     def random(self) -> dict[str, Any]:
         """The state of the random generators now."""
-        return randomness.state(self._generators)
+        return random_state(self._generators)
 
     def keep_position(self) -> None:
         """Keep this position for the next save. This may be the last batch of its epoch, and a resume
@@ -109,7 +112,7 @@ class FitBatches:
         self.executions, self.batch = position["executions"], position["batch"]
         self._passes, self._taken = position["made"], position["taken"]
         self._random_when_made = position["begin"]
-        randomness.restore(position["random"], self._generators)
+        restore_random(position["random"], self._generators)
         if self._iterator.batches_per_pass is None:
             self._iterator.batches_per_pass = position["batches"]
 
@@ -152,8 +155,8 @@ class FitBatches:
             drawn = position["random"] if position["executions"] else self.random()
             replayed = self._before_first_batch()
             if position["inside"]:
-                started = position.get("started")  # older backups have none
-                randomness.restore(position["begin"], self._generators)
+                started = position["started"]
+                restore_random(position["begin"], self._generators)
             self._passes = position["made"] - position["inside"]  # the current pass is made again
             self._skip = position["taken"]
             self._restore_iterator_count()
@@ -168,7 +171,7 @@ class FitBatches:
                 iterator.continue_pass(batches, position["taken"] - position["batch"])
             for _ in range(position["executions"]):
                 next(steps, None)
-            randomness.restore(drawn, self._generators)
+            restore_random(drawn, self._generators)
         if replayed is not None:  # last, because the loop may read nothing more in this epoch
             yield replayed
         yield from steps
@@ -189,7 +192,7 @@ class FitBatches:
             return source.skip(drop) if drop else source
         source = iter(source)
         if self._random_when_started is not None:
-            randomness.restore(self._random_when_started, self._generators)
+            restore_random(self._random_when_started, self._generators)
         elif not drop:
             return self._recording_start(source)
         for number in range(drop):
@@ -234,3 +237,26 @@ class FitBatches:
             )
         for _ in range(count, self._passes):
             iter(self._reshuffling)
+
+
+def random_state(generators: Sequence[Any] = ()) -> dict[str, Any]:
+    """The generators that `fit` draws the order of data from, as plain values.
+
+    Arrays are shuffled by NumPy's on JAX and by torch's on PyTorch, a `PyDataset` by Python's;
+    `generators` are those that a torch DataLoader owns.
+    """
+    shared = process_random.encode(process_random.capture())
+    return {
+        "shared": {name: np.frombuffer(data, np.uint8) for name, data in shared.items()},
+        "generators": [generator.get_state().numpy().copy() for generator in generators],
+    }
+
+
+def restore_random(saved: dict[str, Any], generators: Sequence[Any] = ()) -> None:
+    """Restore all generators."""
+    for name, data in saved["shared"].items():
+        process_random.restore_generator(name, bytes(data))
+    if generators:
+        torch = sys.modules["torch"]
+        for generator, words in zip(generators, saved["generators"], strict=True):
+            generator.set_state(torch.from_numpy(words.copy()))

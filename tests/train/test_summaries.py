@@ -230,13 +230,6 @@ def test_the_cost_of_a_save_includes_the_stall_and_the_slower_steps() -> None:
         ({"keep_checkpoint_max": -1}, "keep_checkpoint_max: expected None or an integer"),
         ({"save_summary_steps": None}, "save_summary_steps: expected an integer of at least 1"),
         ({"steps_per_execution": True}, "steps_per_execution: expected an integer"),
-        ({"mirror": "x"}, "RunConfig(..., checkpoint=CheckpointConfig(mirror=...))"),
-        ({"allow": ()}, "RunConfig(..., checkpoint=CheckpointConfig(allow=...))"),
-        ({"termination": None}, "RunConfig(..., checkpoint=CheckpointConfig(termination=...))"),
-        ({"nan_metrics": "skip"}, "RunConfig(..., checkpoint=CheckpointConfig(nan_metrics=...))"),
-        ({"summary_dir": "x"}, "RunConfig(..., output=OutputConfig(summary_dir=...))"),
-        ({"progress": "off"}, "RunConfig(..., output=OutputConfig(progress=...))"),
-        ({"console": None}, "RunConfig(..., output=OutputConfig(console=...))"),
     ],
 )
 def test_an_invalid_run_config_is_refused(options: Any, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -98,7 +98,7 @@ class RunConfig(TensorFlowNames):
         clock: Returns seconds; for tests.
 
     Raises:
-        TrainError: A field has a value that cannot be used, or has moved into `checkpoint` or `output`.
+        TrainError: A field has a value that cannot be used.
     """
 
     model_dir: str | os.PathLike[str] | Storage
@@ -118,13 +118,6 @@ class RunConfig(TensorFlowNames):
 
     def __new__(cls, *_arguments: Any, **named: Any) -> RunConfig:
         refuse_arguments("RunConfig", named)
-        for name in named:
-            for argument, group in (("checkpoint", CheckpointConfig), ("output", OutputConfig)):
-                if name not in _names(cls) and name in _names(group):
-                    raise TrainError(
-                        f"{name}: expected it in a group of RunConfig, found it on its own. Write "
-                        f"RunConfig(..., {argument}={group.__name__}({name}=...))."
-                    )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -211,10 +204,6 @@ class RunConfig(TensorFlowNames):
         if secs is None:
             return DEFAULT_SAVE_SECS
         return AutoInterval() if isinstance(secs, str) else secs
-
-
-def _names(group: type) -> set[str]:
-    return {each.name for each in fields(group)}
 
 
 def _require_type(name: str, value: Any, kinds: Any, expected: str) -> None:

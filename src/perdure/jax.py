@@ -7,7 +7,6 @@ from perdure.checkpoint import PerRank
 from perdure.distribute import (
     AutoShardPolicy,
     InputContext,
-    PerReplica,
     ReduceOp,
     compute_average_loss,
     get_replica_context,
@@ -35,7 +34,6 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "PerRank",
-    "PerReplica",
     "ReduceOp",
     "compute_average_loss",
     "get_replica_context",

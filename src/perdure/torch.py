@@ -14,7 +14,6 @@ from perdure.checkpoint.checkpoint import load_verified
 from perdure.distribute import (
     AutoShardPolicy,
     InputContext,
-    PerReplica,
     ReduceOp,
     compute_average_loss,
     get_replica_context,
@@ -54,7 +53,6 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "PerRank",
-    "PerReplica",
     "ReduceOp",
     "ResumableLoader",
     "apply_gradients",

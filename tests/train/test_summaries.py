@@ -15,8 +15,8 @@ from problem import STEPS, Spy, config, console_text, rows, trainer
 
 from perdure import RunConfig
 from perdure.errors import MissingExtraError, PerdureError, TrainError
-from perdure.train import AutoInterval, CheckpointConfig, OutputConfig, optimum_interval
-from perdure.train.interval import SaveMeter, Timer, interval
+from perdure.train import AutoInterval, CheckpointConfig, OutputConfig
+from perdure.train.interval import SaveMeter, Timer, interval, optimum_interval
 from perdure.train.progress import Progress, duration
 from perdure.train.summaries import METRICS, cut, read
 

@@ -34,22 +34,7 @@ _HOMES = {
     "load_checkpoint": "perdure.checkpoint.checkpoint",
 }
 
-__all__ = [
-    "EXIT_PREEMPTED",
-    "Checkpoint",
-    "CheckpointManager",
-    "ManagerOptions",
-    "PerRank",
-    "PreemptionCheckpointHandler",
-    "Processes",
-    "RestoreReport",
-    "Restored",
-    "Retention",
-    "SingleProcess",
-    "TerminationConfig",
-    "latest_checkpoint",
-    "load_checkpoint",
-]
+__all__ = ["PerRank", "SingleProcess"]
 
 
 def __dir__() -> list[str]:

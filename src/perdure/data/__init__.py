@@ -8,12 +8,10 @@ from perdure.data.prefetch import Prefetch
 from perdure.data.stream import StreamDataset
 
 __all__ = [
-    "ArrayDataset",
     "Augment",
     "Dataset",
     "Prefetch",
     "StreamDataset",
     "load_images",
-    "permute",
     "read_idx",
 ]

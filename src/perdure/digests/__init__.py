@@ -9,4 +9,4 @@ from perdure.digests.digest import (
     leaf_digests,
 )
 
-__all__ = ["VERSION", "Digest", "combined", "digest", "digests_of_leaves", "leaf_digests"]
+__all__ = ["digest", "leaf_digests"]

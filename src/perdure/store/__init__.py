@@ -33,25 +33,10 @@ _HOMES = {
 __all__ = [
     "CloudOptions",
     "CloudStorage",
-    "CollectPlan",
-    "Collected",
-    "Copied",
-    "Leaf",
-    "Loaded",
-    "LocalStorage",
-    "Manifest",
-    "MemoryStorage",
-    "Problem",
-    "PruneRequest",
-    "Repaired",
     "Run",
-    "Sink",
     "Storage",
-    "VerifyReport",
     "copy_run",
     "fork_run",
-    "repair",
-    "verify_run",
 ]
 
 

@@ -9,14 +9,4 @@ from perdure.supervise.supervisor import Observer, Supervisor
 from perdure.supervise.worker_environment import Nodes
 from perdure.supervise.worker_group import Ended, WorkerGroup
 
-__all__ = [
-    "AttemptRecord",
-    "Ended",
-    "Limits",
-    "Nodes",
-    "Observer",
-    "RunOptions",
-    "Summary",
-    "Supervisor",
-    "WorkerGroup",
-]
+__all__ = ["Observer", "RunOptions", "Supervisor"]

@@ -2,7 +2,7 @@
 
 from perdure.train.config import CheckpointConfig, OutputConfig, RunConfig
 from perdure.train.hooks import EarlyStopping, ReduceLROnPlateau
-from perdure.train.interval import AutoInterval, optimum_interval
+from perdure.train.interval import AutoInterval
 from perdure.train.profiler import Profiler
 from perdure.train.trainer import Hook, Trainer
 
@@ -14,7 +14,4 @@ __all__ = [
     "OutputConfig",
     "Profiler",
     "ReduceLROnPlateau",
-    "RunConfig",
-    "Trainer",
-    "optimum_interval",
 ]

@@ -264,6 +264,7 @@ NEEDS = {
     "export run@1 out --to orbax": "orbax",
     "export run@1 out.keras --to keras --model model.py:model": "keras",
     "export run@1 out.onnx --to onnx --model model.py:model": "keras",
+    "export run@1 out.pt --to torch": "torch",
     "import a.pt new --from torch": "torch",
     "import . new --from orbax": "orbax",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from perdure.cli.output import (
@@ -51,12 +53,9 @@ class _Numbers(click.ParamType):
 def command(
     checkpoints: tuple[str, ...],
     output: str,
-    weights: list[float] | None,
-    ema: float | None,
-    schedule: str,
     leaves: tuple[str, ...],
-    like: str | None,
     as_json: bool,
+    **how: Any,
 ) -> None:
     """Average checkpoints into the new run directory of -o: RUN@100,200,300 or several RUN@STEP.
 
@@ -70,15 +69,7 @@ def command(
       perdure average runs/a@800,900,1000 -o runs/mean
     """
     with new_run_argument():
-        made = average(
-            checkpoints,
-            output,
-            weights=weights,
-            ema=ema,
-            schedule=schedule,
-            leaves=leaves or None,
-            like=like,
-        )
+        made = average(checkpoints, output, leaves=leaves or None, **how)
     manifest = made.manifest
     if as_json:
         document(

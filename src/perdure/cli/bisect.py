@@ -15,11 +15,11 @@ from perdure.cli.output import (
     document,
     json_option,
     kept_or_temporary,
+    print_leaves,
+    progress,
     read_only_option,
 )
 from perdure.text import counted
-
-_MOST_LEAVES = 8
 
 
 @click.command("bisect", short_help="Find the first step at which two runs part.")
@@ -79,10 +79,6 @@ def command(
 
         options = BisectOptions(command, _words(command2), workers, devices, read_only)
         with kept_or_temporary(directory, "bisect") as work:
-
-            def progress(text: str) -> None:
-                click.echo(f"{text} ...", err=as_json)
-
             stepped = bisect_step((one, two), found.step, found.last_equal, options, work, progress)
         result["replay"] = {**asdict(stepped), "part_name": stepped.part and stepped.part.name}
         if not as_json:
@@ -133,11 +129,7 @@ def _print_replay(found: dict[str, Any]) -> None:
         click.echo(f"the replays of step {found['step']} have the same bits")
     else:
         click.echo(f"the replays part at step {found['step']}: {found['part_name']}")
-        for leaf in part["leaves"][:_MOST_LEAVES]:
-            values = [leaf[side] or "missing" for side in ("expected", "found")]
-            click.echo(f"    {leaf['path']}: {values[0]} and {values[1]}")
-        if len(part["leaves"]) > _MOST_LEAVES:
-            click.echo(f"    and {len(part['leaves']) - _MOST_LEAVES} more leaves")
+        print_leaves(part["leaves"], "{expected} and {found}")
     for run in found["wrong"]:
         click.echo(f"wrong: {run}")
     click.echo(f"likely cause: {diagnosis['what']}")

@@ -13,6 +13,7 @@ from perdure.cli.output import (
     json_option,
     kept_or_temporary,
     printable,
+    progress,
     read_only_option,
     table,
     workers_option,
@@ -92,9 +93,6 @@ def command(
 
     chosen = _chosen(names, needed=not command and run is None)
     _refuse_meaningless(ctx, bool(command))
-
-    def progress(text: str) -> None:
-        click.echo(f"{text} ...", err=True)
 
     machine = describe_machine()
     files = check_file_system(run) if run is not None else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -50,15 +51,11 @@ from perdure.errors import ArgumentError
 def command(
     ctx: click.Context,
     faults: str | None,
-    runs: int,
-    seed: int,
-    workers: int,
-    read_only: tuple[str, ...],
     directory: Path | None,
     output: Path | None,
-    fail_fast: bool,
     as_json: bool,
     command: tuple[str, ...],
+    **how: Any,
 ) -> None:
     """Run COMMAND undisturbed, then again under faults; compare every checkpoint, bit by bit.
 
@@ -81,7 +78,7 @@ def command(
     if faults is not None and not kinds:
         raise ArgumentError(f"--faults: expected some of {', '.join(KINDS)}, found {faults!r}.")
     with options_of_library():
-        options = DrillOptions(kinds, runs, seed, workers, read_only, fail_fast=fail_fast)
+        options = DrillOptions(kinds, **how)
     if output is not None:
         templates()  # raises before the drill if they are not installed
         _require_writable(output)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from perdure.cli.output import (
@@ -28,7 +30,10 @@ from perdure.convert.exporting import ARRAY_FORMATS, MODEL_FORMATS
 @leaves_option
 @click.option("--names", metavar="FILE", help="New names: old=new in each line, with * and **.")
 @click.option(
-    "--shard-size", type=Size(), help="The most bytes of a file of safetensors; 5GB by default."
+    "--shard-size",
+    "shard_bytes",
+    type=Size(),
+    help="The most bytes of a file of safetensors; 5GB by default.",
 )
 @click.option("--model", metavar="FILE.PY:FUNCTION", help="Returns the Keras model.")
 @click.option("--verify", is_flag=True, help="Read the result and compare it with the checkpoint.")
@@ -36,13 +41,10 @@ from perdure.convert.exporting import ARRAY_FORMATS, MODEL_FORMATS
 def command(
     checkpoint: str,
     out: str,
-    to: str,
     leaves: tuple[str, ...],
     names: str | None,
-    shard_size: int | None,
-    model: str | None,
-    verify: bool,
     as_json: bool,
+    **how: Any,
 ) -> None:
     """Write leaves of a checkpoint to the new file or folder OUT.
 
@@ -55,21 +57,13 @@ def command(
     Example:
       perdure export runs/a@1000 model.safetensors --to safetensors --leaves model
     """
-    done = export(
-        checkpoint,
-        to,
-        out,
-        leaves=leaves or None,
-        names=None if names is None else NameMap.read(names),
-        shard_bytes=shard_size,
-        verify=verify,
-        model=model,
-    )
+    name_map = None if names is None else NameMap.read(names)
+    done = export(checkpoint, out=out, leaves=leaves or None, names=name_map, **how)
     if as_json:
         document(
             {
                 "output": done.out,
-                "format": to,
+                "format": how["to"],
                 "checkpoint": done.checkpoint.name,
                 "fingerprint": done.checkpoint.manifest.fingerprint,
                 "nbytes": done.nbytes,
@@ -83,6 +77,6 @@ def command(
     files = f"{len(done.files)} files" if len(done.files) > 1 else "1 file"
     click.echo(f"{out}: {leaves_text(len(done.names), done.nbytes)} in {files}")
     for path in done.left_out:
-        click.echo(f"left out: {path}, which {to} cannot hold")
+        click.echo(f"left out: {path}, which {how['to']} cannot hold")
     if done.verified:
         click.echo("every array was read back and equals the checkpoint")

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 def document(value: object) -> None:
     """Print one JSON document."""
     click.echo(json.dumps(plain(value), indent=2))
+
+
+def progress(text: str) -> None:
+    """Print what is under way, beside the result."""
+    click.echo(f"{text} ...", err=True)
+
+
+def print_leaves(leaves: Sequence[Mapping[str, Any]], form: str, most: int = 8) -> None:
+    """Print leaves that differ: `form` gets their texts, `missing` where a side has none."""
+    for leaf in leaves[:most]:
+        sides = {side: leaf[side] or "missing" for side in ("expected", "found")}
+        click.echo(f"    {leaf['path']}: {form.format(**sides)}")
+    if len(leaves) > most:
+        click.echo(f"    and {len(leaves) - most} more leaves")
 
 
 def report(text: str) -> None:

@@ -7,7 +7,7 @@ crashes are removed, and packs that are mostly unneeded are compacted.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -66,14 +66,10 @@ def command(
     ctx: click.Context,
     run: str,
     max_to_keep: int | None,
-    keep_every_n_hours: float | None,
-    keep_period: int | None,
-    best_metric: str | None,
-    best_mode: Literal["max", "min"],
-    best_to_keep: int,
     rolled_back: bool,
     dry_run: bool,
     as_json: bool,
+    **rules: Any,
 ) -> None:
     """Delete the checkpoints of the run directory RUN that the policy does not keep.
 
@@ -84,15 +80,10 @@ def command(
     Example:
       perdure prune runs/a --max-to-keep 3 --keep-period 1000 --dry-run
     """
-    if max_to_keep is None and (keep_every_n_hours or keep_period or best_metric):
+    kept = rules["keep_every_n_hours"] or rules["keep_period"] or rules["best_metric"]
+    if max_to_keep is None and kept:
         raise click.UsageError("without --max-to-keep every checkpoint stays; give it as well.")
-    retention = Retention(
-        keep_every_n_hours=keep_every_n_hours,
-        keep_period=keep_period,
-        best_metric=best_metric,
-        best_mode=best_mode,
-        best_to_keep=best_to_keep,
-    )
+    retention = Retention(**rules)
     with open_run(run) as opened:
         if not dry_run:
             opened.begin_writing()
@@ -105,9 +96,12 @@ def command(
         if rolled_back and not dry_run:
             remove_aside(opened.storage)
     if as_json:
-        found = _as_dict(plan)
-        found["freed_nbytes"] += freed
-        document({"executed": not dry_run, "run": run, **found, "lines": lines, "left": left})
+        store = asdict(plan.store)
+        del store["request"]
+        sizes = {"freed_nbytes": store.pop("freed") + freed, "copied_nbytes": store.pop("copied")}
+        rows = [asdict(verdict) for verdict in plan.verdicts]
+        found = {"run": run, "checkpoints": rows, **store, **sizes, "lines": lines, "left": left}
+        document({"executed": not dry_run, **found})
     else:
         for pack, why in left.items():
             click.echo(f"not compacted  {pack}: {why}")
@@ -141,10 +135,3 @@ def _print(plan: PrunePlan, lines: list[str], size_of_lines: int) -> None:
         f"{counted(going, 'checkpoint')}{files} to delete; {size_text(freed)} freed, "
         f"{size_text(store.copied)} copied, {counted(len(store.rewrite), 'manifest')} replaced"
     )
-
-
-def _as_dict(plan: PrunePlan) -> dict[str, Any]:
-    store = asdict(plan.store)
-    del store["request"]
-    store |= {f"{name}_nbytes": store.pop(name) for name in ("freed", "copied")}
-    return {"checkpoints": [asdict(verdict) for verdict in plan.verdicts], **store}

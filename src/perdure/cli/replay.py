@@ -16,6 +16,8 @@ from perdure.cli.output import (
     document,
     json_option,
     kept_or_temporary,
+    print_leaves,
+    progress,
     read_only_option,
     run_argument,
     seed_option,
@@ -25,7 +27,6 @@ from perdure.store.format import span_text
 from perdure.text import counted
 
 _STEPS = re.compile(r"(\d*):(\d*)")
-_MOST_LEAVES = 8
 
 
 @click.command("replay", short_help="Compute steps again, and compare them with the journal.")
@@ -51,14 +52,10 @@ def command(
     ctx: click.Context,
     run: str,
     steps: str | None,
-    sample: int | None,
-    seed: int,
-    workers: int,
-    devices: int | None,
-    read_only: tuple[str, ...],
     directory: Path | None,
     as_json: bool,
     command: tuple[str, ...],
+    **how: Any,
 ) -> None:
     """Compute steps of the run directory RUN again with COMMAND, and compare them with its journal.
 
@@ -84,12 +81,8 @@ def command(
         )
     open_run(run)  # refuses the name of a checkpoint
     first, last = _parsed(steps)
-    options = ReplayOptions(first, last, sample, seed, workers, devices, read_only)
+    options = ReplayOptions(first, last, **how)
     with kept_or_temporary(directory, "replay") as work:
-
-        def progress(text: str) -> None:
-            click.echo(f"{text} ...", err=True)
-
         results = replay_run(command, run, options, work, progress)
     storage = Run(run).storage
     found = replay_document(storage.where, command, options, results)
@@ -127,10 +120,7 @@ def _print(found: dict[str, Any]) -> None:
         click.echo(f"{place}: {part['verdict']} ({compared} compared)")
         if part["step"] is not None:
             click.echo(f"  first difference: step {part['step']}: {_difference(part)}")
-        for leaf in part["leaves"][:_MOST_LEAVES]:
-            click.echo(f"    {leaf['path']}: expected {leaf['expected']}, found {leaf['found']}")
-        if len(part["leaves"]) > _MOST_LEAVES:
-            click.echo(f"    and {len(part['leaves']) - _MOST_LEAVES} more leaves")
+        print_leaves(part["leaves"], "expected {expected}, found {found}")
         for field in part["recipe"]:
             click.echo(f"  recipe: {field}")
     has_lines = any(part["steps"] for part in found["stretches"])

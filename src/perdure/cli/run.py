@@ -108,19 +108,16 @@ def command(
     workers: int | None,
     multi_node: bool,
     devices: int | None,
-    max_restarts: int,
     elastic: str | None,
     limits: tuple[str, ...],
-    grace: float,
     log_dir: str | None,
-    timestamps: bool,
     compilation_cache: Path | None,
-    warm: tuple[str, ...],
     audit: float | None,
     on_corruption: str | None,
     allow: tuple[str, ...],
     as_json: bool,
     command: tuple[str, ...],
+    **others: Any,
 ) -> None:
     """Start COMMAND as the workers of a group, watch them, and restart them until they are done.
 
@@ -142,22 +139,21 @@ def command(
             workers=workers or (bounds[1] if bounds else 1),
             nodes=_nodes() if multi_node else None,
             devices_per_worker=devices,
-            max_restarts=max_restarts,
             elastic=bounds,
             log_directory=_log_directory(log_dir),
-            timestamps=timestamps,
             limits=Limits(**_limits(limits)),
-            grace=grace,
-            warm=warm,
             environment=_allowed(allow) | _audit(audit, on_corruption),
             compilation_cache=_cache(compilation_cache),
+            **others,
         )
     _open_standard_streams()
     if os.getpid() == 1:
         from perdure.supervise.init_process import become_init
 
         become_init()
-    console = Console(sys.stderr if as_json else None, stamp=timestamp if timestamps else None)
+    console = Console(
+        sys.stderr if as_json else None, stamp=timestamp if others["timestamps"] else None
+    )
     summary = Supervisor(command, options, console=console).run()
     if as_json:
         _print_document(summary.document())

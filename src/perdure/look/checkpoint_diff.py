@@ -14,7 +14,7 @@ from perdure.checkpoint.address import (
     find_run,
     open_checkpoint,
 )
-from perdure.errors import StepNotFoundError, UnsupportedLeafError
+from perdure.errors import CorruptionError, StepNotFoundError, UnsupportedLeafError
 from perdure.look.diff_result import NOTHING, CheckpointDiff, FieldDiff
 from perdure.look.leaf_diff import Comparison, LeafDiff, describe, diff_scalars
 from perdure.look.leaf_reader import (
@@ -24,7 +24,7 @@ from perdure.look.leaf_reader import (
     read_elements,
     refuse_unused,
 )
-from perdure.look.manifest_file import Availability, is_manifest_file, open_manifest_file
+from perdure.look.manifest_file import is_manifest_file, open_manifest_file
 from perdure.look.renames import likely_renames
 from perdure.store.format import steps_text
 from perdure.store.journal_reference import JOURNAL_LEAF
@@ -68,12 +68,9 @@ def diff(
         refuse_unused(selection, sorted({*_paths(a), *_paths(b)}), f"{a.name} and {b.name}")
     both = [(leaf, theirs[path]) for path, leaf in ours.items() if path in theirs]
     differing = [pair for pair in both if not _same(*pair)]
-    available = Availability(a), Availability(b)
-    changed, read = _compare((a, b), differing, available)
+    changed, read = _compare((a, b), differing)
     only = _missing_in(theirs, ours), _missing_in(ours, theirs)
-    renames, sampled = likely_renames(
-        a, only[0], b, only[1], lambda side, leaf: available[side].has(leaf)
-    )
+    renames, sampled = likely_renames(a, only[0], b, only[1])
     renamed = {rename.first for rename in renames}, {rename.second for rename in renames}
     recipe, environment = _recipes(a.manifest, b.manifest)
     return CheckpointDiff(
@@ -189,59 +186,61 @@ def _same(first: LeafEntry, second: LeafEntry) -> bool:
 def _compare(
     sides: tuple[StoredCheckpoint, StoredCheckpoint],
     pairs: Sequence[tuple[LeafEntry, LeafEntry]],
-    available: tuple[Availability, Availability],
 ) -> tuple[tuple[LeafDiff, ...], int]:
     """How each pair of leaves differs, and the bytes that were read for that."""
-    found: dict[str, LeafDiff] = {}
-    comparisons: dict[str, Comparison] = {}
+    found = {ours.path: _without_reading(ours, theirs) for ours, theirs in pairs}
+    to_read = [pair for pair in pairs if found[pair[0].path] is None]
+    read = 0
+    if not any(side.is_loose for side in sides):
+        compared, read = _compare_elements(sides, to_read)
+        found |= compared
+    else:  # chunks may have gone from the run without any damage
+        for ours, theirs in to_read:
+            try:
+                compared, nbytes = _compare_elements(sides, [(ours, theirs)])
+                found, read = found | compared, read + nbytes
+            except CorruptionError:
+                gone = "values not read: chunks are no longer in its run directory"
+                found[ours.path] = _problem(ours, theirs, gone)
+            except StepNotFoundError:
+                alone = "values not read: no run directory is around a manifest"
+                found[ours.path] = _problem(ours, theirs, alone)
+    return tuple(leaf for leaf in found.values() if leaf is not None), read
+
+
+def _compare_elements(
+    sides: tuple[StoredCheckpoint, StoredCheckpoint],
+    pairs: Sequence[tuple[LeafEntry, LeafEntry]],
+) -> tuple[dict[str, LeafDiff], int]:
+    comparisons = {ours.path: Comparison(ours) for ours, _ in pairs}
     chunks: dict[str, list[int]] = {}
     for ours, theirs in pairs:
-        if difference := _without_reading(ours, theirs, available):
-            found[ours.path] = difference
-            continue
-        comparisons[ours.path] = Comparison(ours)
         hashes = zip(ours.chunks, theirs.chunks, strict=True)
         chunks[ours.path] = [n for n, (a, b) in enumerate(hashes) if a.hash != b.hash]
+    streams = [read_elements(sides[n], [pair[n] for pair in pairs], chunks) for n in (0, 1)]
     read = 0
-    streams = [
-        read_elements(
-            sides[side], [pair[side] for pair in pairs if pair[side].path in chunks], chunks
-        )
-        for side in (0, 1)
-    ]
     for first, second in zip(*streams, strict=True):
         read += first.values.nbytes + second.values.nbytes
         comparisons[first.entry.path].add(first.start, first.values, second.values)
-    found |= {path: comparison.result() for path, comparison in comparisons.items()}
-    return tuple(found[ours.path] for ours, _ in pairs), read
+    return {path: comparison.result() for path, comparison in comparisons.items()}, read
 
 
-def _without_reading(
-    ours: LeafEntry,
-    theirs: LeafEntry,
-    available: tuple[Availability, Availability],
-) -> LeafDiff | None:
+def _without_reading(ours: LeafEntry, theirs: LeafEntry) -> LeafDiff | None:
     """The difference of a pair whose elements cannot be compared one by one."""
-    problem = ""
-    if is_scalar(ours) and is_scalar(theirs):
-        try:
+    try:
+        if is_scalar(ours) and is_scalar(theirs):
             return diff_scalars(ours, theirs)
-        except UnsupportedLeafError as error:
-            problem = str(error)
-    elif (ours.dtype, ours.shape, ours.nbytes) != (theirs.dtype, theirs.shape, theirs.nbytes):
-        kinds = "dtype" if ours.dtype != theirs.dtype else "shape"
-        same = ours.hashes() == theirs.hashes()
-        problem = f"another {kinds}" + (", the same bytes" if same else "")
-    else:
-        try:
-            element_dtype(ours)
-        except UnsupportedLeafError as error:
-            problem = str(error)
-        for side, leaf in enumerate((ours, theirs)):
-            if not available[side].has(leaf):
-                problem = f"values not read: {available[side].why_not}"
-    if not problem:
-        return None
+        if (ours.dtype, ours.shape, ours.nbytes) != (theirs.dtype, theirs.shape, theirs.nbytes):
+            kinds = "dtype" if ours.dtype != theirs.dtype else "shape"
+            same = ", the same bytes" if ours.hashes() == theirs.hashes() else ""
+            return _problem(ours, theirs, f"another {kinds}{same}")
+        element_dtype(ours)
+    except UnsupportedLeafError as error:
+        return _problem(ours, theirs, str(error))
+    return None
+
+
+def _problem(ours: LeafEntry, theirs: LeafEntry, problem: str) -> LeafDiff:
     count = math.prod(element_shape(ours))
     return LeafDiff(ours.path, describe(ours), describe(theirs), count, problem=problem)
 

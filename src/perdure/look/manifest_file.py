@@ -14,8 +14,6 @@ from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import NotARunError
 from perdure.store import MemoryStorage, Run
 from perdure.store.failures import read_error
-from perdure.store.format import PACKS
-from perdure.store.manifest import LeafEntry
 from perdure.store.manifest_json import decode_manifest
 
 
@@ -51,27 +49,3 @@ def open_manifest_file(
         return StoredCheckpoint(run, manifest, str(path), is_loose=True)
     nowhere = Run(MemoryStorage(), create=True)  # has no chunk
     return StoredCheckpoint(nowhere, manifest, str(path), is_loose=True)
-
-
-class Availability:
-    """Which leaves of a checkpoint have all their packs: those of a committed one are not checked.
-
-    Attributes:
-        why_not: Why the others cannot be read.
-    """
-
-    def __init__(self, checkpoint: StoredCheckpoint) -> None:
-        self._lost: set[int] = set()
-        self.why_not = (
-            f"the chunks of {checkpoint.name} are no longer in its run directory"
-            if checkpoint.run.is_run_directory
-            else f"no run directory is around {checkpoint.name}"
-        )
-        if checkpoint.is_loose:
-            present = set(checkpoint.run.storage.list(PACKS))
-            packs = checkpoint.manifest.packs
-            self._lost = {n for n, pack in enumerate(packs) if PACKS + pack.name not in present}
-
-    def has(self, entry: LeafEntry) -> bool:
-        """Whether the packs of a leaf may be read."""
-        return not any(chunk.pack in self._lost for chunk in entry.chunks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import product
@@ -49,40 +49,33 @@ def likely_renames(
     first_only: Sequence[LeafEntry],
     second: StoredCheckpoint,
     second_only: Sequence[LeafEntry],
-    may_read: Callable[[int, LeafEntry], bool],
 ) -> tuple[list[Rename], int]:
     """Pair leaves of the same dtype and shape: those with the same bytes, then those near in content.
 
     Of several candidates with the same likeness, the one with the most similar path is taken. Reads one
-    chunk of each leaf that could be near another one.
+    chunk of each leaf that could be near another one, but none of a manifest file.
 
     Args:
         first, second: The checkpoints.
         first_only, second_only: Leaves that only one of them has.
-        may_read: Whether a leaf of side 0 or 1 may be read.
 
     Returns:
         The pairs, and the bytes that were read.
     """
     same = _paired(first_only, second_only)
-    taken = {rename.first for rename in same}, {rename.second for rename in same}
+    if first.is_loose or second.is_loose:
+        return same, 0
+    taken = {path for rename in same for path in (rename.first, rename.second)}
     ours, theirs = (
-        _grouped(
-            (leaf for leaf in only if leaf.path not in taken[side] and _has_floats(leaf)), _type
-        )
-        for side, only in enumerate((first_only, second_only))
+        _grouped((leaf for leaf in only if leaf.path not in taken and _has_floats(leaf)), _type)
+        for only in (first_only, second_only)
     )
     near: list[Rename] = []
     nbytes = 0
     for kind in sorted(ours.keys() & theirs.keys()):
-        if max(len(ours[kind]), len(theirs[kind])) > MOST_SAMPLES:
-            continue
-        readable = (
-            [leaf for leaf in ours[kind] if may_read(0, leaf)],
-            [leaf for leaf in theirs[kind] if may_read(1, leaf)],
-        )
-        near += _near(_samples(first, readable[0]), _samples(second, readable[1]))
-        nbytes += sum(chunk_size(leaf, 0) for side in readable for leaf in side)
+        if max(len(ours[kind]), len(theirs[kind])) <= MOST_SAMPLES:
+            near += _near(_samples(first, ours[kind]), _samples(second, theirs[kind]))
+            nbytes += sum(chunk_size(leaf, 0) for leaf in (*ours[kind], *theirs[kind]))
     return sorted([*same, *near], key=lambda rename: rename.first), nbytes
 
 
@@ -106,18 +99,14 @@ def _paired(first: Sequence[LeafEntry], second: Sequence[LeafEntry]) -> list[Ren
 
 def _near(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Rename]:
     candidates: list[tuple[float, str, str]] = []
-    for path, sample in ours.items():
-        for other, candidate in theirs.items():
-            sums = ScaledSum(), ScaledSum(), ScaledSum()
-            for total, (left, right) in zip(
-                sums,
-                ((sample, candidate), (sample, sample), (candidate, candidate)),
-                strict=True,
-            ):
-                total.add(left, right)
-            cosine = ratio(*sums)
-            if cosine is not None and cosine >= NEAR:
-                candidates.append((cosine, path, other))
+    for (path, sample), (other, candidate) in product(ours.items(), theirs.items()):
+        sums = []
+        for left, right in ((sample, candidate), (sample, sample), (candidate, candidate)):
+            sums.append(ScaledSum())
+            sums[-1].add(left, right)
+        cosine = ratio(*sums)
+        if cosine is not None and cosine >= NEAR:
+            candidates.append((cosine, path, other))
     return [Rename(a, b, cosine) for cosine, a, b in _best(candidates)]
 
 

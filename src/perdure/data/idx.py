@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perdure.errors import DataError
+from perdure.text import few
 
 Images = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 
@@ -30,6 +31,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _IMAGES = re.compile(r"images[-.]idx3-ubyte(\.gz)?$")
 # The two parts of MNIST in the order in which they are concatenated.
 _PARTS = ("train", "t10k")
+_NPZ = ((("x_train", "y_train"), ("x_test", "y_test")), (("images", "labels"),))
+_AGAIN = "Download the file again."
 
 
 def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
@@ -49,20 +52,14 @@ def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
             f"number of axes; found {data[:4].hex(' ') or 'an empty file'}. Is this another format, "
             "or an error page saved under this name? Download it again."
         )
-    dtype, axes = np.dtype(_TYPES[data[2]]), data[3]
-    start = 4 + 4 * axes
-    if len(data) < start:
-        raise DataError(
-            f"{path}: truncated: the header of {axes} axes needs {start} bytes, found {len(data)}. "
-            "Download the file again."
-        )
-    shape = tuple(int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(axes))
-    expected = start + math.prod(shape) * dtype.itemsize
+    dtype, start = np.dtype(_TYPES[data[2]]), 4 + 4 * data[3]
+    shape = tuple(int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4))
+    expected = start if len(data) < start else start + math.prod(shape) * dtype.itemsize
     if len(data) != expected:
         what = "truncated" if len(data) < expected else "longer than its header says"
         raise DataError(
-            f"{path}: {what}: shape {shape} of {dtype.name} needs {expected} bytes, found "
-            f"{len(data)}. Download the file again."
+            f"{path}: {what}: a header of {data[3]} axes, and {dtype.name} of shape {shape}, needs "
+            f"{expected} bytes, found {len(data)}. {_AGAIN}"
         )
     values = np.frombuffer(data, dtype=dtype, offset=start).reshape(shape)
     return values.astype(dtype.newbyteorder("="))
@@ -89,57 +86,45 @@ def load_images(path: str | os.PathLike[str]) -> Images:
             "*images-idx3-ubyte[.gz] file or an .npz."
         )
     if path.suffix == ".npz":
-        return _from_npz(path)
-    if path.is_dir():
-        parts = [_from_idx(images) for images in _image_files(path)]
+        parts = _from_npz(path)
     else:
-        parts = [_from_idx(path)]
+        parts = [_from_idx(images) for images in (_image_files(path) if path.is_dir() else [path])]
     return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
 
 
 def _content(path: Path) -> bytes:
     try:
         data = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); expected an IDX file."
-        ) from error
-    zipped = data[:2] == _GZIP_MAGIC
-    if not zipped:
-        if path.suffix == ".gz":
-            raise DataError(
-                f"{path}: not gzip: expected a file that starts with 1f 8b, as its name says; found "
-                f"{data[:2].hex(' ') or 'an empty file'}. Download it again, or remove .gz from its "
-                f"name."
-            )
-        return data
-    try:
-        return gzip.decompress(data)
+        if data[:2] == _GZIP_MAGIC:
+            return gzip.decompress(data)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(
-            f"{path}: truncated or damaged: expected one whole gzip stream; found {len(data)} bytes "
-            f"that do not decompress ({error}). Download the file again."
+            f"{path}: cannot be read, or is truncated or damaged ({error}). {_AGAIN}"
         ) from error
+    if path.suffix == ".gz":
+        raise DataError(
+            f"{path}: not gzip: expected a file that starts with 1f 8b, as its name says; found "
+            f"{data[:2].hex(' ') or 'an empty file'}. Download it again, or remove .gz from its name."
+        )
+    return data
 
 
 def _image_files(directory: Path) -> list[Path]:
     by_prefix: dict[str, Path] = {}
-    for file in sorted(directory.iterdir()):
-        match = _IMAGES.search(file.name)
-        # If a file exists both plain and gzipped, the plain one is read; it sorts first.
-        if match and file.name[: match.start()] not in by_prefix:
-            by_prefix[file.name[: match.start()]] = file
+    for file in sorted(
+        directory.iterdir()
+    ):  # of a file that is there twice, the plain one is first
+        if match := _IMAGES.search(file.name):
+            by_prefix.setdefault(file.name[: match.start()], file)
     if not by_prefix:
         raise DataError(
             f"{directory}: no IDX images: expected *images-idx3-ubyte or *images-idx3-ubyte.gz; "
-            f"found {sorted(p.name for p in directory.iterdir())[:8]}"
+            f"found {few(sorted(p.name for p in directory.iterdir())) or 'nothing'}."
         )
-
-    def order(prefix: str) -> tuple[int, str]:
-        part = prefix.rstrip("-.")
-        return (_PARTS.index(part) if part in _PARTS else len(_PARTS), prefix)
-
-    return [by_prefix[prefix] for prefix in sorted(by_prefix, key=order)]
+    order = {part: number for number, part in enumerate(_PARTS)}
+    return [
+        by_prefix[p] for p in sorted(by_prefix, key=lambda p: (order.get(p.rstrip("-."), 2), p))
+    ]
 
 
 def _from_idx(path: Path) -> Images:
@@ -157,7 +142,7 @@ def _from_idx(path: Path) -> Images:
     return _checked(read_idx(path), read_idx(labels), f"{path}", f"{labels}")
 
 
-def _from_npz(path: Path) -> Images:
+def _from_npz(path: Path) -> list[Images]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -165,29 +150,25 @@ def _from_npz(path: Path) -> Images:
         raise DataError(
             f"{path}: not a readable .npz ({error}); expected one written by numpy.savez."
         ) from error
-    pairs = [("x_train", "y_train"), ("x_test", "y_test")]
-    if not all(name in arrays for pair in pairs for name in pair):
-        pairs = [("images", "labels")]
-    if not all(name in arrays for pair in pairs for name in pair):
-        raise DataError(
-            f"{path}: expected the arrays x_train, y_train, x_test, y_test or images, labels; "
-            f"found {sorted(arrays)}"
-        )
-    parts = [_checked(arrays[x], arrays[y], f"{path}:{x}", f"{path}:{y}") for x, y in pairs]
-    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+    for pairs in _NPZ:
+        if all(name in arrays for pair in pairs for name in pair):
+            return [_checked(arrays[x], arrays[y], f"{path}:{x}", f"{path}:{y}") for x, y in pairs]
+    raise DataError(
+        f"{path}: expected the arrays x_train, y_train, x_test, y_test or images, labels; found "
+        f"{few(sorted(arrays))}."
+    )
 
 
 def _checked(images: Any, labels: Any, images_at: str, labels_at: str) -> Images:
-    if images.ndim != 3 or images.shape[1:] != (28, 28) or images.dtype != np.uint8:
-        raise DataError(
-            f"{images_at}: expected images uint8 of shape [n, 28, 28], found {images.dtype} of "
-            f"shape {list(images.shape)}"
-        )
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise DataError(
-            f"{labels_at}: expected labels as integers of shape [n], found {labels.dtype} of shape "
-            f"{list(labels.shape)}"
-        )
+    def require(fits: bool, at: str, array: Any, expected: str) -> None:
+        if not fits:
+            found = f"{array.dtype} of shape {list(array.shape)}"
+            raise DataError(f"{at}: expected {expected}, found {found}.")
+
+    fit = images.shape[1:] == (28, 28) and images.dtype == np.uint8
+    require(fit, images_at, images, "images uint8 of shape [n, 28, 28]")
+    fit = labels.ndim == 1 and labels.dtype.kind in "iu"
+    require(fit, labels_at, labels, "labels as integers of shape [n]")
     if len(images) != len(labels):
         raise DataError(
             f"{images_at} holds {len(images)} images and {labels_at} {len(labels)} labels; expected "

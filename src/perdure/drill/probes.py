@@ -102,6 +102,11 @@ def probe_environment(
     variables = {PROBE: ",".join(probes), PUT: json.dumps(list(put)), "PYTHONPATH": path}
     for probe in probes:
         variables |= _VARIABLES.get(probe, {})
+    if "one thread" in probes:
+        from perdure.checkpoint.recipe import ALLOW  # which a program with probes must not load
+
+        # The program resumes from a checkpoint of a run that had more threads.
+        variables[ALLOW] = ",".join(filter(None, [inherited.get(ALLOW, ""), "threads"]))
     return variables
 
 

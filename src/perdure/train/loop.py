@@ -163,7 +163,8 @@ class Loop:
         if isinstance(source, IteratorBatchSource):
             source.used()
         failure = self._hooks.call_all("after_step", self._logs)
-        self._checkpoints.record(self._logs)
+        if failure is None:
+            self._checkpoints.record(self._logs)
         beat("step", training.step)
         now = clock()
         if checkpoints.meter is not None:
@@ -183,9 +184,12 @@ class Loop:
         evaluation_due = every is not None and training.due(every)
         evaluates = evaluation_due or (every is not None and training.step >= self._max_steps)
         if failure is not None:
+            saves = evaluates or self._save_due(now, vote)
+            if saves:  # a step that is not saved is repeated, and its line of the journal with it
+                self._checkpoints.record(self._logs)
             if evaluates:  # a resume makes up for the evaluation, and for its row
                 self._checkpoints.save(training.step, scalars(self._logs))
-            elif self._save_due(now, vote):
+            elif saves:
                 self._checkpoint(evaluate=False)
             raise failure
         if evaluates:

@@ -36,7 +36,7 @@ from bad_day_program import bucket
 
 from object_stores import moto_server
 from perdure.store import Run
-from perdure.supervise.record import RECORD, read_record
+from perdure.supervise.record import read_runs
 from perdure.testing import check_run
 
 PROGRAM = Path(__file__).with_name("bad_day_program.py")
@@ -197,14 +197,15 @@ class BadDay:
         return "".join(path.read_text(errors="replace") for path in said)
 
     def recorded_causes(self) -> list[str]:
-        """Why each attempt ended, but for the last one, by `record.jsonl`.
+        """Why each attempt ended, but for the last one, by its log.
 
         The attempt under way when its supervisor was killed has no cause.
         """
         causes: list[str] = []
-        runs, unreadable = read_record(self._logs / RECORD)
+        runs = read_runs(self._logs)
+        unreadable = sum(run.unreadable for run in runs)
         for run in runs:
-            causes += [str(attempt["cause"]).partition(" for ")[0] for attempt in run.attempts]
+            causes += [ended.attempt.cause.partition(" for ")[0] for ended in run.attempts]
             causes += [""] if run.state == "lost" else []
         return causes[:-1] if not unreadable else [f"{unreadable} unreadable lines", *causes]
 

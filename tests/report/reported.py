@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,8 @@ import numpy as np
 
 from perdure.state.leaf_values import array_leaf
 from perdure.store import LocalStorage, Run
-from perdure.supervise.record import timestamp
+from perdure.store.log import LogWriter
+from perdure.supervise.record import FILE, NAME, encodable, timestamp
 
 START = 1_800_000_000.0
 """The time of step 0 of every run here, in seconds since 1970; a step takes a second."""
@@ -53,43 +53,41 @@ def attempt(
     fields |= {"statuses": [0], "start": start, "end": end, "began": 100.0 + start}
     fields |= {"first_time": 101.0 + start, "last_time": 100.0 + end, "noticed": 100.0 + end}
     fields |= {"seconds": seconds, "last_step": end, "made_progress": True, "last_line": ""}
-    return fields | {"first_step": start + 1, "longest": {}, **more}
+    return fields | {"first_step": start + 1, **more}
 
 
 KILLED = [attempt(1, 0, 13, "killed", "worker 0: SIGKILL"), attempt(2, 10, 30, "done", "exit 0")]
 
 
 def record(logs: Path, attempts: list[dict[str, Any]], began: float = START, **start: Any) -> Path:
-    """Write the record of one start of `perdure run`."""
-    logs.mkdir(parents=True, exist_ok=True)
-    command = {
+    """Write the log of one start of `perdure run`."""
+    fields: dict[str, Any] = {
         "command": ["python", "train.py"],
         "directory": "/jobs/mine",
+        "workers": 1,
+        "logs": str(logs),
         "host": "far",
         "pid": 1,
+        "boot": None,
+        "pid_namespace": None,
+        "process_start": None,
     }
     now = began
-    lines: list[dict[str, Any]] = [
-        {"time": timestamp(now), "event": "start", **command, "logs": str(logs), **start}
-    ]
-    for fields in attempts:
-        now += fields["seconds"]
-        lines.append({"time": timestamp(now), "event": "attempt_end", **fields})
-    seconds = now - began
-    lines.append(
-        {
-            "time": timestamp(now),
-            "event": "end",
-            "status": 0,
-            "reason": "finished",
-            "seconds": seconds,
-        }
-    )
-    name = time.strftime("%H%M%S", time.gmtime(began)) + str(start.get("directory", ""))
-    path = logs / "record.jsonl"
-    with path.open("a") as file:
-        file.writelines(json.dumps({"run": name, **line}) + "\n" for line in lines)
-    return path
+    events: list[dict[str, Any]] = [{"kind": "start", "time": timestamp(now), **fields, **start}]
+    for attempt in attempts:
+        now += attempt["seconds"]
+        end = {"attempt": attempt, "longest": {}}
+        events.append({"kind": "attempt_end", "time": timestamp(now), **end})
+    end = {"status": 0, "reason": "finished", "seconds": now - began}
+    events.append({"kind": "end", "time": timestamp(now), **end})
+    name = time.strftime("%H%M%S", time.gmtime(began))
+    where = logs / (name + str(start.get("directory", "")).replace("/", "-"))
+    where.mkdir(parents=True)
+    log = LogWriter(LocalStorage(where), NAME)
+    for event in events:
+        log.append(encodable(event))
+    log.close()
+    return where / FILE
 
 
 def flip(where: Path, step: int, path: str) -> None:

@@ -26,7 +26,9 @@ from perdure.report.figure import page_svg
 from perdure.report.layer_changes import layers_of
 from perdure.report.page import duration, render_drill
 from perdure.report.panels import Panel, PlotLine
-from perdure.store import Run, fork_run, verify_run
+from perdure.store import LocalStorage, Run, fork_run, verify_run
+from perdure.store.log import LogWriter, read_lines
+from perdure.supervise.record import FILE, NAME, timestamp
 
 STEPS = (10, 20, 30)
 STYLE = (Path(perdure.report.__file__).parent / "templates" / "style.css").read_text()
@@ -242,11 +244,17 @@ def test_what_is_no_run_is_a_usage_error(killed: Path, tmp_path: Path) -> None:
         report(killed, leaves="nothing/*")
 
 
-def test_lines_of_a_record_that_cannot_be_read_are_counted(killed: Path) -> None:
-    path = killed.parent / "perdure-logs" / "record.jsonl"
-    path.write_text('{"run": "x", "ev' + "\n[1]\n" + path.read_text() + '{"time": 7}')
+def the_log(killed: Path) -> Path:
+    [path] = (killed.parent / "perdure-logs").glob(f"*/{FILE}")
+    return path
+
+
+def test_lines_of_a_log_that_cannot_be_believed_are_counted(killed: Path) -> None:
+    path = the_log(killed)
+    *lines, _, _ = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines) + b"[1]\n" * 3)
     done = report(killed)
-    assert done.document["runs"][0]["life"]["attempts"] == 2
+    assert done.document["runs"][0]["life"]["attempts"] == 1
     assert "3 lines of the record cannot be read." in require_alone(done.html).text
 
 
@@ -261,16 +269,21 @@ def test_a_run_takes_the_record_in_which_it_was_saved(killed: Path, tmp_path: Pa
     assert len(life["starts"]) == 2
     assert life["repeated_steps"] == 3 + 10
     # The control: without the right record none is taken.
-    (logs / "record.jsonl").unlink()
+    shutil.rmtree(logs)
     record(logs, [attempt(1, 0, 900, "done", "later")], began=START + 1000, directory="/later")
     assert report(killed).document["runs"][0]["life"] is None
 
 
 def test_a_start_that_ended_without_a_word(killed: Path) -> None:
-    path = killed.parent / "perdure-logs" / "record.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    begun = json.loads(lines[1]) | {"event": "progress", "attempt": 2, "step": 27, "workers": 4}
-    path.write_text("".join(lines[:2]) + json.dumps(begun) + "\n")
+    path = the_log(killed)
+    with path.open("rb") as file:
+        _, last, *_ = read_lines(file, "")
+    log = LogWriter(LocalStorage(path.parent), NAME, last)  # which cuts off what follows
+    time = timestamp(START + 27)
+    log.append({"kind": "attempt", "time": time, "attempt": 2, "workers": 4})
+    step = {"attempt": 2, "step": 27, "phase": "step", "saved": {}}
+    log.append({"kind": "progress", "time": time, **step})
+    log.close()
     done = report(killed)
     [start] = done.document["runs"][0]["life"]["starts"]
     assert start["state"] == "unknown", "it was on another machine"
@@ -604,12 +617,12 @@ def test_a_leaf_that_came_later_is_new(tmp_path: Path) -> None:
     assert [row["changes"] for row in rows] == [["same", "new"], ["new", "from zero"]]
 
 
-def test_a_record_that_is_none_is_left_alone_or_refused(killed: Path) -> None:
-    path = killed.parent / "perdure-logs" / "record.jsonl"
+def test_a_log_that_is_none_is_left_alone_or_refused(killed: Path) -> None:
+    path = the_log(killed)
     path.unlink()
     path.mkdir()
     assert report(killed).document["runs"][0]["life"] is None
-    with pytest.raises(NotARunError, match=r"record\.jsonl"):
+    with pytest.raises(NotARunError, match=r"attempts\.jsonl"):
         report(killed, logs=[path.parent])
 
 

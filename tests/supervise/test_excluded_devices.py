@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from supervised import Run, cli
 
-from perdure.supervise.record import RECORD
+from perdure.supervise.record import FILE
 from perdure.supervise.worker_environment import remaining_devices
 
 # REPORTS: {attempt: (rank of the worker, its local devices that are wrong, devices in use)}
@@ -67,7 +67,7 @@ def test_a_worker_loses_a_device_and_then_its_last_one() -> None:
     assert "the worker in place 1 continues without its device 2" in output
     assert "continuing without the worker in place 1: it has no other device" in output
     assert "worker 1: step 1: wrong numbers" in output
-    lines = (Path("logs") / RECORD).read_text().splitlines()
+    lines = (Path("logs") / FILE).read_text().splitlines()
     assert '"corrupt_devices":[2]' in "".join(lines).replace(" ", "")
 
 

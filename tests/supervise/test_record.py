@@ -1,27 +1,30 @@
-"""The record of a run on the disk, and `perdure status`, which reads it."""
+"""The log of a run on the disk, and `perdure status`, which reads it."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from full_disk import FullDisk
-from supervised import HOLDS, Run, cli, held, loop
+from supervised import HOLDS, Run, cli, environment, held, loop
 
 from perdure.cli import main
 from perdure.errors import LaunchError
 from perdure.heartbeats import Beat
 from perdure.supervise import Observer, RunOptions, Supervisor, supervisor
-from perdure.supervise.record import RecordedRun, RunRecord, describe_process, read_record
+from perdure.supervise.record import FILE, RecordedRun, RunLog, describe_process, read_runs
 from perdure.supervise.worker import Worker
 
-RECORD = Path("logs/record.jsonl")
+LOGS = Path("logs")
+LOG = LOGS / FILE
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +41,16 @@ def document(*arguments: object) -> dict[str, Any]:
     return json.loads(status(*arguments, "--json").output)
 
 
-def only_run(path: Path = RECORD) -> RecordedRun:
-    (run,), unreadable = read_record(path)
-    assert unreadable == 0
+def only_run(logs: Path = LOGS) -> RecordedRun:
+    (run,) = read_runs(logs)
+    assert run.unreadable == 0
     return run
+
+
+def started(**fields: Any) -> dict[str, Any]:
+    """The fields of the first line of a run."""
+    program = {"command": ["x"], "directory": "", "workers": 1, "logs": ""}
+    return program | describe_process(1) | fields
 
 
 FAULT = """
@@ -52,7 +61,7 @@ def fault(step):
 
 
 class Reads(Observer):
-    """The record as it is on the disk while the second attempt runs."""
+    """The log as it is on the disk while the second attempt runs."""
 
     during: RecordedRun | None = None
 
@@ -61,7 +70,7 @@ class Reads(Observer):
             self.during = only_run()
 
 
-def test_a_run_leaves_a_record_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_leaves_a_log_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PROGRESS_S", 0.0)
     reads = Reads()
     run = Run(loop(FAULT), reads)
@@ -69,22 +78,22 @@ def test_a_run_leaves_a_record_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> No
     during = reads.during
     assert during is not None
     assert during.state == "running"
-    assert [attempt["kind"] for attempt in during.attempts] == ["failed"]
-    assert during.attempts[0]["last_line"] == "the disk of node 7 is gone"
+    assert [ended.attempt.kind for ended in during.attempts] == ["failed"]
+    assert during.attempts[0].attempt.last_line == "the disk of node 7 is gone"
     assert during.running["attempt"] == 2
     assert during.running["step"] >= 5
     assert during.start["host"] == os.uname().nodename
     assert during.start["command"][0] == sys.executable
     ended = only_run()
     assert (ended.state, ended.end["status"], ended.running) == ("ended", 0, {})
-    assert [attempt["end"] for attempt in ended.attempts] == [7, 20]
+    assert [each.attempt.end for each in ended.attempts] == [7, 20]
     said = [message["text"] for message in ended.messages]
     assert any("(last line: the disk of node 7 is gone); starting again" in text for text in said)
 
 
-def test_steps_are_recorded_now_and_then_only() -> None:
+def test_steps_are_logged_now_and_then_only() -> None:
     Run(loop("def fault(step): pass"))
-    events = [json.loads(line)["event"] for line in RECORD.read_text().splitlines()]
+    events = [json.loads(line)["kind"] for line in LOG.read_text().splitlines()]
     assert events == ["start", "attempt", "progress", "attempt_end", "end"]
 
 
@@ -98,19 +107,24 @@ def fault(step):
 """
 
 
-@pytest.mark.parametrize(("status", "known"), [(1, 9), (0, None)])
-def test_what_was_saved_is_known_to_later_attempts_and_runs(status: int, known: int | None) -> None:
+@pytest.mark.parametrize(("status", "known"), [(1, {"runs/a": 9}), (0, {})])
+def test_what_was_saved_is_known_to_later_attempts_and_runs(
+    status: int, known: dict[str, int]
+) -> None:
     """Not to one after a run that has finished, which may begin again."""
-    first = Run(loop(SAVES.replace("STATUS", str(status))), max_restarts=0)
+    code = loop(SAVES.replace("STATUS", str(status)))
+    first = Run(code, max_restarts=0)
     assert [attempt.saved for attempt in first.summary.attempts] == [{"runs/a": 9}] * 2
-    code = f"from perdure import heartbeats; assert heartbeats.saved_before('runs/a') == {known}"
-    command = first.summary.command
-    for line in (text := RECORD.read_text()).splitlines():
-        if json.loads(line)["event"] == "start":  # the same command, which says what it finds
-            code_of_first = json.loads(line)["command"][2]
-    RECORD.write_text(text.replace(json.dumps(code_of_first), json.dumps(code)))
-    assert command[2] == code_of_first
-    assert Run(code).summary.status == 0
+
+    class Looks(Observer):
+        def started(self, worker: Worker) -> None:
+            found.append(json.loads(environment(worker)["PERDURE_SAVED"]))
+            raise LaunchError("seen")
+
+    found: list[dict[str, int]] = []
+    with pytest.raises(LaunchError, match="seen"):
+        Run(code, Looks())
+    assert found == [known]
 
 
 def test_a_program_that_must_not_begin_again_is_not_restarted() -> None:
@@ -144,88 +158,77 @@ class Breaks(Observer):
 # ---------------------------------------------------------------- disks that fail
 
 
-def test_a_full_disk_delays_the_record_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_delays_the_log_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    disk = FullDisk(monkeypatch, "record.jsonl", 150)
-    record = RunRecord(Path("record.jsonl"), "r", said.append)
+    disk = FullDisk(monkeypatch, FILE, 150)
+    log = RunLog(LOGS, said.append)
     for number in range(10):
-        record.add("message", text=str(number))
+        log.add("message", text=str(number))
     assert disk.fired > 1
     assert len(said) == 1
-    assert "the record of the run cannot be written: [Errno 28]" in said[0]
+    assert "the log of the run cannot be written: [Errno 28]" in said[0]
     disk.space = 10_000
-    record.add("end", status=0)
-    (run,), unreadable = read_record(Path("record.jsonl"))
+    log.add("end", status=0, reason="", seconds=1.0)
+    run = only_run()
     assert [message["text"] for message in run.messages] == [str(n) for n in range(10)]
     assert run.end["status"] == 0
-    assert unreadable == 1  # the line in which the disk became full; it is there again, whole
 
 
-def test_a_line_that_a_crash_cut_off_spoils_no_other() -> None:
-    path = Path("record.jsonl")
-    RunRecord(path, "first", print).add("start", pid=1)
-    whole = path.read_bytes()
-    for kept in range(len(whole)):  # at every byte
-        path.write_bytes(whole + whole[:kept])
-        RunRecord(path, "second", print).add("end", status=3)
-        runs, unreadable = read_record(path)
-        assert [run.name for run in runs] == ["first", "second"]
-        assert runs[1].end["status"] == 3
-        # A line that lacks only its end is whole.
-        assert unreadable == (0 if kept in (0, len(whole) - 1) else 1)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "null",
-        "7",
-        "[]",
-        '{"event": "end"}',
-        '{"event": "end", "run": [], "time": "x"}',
-        "\x00\xff",
-        '{"time": 1',
-        "[" * 100_000,
-        '{"event": "end", "run": "first", "time": "x", "status": 1' + "0" * 5000 + "}",
-    ],
-)
-def test_a_line_that_is_no_event_is_counted(line: str) -> None:
-    path = Path("record.jsonl")
-    RunRecord(path, "first", print).add("start", pid=1)
-    with path.open("a") as file:
-        file.write(line + "\n")
-    runs, unreadable = read_record(path)
-    assert ([run.name for run in runs], unreadable) == (["first"], 1)
-
-
-def test_a_record_that_is_a_pipe_is_waited_for_by_nobody() -> None:
-    Path("logs").mkdir()
-    os.mkfifo(RECORD)
-    run = Run("print('said')")
-    assert run.summary.status == 0
-    assert "the record of the run cannot be written" in run.err.getvalue()
-    assert status("logs").exit_code == 2
-
-
-def test_a_record_that_was_removed_is_begun_again() -> None:
-    said: list[str] = []
-    record = RunRecord(RECORD, "r", said.append)
-    record.add("start", pid=1)
-    RECORD.unlink()
-    RECORD.parent.rmdir()
-    record.add("end", status=0)
-    assert said == []
+def test_a_line_that_a_crash_cut_off_is_no_line() -> None:
+    log = RunLog(LOGS, print)
+    log.add("start", **started())
+    whole = LOG.read_bytes()
+    log.add("end", status=0, reason="", seconds=1.0)
+    log.close()
+    both = LOG.read_bytes()
+    for kept in range(len(whole), len(both)):  # at every byte
+        LOG.write_bytes(both[:kept])
+        assert only_run().end == {}
+    LOG.write_bytes(both)
     assert only_run().end["status"] == 0
 
 
-def test_a_record_follows_no_link() -> None:
+@pytest.mark.parametrize(
+    "line", [b"null\n", b"[" * 100_000 + b"\n", b"\0\xff\n", b'{"kind":"end"}\n']
+)
+def test_nothing_is_believed_after_a_damaged_line(line: bytes) -> None:
+    log = RunLog(LOGS, print)
+    log.add("start", **started())
+    first = LOG.read_bytes()
+    log.add("message", text="hello")
+    LOG.write_bytes(first + line + LOG.read_bytes()[len(first) :])
+    (run,) = read_runs(LOGS)
+    assert run.start["command"] == ["x"]
+    assert (run.messages, run.unreadable) == ([], 2)
+    assert "2 lines cannot be believed" in status("logs").output
+    assert document("logs")["unreadable_lines"] == 2
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_another_thing_in_the_place_of_the_log_is_left_alone(kind: str) -> None:
+    LOGS.mkdir()
     Path("victim").write_text("mine")
-    Path("logs").mkdir()
-    RECORD.symlink_to(Path("victim").absolute())
+    if kind == "pipe":
+        os.mkfifo(LOG)
+    else:
+        LOG.symlink_to(Path("victim").absolute())
     run = Run("print('said')")
     assert run.summary.status == 0
-    assert "the record of the run cannot be written" in run.err.getvalue()
+    assert Path(run.summary.log_directory).name == "run-2"
     assert Path("victim").read_text() == "mine"
+    assert only_run(LOGS / "run-2").state == "ended"
+
+
+def test_a_log_that_was_removed_is_begun_again() -> None:
+    said: list[str] = []
+    log = RunLog(LOGS, said.append)
+    log.add("start", **started())
+    LOG.unlink()
+    LOGS.rmdir()
+    log.add("end", status=0, reason="", seconds=1.0)
+    assert said == []
+    assert only_run().start["command"] == ["x"]
+    assert only_run().end["status"] == 0
 
 
 # ---------------------------------------------------------------- restarts, and perdure status
@@ -265,26 +268,18 @@ def test_a_restarted_supervisor_knows_how_long_a_step_may_take() -> None:
 
     before = limit()
     fields = only_run().start
-    record = RunRecord(RECORD, "earlier", print)
-    record.add("start", **{name: fields[name] for name in ("command", "directory")})
-    record.add("attempt_end", longest={"step": 5000.0})
+    log = RunLog(LOGS / "earlier", print)
+    same = {name: fields[name] for name in ("command", "directory")}
+    log.add("start", **started(**same))
+    (first,) = [run for run in read_runs(LOGS) if run.attempts]
+    log.add("attempt_end", attempt=asdict(first.attempts[0].attempt), longest={"step": 5000.0})
     assert (before, limit()) == (600.0, 10000.0)
 
 
-def test_values_of_other_types_end_neither_a_run_nor_status() -> None:
-    Run("print(1)")
-    fields = only_run().start
-    record = RunRecord(RECORD, "odd", print)
-    record.add("start", **{name: fields[name] for name in ("command", "directory")}, pid="x")
-    record.add("attempt", attempt=None)
-    for longest in (None, 3, {"step": "long"}, {"step": None}):
-        record.add("attempt_end", longest=longest, began="x")
-    run = Run("print(1)")
+def test_values_that_are_no_text_end_neither_a_run_nor_its_log() -> None:
+    run = Run("print(1)", environment={}, log_directory=Path("logs-\udcff"))
     assert run.summary.status == 0
-    assert run.supervisor._silence.limit("step") == 600.0
-    result = status("logs")
-    assert (result.exit_code, result.output.count("state ")) == (0, 3)
-    assert [run["state"] for run in document("logs")["starts"]] == ["ended", "unknown", "ended"]
+    assert only_run(Path("logs-\udcff")).start["logs"].endswith("logs-\\udcff")
 
 
 @pytest.mark.parametrize("name", ["host", "boot", "pid_namespace"])
@@ -292,8 +287,8 @@ def test_only_the_same_kernel_and_container_can_tell_whether_a_run_is_alive(name
     """A process ID means another process on another host, after a restart, and in a container."""
 
     def state(process: dict[str, Any]) -> str:
-        RECORD.unlink(missing_ok=True)
-        RunRecord(RECORD, "r", print).add("start", command=["x"], **process)
+        shutil.rmtree(LOGS, ignore_errors=True)
+        RunLog(LOGS, print).add("start", **started(**process))
         (row,) = document("logs")["starts"]
         return row["state"]
 
@@ -303,32 +298,6 @@ def test_only_the_same_kernel_and_container_can_tell_whether_a_run_is_alive(name
     assert state(process | {"process_start": 1}) == "lost"
     value = process[name]
     assert state(process | {name: value + 1 if isinstance(value, int) else "another"}) == "unknown"
-
-
-ODD = [None, True, [None], {"a": 1}, "\x1b[2J\ud800", float("nan"), 10**400]
-
-
-def test_no_value_in_a_record_ends_status_or_a_run() -> None:
-    Run(loop(FAULT))
-    lines = [json.loads(line) for line in RECORD.read_text().splitlines()]
-    last_of_event = {line["event"]: number for number, line in enumerate(lines)}
-    for number in last_of_event.values():
-        for name in lines[number]:
-            odd = [*ODD, {"step": 10**400}, {"step": "long"}]
-            runs = [[line | {"run": f"run-{place}"} for line in lines] for place in range(len(odd))]
-            for run, value in zip(runs, odd, strict=True):
-                run[number][name] = value
-            # Runs of another program are only shown if they are the newest.
-            runs = runs[-3:] if name in ("command", "directory") else [*runs, lines]
-            RECORD.write_text("".join(json.dumps(line) + "\n" for run in runs for line in run))
-            for options in ([], ["--json"]):
-                result = status("logs", *options)
-                assert result.exit_code == 0, (number, name, result.exception)
-                assert "\x1b" not in result.output
-                if options:
-                    json.loads(result.output, parse_constant=pytest.fail)
-            for read in read_record(RECORD)[0]:
-                assert all(type(seconds) in (int, float) for seconds in read.longest.values())
 
 
 def test_status_shows_the_table_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,14 +312,15 @@ def test_status_shows_the_table_of_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert row["attempts"][0]["end"] == 7
     assert row["repeated_steps"] == 2
     assert row["directory"] == os.getcwd()
-    assert status("logs/record.jsonl").output == shown
+    assert status(LOG).output == shown
 
 
 def test_without_a_name_the_logs_of_this_directory_are_meant() -> None:
     Run("print(1)", log_directory=None)
     (directory,) = [path for path in Path("perdure-logs").iterdir() if path.is_dir()]
     assert document()["starts"][0]["log_directory"] == str(directory.absolute())
-    assert document() == document("perdure-logs") == document(directory)
+    assert document() == document("perdure-logs")
+    assert document()["starts"] == document(directory)["starts"]
 
 
 def test_status_says_what_it_expects() -> None:
@@ -360,12 +330,12 @@ def test_status_says_what_it_expects() -> None:
 
 
 def test_an_attempt_of_a_run_that_has_ended_has_ended() -> None:
-    """The supervisor ended by an error, so that the record has no end of the attempt."""
-    record = RunRecord(RECORD, "r", print)
-    record.add("start", command=["x"])
-    record.add("attempt", attempt=1, workers=1)
+    """The supervisor ended by an error, so that its log has no end of the attempt."""
+    log = RunLog(LOGS, print)
+    log.add("start", **started())
+    log.add("attempt", attempt=1, workers=1)
     assert "has not ended" in status("logs").output
-    record.add("end", status=1, reason="LaunchError: no")
+    log.add("end", status=1, reason="LaunchError: no", seconds=0.0)
     assert "has not ended" not in status("logs").output
 
 

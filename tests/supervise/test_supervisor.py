@@ -36,6 +36,7 @@ from perdure.supervise import (
 )
 from perdure.supervise.console import Console
 from perdure.supervise.orphan_reaper import MARK, marked
+from perdure.supervise.record import FILE
 from perdure.supervise.worker import Worker
 
 KILL = """
@@ -116,7 +117,7 @@ def test_a_killed_worker_ends_the_others_and_all_start_again() -> None:
     assert 0 < run.summary.goodput < 1
     assert sorted(path.name for path in Path("logs").iterdir()) == [
         *(f"attempt-{attempt}-worker-{worker}.log" for attempt in (1, 2) for worker in (0, 1)),
-        "record.jsonl",
+        FILE,
     ]
     assert "attempt 1 ended: worker 1: SIGKILL; starting again" in run.err.getvalue()
     document = run.summary.document()

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 @click.option(
     "--log-dir",
     type=click.Path(),
-    help="For one log file per worker and attempt, and the record of the run.",
+    help="For one log file per worker and attempt, and the log of the run.",
 )
 @click.option(
     "--timestamps", is_flag=True, help="Begin each line of output and logs with the time."

@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from perdure.cli.output import EXIT_STATUS, document, json_option, printable
-from perdure.errors import NotARunError
+from perdure.errors import NotARunError, UnreachableError
 from perdure.supervise.console import attempt_table
-from perdure.supervise.record import RECORD, RecordedRun, read_record
+from perdure.supervise.record import FILE, RecordedRun, read_runs
 from perdure.supervise.supervisor import DEFAULT_LOGS
 from perdure.text import counted
 
@@ -31,35 +31,35 @@ def command(logs: Path, as_json: bool) -> None:
     Example:
       perdure status perdure-logs
     """
-    path, runs, unreadable = _read(logs)
+    path = logs if logs.is_dir() else logs.parent
+    runs = _read(path)
+    unreadable = sum(run.unreadable for run in runs)
     if as_json:
         rows = [_document(run) for run in runs]
-        document({"record": str(path), "unreadable_lines": unreadable, "starts": rows})
+        document({"logs": str(path), "unreadable_lines": unreadable, "starts": rows})
         return
     for run in runs:
         _print(run)
     if unreadable:
-        cause = "cut off by a crash or a full disk, or edited"
-        text = f"{counted(unreadable, 'line')} cannot be read whole ({cause})"
+        text = f"{counted(unreadable, 'line')} cannot be believed: a log was changed or damaged"
         click.echo(printable(f"{path}: {text}"))
 
 
-def _read(logs: Path) -> tuple[Path, list[RecordedRun], int]:
-    """The newest run below `logs`, with the earlier runs of the same program."""
-    for path in (logs / RECORD, logs.parent / RECORD, logs):
-        try:
-            runs, unreadable = read_record(path)
-        except OSError:
-            continue
-        if path.parent == logs.parent and path != logs:
-            runs = [run for run in runs if run.start.get("logs") == str(logs.absolute())]
-        if runs:
-            return path, [run for run in runs if run.program == runs[-1].program], unreadable
-    raise NotARunError(
-        f"{logs}: expected the log directory of `perdure run`, with {RECORD} in it or above it, found "
-        "none. Name the directory that was given to --log-dir; without it the logs are in "
-        f"{DEFAULT_LOGS} of the directory where `perdure run` was started."
-    )
+def _read(logs: Path) -> list[RecordedRun]:
+    """The newest run in `logs`, after the earlier runs of the same program."""
+    try:
+        runs = read_runs(logs)
+    except OSError as error:
+        raise UnreachableError(
+            f"{logs}: a log of `perdure run` cannot be read: {error}."
+        ) from error
+    if not runs:
+        raise NotARunError(
+            f"{logs}: expected the log directory of `perdure run`, with {FILE} in it or in a directory "
+            f"of it, found none. Name the directory that was given to --log-dir; without it the logs "
+            f"are in {DEFAULT_LOGS} of the directory where `perdure run` was started."
+        )
+    return [run for run in runs if run.program == runs[-1].program]
 
 
 def _print(run: RecordedRun) -> None:

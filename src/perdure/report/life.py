@@ -18,7 +18,7 @@ from typing import Any
 from perdure.errors import NotARunError, UnreachableError
 from perdure.store import LocalStorage, Run
 from perdure.supervise.history import Summary
-from perdure.supervise.record import RECORD, RecordedRun, read_record
+from perdure.supervise.record import FILE, RecordedRun, read_runs
 from perdure.supervise.supervisor import DEFAULT_LOGS
 
 _SLACK_S = 2.0
@@ -30,9 +30,9 @@ class RecordedLife:
     """The starts of one program, oldest first, and the totals over all of them.
 
     Attributes:
-        record: The file.
+        record: The directory of its logs.
         starts: The starts of `perdure run` with the same command in the same directory.
-        unreadable: How many lines of the file cannot be read.
+        unreadable: How many lines of its logs cannot be read.
         summary: Attempts and totals of all starts together.
     """
 
@@ -62,41 +62,47 @@ def find_life(run: Run, logs: Sequence[Path], saved: Sequence[float]) -> Recorde
     best: tuple[int, float, RecordedLife] | None = None
     for path in candidates:
         try:
-            runs, unreadable = read_record(path)
+            runs = read_runs(path)
         except OSError as error:
             if not logs:
                 continue
-            raise UnreachableError(f"{path}: the record cannot be read: {error}.") from error
+            raise UnreachableError(f"{path}: a log cannot be read: {error}.") from error
         for _, group in groupby(sorted(runs, key=_program), _program):
             starts = sorted(group, key=lambda start: str(start.start.get("time")))
             covered = sum(any(_covers(start, time) for start in starts) for time in saved)
             rank = covered, max((_seconds(start.last_time) for start in starts), default=0.0)
             if covered >= least and (best is None or rank > best[:2]):
+                unreadable = sum(run.unreadable for run in runs)
                 best = *rank, RecordedLife(path, starts, unreadable, _together(starts))
     return None if best is None else best[2]
 
 
 def _given(path: Path) -> Path:
-    """The record in or above a log directory that was named."""
-    for record in (path / RECORD, path.parent / RECORD, path):
-        if os.path.isfile(record):
-            return record
+    """The log directory that was named, perhaps by its log."""
+    where = path if path.is_dir() else path.parent
+    if _has_logs(where):
+        return where
     raise NotARunError(
-        f"{path}: expected the log directory of `perdure run`, with {RECORD} in it or above it, found "
-        "none. Name the directory that was given to its --log-dir."
+        f"{path}: expected the log directory of `perdure run`, with {FILE} in it or in a directory of "
+        "it, found none. Name the directory that was given to its --log-dir."
     )
 
 
 def _near(run: Run) -> list[Path]:
-    """The records in `perdure-logs` around the run directory and in the working directory."""
+    """`perdure-logs` around the run directory and in the working directory."""
     places: list[Path] = []
     with suppress(OSError):  # the working directory was removed
         places = [Path.cwd()]
     if isinstance(run.storage, LocalStorage):
         where = Path(run.where)
         places = [where, where.parent, where.parent.parent, *places]
-    records = dict.fromkeys(place / DEFAULT_LOGS / RECORD for place in places)
-    return [record for record in records if os.path.isfile(record)]
+    return [
+        logs for logs in dict.fromkeys(place / DEFAULT_LOGS for place in places) if _has_logs(logs)
+    ]
+
+
+def _has_logs(where: Path) -> bool:
+    return os.path.isfile(where / FILE) or any(map(os.path.isfile, where.glob(f"*/{FILE}")))
 
 
 def _program(run: RecordedRun) -> str:
@@ -106,7 +112,7 @@ def _program(run: RecordedRun) -> str:
 def _covers(run: RecordedRun, time: float) -> bool:
     """Whether `time` lies in this start, whose end is its newest line."""
     began = _seconds(run.start.get("time", "")) or min(
-        (_seconds(attempt["time"]) - attempt.get("seconds", 0.0) for attempt in run.attempts),
+        (_seconds(ended.time) - ended.attempt.seconds for ended in run.attempts),
         default=float("inf"),
     )
     ended = float("inf") if run.state == "running" else _seconds(run.last_time)

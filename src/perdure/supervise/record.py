@@ -1,49 +1,84 @@
-"""`RunRecord`: what happens in a run, as lines of JSON that are on the disk at once.
+"""The log of one run of a supervisor, beside the logs of its workers: written, and read.
 
-Lines are only appended, each with one system call. Invariant: a line that a full disk or a crash has
-cut off spoils no other: the next one begins on a line of its own, and a reader skips and counts it.
+Its form is that of every log (`perdure.store.log`). Invariant: a log that cannot be written ends no
+run; what could not be written waits in memory until it can.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar
 
+import msgspec
+from msgspec import Struct
+
+from perdure.errors import CorruptionError
 from perdure.process_stat import START, stat_fields
+from perdure.store.local import LocalStorage
+from perdure.store.log import LogWriter, read_lines
+from perdure.store.regular_file import open_regular
 from perdure.supervise.history import AttemptRecord, Summary
-from perdure.supervise.run_file import create_file, open_file, remedy
-from perdure.supervise.value_types import has_type
+from perdure.supervise.worker_log import remedy
 
-RECORD = "record.jsonl"
+NAME = "attempts"
+FILE = f"{NAME}.jsonl"
 KEPT_LINES = 10_000
 """Lines that wait in memory for space on the disk."""
-FIELD_TYPES = get_type_hints(AttemptRecord) | {
-    "attempt": int,
-    "boot": str | None,
-    "command": list[str],
-    "directory": str,
-    "host": str,
-    "logs": str,
-    "longest": dict[str, float],
-    "phase": str,
-    "pid": int,
-    "pid_namespace": int | None,
-    "process_start": int | None,
-    "reason": str,
-    "saved": dict[str, int],
-    "status": int,
-    "step": int,
-    "text": str,
-}
-"""The types of the fields of all events; a field has the same type in each."""
+
+
+class _Event(Struct, tag_field="kind"):
+    time: str
+
+
+class _Start(_Event, tag="start"):
+    command: list[str]
+    directory: str
+    workers: int
+    logs: str
+    host: str
+    pid: int
+    boot: str | None
+    pid_namespace: int | None
+    process_start: int | None
+
+
+class _Attempt(_Event, tag="attempt"):
+    attempt: int
+    workers: int
+
+
+class _Progress(_Event, tag="progress"):
+    attempt: int
+    step: int
+    phase: str
+    saved: dict[str, int]
+
+
+class AttemptEnd(_Event, tag="attempt_end"):
+    """The end of an attempt, with seconds of the longest silence of the run in each phase."""
+
+    attempt: AttemptRecord
+    longest: dict[str, float]
+
+
+class _Message(_Event, tag="message"):
+    text: str
+
+
+class _End(_Event, tag="end"):
+    status: int
+    reason: str
+    seconds: float
+
+
+_DECODER = msgspec.json.Decoder(_Start | _Attempt | _Progress | AttemptEnd | _Message | _End)
 
 
 def timestamp(seconds: float | None = None) -> str:
@@ -53,69 +88,82 @@ def timestamp(seconds: float | None = None) -> str:
     return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
 
 
-class RunRecord:
-    """Appends the events of one run to a file, which may hold those of earlier runs.
+class RunLog:
+    """Writes the log of one run.
 
     Args:
-        path: The file; a link is not followed.
-        run: The name of the run, which is in every line.
+        logs: The directory of its logs, which has no such file yet.
         report: Is called once with a message if the file cannot be written.
     """
 
-    def __init__(self, path: Path, run: str, report: Callable[[str], None]) -> None:
-        self._path = path
-        self._run = run
+    def __init__(self, logs: Path, report: Callable[[str], None]) -> None:
+        self._logs = logs
         self._report = report
-        self._waiting: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._writer: LogWriter | None = None
+        self._first: dict[str, Any] | None = None
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
         self._was_reported = False
-        self._is_torn = _ends_torn(path)
 
-    def add(self, event: str, **fields: Any) -> None:
+    def add(self, kind: str, **fields: Any) -> None:
         """Append one event with the time of day; if the disk is full, later events write it too."""
-        line = {"time": timestamp(), "run": self._run, "event": event, **fields}
-        self._waiting.append(json.dumps(line, default=str).encode() + b"\n")
+        event = {"kind": kind, "time": timestamp(), **encodable(fields)}
+        self._first = self._first or event
+        self._waiting.append(event)
+        path = self._logs / FILE
         try:
-            file = create_file(self._path, os.O_APPEND)
-            try:
-                while self._waiting:
-                    data = (b"\n" if self._is_torn else b"") + self._waiting[0]
-                    written = os.write(file, data)
-                    self._is_torn = written < len(data)
-                    if not self._is_torn:
-                        self._waiting.popleft()
-            finally:
-                os.close(file)
+            if self._writer is None or not path.exists():  # it was removed
+                self._begin()
+            assert self._writer is not None
+            while self._waiting:
+                self._writer.append(self._waiting[0])
+                self._waiting.popleft()
         except OSError as error:
             if not self._was_reported:
                 self._was_reported = True
                 self._report(
-                    f"{self._path}: the record of the run cannot be written: {error}; the run "
-                    "continues, and what is missing is added once the record can be written again: "
-                    f"{remedy(error, self._path)}"
+                    f"{path}: the log of the run cannot be written: {error}; the run continues, and "
+                    f"what is missing is added once it can be written again: {remedy(error, path)}"
                 )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _begin(self) -> None:
+        self.close()
+        if self._first is not self._waiting[0] and self._first is not None:
+            self._waiting.appendleft(self._first)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._writer = LogWriter(LocalStorage(self._logs), NAME)
 
 
 @dataclass
 class RecordedRun:
-    """One run of a supervisor, as its record tells it.
+    """One run of a supervisor, as its log tells it.
 
     Attributes:
-        name: Its name in the record.
-        start: The fields of its first line; empty if that line is unreadable.
-        attempts: The fields of each attempt that has ended.
+        name: The name of the directory of its logs.
+        start: The fields of its first line; empty if that line cannot be read.
+        attempts: The attempts that have ended.
         messages: What the supervisor said, with the time.
-        running: The fields of the newest line of an attempt that has not ended.
+        running: The fields of the newest lines of an attempt that has not ended.
         end: The fields of its last line; empty if it has none.
         last_time: The time of its newest line.
+        unreadable: The lines from the first one on that is damaged.
     """
 
     name: str
     start: dict[str, Any] = field(default_factory=dict)
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[AttemptEnd] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     running: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
     last_time: str = ""
+    unreadable: int = 0
+
+    IDENTITY: ClassVar = ("host", "boot", "pid_namespace")
 
     @property
     def state(self) -> str:
@@ -126,21 +174,20 @@ class RecordedRun:
         """
         if self.end:
             return "ended"
-        pid = self.start.get("pid")
-        if pid is None:
+        if not self.start:
             return "unknown"
-        process = describe_process(pid)
-        if any(self.start.get(name) != process[name] for name in ("host", "boot", "pid_namespace")):
+        process = describe_process(self.start["pid"])
+        if any(self.start[name] != process[name] for name in self.IDENTITY):
             return "unknown"
-        is_alive = process["process_start"] == self.start.get("process_start")
+        is_alive = process["process_start"] == self.start["process_start"]
         return "running" if is_alive else "lost"
 
     @property
     def longest(self) -> dict[str, float]:
         """Seconds of the longest silence in each phase."""
         longest: dict[str, float] = {}
-        for attempt in self.attempts:
-            for phase, seconds in attempt.get("longest", {}).items():
+        for ended in self.attempts:
+            for phase, seconds in ended.longest.items():
                 longest[phase] = max(seconds, longest.get(phase, 0.0))
         return longest
 
@@ -149,8 +196,12 @@ class RecordedRun:
         """The newest step that was saved, by run directory; none if the run has finished."""
         if self.end.get("status") == 0:
             return {}
-        parts = [fields.get("saved", {}) for fields in (*self.attempts, self.running)]
-        return {path: step for part in parts for path, step in part.items()}
+        parts = [ended.attempt.saved for ended in self.attempts]
+        return {
+            path: step
+            for part in (*parts, self.running.get("saved", {}))
+            for path, step in part.items()
+        }
 
     @property
     def program(self) -> tuple[object, object]:
@@ -159,17 +210,7 @@ class RecordedRun:
 
     def summary(self) -> Summary:
         """Its attempts that have ended, with the totals; the status is -1 if it has not ended."""
-        names = {field.name for field in fields(AttemptRecord)}
-        required = {
-            field.name
-            for field in fields(AttemptRecord)
-            if field.default is MISSING and field.default_factory is MISSING
-        }
-        attempts = tuple(
-            AttemptRecord(**{name: value for name, value in attempt.items() if name in names})
-            for attempt in self.attempts
-            if required <= attempt.keys()  # all but those of another version of perdure
-        )
+        attempts = tuple(ended.attempt for ended in self.attempts)
         seconds = attempts[-1].began + attempts[-1].seconds - attempts[0].began if attempts else 0.0
         return Summary(
             tuple(self.start.get("command", ())),
@@ -180,40 +221,57 @@ class RecordedRun:
             self.start.get("logs", ""),
         )
 
+    def take(self, event: Any) -> None:
+        """Add what a line of the log tells."""
+        self.last_time = event.time
+        fields = msgspec.to_builtins(event)
+        match event:
+            case _Start():
+                self.start = fields
+            case _Attempt() | _Progress():
+                self.running |= fields
+            case AttemptEnd():
+                self.attempts.append(event)
+                self.running = {}
+            case _Message():
+                self.messages.append(fields)
+            case _End():
+                self.end, self.running = fields, {}
 
-def read_record(path: Path) -> tuple[list[RecordedRun], int]:
-    """The runs in a record, oldest first, and how many lines cannot be read.
 
-    A field that has another type than in `FIELD_TYPES` is left out, and its line counts as unreadable.
+def read_runs(logs: Path) -> list[RecordedRun]:
+    """The runs whose logs are in `logs` or in a directory of it, oldest first.
+
+    Raises:
+        OSError: There is a log that cannot be read.
     """
-    runs: dict[str, RecordedRun] = {}
-    unreadable = 0
-    for line in _lines(path):
-        if line is None:
-            unreadable += 1
-            continue
-        fields = {
-            name: value
-            for name, value in line.items()
-            if name not in FIELD_TYPES or has_type(value, FIELD_TYPES[name])
-        }
-        unreadable += len(fields) < len(line)
-        run = runs.setdefault(fields["run"], RecordedRun(fields["run"]))
-        event = fields["event"]
-        run.last_time = max(run.last_time, fields["time"])
-        if event == "start":
-            run.start = fields
-        elif event in ("attempt", "progress"):
-            run.running |= fields
-        elif event == "attempt_end":
-            run.attempts.append(fields)
-            run.running = {}
-        elif event == "message":
-            run.messages.append(fields)
-        elif event == "end":
-            run.end = fields
-            run.running = {}
-    return list(runs.values()), unreadable
+    paths = [path for path in (logs / FILE, *logs.glob(f"*/{FILE}")) if path.exists()]
+    return sorted(map(_read_run, paths), key=lambda run: run.start.get("time", ""))
+
+
+def _read_run(path: Path) -> RecordedRun:
+    run = RecordedRun(path.parent.name)
+    with open(open_regular(os.fspath(path)), "rb") as file:
+        number = 0
+        try:
+            for line in read_lines(file, str(path)):
+                run.take(line.decode(_DECODER, str(path)))
+                number = line.number
+        except CorruptionError:
+            file.seek(0)
+            run.unreadable = sum(1 for _ in file) - number
+    return run
+
+
+def encodable(value: Any) -> Any:
+    """`value` as JSON can hold it: a path or an argument may be no text."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {encodable(key): encodable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encodable(each) for each in value]
+    return value
 
 
 def describe_process(pid: int) -> dict[str, Any]:
@@ -230,29 +288,3 @@ def describe_process(pid: int) -> dict[str, Any]:
     with suppress(OSError):
         process["process_start"] = int(stat_fields(pid)[START])
     return process
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    with open_file(path) as file:
-        for line in file:
-            if not line.strip():
-                continue
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError):  # thousands of brackets in one another
-                fields = None
-            is_event = isinstance(fields, dict) and all(
-                isinstance(fields.get(name), str) for name in ("run", "event", "time")
-            )
-            yield fields if is_event else None
-
-
-def _ends_torn(path: Path) -> bool:
-    try:
-        with open_file(path) as file:
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
-                return file.read() != b"\n"
-    except OSError:
-        pass
-    return False

@@ -36,11 +36,12 @@ from perdure.supervise.options import RunOptions
 from perdure.supervise.orphan_reaper import MARK, OrphanReaper, end_marked, marked
 from perdure.supervise.policy import Decision, cannot_come_back, decide, decide_exclusion
 from perdure.supervise.record import (
-    RECORD,
+    FILE,
     RecordedRun,
-    RunRecord,
+    RunLog,
     describe_process,
-    read_record,
+    encodable,
+    read_runs,
     timestamp,
 )
 from perdure.supervise.silence import Silence
@@ -62,7 +63,7 @@ ASKING = (
 )
 """The signals that ask for a save and the end of the run."""
 PROGRESS_S = 30.0
-"""Seconds between two lines of the record about the step of a run."""
+"""Seconds between two lines of the log about the step of a run."""
 
 
 class Observer:
@@ -86,8 +87,8 @@ class Observer:
         """Is called after an attempt, when none of its processes is left."""
 
 
-class _RecordingObserver:
-    """Passes heartbeats on to `observer`, and some of their steps to the record of the run."""
+class _LoggingObserver:
+    """Passes heartbeats on to `observer`, and some of their steps to the log of the run."""
 
     def __init__(
         self, observer: Observer, add: Callable[..., None], clock: Callable[[], float]
@@ -147,7 +148,7 @@ class Supervisor:
         self._signal: int | None = None  # the signal to pass on
         self._first_signal: int | None = None
         self._announced: int | None = None
-        self._record: RunRecord | None = None
+        self._log: RunLog | None = None
         self._stamp = timestamp if self._options.timestamps else None
         self._history: list[AttemptRecord] = []
         self._saved: dict[str, int] = json.loads(os.environ.get(heartbeats.SAVED, "{}"))
@@ -169,13 +170,15 @@ class Supervisor:
         with ExitStack() as stack:
             stack.enter_context(self._signals())  # first, so that no signal ends this process
             stack.callback(self._console.flush)
+            stack.callback(self._close_log)
             return self._run(self._clock())
 
     def _run(self, began: float) -> Summary:
         with ExitStack() as stack:
             logs = self._make_logs()
-            self._open_record(logs)
-            stack.push(self._record_error)
+            self._log = log = RunLog(logs.absolute(), self._console.message)
+            self._begin_log(log, logs)
+            stack.push(self._log_error)
             beats = Path(stack.enter_context(_heartbeat_directory()))
             reaper = OrphanReaper(self._mark, str(beats))
             stack.callback(reaper.close)
@@ -187,7 +190,9 @@ class Supervisor:
                 attempt = self._attempt(logs, beats)
                 self._history.append(attempt)
                 self._saved |= attempt.saved
-                self._add_to_record("attempt_end", **asdict(attempt), longest=self._silence.longest)
+                self._add_to_log(
+                    "attempt_end", attempt=asdict(attempt), longest=self._silence.longest
+                )
                 self._observer.ended(attempt)
                 decision = self._decide()
                 if not decision.again:
@@ -204,7 +209,7 @@ class Supervisor:
             len(marked(self._mark)),
             self._signal,
         )
-        self._add_to_record(
+        self._add_to_log(
             "end", status=summary.status, reason=summary.reason, seconds=summary.seconds
         )
         self._console.summary(summary)
@@ -218,13 +223,13 @@ class Supervisor:
         places = self._choose_places(number)
         ports = free_ports(len(places) + 2)
         environments: dict[int, dict[str, str]] = {}
-        self._add_to_record("attempt", attempt=number, workers=len(places))
+        self._add_to_log("attempt", attempt=number, workers=len(places))
 
         def prepare_warm_workers() -> None:
             for place, environment in environments.items():
                 self._warm.prepare(place, environment)
 
-        observer = _RecordingObserver(self._observer, self._add_to_record, self._clock)
+        observer = _LoggingObserver(self._observer, self._add_to_log, self._clock)
         with Attempt(
             self._options, observer, self._clock, self._silence, self._console.is_behind
         ) as attempt:
@@ -377,51 +382,53 @@ class Supervisor:
             self._message(text)
         return number
 
-    # ---------------------------------------------------------------- messages and the record
+    # ---------------------------------------------------------------- messages and the log
 
     def _message(self, text: str) -> None:
         self._console.message(text)
-        self._add_to_record("message", text=text)
+        self._add_to_log("message", text=text)
 
-    def _add_to_record(self, event: str, **fields: Any) -> None:
-        if self._record is not None:
-            self._record.add(event, **fields)
+    def _add_to_log(self, kind: str, **fields: Any) -> None:
+        if self._log is not None:
+            self._log.add(kind, **fields)
 
-    def _record_error(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def _close_log(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def _log_error(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._add_to_record("end", status=1, reason=f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            self._add_to_log("end", status=1, reason=reason, seconds=0.0)
 
-    def _open_record(self, logs: Path) -> None:
-        path = self._record_directory() / RECORD
-        command, directory = list(self._command), os.getcwd()
+    def _begin_log(self, log: RunLog, logs: Path) -> None:
+        """Write the first line, and take over what earlier runs of the same command have logged."""
+        directory = self._options.log_directory or Path(DEFAULT_LOGS)
+        program = encodable([list(self._command), os.getcwd()])
         runs: list[RecordedRun] = []
         with suppress(OSError):
-            runs = [run for run in read_record(path)[0] if run.program == (command, directory)]
+            runs = [run for run in read_runs(directory) if [*run.program] == program]
         for run in runs:
             self._silence.learn(run.longest)
         self._saved |= runs[-1].saved if runs else {}
-        self._record = RunRecord(path, self._mark, self._console.message)
-        self._record.add(
+        log.add(
             "start",
-            command=command,
-            directory=directory,
-            **describe_process(os.getpid()),
+            command=list(self._command),
+            directory=os.getcwd(),
             workers=self._options.workers,
             logs=str(logs.absolute()),
+            **describe_process(os.getpid()),
         )
         if runs and runs[-1].state == "lost":
             self._message(
                 f"an earlier run of this command ended without a word ({runs[-1].last_time}); "
-                f"`perdure status {path.parent}` shows both"
+                f"`perdure status {directory}` shows both"
             )
 
     def _sleep(self, seconds: float) -> None:
         until = self._clock() + seconds
         while self._signal is None and (left := until - self._clock()) > 0:
             time.sleep(min(left, self._options.poll))
-
-    def _record_directory(self) -> Path:
-        return (self._options.log_directory or Path(DEFAULT_LOGS)).absolute()
 
     def _make_logs(self) -> Path:
         directory = self._options.log_directory
@@ -469,7 +476,7 @@ def _claim_log_directory(directory: Path) -> Path:
     candidate, number = directory, 1
     while True:
         with suppress(FileExistsError):
-            if not any(candidate.glob("attempt-*.log")):
+            if not any(candidate.glob("attempt-*.log")) and not os.path.lexists(candidate / FILE):
                 (candidate / "attempt-1-worker-0.log").open("xb").close()
                 return candidate
         number += 1

@@ -6,13 +6,19 @@ place of what is missing, and continues when there is space. A log that was remo
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from perdure.supervise.run_file import create_file, remedy
-
 TAIL_BYTES = 4000
+
+
+def remedy(error: OSError, path: Path) -> str:
+    """What to do about a file that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space there"
+    return f"make {path.parent} a directory that can be written"
 
 
 class WorkerLog:
@@ -65,7 +71,7 @@ class WorkerLog:
         done = 0
         try:
             if self._file is None:
-                self._file = create_file(self._path, os.O_TRUNC)
+                self._file = self._create()
             while done < len(view):
                 done += os.write(self._file, view[done:])
             self._lost = 0
@@ -82,6 +88,15 @@ class WorkerLog:
                     "continues, and the log says how many bytes are missing; "
                     f"{remedy(error, self._path)}"
                 )
+
+    def _create(self) -> int:
+        """Open the file, without waiting for a pipe; its directory may have been removed."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            return os.open(self._path, flags, 0o644)
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self._path, flags, 0o644)
 
     def _notice_removal(self) -> None:
         """Count what a log held that was removed while it was open."""

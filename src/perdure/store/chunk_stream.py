@@ -8,6 +8,7 @@ from functools import partial
 
 from perdure.errors import CorruptionError
 from perdure.store.format import CHUNK_BYTES
+from perdure.store.json_blocks import batches
 from perdure.store.loading import read_manifest
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.pools import map_ahead, pool
@@ -45,8 +46,9 @@ def stream_chunks(
     usual = storage.streams if isinstance(storage, StreamingStorage) else READ_THREADS
     threads = ahead or usual
     read = partial(_read, storage, manifest)
-    with closing(map_ahead(pool("read", threads), read, _batches(chunks), threads)) as batches:
-        for batch in batches:
+    together = batches(chunks, lambda chunk: chunk_size(*chunk), CHUNK_BYTES)
+    with closing(map_ahead(pool("read", threads), read, together, threads)) as read_ahead:
+        for batch in read_ahead:
             yield from batch
 
 
@@ -55,21 +57,6 @@ def chunk_size(entry: LeafEntry, number: int) -> int:
     if entry.size is None:
         return entry.chunks[number].length
     return min(CHUNK_BYTES, entry.size - number * CHUNK_BYTES)
-
-
-def _batches(chunks: Iterable[ChunkNumber]) -> Iterator[list[ChunkNumber]]:
-    """Chunks to read by one task: one large chunk, or small ones of up to CHUNK_BYTES."""
-    batch: list[ChunkNumber] = []
-    nbytes = 0
-    for entry, number in chunks:
-        size = chunk_size(entry, number)
-        if batch and nbytes + size > CHUNK_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append((entry, number))
-        nbytes += size
-    if batch:
-        yield batch
 
 
 def _read(storage: Storage, manifest: Manifest, batch: list[ChunkNumber]) -> list[memoryview]:

@@ -21,59 +21,44 @@ SHORT_BYTES = 64 * 1024 * 1024
 over, because what was made meanwhile counts, so that many pauses would be as many collections."""
 
 
-class _Pauses:
-    """How many pauses there are in all threads; the last one to end gives the collector back.
-
-    A finalizer or a signal handler may begin a pause at any line of these.
-    """
-
-    def __init__(self) -> None:
-        self.guard = threading.RLock()
-        self._count = 0
-        self._was_on = False
-
-    def begin(self) -> None:
-        with self.guard:
-            self._count += 1
-            if self._count == 1:
-                self._was_on = gc.isenabled()
-                gc.disable()
-
-    def end(self) -> None:
-        with self.guard:
-            if self._count == 1:
-                self.give_back()
-            self._count -= 1
-
-    def give_back(self) -> None:
-        if self._was_on:
-            self._was_on = False
-            gc.enable()
-
-
-_pauses = _Pauses()
+_guard = threading.RLock()  # a finalizer or a signal handler may begin a pause at any line
+_count = 0
+"""How many pauses there are in all threads; the last one to end gives the collector back."""
+_was_on = False
 
 
 @contextmanager
 def gc_paused(leaves: int = MANY_LEAVES) -> Iterator[None]:
     """Keep the collector, if it is on and there are many leaves, from running, in all threads."""
+    global _count, _was_on
     if leaves < MANY_LEAVES:
         yield
         return
-    pauses = _pauses
-    pauses.begin()
+    with _guard:
+        _count += 1
+        if _count == 1:
+            _was_on = gc.isenabled()
+            gc.disable()
     try:
         yield
     finally:
-        pauses.end()
+        with _guard:
+            _count = max(0, _count - 1)
+            _give_back()
+
+
+def _give_back() -> None:
+    global _was_on
+    if not _count and _was_on:
+        _was_on = False
+        gc.enable()
 
 
 def _in_child() -> None:
     """The other threads of the parent are not in a forked child, and would never end their pauses."""
-    global _pauses
-    _pauses.give_back()
-    _pauses.guard = threading.RLock()  # one of them may have held it
-    _pauses = _Pauses()
+    global _guard, _count
+    _guard, _count = threading.RLock(), 0  # one of them may have held it
+    _give_back()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -21,6 +21,7 @@ from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory,
 from perdure.store.chunk_read import first_fault
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, PACKS
+from perdure.store.json_blocks import batches
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import finish, map_ahead, pool, submit
@@ -133,15 +134,9 @@ def verify_leaves(
 
     Raises as `loading.load_leaves` does.
     """
-    part: list[LeafEntry] = []
-    size = 0
     entries = [leaf for leaf in manifest.every_leaf() if wanted is None or wanted(leaf.path)]
-    for number, leaf in enumerate(entries, 1):
-        part.append(leaf)
-        size += leaf.nbytes
-        if size >= VERIFY_BYTES or number == len(entries):
-            load_entries(storage, manifest, part)
-            part, size = [], 0
+    for part in batches(entries, lambda leaf: leaf.nbytes, VERIFY_BYTES):
+        load_entries(storage, manifest, part)
 
 
 def damaged_chunks(

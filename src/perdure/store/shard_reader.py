@@ -8,7 +8,7 @@ chunks are read through the page cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import accumulate, pairwise
@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
 from perdure.store.failures import read_error
 from perdure.store.format import CHUNK_BYTES, PACKS, chunk_spans
+from perdure.store.json_blocks import batches
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import map_ahead
@@ -251,27 +252,17 @@ def _pass_through(
         finally:
             buffers.give(slot, verified)
 
+    # In the order of the packs, small ones together.
+    in_order = sorted(passing, key=lambda item: (item.chunk.pack, item.chunk.offset))
+    together = batches(in_order, lambda item: item.nbytes, CHUNK_BYTES)
     try:
         # Threads of its own: they wait for other processes, and no other restore may wait for them.
         with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
-            for _ in map_ahead(readers, work, _batches(passing), 2 * threads):
+            for _ in map_ahead(readers, work, together, 2 * threads):
                 pass
     finally:
         if own is not None:
             own.close()
-
-
-def _batches(passing: Sequence[_Passing]) -> Iterator[list[_Passing]]:
-    """A large chunk, or small ones of CHUNK_BYTES together, in the order of the packs."""
-    batch: list[_Passing] = []
-    nbytes = 0
-    for item in sorted(passing, key=lambda item: (item.chunk.pack, item.chunk.offset)):
-        if batch and nbytes + item.nbytes > CHUNK_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(item)
-        nbytes += item.nbytes
-    yield batch
 
 
 def _memory_inside(

@@ -17,6 +17,7 @@ from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, step_of
 from perdure.store.journal_file import JOURNAL
 from perdure.store.journal_reference import journal_problem, line_references
+from perdure.store.json_blocks import batches
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import UNTIL_VERIFIED
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
@@ -327,16 +328,7 @@ def _read_pack(
 
 def _neighbours(chunks: Sequence[PackedChunk]) -> Iterator[list[PackedChunk]]:
     """Chunks that follow each other, in groups of at most CHUNK_BYTES decoded, as each read costs."""
-    group: list[PackedChunk] = []
-    size = 0
-    for chunk in chunks:
-        if group and size + chunk[2] > CHUNK_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(chunk)
-        size += chunk[2]
-    if group:
-        yield group
+    return batches(chunks, lambda chunk: chunk[2], CHUNK_BYTES)
 
 
 def _is_good(run: Run, pack: str, offset: int, chunks: Sequence[PackedChunk]) -> bool:

@@ -259,16 +259,16 @@ def join(subject: str) -> tuple[Callable[[], object], Callable[[], object]]:
 
 def count_received() -> list[int]:
     """The bytes that each save of perdure gets from other processes."""
-    from perdure.checkpoint.piece_exchange import PieceExchange
+    from perdure.checkpoint.slice_exchange import SliceExchange
 
     received: list[int] = []
-    close = PieceExchange.close
+    close = SliceExchange.close
 
-    def counted(exchange: PieceExchange) -> None:
+    def counted(exchange: SliceExchange) -> None:
         received.append(exchange.received)
         close(exchange)
 
-    PieceExchange.close = counted  # type: ignore[method-assign]
+    SliceExchange.close = counted  # type: ignore[method-assign]
     return received
 
 

@@ -22,11 +22,11 @@ from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkp
 from perdure.checkpoint import (
     chunk_sharing,
     group_save,
-    piece_exchange,
     save_messages,
     shared_memory,
+    slice_exchange,
 )
-from perdure.checkpoint.piece_exchange import PieceExchange
+from perdure.checkpoint.slice_exchange import SliceExchange
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -102,13 +102,13 @@ def sharded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes that each save of each process gets from the others."""
     counts: list[int] = []
-    real = piece_exchange.PieceExchange.close
+    real = slice_exchange.SliceExchange.close
 
     def close(exchange: Any) -> None:
         counts.append(exchange.received)
         real(exchange)
 
-    monkeypatch.setattr(piece_exchange.PieceExchange, "close", close)
+    monkeypatch.setattr(slice_exchange.SliceExchange, "close", close)
     return counts
 
 
@@ -151,14 +151,14 @@ def test_a_sharded_state_is_saved_as_a_whole_one(
 ) -> None:
     CUTS.update(axis=axis, copies=copies)
     if not is_one_machine:
-        monkeypatch.setattr(piece_exchange, "HAS_SHARED_MEMORY", False)
+        monkeypatch.setattr(slice_exchange, "HAS_SHARED_MEMORY", False)
     shared, real_memory = [], shared_memory.received_memory
 
     def received(connection: Any, size: int) -> memoryview:
         shared.append(connection)
         return real_memory(connection, size)
 
-    monkeypatch.setattr(piece_exchange, "received_memory", received)
+    monkeypatch.setattr(slice_exchange, "received_memory", received)
     together, alone = tmp_path / "together", tmp_path / "alone"
 
     def program(processes: Pretend) -> Any:
@@ -334,7 +334,7 @@ def test_a_write_that_fails_without_a_file_name_names_directory_and_size(tmp_pat
 def test_memory_is_shared_with_processes_of_the_same_user_alone(
     monkeypatch: pytest.MonkeyPatch, stranger: str
 ) -> None:
-    """The one that is no stranger refuses the other, and the pieces go through the network."""
+    """The one that is no stranger refuses the other, and the slices go through the network."""
     user, receiver = os.geteuid(), threading.current_thread()
 
     def seen_by() -> int:
@@ -347,28 +347,28 @@ def test_memory_is_shared_with_processes_of_the_same_user_alone(
         memory[:3] = bytes((writer, leaf, chunk))
         return 3
 
-    with closing(PieceExchange(0)) as sender, closing(PieceExchange(1)) as asking:
+    with closing(SliceExchange(0)) as sender, closing(SliceExchange(1)) as asking:
         for exchange in (sender, asking):
             exchange.begin([sender.address, asking.address], read)
-        pieces: list[bytes] = []
-        asking.fetch(7)(0, 8, 3, lambda data: pieces.append(bytes(data)))
+        slices: list[bytes] = []
+        asking.fetch(7)(0, 8, 3, lambda data: slices.append(bytes(data)))
         shared = [connection.memory is not None for connection in asking._idle[0]]
-    assert pieces == [bytes((1, 7, 8))]
+    assert slices == [bytes((1, 7, 8))]
     assert shared == [stranger == "nobody"]
 
 
 def test_nobody_can_cut_shared_memory_while_it_is_read() -> None:
-    with closing(PieceExchange(0)) as exchange:
+    with closing(SliceExchange(0)) as exchange:
         assert exchange._file is not None
         with pytest.raises(PermissionError):
             os.ftruncate(exchange._file, 1)
     here, there = socket.socketpair()
     file = os.memfd_create("not sealed", os.MFD_ALLOW_SEALING)
     with here, there, os.fdopen(file, "wb") as opened:
-        opened.truncate(piece_exchange.SLOTS * CHUNK_BYTES)
+        opened.truncate(slice_exchange.SLOTS * CHUNK_BYTES)
         socket.send_fds(there, [b"\0"], [file])
         with pytest.raises(OSError, match="could be cut"):
-            shared_memory.received_memory(here, piece_exchange.SLOTS * CHUNK_BYTES)
+            shared_memory.received_memory(here, slice_exchange.SLOTS * CHUNK_BYTES)
 
 
 def test_an_answer_with_other_bytes_is_refused(
@@ -376,8 +376,8 @@ def test_an_answer_with_other_bytes_is_refused(
 ) -> None:
     CUTS.update(axis=1)
     # The processes do not find each other on one machine.
-    monkeypatch.setattr(piece_exchange, "listen_locally", lambda _: None)
-    real, fired = piece_exchange.blake3, []  # pyright: ignore[reportPrivateImportUsage]
+    monkeypatch.setattr(slice_exchange, "listen_locally", lambda _: None)
+    real, fired = slice_exchange.blake3, []  # pyright: ignore[reportPrivateImportUsage]
 
     def changing(data: memoryview) -> Any:
         """Hashes bytes that change afterwards, the first time."""
@@ -387,7 +387,7 @@ def test_an_answer_with_other_bytes_is_refused(
             data[0] ^= 1
         return digest
 
-    monkeypatch.setattr(piece_exchange, "blake3", changing)
+    monkeypatch.setattr(slice_exchange, "blake3", changing)
     errors = play(2, saver(tmp_path, state(1), 1))
     assert fired
     for error in errors:
@@ -426,7 +426,7 @@ def test_messages_of_a_save_do_not_depend_on_the_number_of_processes(tmp_path: P
 def test_a_process_that_cannot_listen_ends_the_save_in_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
-    real, fired = group_save.PieceExchange, []  # pyright: ignore[reportPrivateImportUsage]
+    real, fired = group_save.SliceExchange, []  # pyright: ignore[reportPrivateImportUsage]
 
     def exchange(index: int) -> Any:
         if index == victim and not fired:
@@ -434,7 +434,7 @@ def test_a_process_that_cannot_listen_ends_the_save_in_all_at_once(
             raise OSError(errno.EADDRNOTAVAIL, "no address")
         return real(index)
 
-    monkeypatch.setattr(group_save, "PieceExchange", exchange)
+    monkeypatch.setattr(group_save, "SliceExchange", exchange)
 
     def program(processes: Pretend) -> Any:
         with CheckpointManager(tmp_path, processes=processes) as manager:

@@ -12,7 +12,7 @@ import pytest
 from perdure.errors import CorruptionError
 from perdure.store import format as store_format
 from perdure.store import shard_plan
-from perdure.store.shard_chunks import AssembledChunk, Shards, own_chunks, pieces_of, read_pieces
+from perdure.store.shard_chunks import AssembledChunk, Shards, own_chunks, read_slices, slices_of
 from perdure.store.shard_plan import (
     Region,
     ShardLayout,
@@ -79,8 +79,8 @@ def test_every_byte_comes_from_one_place_and_as_few_as_possible_move(seed: int) 
         ) -> None:
             nonlocal moved
             memory = memoryview(bytearray(size))
-            pieces = pieces_of(plan, chunk, writer, sender)
-            assert read_pieces(pieces, shards[sender], memory) == size
+            slices = slices_of(plan, chunk, writer, sender)
+            assert read_slices(slices, shards[sender], memory) == size
             place(memory)
             moved += size
 

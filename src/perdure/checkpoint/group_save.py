@@ -18,7 +18,6 @@ import msgspec
 
 from perdure import errors
 from perdure.checkpoint.group_call import SentError, attempt, decoded
-from perdure.checkpoint.piece_exchange import PieceExchange
 from perdure.checkpoint.save_messages import (
     COMPARE,
     END,
@@ -37,6 +36,7 @@ from perdure.checkpoint.shard_layouts import (
     merge_layouts,
     own_regions,
 )
+from perdure.checkpoint.slice_exchange import SliceExchange
 from perdure.errors import ArgumentError, PerdureError, SaveError, StateError, WorkerLostError
 from perdure.process_group import Processes
 from perdure.store import Leaf, Run
@@ -57,7 +57,7 @@ from perdure.store.pack_part import (
     write_pack_part,
 )
 from perdure.store.pack_writer import Written
-from perdure.store.shard_chunks import pieces_of, read_pieces
+from perdure.store.shard_chunks import read_slices, slices_of
 from perdure.store.shard_plan import ShardPlan, plan_shards
 from perdure.store.storage import Storage
 
@@ -189,7 +189,7 @@ class _Member:
         """The first error of this process."""
         self._cache = cache
         self._regions = own_regions(state.leaves)
-        self._exchange: PieceExchange | None = None
+        self._exchange: SliceExchange | None = None
         self._plans: dict[str, ShardPlan] | None = None
         row, error = attempt(lambda: self._row(stack))
         if row is None:
@@ -209,7 +209,7 @@ class _Member:
     def _row(self, stack: ExitStack) -> SaveRow:
         address = None
         if self._regions:
-            self._exchange = PieceExchange(self.processes.index)
+            self._exchange = SliceExchange(self.processes.index)
             stack.callback(self._exchange.close)
             address = self._exchange.address
         own, known = OwnRows.of(self.state.own), self._cache.layouts.digest()
@@ -279,7 +279,7 @@ class _Member:
                 plan, path = leaves[leaf]
                 shards = self.state.leaves[path].shards
                 assert shards is not None
-                return read_pieces(pieces_of(plan, chunk, writer, index), shards, memory)
+                return read_slices(slices_of(plan, chunk, writer, index), shards, memory)
 
             self._exchange.begin(order.addresses, read)
         numbers = {path: number for number, path in enumerate(sorted(self._plans))}

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from perdure.checkpoint.group_call import SentError, decoded
-from perdure.checkpoint.piece_exchange import PeerAddress
 from perdure.checkpoint.shard_layouts import GroupLayouts, OwnRegions
+from perdure.checkpoint.slice_exchange import PeerAddress
 from perdure.errors import SaveError
 from perdure.store import Storage
 from perdure.store.format import PACKS, TEMP_SUFFIX, hash_bytes
@@ -31,7 +31,7 @@ class SaveRow(Struct):
         own: The leaves that it alone has, by their hashes: the fingerprint covers all of them.
         regions: The `digest_of` of its shards.
         known: The digest of the layouts that it knows from an earlier save.
-        address: Where it answers requests for pieces; None without sharded arrays.
+        address: Where it answers requests for slices; None without sharded arrays.
     """
 
     step: int
@@ -48,7 +48,7 @@ class SaveOrder(Struct):
     Attributes:
         what: LAYOUT, HASH, WRITE, COMPARE or END.
         layouts: The layouts of all sharded arrays; None if every process knows them.
-        addresses: Where each process answers requests for pieces.
+        addresses: Where each process answers requests for slices.
         error: Why the save failed, for END.
     """
 

@@ -91,7 +91,7 @@ class WriterShare:
     Attributes:
         process, count: The number of this process, and of how many.
         plans: The plans of the sharded arrays, by path.
-        fetch: Given the path of one, gets pieces of its chunks from other processes.
+        fetch: Given the path of one, gets slices of its chunks from other processes.
     """
 
     process: int

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec import Struct
 
 from perdure.store.format import hash_bytes
 from perdure.store.shard_plan import (
-    Overlap,
-    Piece,
     Region,
     ShardLayout,
     ShardPlan,
+    Slice,
     first_element,
     volume,
 )
@@ -29,7 +29,7 @@ _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 """Elements are copied as unsigned integers, or as opaque bytes."""
 
 Fetch = Callable[[int, int, int, Callable[[memoryview], None]], None]
-"""Gets the pieces of a chunk that another process has: (process, chunk, bytes, what takes them)."""
+"""Gets the slices of a chunk that another process has: (process, chunk, bytes, what takes them)."""
 
 
 class Shards(Struct, frozen=True, gc=False):
@@ -53,58 +53,50 @@ class Shards(Struct, frozen=True, gc=False):
         return math.prod(self.shape) * self.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class AssembledChunk:
     """A chunk that is put together, from shards of this process and of others, when it is needed.
 
-    Args:
+    Attributes:
         number: The number of the chunk in its leaf.
         nbytes: Its bytes.
-        pieces: Where they come from.
+        slices: Where they come from.
         shards: The shards of this process.
         process: The number of this process.
-        fetch: Gets the pieces of another process.
+        fetch: Gets the slices of another process.
     """
 
-    def __init__(
-        self,
-        number: int,
-        nbytes: int,
-        pieces: Sequence[Piece],
-        shards: Shards,
-        process: int,
-        fetch: Fetch,
-    ) -> None:
-        self._number = number
-        self._nbytes = nbytes
-        self._pieces = pieces
-        self._shards = shards
-        self._process = process
-        self._fetch = fetch
+    number: int
+    nbytes: int
+    slices: Sequence[tuple[int, Slice]]
+    shards: Shards
+    process: int
+    fetch: Fetch
 
     def __len__(self) -> int:
-        return self._nbytes
+        return self.nbytes
 
     def fill(self, target: memoryview) -> None:
         """Put the bytes of the chunk into `target`. Raises `OSError` if another process is gone."""
-        by_process: dict[int, list[Piece]] = {}
-        for piece in self._pieces:
-            by_process.setdefault(piece.process, []).append(piece)
-        itemsize = self._shards.itemsize
-        for process, pieces in by_process.items():
-            if process == self._process:
-                for piece in pieces:
-                    _place(target, piece, itemsize, _elements(self._shards, piece))
+        by_process: dict[int, list[Slice]] = {}
+        for process, found in self.slices:
+            by_process.setdefault(process, []).append(found)
+        itemsize = self.shards.itemsize
+        for process, slices in by_process.items():
+            if process == self.process:
+                for found in slices:
+                    _place(target, found, itemsize, _elements(self.shards, found))
                 continue
 
-            def place(received: memoryview, pieces: Sequence[Piece] = pieces) -> None:
-                for piece, data in _cut(received, pieces, itemsize):
-                    _place(target, piece, itemsize, data)
+            def place(received: memoryview, slices: Sequence[Slice] = slices) -> None:
+                for found, data in _cut(received, slices, itemsize):
+                    _place(target, found, itemsize, data)
 
-            self._fetch(process, self._number, pieces_size(pieces, itemsize), place)
+            self.fetch(process, self.number, slices_size(slices, itemsize), place)
 
     def copy(self) -> memoryview:
         """The bytes of the chunk in new memory."""
-        memory = memoryview(bytearray(self._nbytes))
+        memory = memoryview(bytearray(self.nbytes))
         self.fill(memory)
         return memory
 
@@ -137,28 +129,27 @@ def own_chunks(
         if writer != process:
             continue
         start, stop = plan.spans[number]
-        pieces = plan.pieces(number, process)
+        slices = plan.slices(number, process)
         first = None
-        if len({piece.region for piece in pieces}) == 1 and pieces[0].process == process:
-            first = first_element(shards.shape, pieces[0].region)
+        holder, (_, region, _, _) = slices[0]
+        if holder == process and all(found.region == region for _, found in slices):
+            first = first_element(shards.shape, region)
         if first is None:
-            yield (
-                number,
-                AssembledChunk(number, stop - start, pieces, shards, process, fetch),
-            )
+            chunk = AssembledChunk(number, stop - start, slices, shards, process, fetch)
+            yield number, chunk
         else:
             offset = start - first * shards.itemsize
-            yield number, parts[pieces[0].region][offset : offset + stop - start]
+            yield number, parts[region][offset : offset + stop - start]
 
 
-def pieces_of(plan: ShardPlan, number: int, writer: int, process: int) -> list[Piece]:
-    """The pieces of a chunk that `process` sends to `writer`, in the order in which they travel."""
-    return [piece for piece in plan.pieces(number, writer) if piece.process == process]
+def slices_of(plan: ShardPlan, number: int, writer: int, process: int) -> list[Slice]:
+    """The slices of a chunk that `process` sends to `writer`, in the order in which they travel."""
+    return [found for holder, found in plan.slices(number, writer) if holder == process]
 
 
-def pieces_size(pieces: Iterable[Piece], itemsize: int) -> int:
-    """Bytes of pieces."""
-    return sum(volume(piece.part) for piece in pieces) * itemsize
+def slices_size(slices: Iterable[Slice], itemsize: int) -> int:
+    """Bytes of slices."""
+    return sum(volume(found.part) for found in slices) * itemsize
 
 
 def copy_hashes(plan: ShardPlan, shards: Shards) -> Iterator[tuple[Region, list[int], str]]:
@@ -169,19 +160,19 @@ def copy_hashes(plan: ShardPlan, shards: Shards) -> Iterator[tuple[Region, list[
             yield region, [*holders], hash_bytes(data)
 
 
-def read_pieces(pieces: Sequence[Piece], shards: Shards, memory: memoryview) -> int:
-    """Put the bytes of pieces that the shards of this process have into `memory`, one after the other.
+def read_slices(slices: Sequence[Slice], shards: Shards, memory: memoryview) -> int:
+    """Put the bytes of slices that the shards of this process have into `memory`, one after the other.
 
     Returns how many bytes they have.
     """
-    for piece, data in _cut(memory, pieces, shards.itemsize):
-        data[...] = _elements(shards, piece)
-    return pieces_size(pieces, shards.itemsize)
+    for found, data in _cut(memory, slices, shards.itemsize):
+        data[...] = _elements(shards, found)
+    return slices_size(slices, shards.itemsize)
 
 
-def place_elements(data: memoryview, shards: Shards, overlaps: Iterable[Overlap]) -> None:
+def place_elements(data: memoryview, shards: Shards, slices: Iterable[Slice]) -> None:
     """Copy elements of a chunk, whose bytes are `data`, into the shards that have them."""
-    for part, region, block, start in overlaps:
+    for part, region, block, start in slices:
         stop = start + volume(block) * shards.itemsize
         shard = _array(shards.parts[shards.regions.index(region)], region, shards.itemsize)
         source = _array(data[start:stop], block, shards.itemsize)
@@ -197,28 +188,28 @@ def copy_chunk(target: memoryview, chunk: ChunkBytes, copy: Callable[..., None])
 
 
 def _cut(
-    memory: memoryview, pieces: Sequence[Piece], itemsize: int
-) -> Iterator[tuple[Piece, np.ndarray[Any, Any]]]:
-    """Each piece, and an array over its bytes."""
+    memory: memoryview, slices: Sequence[Slice], itemsize: int
+) -> Iterator[tuple[Slice, np.ndarray[Any, Any]]]:
+    """Each slice, and an array over its bytes."""
     start = 0
-    for piece in pieces:
-        size = volume(piece.part) * itemsize
-        yield piece, _array(memory[start : start + size], piece.part, itemsize)
+    for found in slices:
+        size = volume(found.part) * itemsize
+        yield found, _array(memory[start : start + size], found.part, itemsize)
         start += size
 
 
-def _elements(shards: Shards, piece: Piece) -> np.ndarray[Any, Any]:
-    """The elements of a piece, in the memory of the shard of this process."""
-    data = shards.parts[shards.regions.index(piece.region)]
-    shard = _array(data, piece.region, shards.itemsize)
-    return shard[_inside(piece.part, piece.region)]
+def _elements(shards: Shards, found: Slice) -> np.ndarray[Any, Any]:
+    """The elements of a slice, in the memory of the shard of this process."""
+    data = shards.parts[shards.regions.index(found.region)]
+    shard = _array(data, found.region, shards.itemsize)
+    return shard[_inside(found.part, found.region)]
 
 
-def _place(target: memoryview, piece: Piece, itemsize: int, elements: np.ndarray[Any, Any]) -> None:
-    """Copy the elements of a piece to their places in a chunk."""
-    stop = piece.start + volume(piece.block) * itemsize
-    block = _array(target[piece.start : stop], piece.block, itemsize)
-    block[_inside(piece.part, piece.block)] = elements
+def _place(target: memoryview, found: Slice, itemsize: int, elements: np.ndarray[Any, Any]) -> None:
+    """Copy the elements of a slice to their places in a chunk."""
+    stop = found.start + volume(found.block) * itemsize
+    block = _array(target[found.start : stop], found.block, itemsize)
+    block[_inside(found.part, found.block)] = elements
 
 
 def _array(data: memoryview, region: Region, itemsize: int) -> np.ndarray[Any, Any]:

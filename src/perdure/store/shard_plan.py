@@ -45,31 +45,13 @@ class ShardLayout(Struct, frozen=True):
         return holders
 
 
-class Piece(NamedTuple):
-    """Elements of a chunk that one shard has.
-
-    Attributes:
-        process: The process that has the shard.
-        region: The elements of the shard.
-        part: The elements of the piece, which are in `region` and in `block`.
-        block: A block of elements that follow each other in the chunk.
-        start: Where the block begins in the chunk, in bytes.
-    """
-
-    process: int
-    region: Region
-    part: Region
-    block: Region
-    start: int
-
-
-class Overlap(NamedTuple):
-    """Elements that a chunk and a region have in common.
+class Slice(NamedTuple):
+    """Elements of a chunk that lie in one region.
 
     Attributes:
         part: These elements.
-        region: The region.
-        block: The block of the chunk that they are in: elements that follow each other.
+        region: The region, which is that of a shard.
+        block: A block of elements that follow each other in the chunk, with these among them.
         start: Where the block begins in the chunk, in bytes.
     """
 
@@ -89,7 +71,7 @@ class RegionIndex:
         stops = [region[0][1] if region else 1 for region in self._regions]
         self._reach = list(accumulate(stops, max))
 
-    def overlaps(self, start: int, stop: int) -> list[Overlap]:
+    def slices(self, start: int, stop: int) -> list[Slice]:
         """What the regions have of the bytes from `start` to `stop`, which are whole elements."""
         size = self._itemsize
         found = []
@@ -100,7 +82,7 @@ class RegionIndex:
             while index >= 0 and self._reach[index] > first:
                 region = self._regions[index]
                 if (part := intersection(block, region)) is not None:
-                    found.append(Overlap(part, region, block, offset))
+                    found.append(Slice(part, region, block, offset))
                 index -= 1
             offset += volume(block) * size
         return found
@@ -134,7 +116,7 @@ class ShardPlan:
         for number, (start, stop) in enumerate(self.spans):
             held: dict[int, int] = {}
             total = 0
-            for part, region, _, _ in self._index.overlaps(start, stop):
+            for part, region, _, _ in self._index.slices(start, stop):
                 size = volume(part) * layout.itemsize
                 total += size
                 for process in self.holders[region]:
@@ -148,14 +130,13 @@ class ShardPlan:
             load[writer] += total
             self.writers.append(writer)
 
-    def pieces(self, number: int, writer: int) -> list[Piece]:
-        """Where `writer` takes the bytes of a chunk from: from itself, or the first that has them."""
-        pieces = []
-        for part, region, block, start in self._index.overlaps(*self.spans[number]):
-            holders = self.holders[region]
-            process = writer if writer in holders else holders[0]
-            pieces.append(Piece(process, region, part, block, start))
-        return pieces
+    def slices(self, number: int, writer: int) -> list[tuple[int, Slice]]:
+        """The slices of a chunk, each with the process that `writer` takes it from: itself, or else the
+        first one that has it."""
+        return [
+            (writer if writer in (holders := self.holders[found.region]) else holders[0], found)
+            for found in self._index.slices(*self.spans[number])
+        ]
 
 
 def plan_shards(layouts: Mapping[str, ShardLayout], count: int) -> dict[str, ShardPlan]:

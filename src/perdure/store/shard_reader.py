@@ -30,7 +30,7 @@ from perdure.store.reader import (
     require_packs,
 )
 from perdure.store.shard_chunks import Shards, place_elements
-from perdure.store.shard_plan import Overlap, Region, RegionIndex, first_element, volume
+from perdure.store.shard_plan import Region, RegionIndex, Slice, first_element, volume
 from perdure.store.storage import PageCachedStorage, Storage, StreamingStorage
 
 MOST_STREAMS = 8
@@ -117,14 +117,14 @@ def load_shards(
         )
         index = RegionIndex(shards.shape, itemsize, wanted)
         for number, (start, stop) in enumerate(chunk_spans(entry.nbytes)):
-            if not (overlaps := index.overlaps(start, stop)):
+            if not (slices := index.slices(start, stop)):
                 continue
-            if (target := _memory_inside(shards, overlaps, start, stop)) is not None:
+            if (target := _memory_inside(shards, slices, start, stop)) is not None:
                 in_place.append((entry, entry.chunks[number], target))
             else:
                 chunk = entry.chunks[number]
                 place = firsts[entry.path] + number
-                passing.append(_Passing(place, entry, chunk, stop - start, shards, overlaps))
+                passing.append(_Passing(place, entry, chunk, stop - start, shards, slices))
     if sharing is None:
         read_parts(storage, manifest, in_place)
         _pass_through(storage, manifest, passing)
@@ -147,7 +147,7 @@ def _read_shared(
     alone += sum(item.nbytes for item in passing if item.number not in shared)
 
     def place(number: int, data: memoryview) -> None:
-        place_elements(data, shared[number].shards, shared[number].overlaps)
+        place_elements(data, shared[number].shards, shared[number].slices)
 
     wanted = {number: item.nbytes for number, item in shared.items()}
     if not sharing.announce(manifest.fingerprint, wanted, alone, place):
@@ -183,11 +183,11 @@ class _Passing(NamedTuple):
     chunk: Chunk
     nbytes: int
     shards: Shards
-    overlaps: Sequence[Overlap]
+    slices: Sequence[Slice]
 
     def is_shared(self) -> bool:
         """Whether other processes need elements of it, too, and it is large."""
-        own = sum(volume(overlap.part) for overlap in self.overlaps) * self.shards.itemsize
+        own = sum(volume(found.part) for found in self.slices) * self.shards.itemsize
         return own < self.nbytes and self.nbytes >= SMALL_BYTES
 
 
@@ -244,7 +244,7 @@ def _pass_through(
                 for check in fetch_reads(storage, manifest, [read]):
                     check()
             for item, data in pairs:
-                place_elements(data, item.shards, item.overlaps)
+                place_elements(data, item.shards, item.slices)
             verified = [
                 (item.number, start, item.nbytes)
                 for item, start in zip(batch, starts, strict=False)
@@ -266,11 +266,11 @@ def _pass_through(
 
 
 def _memory_inside(
-    shards: Shards, overlaps: Sequence[Overlap], start: int, stop: int
+    shards: Shards, slices: Sequence[Slice], start: int, stop: int
 ) -> memoryview | None:
     """The memory of the chunk from `start` to `stop` if all of it lies in one shard."""
-    region = overlaps[0].region
-    count = sum(volume(overlap.part) for overlap in overlaps if overlap.region == region)
+    region = slices[0].region
+    count = sum(volume(found.part) for found in slices if found.region == region)
     first = first_element(shards.shape, region)
     if first is None or count * shards.itemsize != stop - start:
         return None

@@ -1,7 +1,7 @@
-"""Moves pieces of chunks from the processes that have them to those that write them.
+"""Moves slices of chunks from the processes that have them to those that write them.
 
-Each process listens while it saves, and answers requests for pieces from its shards. A process asks for
-the pieces of a chunk when it puts the chunk together, so that few of them are in memory at a time. The
+Each process listens while it saves, and answers requests for slices from its shards. A process asks for
+the slices of a chunk when it puts the chunk together, so that few of them are in memory at a time. The
 chief hands out the addresses, with a key without which no request is answered. Processes of one machine
 answer in memory that they share; through the network every answer carries its hash.
 """
@@ -53,7 +53,7 @@ _DONE = b"\0"
 """What a process sends once it does not need the shared memory of an answer any more."""
 
 Read = Callable[[int, int, int, memoryview], int]
-"""Fills memory with the pieces of a chunk that this process sends: (process that writes it, leaf,
+"""Fills memory with the slices of a chunk that this process sends: (process that writes it, leaf,
 chunk, memory). Returns how many bytes they have."""
 
 
@@ -76,7 +76,7 @@ class _Connection(NamedTuple):
     memory: memoryview | None
 
 
-class PieceExchange:
+class SliceExchange:
     """The end of one process, for one save.
 
     Args:
@@ -84,7 +84,7 @@ class PieceExchange:
 
     Attributes:
         address: Where this process listens.
-        received: How many bytes of pieces came from other processes.
+        received: How many bytes of slices came from other processes.
     """
 
     def __init__(self, index: int) -> None:
@@ -119,7 +119,7 @@ class PieceExchange:
         self._ready.set()
 
     def fetch(self, leaf: int) -> Fetch:
-        """Gets pieces of the chunks of a leaf."""
+        """Gets slices of the chunks of a leaf."""
 
         def fetch(process: int, chunk: int, size: int, place: Callable[[memoryview], None]) -> None:
             try:
@@ -209,7 +209,7 @@ class PieceExchange:
 
     def _start(self, work: Callable[[socket.socket], None], connection: socket.socket) -> None:
         threading.Thread(
-            target=work, args=(connection,), name="perdure-pieces", daemon=True
+            target=work, args=(connection,), name="perdure-slices", daemon=True
         ).start()
 
     def _accept(self, listener: socket.socket) -> None:

@@ -381,11 +381,12 @@ def safetensors(path: Path, header: str) -> Path:
 def test_hostile_headers_and_notes_of_safetensors(tmp_path: Path) -> None:
     entry = '{"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}'
 
-    def noted(notes: dict[str, str]) -> str:
-        return f'{{"x": {entry}, "__metadata__": {json.dumps(notes)}}}'
+    def noted(name: str, **note: str) -> str:
+        notes = json.dumps({"perdure": json.dumps({name: note})})
+        return f'{{"x": {entry}, "__metadata__": {notes}}}'
 
     axes = entry.replace("[8]", json.dumps([1] * 64 + [8]))
-    words = noted({"perdure:e": "key<a>"}).replace(
+    words = noted("e", dtype="key<a>").replace(
         '"x"', '"e": {"dtype": "U32", "shape": [2, 0], "data_offsets": [0, 0]}, "x"', 1
     )
     for number, (header, phrase) in enumerate(
@@ -394,20 +395,21 @@ def test_hostile_headers_and_notes_of_safetensors(tmp_path: Path) -> None:
             (words, "key<a>"),
             (f'{{"x": {entry[:-1]}, "dtype": "I8"}}}}', "twice"),
             (f'{{"x": {entry}, "x": {entry}}}', "twice"),
-            (noted({"perdure:n": "py:int 1_000"}), "py:int"),
-            (noted({"perdure:n": f"py:int {'0' * 700}1e1"}), "py:int"),
-            (noted({"perdure:n": "py:int 007"}), "py:int"),
-            (noted({"perdure:n": "py:float 1_0"}), "py:float"),
-            (noted({"perdure:n": "py:bool yes"}), "py:bool"),
-            (noted({"perdure.path:x": "a//b"}), "no path"),
-            (noted({"perdure.path:x": "50%"}), "no path"),
-            (noted({"perdure.path:y": "a"}), "no such array"),
+            (noted("n", dtype="py:int 1_000"), "py:int"),
+            (noted("n", dtype=f"py:int {'0' * 700}1e1"), "py:int"),
+            (noted("n", dtype="py:int 007"), "py:int"),
+            (noted("n", dtype="py:float 1_0"), "py:float"),
+            (noted("n", dtype="py:bool yes"), "py:bool"),
+            (noted("x", path="a//b"), "no path"),
+            (noted("x", path="50%"), "no path"),
+            (noted("y", path="a"), "no such array"),
         )
     ):
         source = safetensors(tmp_path / f"{number}.safetensors", header)
         refused(source, phrase)
-    notes = {"perdure:n": f"py:int {'9' * 10_000}", "perdure.path:x": "a%2Fb"}
-    import_run(safetensors(tmp_path / "g.safetensors", noted(notes)), tmp_path / "good")
+    notes = {"n": {"dtype": f"py:int {'9' * 10_000}"}, "x": {"path": "a%2Fb"}}
+    good = f'{{"x": {entry}, "__metadata__": {json.dumps({"perdure": json.dumps(notes)})}}}'
+    import_run(safetensors(tmp_path / "g.safetensors", good), tmp_path / "good")
     back = load_checkpoint(tmp_path / "good")
     assert back["n"] == 10**10_000 - 1
     assert back["a/b"].tobytes() == b"12345678"

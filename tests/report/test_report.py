@@ -419,7 +419,7 @@ DRILLED: dict[str, Any] = {
     "faults": {"sigkill": {"runs": 1, "fired": 1, "restored": 1, "pass": 1}},
     "runs": [
         {
-            "run": 1,
+            "number": 1,
             "kind": "sigkill",
             "place": None,
             "faults": 1,

@@ -32,8 +32,8 @@ from perdure.store.manifest_check import item_bytes
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000
-_DTYPE_MARK, _PATH_MARK = "perdure:", "perdure.path:"
-"""Begin the names of the notes in a header."""
+_NOTES = "perdure"
+"""The name of the notes in a header, which are JSON."""
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 # In the order of the safetensors library, which writes the arrays of later dtypes first, so that each
@@ -127,8 +127,8 @@ def write_safetensors(
     """
     # transformers refuses a file without a format.
     metadata = {"format": "pt"}
-    metadata |= {_DTYPE_MARK + name: note.dtype for name, note in notes.items() if note.dtype}
-    metadata |= {_PATH_MARK + name: note.path for name, note in notes.items() if note.path}
+    if noted := {name: note for name, note in notes.items() if note != LeafNote()}:
+        metadata[_NOTES] = msgspec.json.encode(noted).decode()
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for leaf in leaves:
@@ -217,7 +217,8 @@ def _read_file(path: str) -> ForeignFile:
         raw = msgspec.json.decode(text, type=dict[str, Any])
         json.loads(text.decode(), object_pairs_hook=_refuse_duplicates)
         metadata = msgspec.convert(raw.pop("__metadata__", {}), dict[str, str])
-        return noted_file(_leaves(data, msgspec.convert(raw, dict[str, _Entry])), _notes(metadata))
+        notes = msgspec.json.decode(metadata.get(_NOTES, "{}"), type=dict[str, LeafNote])
+        return noted_file(_leaves(data, msgspec.convert(raw, dict[str, _Entry])), notes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}.") from error
     except (ValueError, RecursionError) as error:
@@ -227,14 +228,6 @@ def _read_file(path: str) -> ForeignFile:
 def _refuse_duplicates(fields: list[tuple[str, Any]]) -> None:
     if len({name for name, _ in fields}) < len(fields):
         raise ValueError("its header has a name twice")
-
-
-def _notes(metadata: dict[str, str]) -> dict[str, LeafNote]:
-    dtypes, paths = (
-        {name.removeprefix(mark): text for name, text in metadata.items() if name.startswith(mark)}
-        for mark in (_DTYPE_MARK, _PATH_MARK)
-    )
-    return {name: LeafNote(dtypes.get(name), paths.get(name)) for name in {**dtypes, **paths}}
 
 
 def _leaves(data: memoryview, entries: dict[str, _Entry]) -> dict[str, Leaf]:

@@ -211,7 +211,7 @@ class DrillReport:
     def _row(self, row: DrillRow) -> dict[str, Any]:
         outcome = row.outcome
         return {
-            "run": row.scenario.number,
+            "number": row.scenario.number,
             "kind": row.scenario.kind,
             "planned": row.scenario.describe(),
             "place": row.scenario.place,

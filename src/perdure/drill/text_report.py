@@ -62,7 +62,7 @@ class TextReporter:
             ):
                 explained.add(str(diagnosis))
                 fired = escape(describe_fired(run["fired"], run["faults"]))
-                console.print(f"[bold red]run {run['run']}[/bold red] ({fired})")
+                console.print(f"[bold red]run {run['number']}[/bold red] ({fired})")
                 if (run["diagnosis"] or {}).get("cause") == "not looked for":
                     console.print(f"  {escape(run['diagnosis']['what'])}")
                 else:

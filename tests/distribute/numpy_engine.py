@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from perdure.distribute import SingleProcess, pytree
-from perdure.distribute.engine import EagerRun, Scalar, Stream, in_turns
-from perdure.distribute.leaves import describe
+from perdure.distribute.engine import EagerRun, Scalar, Stream, describe, in_turns
 
 
 class NumpyTrees:

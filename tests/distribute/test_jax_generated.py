@@ -21,7 +21,7 @@ from jax.extend import core
 from perdure.data import ArrayDataset
 from perdure.distribute.jax.fused import hlo
 from perdure.distribute.jax.programs import grad_program, make_key, words
-from perdure.distribute.scope import ReplicaFunction
+from perdure.distribute.run.context import ReplicaFunction
 from perdure.distribute.values import PerReplica
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
 

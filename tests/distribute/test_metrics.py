@@ -19,7 +19,7 @@ from numpy_engine import NumpyEngine
 import perdure
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy, get_replica_context, metrics
-from perdure.distribute.metrics import accumulators
+from perdure.distribute.metrics.metric import COUNTER, SUM, added, empty, read_value
 from perdure.errors import StateError
 from perdure.jax import OneDeviceStrategy as JaxStrategy
 from perdure.torch import OneDeviceStrategy as TorchStrategy
@@ -51,39 +51,39 @@ def once(metric: Any, *args: Any, **kwargs: Any) -> Any:
 
 def test_a_counter_is_exact_beyond_32_bits(array: Any) -> None:
     step, total = 2**30 - 1, 0
-    counter: Any = accumulators.zeros((), accumulators.COUNTER)
+    counter: Any = empty((), COUNTER)
     for n in range(9):
-        counter = accumulators.add(counter, array(np.int32(step - n)))
+        counter = added(counter, array(np.int32(step - n)))
         total += step - n
-    assert accumulators.read(counter) == total > 2**32
+    assert read_value(counter) == total > 2**32
     for _ in range(12):
-        counter = accumulators.add(counter, array(np.int32(-step)))
+        counter = added(counter, array(np.int32(-step)))
         total -= step
-    assert accumulators.read(counter) == total < -(2**31)
+    assert read_value(counter) == total < -(2**31)
 
 
 def test_a_sum_keeps_what_float32_loses(array: Any) -> None:
-    total: Any = accumulators.zeros((), accumulators.SUM)
+    total: Any = empty((), SUM)
     plain = np.float32(0)
     for value in (2.0**25, *[1.0] * 100, -(2.0**25)):
-        total = accumulators.add(total, array(np.float32(value)))
+        total = added(total, array(np.float32(value)))
         plain += np.float32(value)
-    assert accumulators.read(total) == 100.0
+    assert read_value(total) == 100.0
     assert plain == 0.0, "negative control: a plain sum loses them"
 
 
-@pytest.mark.parametrize("dtype", [accumulators.COUNTER, accumulators.SUM])
+@pytest.mark.parametrize("dtype", [COUNTER, SUM])
 def test_accumulators_have_the_same_bits_on_every_engine(dtype: str) -> None:
     rng = np.random.default_rng(0)
     steps = [(rng.normal(size=4) * 1e6).astype(dtype) for _ in range(200)]
     totals = set()
-    compiled = jax.jit(accumulators.add)
+    compiled = jax.jit(added)
     for add, array in [
-        (accumulators.add, np.asarray),
-        (accumulators.add, torch.as_tensor),
+        (added, np.asarray),
+        (added, torch.as_tensor),
         (compiled, jnp.asarray),
     ]:
-        total: Any = accumulators.zeros((4,), dtype)
+        total: Any = empty((4,), dtype)
         for step in steps:
             total = add(total, array(step))
         assert str(total.dtype).endswith(dtype)
@@ -172,7 +172,7 @@ def test_auc_has_the_counts_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
         metric, theirs = metrics.AUC(curve=curve), keras.metrics.AUC(curve=curve)
         area = once(metric, labels, guess)
         theirs.update_state(labels, guess)
-        read = {name: accumulators.read(a) for name, a in metric.state_dict().items()}
+        read = {name: read_value(a) for name, a in metric.state_dict().items()}
         for name in ("true_positives", "false_positives"):
             expected = np.asarray(getattr(theirs, name).value)
             assert read[name].tolist() == expected.astype(int).tolist()

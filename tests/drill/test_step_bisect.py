@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from perdure.cli import main
 from perdure.distribute.engine import Stream
-from perdure.distribute.traced_engine import TracedEngine, traced_engine
+from perdure.distribute.watching_engines import TracedEngine, traced_engine
 from perdure.drill.causes import CAUSES
 from perdure.drill.step_parts import PARTS, Parts, first_different_part, generators_that_differ
 

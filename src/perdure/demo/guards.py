@@ -11,7 +11,8 @@ from typing import Any
 
 from perdure.distribute.agreement import Agreement
 from perdure.distribute.engine import Engine, Stream
-from perdure.distribute.reduction import Plan, Reduction
+from perdure.distribute.reduction import Reduction
+from perdure.distribute.topology import Plan
 
 AllReduce = Callable[[Any, list[Any]], Any]
 

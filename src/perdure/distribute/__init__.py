@@ -21,14 +21,13 @@ from perdure.distribute.inputs import (
 )
 from perdure.distribute.loss_scale import LossScale
 from perdure.distribute.losses import compute_average_loss, scale_regularization_loss
-from perdure.distribute.replica_context import (
+from perdure.distribute.run.context import (
     ReplicaContext,
     get_replica_context,
-    get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
-from perdure.distribute.strategy import Strategy
+from perdure.distribute.strategy import Strategy, get_strategy
 from perdure.distribute.values import PerReplica, ReduceOp
 from perdure.process_group import Processes, SingleProcess
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 from perdure.distribute.arrays import namespace
-from perdure.distribute.leaves import describe, signature
+from perdure.distribute.engine import describe, signature
 from perdure.distribute.reduction_tree import merge
+from perdure.distribute.topology import Plan
 from perdure.errors import PerdureError, StateError, WorkerLostError
-
-if TYPE_CHECKING:
-    from perdure.distribute.reduction import Plan
+from perdure.text import few
 
 _ALIKE = (
     "In a group every process makes the same steps: what one of them skips or repeats (a bad batch, "
@@ -153,5 +152,4 @@ def differences(one: dict[str, str], other: dict[str, str], name: str, other_nam
         for path in sorted(one.keys() | other.keys())
         if one.get(path) != other.get(path)
     ]
-    shown = "; ".join(lines[:10]) or "the containers differ"
-    return shown + (f"; and {len(lines) - 10} more" if len(lines) > 10 else "")
+    return few(lines, separator="; ") or "the containers differ"

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -21,8 +21,7 @@ from blake3 import blake3
 from perdure.checkpoint.arguments import real_number
 from perdure.distribute.audit_vote import ComputedContribution, Draw, draw, further, judge
 from perdure.distribute.engine import Engine, Work
-from perdure.distribute.leaf_message import pack_leaves, unpack_leaves
-from perdure.distribute.reduction import Plan
+from perdure.distribute.topology import Plan
 from perdure.errors import (
     CorruptDevice,
     MismatchError,
@@ -243,13 +242,13 @@ class AuditedStep:
             case.share = self._shares[case.replica - self._audit.plan.first]
         if case.sent or all(self._audit.places[device][0] == owner for device in devices):
             return
-        data = pack_leaves(flatten(case.share)) if is_owner else b""
+        data = _packed(flatten(case.share)) if is_owner else b""
         case.sent = self._processes.gather(data)[owner]
 
     def _share(self, case: _Case) -> Any:
         if case.share is None:
             try:
-                case.share = restore(self._shares[0], unpack_leaves(case.sent))
+                case.share = restore(self._shares[0], _unpacked(case.sent))
             except MismatchError as error:
                 raise StateError(
                     f"step {self._step}: the share of logical replica {case.replica} has another form "
@@ -345,8 +344,8 @@ class AuditedStep:
         numbers = [number for number in (right, other) if number in case.leaves]
         leaves = {str(number): case.leaves[number][at] for number in numbers}
         found: dict[str, Leaf] = {}
-        for data in self._processes.gather(pack_leaves(leaves)):
-            found |= unpack_leaves(data)
+        for data in self._processes.gather(_packed(leaves)):
+            found |= _unpacked(data)
         return _difference(found[str(right)], found[str(other)])
 
 
@@ -385,3 +384,26 @@ def _difference(right: Leaf, other: Leaf) -> tuple[int, str]:
     values = [bytes(leaf.data[span])[::-1].hex() for leaf in (right, other)]
     where = "" if right.shape == () else f" first in element {list(index)},"
     return bits, f",{where} 0x{values[1]} for 0x{values[0]}"
+
+
+_LENGTH = 8
+"""Bytes of the number that says how long the header of a message is."""
+
+
+def _packed(leaves: Mapping[str, Leaf]) -> bytes:
+    """Path, dtype, shape and bytes of each leaf."""
+    rows = [[path, leaf.dtype, leaf.shape, leaf.nbytes] for path, leaf in leaves.items()]
+    header = json.dumps(rows).encode()
+    parts = [len(header).to_bytes(_LENGTH), header, *(leaf.data for leaf in leaves.values())]
+    return b"".join(parts)
+
+
+def _unpacked(message: bytes) -> dict[str, Leaf]:
+    """The leaves of a message of `_packed`, over its memory."""
+    data = memoryview(message)
+    at = _LENGTH + int.from_bytes(data[:_LENGTH])
+    leaves = {}
+    for path, dtype, shape, nbytes in json.loads(bytes(data[_LENGTH:at])):
+        leaves[path] = Leaf(dtype, tuple(shape), data[at : at + nbytes])
+        at += nbytes
+    return leaves

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from perdure.distribute.arrays import namespace
-from perdure.distribute.replica_context import get_replica_context, has_strategy
+from perdure.distribute.run.context import get_replica_context, has_strategy
 from perdure.errors import TopologyError
 
 

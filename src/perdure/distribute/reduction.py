@@ -1,4 +1,4 @@
-"""The plan of the logical replicas, and one reduction over all of them.
+"""One reduction over the contributions of all logical replicas.
 
 Contributions are added on each device, then in each process, then in the group. Every addition is an
 edge of `perdure.distribute.reduction_tree`, whatever the devices, and is made by the engine's `add`.
@@ -10,48 +10,10 @@ import itertools
 from typing import Any
 
 from perdure.distribute.agreement import Agreement, differences
-from perdure.distribute.engine import Engine
-from perdure.distribute.leaves import describe, signature
-from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge, partial_roots
-from perdure.distribute.topology import split
-from perdure.distribute.values import PerReplica
+from perdure.distribute.engine import describe, signature
+from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge
+from perdure.distribute.topology import Plan
 from perdure.errors import StateError
-
-
-class Plan:
-    """Which device runs which replica, and with which partial sums every process ends."""
-
-    def __init__(self, engine: Engine, replicas: int) -> None:
-        self.engine = engine
-        self.replicas = replicas
-        # For every process, the range of replicas of each of its devices.
-        self.parts = split(replicas, engine.devices_per_process)
-        self.local = self.parts[engine.processes.index]
-        # Number of the first replica of this process.
-        self.first = self.local[0][0]
-        self.roots = [partial_roots(part[0][0], part[-1][1], replicas) for part in self.parts]
-        # The leaves of a contribution, by signature: for errors, without keeping values.
-        self.described: dict[Any, dict[str, str]] = {}
-        self.last_described: Any = None
-        # The calls of `strategy.run` and of `strategy.step` so far.
-        self.runs = self.steps = 0
-        self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))
-
-    def reduction(self) -> Reduction:
-        """A reduction over the replicas, in the fixed tree."""
-        return Reduction(self)
-
-    def device_of(self, replica: int) -> Any:
-        """The local device that runs a local replica."""
-        devices = zip(self.engine.devices, self.local, strict=True)
-        return next(device for device, (_, stop) in devices if replica < stop)
-
-    def everywhere(self, value: Any) -> PerReplica:
-        """The same value for every local replica, on its device."""
-        return PerReplica(
-            tuple(self.engine.put(value, self.device_of(r)) for r in self.local_replicas),
-            self.local_replicas,
-        )
 
 
 class _DeviceSum:

@@ -13,10 +13,10 @@ from perdure.checkpoint.group_save import require_same
 from perdure.checkpoint.journal import Journal
 from perdure.distribute.agreement import Agreement
 from perdure.distribute.audit import Audit, AuditedStep, AuditOptions
-from perdure.distribute.engine import Grad, Stream, Update
-from perdure.distribute.leaves import stack
-from perdure.distribute.reduction import Plan
+from perdure.distribute.engine import Grad, Stream, Update, stack
+from perdure.distribute.reduction import Reduction
 from perdure.distribute.step_check import step_check
+from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import ArgumentError, StateError, TopologyError
 from perdure.process_group import Processes
@@ -177,7 +177,7 @@ class TrainStep:
     ) -> Any:
         """The sum of the contributions of all replicas of the group."""
         plan, engine = self._plan, self._plan.engine
-        reduction, first = plan.reduction(), plan.first
+        reduction, first = Reduction(plan), plan.first
 
         def compute(device: int, placed: Any, replica: int, share: Any) -> Any:
             share = engine.put(share, engine.devices[device])

@@ -11,7 +11,8 @@ from typing import Any
 
 from perdure.digests import leaf_digests
 from perdure.distribute.engine import FusedStep, Grad, Stream, Update
-from perdure.distribute.reduction import Plan
+from perdure.distribute.reduction import Reduction
+from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 from perdure.state import restore, snapshot
@@ -78,7 +79,7 @@ class _StepCheck:
 
     def _total(self, places: list[tuple[Any, Any]], batch: PerReplica, step: int) -> Any:
         plan, engine = self._plan, self._plan.engine
-        reduction = plan.reduction()
+        reduction = Reduction(plan)
         for number, (first, stop) in enumerate(plan.local):
             reduction.begin(number)
             # The device that has the replica comes first: its value is the one that is added.

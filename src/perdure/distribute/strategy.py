@@ -18,25 +18,25 @@ from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
 from perdure.data.dataset_base import step_index
 from perdure.data.pipelines import refuse_pipeline
 from perdure.data.tensorflow_dataset import by_index
-from perdure.distribute import collectives, inputs, keras_calls
+from perdure.distribute import inputs
 from perdure.distribute.audit import OnCorruption, audit_options
 from perdure.distribute.cluster import Cluster
 from perdure.distribute.engine import Engine, Grad, Scalar, Stream, Update
-from perdure.distribute.finite import FiniteEngine
 from perdure.distribute.inputs import AutoShardPolicy, DistributedDataset, StepDataset
-from perdure.distribute.reduction import Plan
-from perdure.distribute.replica_run import ReplicaRun
-from perdure.distribute.scope import (
+from perdure.distribute.run import calls, collectives
+from perdure.distribute.run.context import (
     ReplicaFunction,
     Scope,
     current,
-    current_replica,
     current_strategy,
     enter,
+    get_replica_context,
 )
+from perdure.distribute.run.replicas import ReplicaRun
 from perdure.distribute.step import TrainStep
-from perdure.distribute.traced_engine import traced_engine
+from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica, ReduceOp
+from perdure.distribute.watching_engines import FiniteEngine, traced_engine
 from perdure.errors import DataError, TopologyError
 from perdure.process_group import Processes
 from perdure.tensorflow_names import TensorFlowNames
@@ -119,7 +119,7 @@ class Strategy(TensorFlowNames):
             raise TopologyError(
                 "the scope of one strategy was entered in that of another; leave the outer one first"
             )
-        keras_calls.install()
+        calls.install()
         with enter(Scope(self)):
             yield self
 
@@ -322,7 +322,7 @@ class Strategy(TensorFlowNames):
                 )
         step = next((value.step for value in split if value.step is not None), None)
         streams = None if step is None else partial(Stream, self._seed, step)
-        keras_calls.install()
+        calls.install()
         return ReplicaRun(self._plan, self, fn, args, kwargs, streams)()
 
     def reduce(self, reduce_op: ReduceOp | str, value: PerReplica, axis: int | None = None) -> Any:
@@ -375,11 +375,20 @@ class Strategy(TensorFlowNames):
         return self._plan.everywhere(value)
 
     def _require_outside_of_replicas(self, name: str) -> None:
-        if current_replica() is not None:
+        if get_replica_context() is not None:
             raise TopologyError(
                 f"strategy.{name} was called in a logical replica, which has only its own values; use "
                 "get_replica_context().all_reduce or .all_gather there"
             )
+
+
+def get_strategy() -> Strategy:
+    """The strategy whose scope or replica this is.
+
+    Raises:
+        TopologyError: Under no strategy, and in `grad` and `update`, which serve several.
+    """
+    return current_strategy()
 
 
 def _is_whole(value: Any) -> bool:

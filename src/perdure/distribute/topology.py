@@ -1,4 +1,4 @@
-"""The split of V logical replicas over devices and processes.
+"""The plan: which device of which process runs which of V logical replicas.
 
 The parts are contiguous, in the order of (process, device), differ in size by at most one, and none is
 empty.
@@ -7,7 +7,11 @@ empty.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from perdure.distribute.engine import Engine
+from perdure.distribute.reduction_tree import partial_roots
+from perdure.distribute.values import PerReplica
 from perdure.errors import TopologyError
 
 
@@ -39,3 +43,35 @@ def split(
         parts.append(ranges[first : first + count])
         first += count
     return tuple(parts)
+
+
+class Plan:
+    """Which device runs which replica, and with which partial sums every process ends."""
+
+    def __init__(self, engine: Engine, replicas: int) -> None:
+        self.engine = engine
+        self.replicas = replicas
+        # For every process, the range of replicas of each of its devices.
+        self.parts = split(replicas, engine.devices_per_process)
+        self.local = self.parts[engine.processes.index]
+        # Number of the first replica of this process.
+        self.first = self.local[0][0]
+        self.roots = [partial_roots(part[0][0], part[-1][1], replicas) for part in self.parts]
+        # The leaves of a contribution, by signature: for errors, without keeping values.
+        self.described: dict[Any, dict[str, str]] = {}
+        self.last_described: Any = None
+        # The calls of `strategy.run` and of `strategy.step` so far.
+        self.runs = self.steps = 0
+        self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))
+
+    def device_of(self, replica: int) -> Any:
+        """The local device that runs a local replica."""
+        devices = zip(self.engine.devices, self.local, strict=True)
+        return next(device for device, (_, stop) in devices if replica < stop)
+
+    def everywhere(self, value: Any) -> PerReplica:
+        """The same value for every local replica, on its device."""
+        return PerReplica(
+            tuple(self.engine.put(value, self.device_of(r)) for r in self.local_replicas),
+            self.local_replicas,
+        )

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from perdure.distribute.arrays import namespace
-from perdure.distribute.metrics.accumulators import COUNTER, SUM
 from perdure.distribute.metrics.auc import AUC
 from perdure.distribute.metrics.counting import Counting, classes, ratio, same_shape, spread
-from perdure.distribute.metrics.metric import Metric
+from perdure.distribute.metrics.metric import COUNTER, SUM, Metric
 from perdure.errors import StateError
 
 __all__ = [

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from perdure.distribute.arrays import is_traced, namespace
-from perdure.distribute.metrics.accumulators import COUNTER, SUM
 from perdure.distribute.metrics.counting import Counting, same_shape
+from perdure.distribute.metrics.metric import COUNTER, SUM
 from perdure.errors import StateError
 
 # Below 0 and above 1, so that the first threshold admits every prediction and the last one none.

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from perdure.distribute.arrays import is_traced, namespace
-from perdure.distribute.metrics.accumulators import COUNTER, SUM
-from perdure.distribute.metrics.metric import Metric
+from perdure.distribute.metrics.metric import COUNTER, SUM, Metric
 from perdure.errors import StateError
 
 

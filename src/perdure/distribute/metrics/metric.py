@@ -2,6 +2,11 @@
 
 Accumulators change by one total for each step, in the order of the steps, and each total went through
 the fixed tree. So they are the same for every topology. No framework is named here.
+
+An accumulator is an array of shape [2, ...], the high and the low part, with the same dtypes on every
+engine, so that a checkpoint of one restores on another. A counter (int32) is exact up to 2**61,
+without 64-bit integers, which JAX lacks by default. A sum (float32) keeps the rounding error of each
+addition in its low part (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B: TwoSum).
 """
 
 from __future__ import annotations
@@ -11,13 +16,51 @@ from typing import Any
 
 import numpy as np
 
-from perdure.distribute.arrays import is_traced, on_host
-from perdure.distribute.metrics import accumulators
-from perdure.distribute.replica_run import current_run
-from perdure.distribute.scope import current, current_replica, current_strategy
+from perdure.distribute.arrays import is_traced, namespace, on_host
+from perdure.distribute.run.context import current, current_strategy, get_replica_context
+from perdure.distribute.run.replicas import current_run
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 from perdure.tensorflow_names import TensorFlowNames
+
+COUNTER, SUM = "int32", "float32"
+
+_BITS = 30
+
+
+def empty(shape: tuple[int, ...], dtype: str) -> Any:
+    """An empty counter or sum for values of `shape`. NumPy, which every engine takes."""
+    return np.zeros((2, *shape), dtype)
+
+
+def added(accumulator: Any, value: Any) -> Any:
+    """The accumulator with `value` added: integers (below 2**30 in size) or float32."""
+    xp = namespace(accumulator, value)
+    high, low = xp.array(accumulator)
+    if _is_counter(accumulator):
+        low = low + xp.constant(value, COUNTER)
+        # A shift rounds down, so that the low part is never negative.
+        return xp.array(xp.stack([high + (low >> _BITS), low & ((1 << _BITS) - 1)]), COUNTER)
+    value = xp.constant(value, SUM)
+    total = high + value
+    part = total - high
+    error = (high - (total - part)) + (value - part)
+    return xp.stack([total, low + error])
+
+
+def read_value(accumulator: Any) -> Any:
+    """The value: NumPy's int64 or float64; inside of jit, a float, which may be rounded."""
+    high, low = on_host(accumulator)
+    if is_traced(accumulator):
+        return high * float(1 << _BITS) + low if _is_counter(accumulator) else high + low
+    if _is_counter(accumulator):
+        return (np.int64(high) << _BITS) + np.int64(low)
+    return np.float64(high) + np.float64(low)
+
+
+def _is_counter(accumulator: Any) -> bool:
+    return "int" in str(accumulator.dtype)
+
 
 # Updates that go through the tree together. The number bounds memory and does not change the result.
 _PENDING = 64
@@ -43,7 +86,7 @@ class Metric(TensorFlowNames):
         self._accumulators = self.init()
 
     def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and kind (accumulators.COUNTER or SUM) of everything that accumulates, by name."""
+        """Shape and kind (COUNTER or SUM) of everything that accumulates, by name."""
         raise NotImplementedError
 
     def contribution(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -55,12 +98,12 @@ class Metric(TensorFlowNames):
         raise NotImplementedError
 
     def init(self) -> dict[str, Any]:
-        """Empty accumulators: arrays [2, ...] by name; see perdure.distribute.metrics.accumulators."""
-        return {name: accumulators.zeros(*field) for name, field in self.fields().items()}
+        """Empty accumulators: arrays [2, ...] by name."""
+        return {name: empty(*field) for name, field in self.fields().items()}
 
     def merge(self, accumulated: Mapping[str, Any], total: Mapping[str, Any]) -> dict[str, Any]:
         """The accumulators after a step whose contributions sum to `total`."""
-        return {name: accumulators.add(accumulated[name], total[name]) for name in accumulated}
+        return {name: added(accumulated[name], total[name]) for name in accumulated}
 
     def result(self, accumulated: Mapping[str, Any] | None = None) -> Any:
         """The metric over all steps so far. A collective for objects of a strategy.
@@ -74,7 +117,7 @@ class Metric(TensorFlowNames):
         if accumulated is None:
             self._flush("result()")
             accumulated = self._accumulators
-        return self.value({name: accumulators.read(a) for name, a in accumulated.items()})
+        return self.value({name: read_value(a) for name, a in accumulated.items()})
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
         """Add the contribution of these arguments (see `contribution`).
@@ -179,7 +222,7 @@ class Metric(TensorFlowNames):
         raise StateError(f"{self} belongs to the scope of another strategy than the one that runs")
 
     def _outside_of_replicas(self, what: str) -> None:
-        if current_replica() is not None:
+        if get_replica_context() is not None:
             raise StateError(
                 f"{self}: {what} in a logical replica, which has only its own share; call it after "
                 "strategy.run"

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perdure.distribute.scope import current_replica
+from perdure.distribute.run.context import get_replica_context
 from perdure.errors import StateError
 
 FORM = (
@@ -48,7 +48,7 @@ class ChangeWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if current_replica() is None:  # in a collective, which runs for all replicas
+        if get_replica_context() is None:  # in a collective, which runs for all replicas
             return func(*args, **kwargs)
         name, written, allocates = _described(func)
         for number, argument, replaces in written:
@@ -92,8 +92,10 @@ def _described(func: Any) -> tuple[str, list[tuple[int, str, bool]], bool]:
 
 def refuse(changed: str, name: str) -> NoReturn:
     """StateError: the replica that runs changes something in place, by the operation `name`."""
-    replica = current_replica().replica_id_in_sync_group
-    raise StateError(f"logical replica {replica} changes {changed} in place ({name}). {FORM}")
+    context = get_replica_context()
+    assert context is not None
+    where = f"logical replica {context.replica_id_in_sync_group}"
+    raise StateError(f"{where} changes {changed} in place ({name}). {FORM}")
 
 
 def form_of(tensor: torch.Tensor) -> str:

@@ -25,7 +25,7 @@ from torch.utils import _python_dispatch, _pytree
 
 from perdure.distribute import pytree
 from perdure.distribute.engine import Grad
-from perdure.distribute.scope import ReplicaFunction
+from perdure.distribute.run.context import ReplicaFunction
 from perdure.distribute.torch.state_view import same
 from perdure.errors import StateError, TopologyError
 

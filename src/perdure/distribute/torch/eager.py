@@ -24,7 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from perdure.digests.digest import leaf_digests_of_each
 from perdure.distribute import pytree
 from perdure.distribute.engine import EagerRun, Stream, SumOverReplicas
-from perdure.distribute.replica_run import Meeting, RunContext, current_run
+from perdure.distribute.run.context import Meeting
+from perdure.distribute.run.replicas import RunContext, current_run
 from perdure.distribute.torch.change_watch import (
     ChangeWatch,
     form_of,
@@ -227,7 +228,7 @@ class TorchEagerRun(EagerRun):
         }
         grads, cleared = self._gradients_of_replica(name, parameters)
 
-        def join(values: PerReplica) -> Any:
+        def join(_: Any, values: PerReplica) -> Any:
             self._settings.pop(number, None)
             total = self._sum_over_replicas(values.values)["gradients"]
             for parameter in cleared:

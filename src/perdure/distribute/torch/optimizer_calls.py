@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from perdure.distribute.patches import with_subclasses, wrap
-from perdure.distribute.replica_run import RunContext, current_run
+from perdure.distribute.run.calls import with_subclasses, wrap
+from perdure.distribute.run.replicas import RunContext, current_run
 from perdure.distribute.torch.eager import TorchEagerRun, of_this_thread
 from perdure.errors import StateError
 

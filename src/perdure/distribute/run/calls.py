@@ -1,4 +1,4 @@
-"""Optimizers and variables of Keras inside the function of `strategy.run`, on any backend.
+"""Wraps methods of a framework's classes for calls by a replica, and those of Keras on any backend.
 
 An optimizer that is applied in every replica is applied once, with the sum of their gradients in the
 fixed tree. Any other assignment to a variable would be made once for each replica, and is refused. So
@@ -7,17 +7,19 @@ is `fit` in the scope of a strategy, or of a model that was compiled there: Kera
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
 from perdure.distribute.arrays import on_host
-from perdure.distribute.patches import with_subclasses, wrap
-from perdure.distribute.replica_run import Meeting, current_run
-from perdure.distribute.scope import current
+from perdure.distribute.run import collectives
+from perdure.distribute.run.context import Meeting, current
+from perdure.distribute.run.replicas import current_run
+from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
 
@@ -53,8 +55,8 @@ def _apply(old: Any) -> Any:
         variables = None if trainable_variables is None else list(trainable_variables)
         gradients = {str(n): grad for n, grad in enumerate(grads) if grad is not None}
 
-        def join(values: PerReplica) -> Any:
-            total = context.strategy.reduce("sum", values)["gradients"]
+        def join(plan: Plan, values: PerReplica) -> Any:
+            total = collectives.reduce(plan, "sum", values, None)["gradients"]
             if sys.modules["keras"].backend.backend() == "jax":
                 # Of no device, as Keras's variables are: replicas on all devices compute with them.
                 total = {name: on_host(value) for name, value in total.items()}
@@ -137,3 +139,19 @@ def _stateless() -> bool:
     """Whether Keras collects assignments instead of making them, as in `stateless_apply`."""
     backend: Any = sys.modules.get("keras.src.backend")
     return bool(backend is not None and backend.common.stateless_scope.in_stateless_scope())
+
+
+def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace the method that `owner` itself defines as `name` by `make(method)`, at most once."""
+    old = vars(owner).get(name)
+    if callable(old) and not getattr(old, "_knows_replicas", False):
+        new: Any = functools.wraps(old)(make(old))
+        new._knows_replicas = True
+        setattr(owner, name, new)
+
+
+def with_subclasses(cls: type) -> Iterator[type]:
+    """A class and all classes that are derived from it so far."""
+    yield cls
+    for child in cls.__subclasses__():
+        yield from with_subclasses(child)

@@ -1,11 +1,9 @@
-"""`strategy.run`: one function for each local replica, in the order of the replicas.
+"""The replicas of one `strategy.run`, in their order, and the points where they meet.
 
 A function without collectives runs in a loop, in the thread of the caller. When the first replica comes
 to a collective, each of the others gets a thread, with the settings of the caller's thread, runs to the
 same collective and waits there. Only one replica runs at a time, and between two collectives they run
 in the order of their numbers, so that a run is the same program on any number of devices.
-
-This module depends on the plan of the replicas; the strategy is an opaque object that it hands on.
 """
 
 from __future__ import annotations
@@ -15,14 +13,15 @@ import contextvars
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from perdure.distribute import collectives, scope
 from perdure.distribute.engine import Stream
-from perdure.distribute.reduction import Plan
-from perdure.distribute.scope import Scope
-from perdure.distribute.values import PerReplica, ReduceOp, of
+from perdure.distribute.run import collectives, context
+from perdure.distribute.run.context import Meeting, ReplicaContext, Scope
+from perdure.distribute.topology import Plan
+from perdure.distribute.values import PerReplica, of
 from perdure.errors import StateError, WorkerLostError
+from perdure.text import few
 
 RULE = "Every replica must call the same collectives in the same order"
 
@@ -33,73 +32,21 @@ class Recorder(Protocol):
     def commit(self, rounds: list[PerReplica]) -> None: ...
 
 
-class Meeting(NamedTuple):
-    """One replica's part in a collective: the call as a user reads it, its value, and the function
-    that combines the values of the local replicas."""
-
-    call: str
-    value: Any
-    join: Callable[[PerReplica], Any]
-
-
-class RunContext:
-    """One replica in `run`. See perdure.distribute.replica_context.ReplicaContext."""
+class RunContext(ReplicaContext):
+    """One replica in `run`."""
 
     def __init__(self, run: ReplicaRun, replica: int) -> None:
+        super().__init__(run.plan.replicas)
         self._run = run
         self._replica = replica
         self.eager = run.eager
         self.recorded: dict[Recorder, list[Any]] = {}
 
     @property
-    def num_replicas_in_sync(self) -> int:
-        return self._run.plan.replicas
-
-    @property
     def replica_id_in_sync_group(self) -> int:
         return self._replica
 
-    @property
-    def strategy(self) -> Any:
-        return self._run.strategy
-
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
-        plan, op = self._run.plan, collectives.operation(reduce_op)
-
-        def join(values: PerReplica) -> PerReplica:
-            return plan.everywhere(collectives.reduce(plan, op, values, None))
-
-        return self.meet(Meeting(f'all_reduce("{op}")', value, join))
-
-    def all_gather(self, value: Any, axis: int) -> Any:
-        plan = self._run.plan
-
-        def join(values: PerReplica) -> PerReplica:
-            return plan.everywhere(collectives.gather(plan, values, axis))
-
-        return self.meet(Meeting(f"all_gather(axis={axis})", value, join))
-
-    def merge_call(
-        self,
-        merge_fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        def join(values: PerReplica) -> Any:
-            def column(kind: int, key: Any) -> PerReplica:
-                return PerReplica(tuple(v[kind][key] for v in values.values), values.replicas)
-
-            return merge_fn(
-                self.strategy,
-                *(column(0, position) for position in range(len(args))),
-                **{name: column(1, name) for name in kwargs or {}},
-            )
-
-        call = f"merge_call({getattr(merge_fn, '__name__', merge_fn)}) with {len(args)} arguments"
-        return self.meet(Meeting(call, (tuple(args), dict(kwargs or {})), join))
-
     def meet(self, meeting: Meeting) -> Any:
-        """Wait for all other replicas, and return this one's part of what the meeting gives."""
         return self._run.meet(self._replica, meeting)
 
     def record(self, recorder: Recorder, value: Any) -> None:
@@ -109,8 +56,8 @@ class RunContext:
 
 def current_run() -> RunContext | None:
     """The context of the replica whose code this is; None elsewhere, in `grad` too."""
-    context = scope.current_replica()
-    return context if isinstance(context, RunContext) else None
+    found = context.get_replica_context()
+    return found if isinstance(found, RunContext) else None
 
 
 class ReplicaRun:
@@ -172,7 +119,7 @@ class ReplicaRun:
     def _run_replica(self, replica: int) -> Any:
         split = [v for v in (*self._args, *self._kwargs.values()) if isinstance(v, PerReplica)]
         with (
-            scope.enter(Scope(self.strategy, self._contexts[replica])),
+            context.enter(Scope(self.strategy, self._contexts[replica])),
             self.eager.replica(replica, [of(value, replica) for value in split]),
         ):
             return self.eager.call(
@@ -248,13 +195,13 @@ class ReplicaRun:
         def join() -> Any:
             if self._restore_joined is not None:
                 self._restore_joined()
-            joined = meeting.join(values)
+            joined = meeting.join(self.plan, values)
             self._restore_joined = self.eager.random_state()
             return joined
 
-        with scope.enter(Scope(self.strategy)):
+        with context.enter(Scope(self.strategy)):
             if self._stream is None:
-                return meeting.join(values)
+                return meeting.join(self.plan, values)
             stream = self._stream(self.plan.replicas)
             return self.eager.call(join, self.plan.engine.devices[0], (), {}, stream)
 
@@ -325,7 +272,7 @@ class _Follower:
     """A replica in a thread of its own, which runs only between `resume` and its return."""
 
     def __init__(self, work: Callable[[], Any], settings: Callable[[], Any]) -> None:
-        context = contextvars.copy_context()
+        variables = contextvars.copy_context()
         self.meeting: Meeting | None = None
         self.answer: Any = None
         self.result: Any = None
@@ -334,7 +281,7 @@ class _Follower:
         self._may_run = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
         self._thread = threading.Thread(
-            target=lambda: context.run(self._run, work, settings),
+            target=lambda: variables.run(self._run, work, settings),
             name="perdure-replica",
             daemon=True,
         )
@@ -376,22 +323,19 @@ class _Follower:
         self._thread.join()
 
 
-def _commit(contexts: Sequence[RunContext]) -> None:
+def _commit(replicas: Sequence[RunContext]) -> None:
     """Hand over what the replicas recorded: for each recorder, a PerReplica of each round."""
-    first = contexts[0]
-    for context in contexts[1:]:
-        for recorder in first.recorded.keys() | context.recorded.keys():
-            counts = [len(c.recorded.get(recorder, ())) for c in (first, context)]
-            if counts[0] != counts[1]:
+    first, numbers = replicas[0], tuple(each.replica_id_in_sync_group for each in replicas)
+    for recorder in dict.fromkeys(recorder for each in replicas for recorder in each.recorded):
+        columns = [each.recorded.get(recorder, []) for each in replicas]
+        for number, column in zip(numbers, columns, strict=True):
+            if len(column) != len(columns[0]):
                 raise StateError(
                     f"{recorder}: logical replica {first.replica_id_in_sync_group} updated it "
-                    f"{counts[0]} times and replica {context.replica_id_in_sync_group} "
-                    f"{counts[1]} times in one run; every replica must do so equally often"
+                    f"{len(columns[0])} times and replica {number} {len(column)} times in one run; "
+                    "every replica must do so equally often"
                 )
-    replicas = tuple(context.replica_id_in_sync_group for context in contexts)
-    for recorder in first.recorded:
-        columns = zip(*(context.recorded[recorder] for context in contexts), strict=True)
-        recorder.commit([PerReplica(column, replicas) for column in columns])
+        recorder.commit([PerReplica(row, numbers) for row in zip(*columns, strict=True)])
 
 
 def _name(meeting: Meeting | None) -> str:
@@ -399,5 +343,4 @@ def _name(meeting: Meeting | None) -> str:
 
 
 def _numbers(replicas: Sequence[int]) -> str:
-    shown = ", ".join(map(str, replicas[:8])) + (", ..." if len(replicas) > 8 else "")
-    return f"replica {shown}" if len(replicas) == 1 else f"replicas {shown}"
+    return f"{'replica' if len(replicas) == 1 else 'replicas'} {few(replicas, 8)}"

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.distribute import PerReplica
-from perdure.distribute.jax.threads import pin
+from perdure.distribute.jax.xla_settings import pin
 from perdure.jax import MirroredStrategy
 
 # For the plain steps as well: the size of the pool changes how convolutions are split.

@@ -13,7 +13,7 @@ import pytest
 from forked import run_forked
 from perdure import ArrayDataset
 from perdure.distribute.hardware import instruction_set, settings
-from perdure.distribute.jax.flags import FLAG, ask_for_determinism, check_determinism
+from perdure.distribute.jax.xla_settings import FLAG, ask_for_determinism, check_determinism
 from perdure.errors import TopologyError
 from perdure.process_group import SingleProcess
 
@@ -182,11 +182,11 @@ PRECISIONS = """
 import sys
 import torch
 from perdure.process_group import SingleProcess
-from perdure.distribute.torch import precision
+from perdure.distribute.torch import environment as e
 from perdure.distribute.torch.engine import TorchEngine
 engine = TorchEngine(None, SingleProcess(), None)
 def told(kind):
-    return [precision.matmul_precision(kind), precision.other_precisions(kind), precision.cudnn_tf32()]
+    return [e.matmul_precision(kind), e.other_precisions(kind), e.cudnn_tf32()]
 assert told("cpu") == ["highest", "", True], told("cpu")
 assert told("cuda") == ["highest", "", True], told("cuda")
 torch.set_float32_matmul_precision("high")

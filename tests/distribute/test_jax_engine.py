@@ -13,7 +13,7 @@ import pytest
 from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.data import ArrayDataset
 from perdure.distribute.jax.fused import hlo, step_by_form
-from perdure.distribute.jax.threads import pin
+from perdure.distribute.jax.xla_settings import pin
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
 from perdure.jax import MirroredStrategy, OneDeviceStrategy

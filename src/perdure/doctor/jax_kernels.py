@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 
 from perdure.distribute.hardware import xla_flags
-from perdure.distribute.jax.flags import FLAG, ask_for_determinism
-from perdure.distribute.jax.threads import VARIABLE, pin
+from perdure.distribute.jax.xla_settings import FLAG, VARIABLE, ask_for_determinism, pin
 from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, listed
 
 

@@ -6,13 +6,16 @@ It computes with the programs of `perdure.distribute.jax.programs`, or with thos
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,26 +34,39 @@ from perdure.distribute.engine import (
     in_turns,
 )
 from perdure.distribute.jax import group as jax_group
-from perdure.distribute.jax.eager import JaxEagerRun, thread_settings
 from perdure.distribute.jax.environment import environment
-from perdure.distribute.jax.flags import ask_for_determinism, check_determinism
 from perdure.distribute.jax.fused import ReferencePrograms, fused_step
 from perdure.distribute.jax.programs import (
     add_program,
     as_array,
     grad_program,
     make_key,
+    name_of,
     refuse_mesh,
+    thread_settings,
     traced,
     update_program,
     words,
 )
-from perdure.distribute.jax.trees import JaxTrees
+from perdure.distribute.jax.xla_settings import ask_for_determinism, check_determinism
 from perdure.errors import TopologyError
 from perdure.excluded_devices import without_excluded
 from perdure.process_group import Processes
 
 Devices = int | Sequence[Any] | None
+
+
+class JaxTrees:
+    """See perdure.distribute.engine.Trees."""
+
+    def flatten(self, value: Any) -> tuple[list[Any], Hashable]:
+        return jax.tree.flatten(value)
+
+    def paths(self, value: Any) -> list[str]:
+        return [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(value)]
+
+    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
+        return jax.tree.map(lambda leaf: fn(jnp.asarray(leaf)), value)
 
 
 class JaxEngine:
@@ -159,6 +175,31 @@ class JaxEngine:
         )
 
 
+class JaxEagerRun(EagerRun):
+    """See EagerRun. JAX has no global generator, and its arrays cannot be changed in place."""
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self._devices = devices
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        device: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        stream: Stream | None = None,
+    ) -> Any:
+        if len(self._devices) > 1:
+            args, kwargs = jax.tree.map(
+                functools.partial(_on, device=device), (list(args), dict(kwargs))
+            )
+        with jax.default_device(device):
+            return fn(*args, **kwargs)
+
+    def thread_settings(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return thread_settings()
+
+
 class _Runner:
     """Dispatches in turns; the first time in threads, because each device compiles its own copy."""
 
@@ -208,3 +249,12 @@ def _choose(devices: Devices) -> tuple[Any, ...]:
     if foreign:
         raise TopologyError(f"{foreign} are not devices of this process, which has {local}")
     return chosen
+
+
+def _on(leaf: Any, device: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    for shard in leaf.addressable_shards:
+        if shard.device == device and leaf.is_fully_replicated:
+            return shard.data
+    return jax.device_put(leaf, device)

@@ -30,7 +30,7 @@ def _changed(config: Any) -> list[str]:
 def environment(device: Any, threads: int | str, deterministic: bool) -> dict[str, Scalar]:
     """The recipe's fields of the framework, for computing on `device`.
 
-    `threads` and `deterministic` come from `perdure.distribute.jax.threads` and `flags`.
+    `threads` and `deterministic` come from `perdure.distribute.jax.xla_settings`.
     """
     config: Any = jax.config
     on_cpu = device.platform == "cpu"

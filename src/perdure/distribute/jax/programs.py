@@ -6,12 +6,14 @@ programs depends on the topology.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.core
+import jax.experimental as jax_experimental
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,6 +27,26 @@ SETTINGS = (
     "default_prng_impl", "threefry_partitionable", "enable_custom_prng", "softmax_custom_jvp",
     "numpy_rank_promotion", "debug_infs",
 )  # fmt: skip
+
+
+def thread_settings() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Remembers JAX's settings of this thread; the result applies them in another thread."""
+    config: Any = jax.config
+    values = {name: getattr(config, f"jax_{name}") for name in SETTINGS}
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name, value in values.items():
+                # A new thread has the global settings, which most often are these.
+                if getattr(config, f"jax_{name}") != value:
+                    # enable_x64 has not always been a name of jax itself.
+                    home = jax if hasattr(jax, name) else jax_experimental
+                    stack.enter_context(getattr(home, name)(value))
+            yield
+
+    return enter
+
 
 # `rbg` keys give other bits on other topologies; threefry does not.
 _PRNG = "threefry2x32"

@@ -116,11 +116,11 @@ def _join(cluster: Cluster, config: JaxConfig) -> None:
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     plugin = importlib.util.find_spec("jax_plugins") is not None
     prepare(cluster, len(gpus), os.environ, plugin)
-    from perdure.distribute.jax import flags, group, threads
+    from perdure.distribute.jax import group, xla_settings
 
     # What JAX reads once, before the loop can use it; a strategy finds it set.
-    threads.pin()
-    flags.ask_for_determinism()
+    xla_settings.pin()
+    xla_settings.ask_for_determinism()
     group.join(cluster, options=ClusterOptions(config.start_timeout, config.heartbeat))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.jax import group
 from perdure.distribute.jax.engine import Devices, JaxEngine
-from perdure.distribute.jax.threads import pin
+from perdure.distribute.jax.xla_settings import pin
 from perdure.distribute.strategy import Strategy
 from perdure.process_group import SingleProcess
 

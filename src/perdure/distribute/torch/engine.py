@@ -14,7 +14,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.distribute.torch.first_step import FirstStep
 from perdure.distribute.torch.random_streams import make_generator, seed
 from perdure.distribute.torch.state_view import StateView
-from perdure.distribute.torch.trees import TorchTrees
 from perdure.errors import StateError, TopologyError
 from perdure.excluded_devices import without_excluded
 from perdure.process_group import Processes
@@ -58,6 +57,21 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 # glibc's malloc keeps up to this many bytes that are free, for the next step.
 KEPT = 1 << 30
 KEPT_BY_OLD = 32 << 20
+
+
+class TorchTrees:
+    """See perdure.distribute.engine.Trees."""
+
+    def flatten(self, value: Any) -> tuple[list[Any], Hashable]:
+        return pytree.leaves_and_structure(value)
+
+    def paths(self, value: Any) -> list[str]:
+        return [path for path, _ in pytree.flatten(value)]
+
+    def map(self, fn: Callable[[Any], Any], value: Any) -> Any:
+        with torch.no_grad():
+            leaves = map(torch.as_tensor, pytree.leaves(value))
+            return pytree.rebuild(value, map(fn, leaves))
 
 
 class _Views(threading.local):

@@ -3,6 +3,9 @@
 The order in which independent instructions run does not count, and neither do names. A computation
 that an instruction applies (a fusion, the addition of a reduction) is one kernel, whose instructions
 count in their order.
+
+Some instructions only move elements: a chain of them may be written in several ways (a bitcast and a
+copy, or a transposition in a fusion), which make the same bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +15,33 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from perdure.distribute.jax.fused.hlo_graph import Instruction, graph_of, tuple_size
-from perdure.distribute.jax.fused.hlo_moves import OPCODES, Origin, moved
+import numpy as np
+
+from perdure.distribute.jax.fused.hlo_graph import (
+    Instruction,
+    Shape,
+    dimensions,
+    graph_of,
+    shape_of,
+    tuple_size,
+)
+
+OPCODES = ("copy", "bitcast", "reshape", "transpose")
+MOST = 1 << 24
+"""Larger arrays are not followed element by element."""
 
 # Two of these are two, although nothing else tells them apart.
 _STATEFUL = ("rng", "rng-get-and-update-state", "infeed", "outfeed", "send", "recv")
 _SIDE_EFFECT = b"\x88\x04\x01"  # HloInstructionProto.custom_call_has_side_effect
 _OF_ITS_OWN = b"\n\ninlineable\x12\x05false"  # frontend_attributes: {inlineable: "false"}
+
+
+class Origin(NamedTuple):
+    """The array whose elements a value has, and the place of each there; None for the same places."""
+
+    made: str
+    shape: bytes
+    places: Any = None
 
 
 class Value(NamedTuple):
@@ -241,3 +264,32 @@ def _each(value: Value, *how: Any) -> Value:
 
 def _hash(*things: Any) -> str:
     return hashlib.blake2b(repr(things).encode(), digest_size=16).hexdigest()
+
+
+def moved(instruction: Instruction, shape: bytes, origin: Origin) -> Origin | None:
+    """The origin of the result, from that of the operand of shape `shape`; None if it is not known."""
+    if instruction.opcode == "copy" and instruction.shape == shape:
+        return origin  # of any shape: int4 elements, which share bytes, have a layout of their own
+    one, other = shape_of(shape), shape_of(instruction.shape)
+    if one is None or other is None or one.dtype != other.dtype or one.size > MOST:
+        return None
+    places = origin.places
+    plain = one.is_plain and other.is_plain and places is None
+    if instruction.opcode == "copy" or (plain and instruction.opcode != "transpose"):
+        return origin
+    places = np.arange(one.size, dtype=np.int32) if places is None else places
+    places = places.reshape(one.dimensions)
+    if instruction.opcode == "transpose":
+        places = places.transpose(dimensions(instruction))
+    elif instruction.opcode == "bitcast":
+        places = _from_memory(places.transpose(one.major_to_minor).reshape(-1), other)
+    places = np.ascontiguousarray(places).reshape(-1)
+    if np.array_equal(places, np.arange(len(places), dtype=np.int32)):
+        places = None
+    return origin._replace(places=places)
+
+
+def _from_memory(places: Any, shape: Shape) -> Any:
+    """Elements in the order of memory as an array of a layout."""
+    sizes = [shape.dimensions[axis] for axis in shape.major_to_minor]
+    return places.reshape(sizes).transpose(np.argsort(shape.major_to_minor))

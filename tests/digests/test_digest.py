@@ -25,8 +25,7 @@ from perdure.digests import (
     leaf_digests,
     memory_sums,
 )
-from perdure.digests.memory_sums import SMALL_BYTES, byte_sums, region_sums
-from perdure.digests.position_keys import ROW_BYTES
+from perdure.digests.memory_sums import ROW_BYTES, SMALL_BYTES, byte_sums, region_sums
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state import snapshot
 

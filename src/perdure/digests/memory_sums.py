@@ -1,24 +1,34 @@
 """The two sums of a digest over bytes in the memory of this process, with NumPy.
 
-The sums are linear: those of an array are the sums of its parts, added modulo 2**64, in any order.
+Each word of an array is multiplied by a 64-bit key, a function of its position alone: the word at
+`position` has the key `row_key[position // LANES] * lane_key[position % LANES]` in each of the sums.
+All keys are odd, so that a product is zero only if the word is. The sums are linear: those of an array
+are the sums of its parts, added modulo 2**64, in any order.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 
-from perdure.digests.position_keys import LANES, ROW_BYTES, lane_keys, row_keys
 from perdure.store.pools import map_ahead, pool
 from perdure.store.shard_plan import Region
 
 Sums = np.ndarray[Any, np.dtype[np.uint64]]
 """`uint64[2]`."""
 Octets = np.ndarray[Any, np.dtype[np.uint8]]
-Array = TypeVar("Array")
+
+LANES = 16_384
+"""Words of 8 bytes in a row; a row has 128 KiB."""
+ROW_BYTES = 8 * LANES
+
+_ROW_STREAM = 2
+_STREAM_SHIFT = np.uint64(48)
+_ONE = np.uint64(1)
 
 THREADS = 2
 PART_ROWS = 64
@@ -172,3 +182,38 @@ def _dots(words: np.ndarray[Any, Any], keys: np.ndarray[Any, Any]) -> Any:
         np.einsum("ij,j->i", words, keys[0, :count]),
         np.einsum("ij,j->i", swapped, keys[1, :count]),
     )
+
+
+def mixed(numbers: Any) -> Any:
+    """The finalizer of SplitMix64, for `uint64` arrays of NumPy and JAX.
+
+    Source: Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (OOPSLA 2014).
+    """
+    state = (numbers + _ONE) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def lane_keys_at(lanes: Any, which: int) -> Any:
+    """The keys of the `uint64` array `lanes`, in the sum number `which`."""
+    return mixed(lanes | (np.uint64(which) << _STREAM_SHIFT)) | _ONE
+
+
+def row_keys_at(rows: Any, which: int) -> Any:
+    """The keys of the `uint64` array `rows`, in the sum number `which`."""
+    return mixed(rows | (np.uint64(_ROW_STREAM + which) << _STREAM_SHIFT)) | _ONE
+
+
+@cache
+def lane_keys() -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """All lane keys of both sums, `[2, LANES]`."""
+    lanes = np.arange(LANES, dtype=np.uint64)
+    return np.stack([lane_keys_at(lanes, which) for which in range(2)])
+
+
+@lru_cache(256)
+def row_keys(first: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """The keys of `count` rows from row `first`, `[2, count]`."""
+    rows = np.arange(first, first + count, dtype=np.uint64)
+    return np.stack([row_keys_at(rows, which) for which in range(2)])

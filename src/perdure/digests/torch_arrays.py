@@ -10,10 +10,8 @@ import numpy as np
 import torch
 import torch.distributed
 
-from perdure.digests import leaf_sums
-from perdure.digests.leaf_sums import LaterSums
-from perdure.digests.memory_sums import sums_by_slabs
-from perdure.digests.position_keys import LANES, lane_keys, row_keys
+from perdure.digests.digest import ArrayTaker, LaterSums
+from perdure.digests.memory_sums import LANES, lane_keys, row_keys, sums_by_slabs
 from perdure.state.torch_replaced import check_in_use
 from perdure.state.torch_shards import has_all_elements, is_dtensor, local_tensor, region
 from perdure.state.torch_state import ADAPTER
@@ -23,7 +21,7 @@ PIECE_ROWS = 128
 """Rows of 128 KiB that are multiplied at a time; the products take twice as much memory."""
 
 
-class TorchTaker(leaf_sums.ArrayTaker):
+class TorchTaker(ArrayTaker):
     """Takes tensors of other devices than the CPU, and sharded `DTensor`s."""
 
     def __init__(self) -> None:

@@ -52,19 +52,7 @@ def _structure(value: Any, leaves: list[Any]) -> Hashable:
 
 def leaves(value: Any) -> list[Any]:
     """The leaves, in the order of `flatten`."""
-    if not isinstance(value, _CONTAINERS):
-        return [] if value is None else [value]
-    found: list[Any] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Any]) -> None:
-    for child in _entries(value)[1]:
-        if isinstance(child, _CONTAINERS):
-            _collect(child, found)
-        elif child is not None:
-            found.append(child)
+    return leaves_and_structure(value)[0]
 
 
 def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
@@ -82,23 +70,8 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
 
 
 def transform(fn: Callable[[Any], Any], value: Any) -> Any:
-    """`fn` of every leaf, in the same containers; in a dict in the order of its entries."""
-    if isinstance(value, dict):
-        return {
-            name: transform(fn, child)
-            if isinstance(child, _CONTAINERS)
-            else (None if child is None else fn(child))
-            for name, child in value.items()
-        }
-    if not isinstance(value, _CONTAINERS):
-        return None if value is None else fn(value)
-    new = [
-        transform(fn, child)
-        if isinstance(child, _CONTAINERS)
-        else (None if child is None else fn(child))
-        for child in value
-    ]
-    return _around(value, (), new)
+    """`fn` of every leaf, in the same containers and the order of `flatten`."""
+    return rebuild(value, map(fn, leaves(value)))
 
 
 def remake(value: Any, new: dict[Any, Any]) -> Any:

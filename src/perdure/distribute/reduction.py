@@ -6,7 +6,6 @@ edge of `perdure.distribute.reduction_tree`, whatever the devices, and is made b
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from perdure.distribute.agreement import Agreement, differences
@@ -17,13 +16,12 @@ from perdure.errors import StateError
 
 
 class _DeviceSum:
-    """The contributions of one device: their sum, and what they are."""
+    """The contributions of one device: their sum, and the structure of the first one."""
 
     def __init__(self, plan: Plan) -> None:
         self.tree = TreeSum(plan.replicas, plan.engine.add)
-        # Its replicas, with the signatures. Compared when all are there.
-        self.seen: list[tuple[int, Any]] = []
-        self.whole = True
+        # Number and signature.
+        self.first: tuple[int, Any] | None = None
 
 
 class Reduction:
@@ -37,41 +35,37 @@ class Reduction:
 
     def begin(self, device: int) -> None:
         """Forget what was pushed for a device. Devices may be pushed to from different threads."""
-        if self._devices[device].seen:
+        if self._devices[device].first is not None:
             self._devices[device] = _DeviceSum(self._plan)
 
     def push(self, device: int, replica: int, value: Any) -> None:
-        """Add the contribution of `replica`; those of one device come in their order."""
-        here = self._devices[device]
-        seen = here.seen
-        if len(self._plan.local_replicas) == 1:  # there is no other to compare it with
-            seen.append((replica, None))
-            here.tree.push(TreeNode(0, replica), value)
-            return
-        form = signature(self._engine.trees, value)
-        seen.append((replica, form))
-        first = seen[0][1]
-        is_like_first = form is first or form == first
-        # Compared before it is hashed, which takes longer.
-        if (form is first or not is_like_first) and form != self._plan.last_described:
-            if form not in self._plan.described:
-                self._plan.described[form] = describe(self._engine.trees, value)
-            self._plan.last_described = form
-        # After one that differs nothing can be added; `total` reports which.
-        if is_like_first and here.whole:
-            here.tree.push(TreeNode(0, replica), value)
+        """Add the contribution of `replica`; those of one device come in their order.
+
+        Raises:
+            StateError: Its structure is another one than that of the first replica of the device.
+        """
+        here, plan = self._devices[device], self._plan
+        if len(plan.local_replicas) > 1:  # else there is no other to compare it with
+            form = signature(self._engine.trees, value)
+            # Compared before it is hashed, which takes longer.
+            if form != plan.last_form and form not in plan.described:
+                plan.described[form] = describe(self._engine.trees, value)
+            plan.last_form = form
+            here.first = here.first or (replica, form)
+            self._require_alike(here.first, (replica, form))
         else:
-            here.whole = False
+            here.first = replica, None
+        here.tree.push(TreeNode(0, replica), value)
 
     def close(self) -> None:
         """Add what was pushed for different devices; raises `StateError` if it cannot be added."""
         engine, plan = self._engine, self._plan
         first, *others = self._devices
-        if others or not first.whole:  # else `push` has compared them
-            for pushed in itertools.chain(*(device.seen for device in self._devices)):
-                self._require_alike(first.seen[0], pushed)
         nodes = first.tree.roots()
         for device in others:
+            assert first.first is not None
+            assert device.first is not None
+            self._require_alike(first.first, device.first)
             home = engine.devices[0]
             nodes += [(node, engine.put(value, home)) for node, value in device.tree.roots()]
         self._nodes = merge(nodes, plan.replicas, engine.add) if len(nodes) > 1 else nodes
@@ -96,12 +90,9 @@ class Reduction:
 
     def _require_alike(self, first: tuple[int, Any], other: tuple[int, Any]) -> None:
         if other[1] != first[1]:
+            one, two = (self._plan.described[form] for _, form in (first, other))
+            names = [f"replica {number}" for number, _ in (first, other)]
             raise StateError(
-                f"logical replica {other[0]} gives another structure than replica {first[0]}: "
-                + differences(
-                    self._plan.described[first[1]],
-                    self._plan.described[other[1]],
-                    f"replica {first[0]}",
-                    f"replica {other[0]}",
-                )
+                f"logical {names[1]} gives another structure than {names[0]}: "
+                + differences(one, two, *names)
             )

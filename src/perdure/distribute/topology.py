@@ -59,7 +59,7 @@ class Plan:
         self.roots = [partial_roots(part[0][0], part[-1][1], replicas) for part in self.parts]
         # The leaves of a contribution, by signature: for errors, without keeping values.
         self.described: dict[Any, dict[str, str]] = {}
-        self.last_described: Any = None
+        self.last_form: Any = None
         # The calls of `strategy.run` and of `strategy.step` so far.
         self.runs = self.steps = 0
         self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))

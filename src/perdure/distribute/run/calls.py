@@ -124,8 +124,8 @@ def _update(old: Any) -> Any:
             old(self, *args, **kwargs)
         added = {str(n): scope.get_current_value(v) for n, v in enumerate(self.variables)}
 
-        def join(values: PerReplica) -> None:
-            total = context.strategy.reduce("sum", values)
+        def join(plan: Plan, values: PerReplica) -> None:
+            total = collectives.reduce(plan, "sum", values, None)
             for number, variable in enumerate(self.variables):
                 variable.assign_add(on_host(total[str(number)]))
 

@@ -2,9 +2,7 @@
 
 Invariant: which program computes a replica depends on the function, the backend and the shapes alone.
 torch.compile by itself makes a program for changing shapes after the second one that it sees, and no
-program after eight; what a process has seen depends on the topology and on interruptions. Nor does it
-see hooks of modules or methods of their classes that change between steps, as a process that begins
-there would: see `_configure` and `_Definitions`.
+program after eight; what a process has seen depends on the topology and on interruptions.
 """
 
 from __future__ import annotations
@@ -13,20 +11,17 @@ import functools
 import re
 import threading
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from importlib import metadata
-from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.utils import _python_dispatch, _pytree
 
 from perdure.distribute import pytree
 from perdure.distribute.engine import Grad
 from perdure.distribute.run.context import ReplicaFunction
-from perdure.distribute.torch.state_view import same
 from perdure.errors import StateError, TopologyError
 
 
@@ -62,17 +57,16 @@ class CompiledGrads:
         self._programs: dict[Grad, Grad] = {}
         self._seen: set[Hashable] = set()
         self._first = threading.Lock()
-        self._generation = 0
-
-    def begin_step(self) -> None:
-        """Forget the programs if what they were made of has changed. Called before each step."""
-        if self._generation != (generation := _definitions.generation()):
-            self._programs, self._seen, self._generation = {}, set(), generation
 
     def __call__(self, fn: Grad, state: Any, share: Any, key: Any) -> Any:
         """`fn(state, share, key)`, compiled."""
         if _under_a_mode():
-            raise _refusal(fn)
+            raise StateError(
+                f"{fn.__name__}: expected no TorchDispatchMode (FlopCounterMode), found one, or "
+                "PyTorch's flag for one, which two threads under modes at once can leave set: "
+                "torch.compile does not compile then, and the bits would be others. Leave the mode "
+                "before the step, start the process again, or leave compile out"
+            )
         if not torch._dynamo.config.fail_on_recompile_limit_hit:  # each thread has its own
             _configure()
         if (program := self._programs.get(fn)) is None:
@@ -122,59 +116,6 @@ class CompiledGrads:
 _codes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-class _Definitions:
-    """What torch.compile does not compare: the methods of the modules' classes, and global hooks."""
-
-    def __init__(self) -> None:
-        self._generation = 0
-        self._methods: dict[type, list[Any]] = {}
-        self._hooks = _global_hooks()
-
-    def learn(self, parts: Iterable[nn.Module]) -> None:
-        """Watch the classes of these modules from now on. Called before they are first compiled."""
-        for part in {type(part) for part in parts}:
-            for kind in part.__mro__:
-                if kind not in self._methods:
-                    self._methods[kind] = _methods(kind)
-
-    def generation(self) -> int:
-        """A number that is another one after each change."""
-        hooks, methods = _global_hooks(), {kind: _methods(kind) for kind in [*self._methods]}
-        if not same(hooks, self._hooks) or not all(
-            same(now, self._methods[kind]) for kind, now in methods.items()
-        ):
-            self._hooks = hooks
-            self._methods.update(methods)
-            self._generation += 1
-            _codes.clear()
-        return self._generation
-
-
-_METHODS = frozenset((FunctionType, property, classmethod, staticmethod))
-_PATCHED_BY_DYNAMO = ("__init__", "__setstate__")  # of nn.Module, as it first compiles
-_HOOKS = [
-    table
-    for name, table in vars(nn.modules.module).items()
-    if name.startswith("_global_") and isinstance(table, dict)
-]
-
-
-def _methods(kind: type) -> list[Any]:
-    return [
-        value
-        for name, value in vars(kind).items()
-        if type(value) in _METHODS and name not in _PATCHED_BY_DYNAMO
-    ]
-
-
-def _global_hooks() -> list[Any]:
-    return [hook for table in _HOOKS for hook in (len(table), *table.values())]
-
-
-_definitions = _Definitions()
-learn = _definitions.learn
-
-
 def _configure() -> None:
     """What cannot be compiled is an error and no other program; autograd.grad is a part of it.
 
@@ -188,27 +129,10 @@ def _configure() -> None:
         config.trace_autograd_ops = True
 
 
-# Older releases of PyTorch do not have them. The first is a flag of the process.
+# A flag of the process. Older releases of PyTorch do not have it.
 _under_a_mode = getattr(
     _python_dispatch, "is_in_any_mode_without_ignore_compile_internals", lambda: False
 )
-_has_mode = getattr(_python_dispatch, "any_torch_dispatch_mode_on_stack", lambda: True)
-
-
-def _refusal(fn: Grad) -> StateError:
-    expected = f"{fn.__name__}: expected no TorchDispatchMode (such as FlopCounterMode)"
-    if _has_mode():
-        return StateError(
-            f"{expected} around the step, found one, under which torch.compile does not compile: the "
-            "bits would be others. Leave the mode before the step, or leave compile out"
-        )
-    return StateError(
-        f"{expected} in any thread, found PyTorch's flag for one and none in this thread. While the "
-        "flag is set, torch.compile does not compile: the bits would be others. Another thread is "
-        "under a mode now, or two threads were under modes at once, which can leave the flag set for "
-        "the rest of the process. Start the process again, and let no other thread enter a mode; or "
-        "leave compile out"
-    )
 
 
 @functools.cache

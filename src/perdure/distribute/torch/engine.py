@@ -36,7 +36,7 @@ from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
 from perdure.distribute.torch import optimizer_calls
 from perdure.distribute.torch import state_view as torch_state
-from perdure.distribute.torch.compiled import CompiledGrads, learn, warn_of_compiled
+from perdure.distribute.torch.compiled import CompiledGrads, warn_of_compiled
 from perdure.distribute.torch.eager import TorchEagerRun
 from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.distribute.torch.first_step import FirstStep
@@ -122,8 +122,6 @@ class TorchEngine:
             torch_state.refuse_sharded(state)
         if view is None or not view.is_of(state):
             self._views.placed = self._new_view(state)
-        if self._compiled is not None:
-            self._compiled.begin_step()
         return [state]
 
     def replicate(self, values: list[Any]) -> Any:
@@ -219,9 +217,7 @@ class TorchEngine:
 
     def _new_view(self, state: Any) -> StateView:
         view = StateView(state)
-        if self._compiled is not None:
-            learn(view.parts)
-        else:
+        if self._compiled is None:
             for part in view.parts:
                 warn_of_compiled(f"a {type(part).__name__} of the state", part)
         return view

@@ -37,8 +37,6 @@ _DEPTH, _MOST = 3, 20_000
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 _MEMBERS = (nn.Module, Optimizer)
-# Values that may change between steps, because there is nothing to find in them.
-_NUMBERS = frozenset((bool, int, float))
 _TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
 _flat = itertools.chain.from_iterable
 _NAMES, _VALUES = operator.methodcaller("keys"), operator.methodcaller("values")
@@ -78,11 +76,6 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
     if dataclasses.is_dataclass(value):
         return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
     return getattr(value, "__dict__", {}).items()
-
-
-def _has_children(value: Any) -> bool:
-    containers = isinstance(value, (dict, list, tuple)) or dataclasses.is_dataclass(value)
-    return not isinstance(value, _MEMBERS) and (containers or hasattr(value, "__dict__"))
 
 
 def attributes(state: Any) -> dict[str, Tensor]:
@@ -197,12 +190,9 @@ class StateView:
     def __init__(self, state: Any) -> None:
         self.state = state
         self.is_used = False
-        seen: dict[int, Any] = {}
-        self._members = list(_instances(state, _MEMBERS, "", seen))
+        self._members = instances(state, _MEMBERS)
         self._found = found = [m for m in self._members if isinstance(m[1], nn.Module)]
         self.optimizers = [value for _, value in self._members if isinstance(value, Optimizer)]
-        self._entered = [value for value in seen.values() if _has_children(value)]
-        self._entered_held = self._read_entered()
         self.tensors = tensors(state)
         self.parts = [part for _, module in found for part in module.modules()]
         self._tables = [*_flat(map(_TABLES, self.parts))]
@@ -228,18 +218,11 @@ class StateView:
 
     def is_of(self, state: Any) -> bool:
         """Whether it is of this state, with the modules, optimizers and other tensors that it had."""
-        if state is not self.state:
-            return False
-        sizes, names, values = self._read_entered()
-        old_sizes, old_names, old_values = self._entered_held
-        if sizes == old_sizes and same(names, old_names):
-            others = zip(values, old_values, strict=True)
-            if all(
-                new is old or (type(new) in _NUMBERS and type(old) in _NUMBERS)
-                for new, old in others
-            ):
-                return True
-        return instances(state, _MEMBERS) == self._members and same(tensors(state), self.tensors)
+        return (
+            state is self.state
+            and instances(state, _MEMBERS) == self._members
+            and same(tensors(state), self.tensors)
+        )
 
     def is_current(self) -> bool:
         """Whether the modules have the same parameters, buffers and modules in them as before.
@@ -264,22 +247,6 @@ class StateView:
         """Those of an outermost module, if they are known and the same as before."""
         named = self._named.get(id(module))
         return named if named is not None and self.is_current() else None
-
-    def _read_entered(self) -> tuple[list[int], list[Any], list[Any]]:
-        """Sizes, names and values of what the search has entered outside of modules."""
-        sizes: list[int] = []
-        names: list[Any] = []
-        values: list[Any] = []
-        for value in self._entered:
-            if isinstance(value, (list, tuple)):
-                entries = value
-            else:
-                by_name = value if type(value) is dict else dict(_children(value))
-                names += by_name
-                entries = by_name.values()
-            sizes.append(len(entries))
-            values += entries
-        return sizes, names, values
 
 
 def _has_mean(buffer: Tensor) -> bool:

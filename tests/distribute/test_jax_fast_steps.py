@@ -458,10 +458,10 @@ def test_moves_of_elements_are_followed() -> None:
         return hlo_values.moved(instruction, shape(*before), start)
 
     row, column = ((2, 3), (1, 0)), ((2, 3), (0, 1))
-    assert origin("copy", row, column).places is None
-    assert origin("bitcast", row, ((3, 2), (0, 1))).places.tolist() == [0, 3, 1, 4, 2, 5]
-    assert origin("bitcast", row, ((6,), (0,))).places is None
-    assert origin("reshape", column, ((6,), (0,))).places is None
-    assert origin("bitcast", column, ((6,), (0,))).places.tolist() == [0, 3, 1, 4, 2, 5]
+    assert origin("copy", row, column).positions is None
+    assert origin("bitcast", row, ((3, 2), (0, 1))).positions.tolist() == [0, 3, 1, 4, 2, 5]
+    assert origin("bitcast", row, ((6,), (0,))).positions is None
+    assert origin("reshape", column, ((6,), (0,))).positions is None
+    assert origin("bitcast", column, ((6,), (0,))).positions.tolist() == [0, 3, 1, 4, 2, 5]
     swapped = origin("transpose", row, ((3, 2), (1, 0)), bytes([114, 2, 1, 0]))
-    assert swapped.places.tolist() == [0, 3, 1, 4, 2, 5]
+    assert swapped.positions.tolist() == [0, 3, 1, 4, 2, 5]

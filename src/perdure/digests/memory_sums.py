@@ -83,9 +83,9 @@ def small_sums(parts: Sequence[memoryview | bytes]) -> list[tuple[int, int]]:
         for first in range(0, len(members), step):
             together = members[first : first + step]
             lines = bytearray(width * len(together))
-            for place, number in enumerate(together):
+            for line, number in enumerate(together):
                 part = parts[number]
-                lines[place * width : place * width + len(part)] = part
+                lines[line * width : line * width + len(part)] = part
             words = np.frombuffer(lines, _NATIVE).reshape(-1, count)
             both = _dots(words, lane_keys()) * row_keys(0, 1)
             for number, *pair in zip(together, *both.tolist(), strict=True):
@@ -98,7 +98,7 @@ def region_sums(part: np.ndarray[Any, Any], region: Region, shape: tuple[int, ..
 
     Args:
         part: the elements, as an array of the size of `region`.
-        region: their place in the whole array.
+        region: their indices in the whole array.
         shape: the shape of the whole array.
     """
     part = np.ascontiguousarray(part).reshape(part.shape)
@@ -136,15 +136,15 @@ def sums_by_slabs(
     step = max(1, SLAB_BYTES // max(1, stride))
     for first in range(start, stop, step):
         rows = part[first - start : min(first + step, stop) - start]
-        place = offset + first * stride
+        start_byte = offset + first * stride
         if stride > SLAB_BYTES:
             total = total + sums_by_slabs(
-                rows[0], region[1:], shape[1:], itemsize, contiguous, zeros, place
+                rows[0], region[1:], shape[1:], itemsize, contiguous, zeros, start_byte
             )
             continue
         slab = zeros((len(rows), *shape[1:]))
         slab[(slice(None), *(slice(*span) for span in region[1:]))] = rows
-        total = total + contiguous(slab, place)
+        total = total + contiguous(slab, start_byte)
     return total
 
 

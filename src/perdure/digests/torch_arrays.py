@@ -36,16 +36,16 @@ class TorchTaker(ArrayTaker):
         assert spec is not None
         check_in_use(value)
         number = len(self._sums)
-        place = tuple((0, size) for size in value.shape)
+        indices = tuple((0, size) for size in value.shape)
         if is_dtensor(value) and not has_all_elements(value):
-            place = region(value)
+            indices = region(value)
             cuts = (
                 axis
                 for axis, placement in enumerate(value.placements)  # type: ignore[attr-defined]
                 if not placement.is_replicate()
             )
             self._sharded[value.device_mesh, tuple(cuts)].append(number)  # type: ignore[attr-defined]
-        self._sums.append(tensor_sums(local_tensor(value), place, tuple(value.shape)))
+        self._sums.append(tensor_sums(local_tensor(value), indices, tuple(value.shape)))
         nbytes = value.numel() * value.element_size()
         return LaterSums(spec.dtype, spec.shape, nbytes, lambda: self._received[number])
 
@@ -61,8 +61,8 @@ class TorchTaker(ArrayTaker):
         self._received = [sums.cpu().numpy().view(np.uint64) for sums in self._sums]
 
 
-def tensor_sums(part: torch.Tensor, place: Region, shape: tuple[int, ...]) -> torch.Tensor:
-    """The sums of the elements of a tensor of `shape` at `place`, `int64[2]` on the device of `part`.
+def tensor_sums(part: torch.Tensor, indices: Region, shape: tuple[int, ...]) -> torch.Tensor:
+    """The sums of the elements of a tensor of `shape` at `indices`, `int64[2]` on the device of `part`.
 
     PyTorch computes with `int64` modulo 2**64, so that these are the bits of the `uint64` sums.
     """
@@ -72,7 +72,7 @@ def tensor_sums(part: torch.Tensor, place: Region, shape: tuple[int, ...]) -> to
     octets = plain.unsqueeze(-1).view(torch.uint8)
     itemsize = octets.shape[-1]
     return sums_by_slabs(
-        octets, (*place, (0, itemsize)), (*shape, itemsize), 1, _contiguous_sums, octets.new_zeros
+        octets, (*indices, (0, itemsize)), (*shape, itemsize), 1, _contiguous_sums, octets.new_zeros
     )
 
 

@@ -120,7 +120,7 @@ class Agreement:
         return json.dumps(describe(self._engine.trees, value), sort_keys=True)
 
     def _compare(self, at: str, described: str, error: str = "") -> None:
-        """Raise `StateError` unless all processes are at one place with one structure. A collective."""
+        """Raise `StateError` unless all processes are at one step with one structure. A collective."""
         processes = self._engine.processes
         rows = [
             json.loads(row) for row in processes.gather(json.dumps([at, described, error]).encode())

@@ -92,7 +92,7 @@ class Audit:
         self._seed = seed
         self._rate = options.rate
         # Devices are numbered through the processes.
-        self.places = [
+        self.devices = [
             (process, device)
             for process, count in enumerate(plan.engine.devices_per_process)
             for device in range(count)
@@ -231,16 +231,16 @@ class AuditedStep:
 
     def _local(self, device: int) -> int | None:
         """The number of a device of the group in this process; None in another one."""
-        process, local = self._audit.places[device]
+        process, local = self._audit.devices[device]
         return local if process == self._processes.index else None
 
     def _send_share(self, case: _Case, devices: Sequence[int]) -> None:
         """Give the share of the replica to all processes, if another one computes with it."""
-        owner = self._audit.places[case.devices[0]][0]
+        owner = self._audit.devices[case.devices[0]][0]
         is_owner = owner == self._processes.index
         if is_owner:
             case.share = self._shares[case.replica - self._audit.plan.first]
-        if case.sent or all(self._audit.places[device][0] == owner for device in devices):
+        if case.sent or all(self._audit.devices[device][0] == owner for device in devices):
             return
         data = _packed(flatten(case.share)) if is_owner else b""
         case.sent = self._processes.gather(data)[owner]
@@ -328,8 +328,8 @@ class AuditedStep:
         local = [str(device) for device in self._engine.devices]
         mine = [socket.gethostname(), list(zip(named_numbers(len(local)), local, strict=True))]
         told = [json.loads(text) for text in self._processes.gather(json.dumps(mine).encode())]
-        places = [self._audit.places[device] for device in devices]
-        return [CorruptDevice(told[p][0], p, *told[p][1][device]) for p, device in places]
+        found = [self._audit.devices[device] for device in devices]
+        return [CorruptDevice(told[p][0], p, *told[p][1][device]) for p, device in found]
 
     def _name(self, at: int) -> str:
         """The path of leaf `at`. A collective."""

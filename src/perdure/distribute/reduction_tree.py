@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class TreeNode(NamedTuple):
-    """A place in the tree. Leaves have level 0."""
+    """A node of the tree. Leaves have level 0."""
 
     level: int
     number: int

@@ -66,50 +66,50 @@ class _StepCheck:
         engine = self._plan.engine
         # Devices that share their memory compute with the same object: they count as one.
         states = engine.place(state)
-        places = list(zip(states, engine.devices, strict=False))
-        total = self._total(places, batch, step)
-        self._note("the sum of the replicas", engine.devices[0], {"sum": total})
+        copies = list(zip(states, engine.devices, strict=False))
+        total = self._total(copies, batch, step)
+        self._add("the sum of the replicas", engine.devices[0], {"sum": total})
         try:
-            self._updates(places, total, step)
+            self._updates(copies, total, step)
         except StateError as error:
             problem = f"it cannot be computed twice: {error}"
             self._results.append({"what": "update", "device": "", "problem": problem})
         self._fused_steps(state, batch, step)
         return self._results
 
-    def _total(self, places: list[tuple[Any, Any]], batch: PerReplica, step: int) -> Any:
+    def _total(self, copies: list[tuple[Any, Any]], batch: PerReplica, step: int) -> Any:
         plan, engine = self._plan, self._plan.engine
         reduction = Reduction(plan)
-        for number, (first, stop) in enumerate(plan.local):
-            reduction.begin(number)
+        for own, (first, stop) in enumerate(plan.local):
+            reduction.begin(own)
             # The device that has the replica comes first: its value is the one that is added.
-            own = number % len(places)
-            order = [places[own], *places[:own], *places[own + 1 :]]
+            home = own % len(copies)
+            order = [copies[home], *copies[:home], *copies[home + 1 :]]
             for replica in range(first, stop):
                 share = batch.values[replica - plan.first]
                 stream = Stream(self._seed, step, replica)
                 value = None
-                for place, (placed, device) in enumerate(order):
-                    for _ in range(_TIMES if place == 0 else 1):
+                for number, (placed, device) in enumerate(order):
+                    for _ in range(_TIMES if number == 0 else 1):
                         moved = engine.put(share, device)
                         result = engine.grad(self._grad, placed, moved, stream)
-                        self._note(f"replica {replica}", device, {"contribution": result})
+                        self._add(f"replica {replica}", device, {"contribution": result})
                         value = result if value is None else value
                         del result
-                reduction.push(number, replica, value)
+                reduction.push(own, replica, value)
         return reduction.total(at=f"the check of step {step}")
 
-    def _updates(self, places: list[tuple[Any, Any]], total: Any, step: int) -> None:
+    def _updates(self, copies: list[tuple[Any, Any]], total: Any, step: int) -> None:
         engine = self._plan.engine
         stream = Stream(self._seed, step, self._plan.replicas)
         whole = _Again(total)
-        for placed, device in places:
+        for placed, device in copies:
             before = _Again(placed)
             for number in range(_TIMES):
                 moved = engine.put(whole(), device)
                 old = placed if number == 0 else before()
                 new, logs = engine.update(self._update, old, moved, stream)
-                self._note("update", device, {"state": new, "logs": logs})
+                self._add("update", device, {"state": new, "logs": logs})
 
     def _fused_steps(self, state: Any, batch: PerReplica, step: int) -> None:
         engine = self._plan.engine
@@ -121,9 +121,9 @@ class _StepCheck:
             new, logs = result
             for placed, device in zip(engine.place(new), engine.devices, strict=False):
                 name = f"{device}, as one program"
-                self._note("update", name, {"state": placed, "logs": logs})
+                self._add("update", name, {"state": placed, "logs": logs})
 
-    def _note(self, what: str, device: Any, value: dict[str, Any]) -> None:
+    def _add(self, what: str, device: Any, value: dict[str, Any]) -> None:
         try:
             digests = leaf_digests(value)
         except StateError:  # logs may be anything

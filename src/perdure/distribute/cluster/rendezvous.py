@@ -26,6 +26,7 @@ from typing import Any
 from perdure.distribute.cluster.cluster_spec import Cluster
 from perdure.distribute.cluster.listener import listen
 from perdure.errors import ClusterError
+from perdure.text import few
 
 _HELLO = "perdure-roll-call-1"
 _ACKNOWLEDGED = b"\n"
@@ -172,8 +173,7 @@ class _Rendezvous:
     def _missing(self, limit: float) -> str:
         members = {self._chief.index: self._chief, **{m.index: m for m in self._members.values()}}
         absent = [p for p in range(self._cluster.num_processes) if p not in members]
-        names = ", ".join(self._cluster.name(process) for process in absent[:20])
-        names += f" and {len(absent) - 20} more" if len(absent) > 20 else ""
+        names = few((self._cluster.name(process) for process in absent), 20)
         present = ", ".join(str(members[process]) for process in sorted(members)[:20])
         alone = (
             f" Nobody came at all: is {self._cluster.coordinator} (from {self._cluster.source}) an "

@@ -127,11 +127,11 @@ def _named(name: str, where: str, environ: Mapping[str, str]) -> Cluster:
 
 def _compare(one: Cluster, other: Cluster) -> None:
     """ClusterError if two contradict. Ports may differ, as TensorFlow's and JAX's services do."""
-    places = [(c.process_id, c.num_processes) for c in (one, other)]
-    if places[0] != places[1]:
+    numbers = [(c.process_id, c.num_processes) for c in (one, other)]
+    if numbers[0] != numbers[1]:
         raise ClusterError(
             f"two descriptions of the group contradict each other: {one.source} says process "
-            f"{places[0][0]} of {places[0][1]}, {other.source} says process {places[1][0]} of "
-            f"{places[1][1]}. Unset the wrong one, or name the right one: {SOURCE}="
+            f"{numbers[0][0]} of {numbers[0][1]}, {other.source} says process {numbers[1][0]} of "
+            f"{numbers[1][1]}. Unset the wrong one, or name the right one: {SOURCE}="
             f"{'|'.join(_LAUNCHERS)}"
         )

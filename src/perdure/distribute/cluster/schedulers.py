@@ -51,7 +51,7 @@ def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
         (count, tasks),
         index,
         lambda: (hosts[0], _port(job)),
-        # With several tasks on a host, their places depend on --distribution.
+        # With several tasks on a host, their hosts depend on --distribution.
         hosts if len(hosts) == tasks else (),
     )
 
@@ -159,7 +159,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
         parts = re.split(r"\[([^\[\]]*)\]", name)
         # Text and ranges in turn; several brackets multiply.
         choices = [
-            _numbers(part, text) if place % 2 else [part] for place, part in enumerate(parts)
+            _numbers(part, text) if number % 2 else [part] for number, part in enumerate(parts)
         ]
         hosts += ("".join(choice) for choice in itertools.product(*choices))
         if not name or any(mark in part for part in parts[::2] for mark in "[]"):

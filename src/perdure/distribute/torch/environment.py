@@ -97,8 +97,8 @@ def _precisions(kind: str) -> dict[str, str]:
     precisions = {}
     for name in _OPERATIONS.get(kind, ()):
         backend, _, operation = name.partition(".")
-        place: Any = getattr(getattr(torch.backends, backend, None), operation, None)
-        value = getattr(place, "fp32_precision", None)
+        setting: Any = getattr(getattr(torch.backends, backend, None), operation, None)
+        value = getattr(setting, "fp32_precision", None)
         if value is not None:
             precisions[name] = str(value)
     return precisions

@@ -18,7 +18,7 @@ from perdure.errors import StateError
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements of a tensor, and how many tensors of attributes, that are not too many to look at.
-_LARGE, _MOST = 1 << 26, 1000
+_LARGEST, _MOST_ATTRIBUTES = 1 << 26, 1000
 
 
 class FirstStep:
@@ -57,7 +57,7 @@ class FirstStep:
             for path, tensor in state_view.attributes(state).items()
             if id(tensor) not in known and _is_plain(tensor)
         )
-        self._attributes = list(itertools.islice(others, _MOST))
+        self._attributes = list(itertools.islice(others, _MOST_ATTRIBUTES))
         self._known = known
         self._optimizers = state_view.instances(state, torch.optim.Optimizer)
         # The modules that `grad` ran, in this order, and of those outside of the state what changes
@@ -160,7 +160,7 @@ def _is_plain(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, nn.Parameter)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and tensor.numel() <= _LARGE
+        and tensor.numel() <= _LARGEST
     )
 
 

@@ -32,7 +32,7 @@ _CLOSED = (
 )  # fmt: skip
 
 # Where the search for attributes ends: levels below a module, and values in all.
-_DEPTH, _MOST = 3, 20_000
+_DEPTH, _MOST_VALUES = 3, 20_000
 # What every module has.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -91,7 +91,7 @@ def attributes(state: Any) -> dict[str, Tensor]:
             where = ".".join(filter(None, (path, inner)))
             own = [entry for entry in vars(part).items() if entry[0] not in _OF_MODULES]
             pending.extend((f"{where}.{n}" if where else n, value, 0) for n, value in own)
-    while pending and len(seen) < _MOST:
+    while pending and len(seen) < _MOST_VALUES:
         path, value, depth = pending.popleft()
         if id(value) in seen:
             continue
@@ -105,7 +105,7 @@ def attributes(state: Any) -> dict[str, Tensor]:
             else:  # what a library keeps in a module may lead to all of its own objects
                 hidden = path.rpartition(".")[2].startswith("_")
                 inside = () if hidden else getattr(value, "__dict__", {}).items()
-            entries = itertools.islice(inside, _MOST)
+            entries = itertools.islice(inside, _MOST_VALUES)
             pending.extend((f"{path}.{name}", child, depth + 1) for name, child in entries)
     return found | dict(instances(state, Tensor))
 

@@ -27,7 +27,7 @@ from perdure.distribute.jax.fused.hlo_graph import (
 )
 
 OPCODES = ("copy", "bitcast", "reshape", "transpose")
-MOST = 1 << 24
+LARGEST = 1 << 24
 """Larger arrays are not followed element by element."""
 
 # Two of these are two, although nothing else tells them apart.
@@ -37,11 +37,11 @@ _OF_ITS_OWN = b"\n\ninlineable\x12\x05false"  # frontend_attributes: {inlineable
 
 
 class Origin(NamedTuple):
-    """The array whose elements a value has, and the place of each there; None for the same places."""
+    """The array whose elements a value has, and the position of each there; None if all are equal."""
 
     made: str
     shape: bytes
-    places: Any = None
+    positions: Any = None
 
 
 class Value(NamedTuple):
@@ -117,14 +117,14 @@ class Program:
     def kernel(self, number: int) -> str:
         """A computation as the sequence of its instructions."""
         if number not in self._kernels:
-            places: dict[int, int] = {}
+            positions: dict[int, int] = {}
             made: list[Any] = []
             instructions, root = self.instructions(number)
-            for place, i in enumerate(instructions):
-                places[i.id] = place
-                near = [places.get(other) for other in (*i.operands, *i.predecessors)]
+            for position, i in enumerate(instructions):
+                positions[i.id] = position
+                near = [positions.get(other) for other in (*i.operands, *i.predecessors)]
                 made.append((i.opcode, i.shape, i.content, near, *map(self.kernel, i.called)))
-            self._kernels[number] = _hash(*made, places[root])
+            self._kernels[number] = _hash(*made, positions[root])
         return self._kernels[number]
 
     def unchanged(self, body: int, count: int) -> list[bool]:
@@ -248,10 +248,10 @@ def _moved(i: Instruction, operand: Value, shape: bytes) -> Value | None:
     origin = moved(i, shape, operand.origin or Origin(operand.made, shape))
     if origin is None:
         return None
-    if origin.places is None and origin.shape == i.shape:
+    if origin.positions is None and origin.shape == i.shape:
         return Value(origin.made)  # the same bytes elsewhere
-    places = None if origin.places is None else hashlib.blake2b(origin.places).digest()
-    return Value(_hash("moved", origin.made, places, i.shape), None, origin)
+    positions = None if origin.positions is None else hashlib.blake2b(origin.positions).digest()
+    return Value(_hash("moved", origin.made, positions, i.shape), None, origin)
 
 
 def _each(value: Value, *how: Any) -> Value:
@@ -271,25 +271,25 @@ def moved(instruction: Instruction, shape: bytes, origin: Origin) -> Origin | No
     if instruction.opcode == "copy" and instruction.shape == shape:
         return origin  # of any shape: int4 elements, which share bytes, have a layout of their own
     one, other = shape_of(shape), shape_of(instruction.shape)
-    if one is None or other is None or one.dtype != other.dtype or one.size > MOST:
+    if one is None or other is None or one.dtype != other.dtype or one.size > LARGEST:
         return None
-    places = origin.places
-    plain = one.is_plain and other.is_plain and places is None
+    positions = origin.positions
+    plain = one.is_plain and other.is_plain and positions is None
     if instruction.opcode == "copy" or (plain and instruction.opcode != "transpose"):
         return origin
-    places = np.arange(one.size, dtype=np.int32) if places is None else places
-    places = places.reshape(one.dimensions)
+    positions = np.arange(one.size, dtype=np.int32) if positions is None else positions
+    positions = positions.reshape(one.dimensions)
     if instruction.opcode == "transpose":
-        places = places.transpose(dimensions(instruction))
+        positions = positions.transpose(dimensions(instruction))
     elif instruction.opcode == "bitcast":
-        places = _from_memory(places.transpose(one.major_to_minor).reshape(-1), other)
-    places = np.ascontiguousarray(places).reshape(-1)
-    if np.array_equal(places, np.arange(len(places), dtype=np.int32)):
-        places = None
-    return origin._replace(places=places)
+        positions = _from_memory(positions.transpose(one.major_to_minor).reshape(-1), other)
+    positions = np.ascontiguousarray(positions).reshape(-1)
+    if np.array_equal(positions, np.arange(len(positions), dtype=np.int32)):
+        positions = None
+    return origin._replace(positions=positions)
 
 
-def _from_memory(places: Any, shape: Shape) -> Any:
+def _from_memory(positions: Any, shape: Shape) -> Any:
     """Elements in the order of memory as an array of a layout."""
     sizes = [shape.dimensions[axis] for axis in shape.major_to_minor]
-    return places.reshape(sizes).transpose(np.argsort(shape.major_to_minor))
+    return positions.reshape(sizes).transpose(np.argsort(shape.major_to_minor))

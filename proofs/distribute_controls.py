@@ -21,7 +21,7 @@ from matrix_worker import fingerprint, tell, train
 from training_case import FIRST, REPLICAS, STEPS, dataset, strided
 
 from perdure.demo.guards import one_by_one, random_numbers_by_device, sums_by_all_reduce
-from perdure.distribute.reduction import Reduction
+from perdure.distribute.reduction import Reduction, reduction_of
 
 MODEL = "tutorial's CNN"
 # 8 examples per replica: with fewer, the size of the thread pool would change nothing.
@@ -62,7 +62,7 @@ def vmapped(strategy: Any, cell: Any) -> str:
     logs: Any = {}
     for step in range(FIRST, FIRST + STEPS):
         batch, keys = strategy.batch(data, step), strategy.keys(step)
-        reduction = plan.reduction()
+        reduction = reduction_of(plan)
         for device, (start, stop) in enumerate(plan.local):
             shares = jax.tree.map(lambda *leaves: np.stack(leaves), *batch.values[start:stop])
             stacked = jax.tree.map(
@@ -115,7 +115,7 @@ def main() -> None:
         def backwards(strategy: Any) -> str:
             one_by_one(strategy)
             plan = strategy._plan
-            plan.reduction = lambda: Reversed(plan)
+            plan.control = lambda: Reversed(plan)
             return plain(strategy)
 
         trials: dict[str, Callable[[Any], str]] = {

@@ -9,6 +9,7 @@ import numpy as np
 from worker_program import answer, arguments, listening
 
 from perdure.distribute import SimpleClusterResolver, pytree
+from perdure.distribute.reduction import reduction_of
 from perdure.distribute.reduction_tree import TreeNode, merge
 
 REPLICAS = 5
@@ -77,7 +78,7 @@ def main() -> None:
         choice: Any = lambda *_, how=how: how == "slices"  # noqa: E731
         module: Any = group
         module.sliced = choice
-        reduction = plan.reduction()
+        reduction = reduction_of(plan)
         for replica in strategy.local_replicas:
             value = engine.put(every[replica], engine.devices[0])
             reduction.push(0, replica, value)

@@ -27,7 +27,7 @@ def sums_by_all_reduce(strategy: Any, all_reduce: AllReduce) -> None:
     """Add up on each device in a row, then let the framework add over the devices."""
     one_by_one(strategy)
     plan: Plan = strategy._plan
-    plan.reduction = lambda: _PlainSum(plan, all_reduce)  # type: ignore[method-assign]
+    plan.control = lambda: _PlainSum(plan, all_reduce)
 
 
 def one_by_one(strategy: Any) -> None:

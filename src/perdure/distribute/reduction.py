@@ -6,6 +6,7 @@ edge of `perdure.distribute.reduction_tree`, whatever the devices, and is made b
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from perdure.distribute.agreement import Agreement, differences
@@ -16,12 +17,18 @@ from perdure.errors import StateError
 
 
 class _DeviceSum:
-    """The contributions of one device: their sum, and the structure of the first one."""
+    """The contributions of one device: their sum, and what they are."""
 
     def __init__(self, plan: Plan) -> None:
         self.tree = TreeSum(plan.replicas, plan.engine.add)
-        # Number and signature.
-        self.first: tuple[int, Any] | None = None
+        # Its replicas, with the signatures. Compared when all are there.
+        self.seen: list[tuple[int, Any]] = []
+        self.is_alike = True
+
+
+def reduction_of(plan: Plan) -> Reduction:
+    """A reduction over the replicas of a plan, in the fixed tree."""
+    return Reduction(plan) if plan.control is None else plan.control()
 
 
 class Reduction:
@@ -35,37 +42,34 @@ class Reduction:
 
     def begin(self, device: int) -> None:
         """Forget what was pushed for a device. Devices may be pushed to from different threads."""
-        if self._devices[device].first is not None:
+        if self._devices[device].seen:
             self._devices[device] = _DeviceSum(self._plan)
 
     def push(self, device: int, replica: int, value: Any) -> None:
-        """Add the contribution of `replica`; those of one device come in their order.
-
-        Raises:
-            StateError: Its structure is another one than that of the first replica of the device.
-        """
+        """Add the contribution of `replica`; those of one device come in their order."""
         here, plan = self._devices[device], self._plan
+        form = None
         if len(plan.local_replicas) > 1:  # else there is no other to compare it with
             form = signature(self._engine.trees, value)
             # Compared before it is hashed, which takes longer.
             if form != plan.last_form and form not in plan.described:
                 plan.described[form] = describe(self._engine.trees, value)
             plan.last_form = form
-            here.first = here.first or (replica, form)
-            self._require_alike(here.first, (replica, form))
-        else:
-            here.first = replica, None
-        here.tree.push(TreeNode(0, replica), value)
+        here.seen.append((replica, form))
+        # After one that differs nothing can be added; `close` reports which.
+        here.is_alike = here.is_alike and form == here.seen[0][1]
+        if here.is_alike:
+            here.tree.push(TreeNode(0, replica), value)
 
     def close(self) -> None:
         """Add what was pushed for different devices; raises `StateError` if it cannot be added."""
         engine, plan = self._engine, self._plan
         first, *others = self._devices
+        if others or not first.is_alike:
+            for pushed in itertools.chain(*(device.seen for device in self._devices)):
+                self._require_alike(first.seen[0], pushed)
         nodes = first.tree.roots()
         for device in others:
-            assert first.first is not None
-            assert device.first is not None
-            self._require_alike(first.first, device.first)
             home = engine.devices[0]
             nodes += [(node, engine.put(value, home)) for node, value in device.tree.roots()]
         self._nodes = merge(nodes, plan.replicas, engine.add) if len(nodes) > 1 else nodes

@@ -14,7 +14,7 @@ from perdure.checkpoint.journal import Journal
 from perdure.distribute.agreement import Agreement
 from perdure.distribute.audit import Audit, AuditedStep, AuditOptions
 from perdure.distribute.engine import Grad, Stream, Update, stack
-from perdure.distribute.reduction import Reduction
+from perdure.distribute.reduction import reduction_of
 from perdure.distribute.step_check import step_check
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica
@@ -177,7 +177,7 @@ class TrainStep:
     ) -> Any:
         """The sum of the contributions of all replicas of the group."""
         plan, engine = self._plan, self._plan.engine
-        reduction, first = Reduction(plan), plan.first
+        reduction, first = reduction_of(plan), plan.first
 
         def compute(device: int, placed: Any, replica: int, share: Any) -> Any:
             share = engine.put(share, engine.devices[device])

@@ -11,7 +11,7 @@ from typing import Any
 
 from perdure.digests import leaf_digests
 from perdure.distribute.engine import FusedStep, Grad, Stream, Update
-from perdure.distribute.reduction import Reduction
+from perdure.distribute.reduction import reduction_of
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
@@ -79,7 +79,7 @@ class _StepCheck:
 
     def _total(self, copies: list[tuple[Any, Any]], batch: PerReplica, step: int) -> Any:
         plan, engine = self._plan, self._plan.engine
-        reduction = Reduction(plan)
+        reduction = reduction_of(plan)
         for own, (first, stop) in enumerate(plan.local):
             reduction.begin(own)
             # The device that has the replica comes first: its value is the one that is added.

@@ -6,7 +6,7 @@ empty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from perdure.distribute.engine import Engine
@@ -60,6 +60,8 @@ class Plan:
         # The leaves of a contribution, by signature: for errors, without keeping values.
         self.described: dict[Any, dict[str, str]] = {}
         self.last_form: Any = None
+        # What adds in place of the tree: for negative controls, which show that the tree is needed.
+        self.control: Callable[[], Any] | None = None
         # The calls of `strategy.run` and of `strategy.step` so far.
         self.runs = self.steps = 0
         self.local_replicas = tuple(range(self.local[0][0], self.local[-1][1]))

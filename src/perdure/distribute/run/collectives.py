@@ -11,7 +11,7 @@ from typing import Any
 
 from perdure.distribute.arrays import is_traced, namespace
 from perdure.distribute.engine import Engine
-from perdure.distribute.reduction import Reduction
+from perdure.distribute.reduction import reduction_of
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica, ReduceOp, of
 from perdure.errors import StateError, TopologyError
@@ -41,7 +41,7 @@ def reduce(plan: Plan, reduce_op: ReduceOp | str, value: Any, axis: int | None) 
         sizes[-1].append(1 if axis is None else leaf.shape[axis])
         return leaf if axis is None else leaf.sum(axis)
 
-    reduction = Reduction(plan)
+    reduction = reduction_of(plan)
     for device, (start, stop) in enumerate(plan.local):
         for replica in range(start, stop):
             sizes.append([])

@@ -80,6 +80,7 @@ class JaxState(NoVariables):
         if (
             type(sharding) is not SingleDeviceSharding
             or not _is_local(sharding)
+            or values[0].is_deleted()  # `platform` of a deleted array ends the process
             or values[0].platform() != "cpu"
             or None in names
             or any(map(_IS_WEAK, values))
@@ -168,7 +169,7 @@ class JaxState(NoVariables):
         keeps_shards = current_rank_context().keeps_shards and not compares_shards()
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
         # step that donates the array works on a copy and these bytes do not change.
-        shared = data is value and value.platform() == "cpu"
+        shared = data is value and not value.is_deleted() and value.platform() == "cpu"
         is_donated = value.is_deleted if shared else None
         if not value.is_fully_replicated and keeps_shards:
             # To put them together here would take as long as to copy all of them.

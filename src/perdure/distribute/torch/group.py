@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from perdure.checkpoint.piece_exchange import own_host
+from perdure.checkpoint.slice_exchange import own_host
 from perdure.distribute import pytree
 from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, with_existing
 from perdure.distribute.cluster.listener import listen

@@ -41,7 +41,7 @@ from perdure.errors import ArgumentError, PerdureError, SaveError, StateError, W
 from perdure.process_group import Processes
 from perdure.store import Leaf, Run
 from perdure.store.catalog import Catalog
-from perdure.store.entry_builder import Held
+from perdure.store.entry_builder import StoredChunk
 from perdure.store.format import PACKS, chunk_spans, hash_bytes
 from perdure.store.leaf import AnyLeaf, Leaves, RemoteLeaf, containers_of
 from perdure.store.manifest import RecipeValue
@@ -81,11 +81,11 @@ class SaveCache:
         self.layouts = GroupLayouts()
         self.catalog: Catalog | None = None
 
-    def held(self, storage: Storage) -> Mapping[str, Held]:
+    def stored_chunks(self, storage: Storage) -> Mapping[str, StoredChunk]:
         """The chunks that kept checkpoints have."""
         if self.catalog is None or self.catalog.storage is not storage:
             self.catalog = Catalog(storage)
-        return self.catalog.held(fresh=True)
+        return self.catalog.stored_chunks(fresh=True)
 
 
 class _LaterHashes(RemoteLeaf, frozen=True, gc=True):
@@ -183,7 +183,7 @@ class _Member:
         stack: ExitStack,
     ) -> None:
         self.run, self.processes, self.state = run, processes, state
-        self.held: Mapping[str, Held] | None = None
+        self.stored_chunks: Mapping[str, StoredChunk] | None = None
         """The chunks that need not be written, in the chief."""
         self.error: BaseException | None = None
         """The first error of this process."""
@@ -260,7 +260,9 @@ class _Member:
         if order.what == COMPARE:
             copies = copy_digests(leaves, share.plans)
             return SaveAnswer(step, digests=leaf_digests(leaves), copies=copies)
-        known = self._cache.held(storage) if self.held is None else self.held
+        known = (
+            self._cache.stored_chunks(storage) if self.stored_chunks is None else self.stored_chunks
+        )
         part = write_pack_part(storage, step, leaves, known, share, self.run.encode, self.state.own)
         return SaveAnswer(step, part=part)
 
@@ -330,21 +332,21 @@ def _lead(member: _Member, recipe: Mapping[str, RecipeValue], metrics: Mapping[s
     with run.prepare_save(state.step, leaves, process_leaves) as save:
         written = None
         if not save.is_committed:
-            member.held = save.held
+            member.stored_chunks = save.stored_chunks
             written = _write_parts(member)
         run.commit_save(save, written, recipe, metrics)
 
 
 def _write_parts(member: _Member) -> Written:
     """Let every process write its part, in the chief, and put the parts together."""
-    assert member.held is not None
+    assert member.stored_chunks is not None
     parts = [answer.part for answer in member.ask(WRITE) if answer.part is not None]
     if len({part.state_hash for part in parts}) > 1 or _have_other_copies(parts):
         answers = member.ask(COMPARE)
         raise _differing(
             [answer.digests for answer in answers], [answer.copies for answer in answers]
         )
-    require_visible(member.run, parts, {place.pack for place in member.held.values()})
+    require_visible(member.run, parts, {place.pack for place in member.stored_chunks.values()})
     return assemble(member.state.leaves, parts)
 
 

@@ -142,7 +142,7 @@ class Writer(StorageWriter):
         index = self._rank.index
         local = {} if self._captured is None else generators.leaves(self._captured, index)
         run = self._run or Run(self._directory, create=True)
-        held = Catalog(run.storage).held()
+        held = Catalog(run.storage).stored_chunks()
         own = OwnLeaves(leaves, local)
         share = WriterShare(index, 1)
         part = write_pack_part(run.storage, self._step, {}, held, share, None, own)
@@ -174,7 +174,7 @@ class Writer(StorageWriter):
         process_leaves = {entry.path: _remote(entry) for entry in written.process_leaves}
         try:
             with run.prepare_save(self._step, leaves, process_leaves) as save:
-                require_visible(run, parts, {place.pack for place in save.held.values()})
+                require_visible(run, parts, {place.pack for place in save.stored_chunks.values()})
                 is_new = None if save.is_committed else written
                 run.commit_save(save, is_new, None, self._metrics)
             self._prune(run)

@@ -24,7 +24,7 @@ from perdure.store.contents import (
     pinned_steps,
     summarize,
 )
-from perdure.store.entry_builder import Held
+from perdure.store.entry_builder import StoredChunk
 from perdure.store.failures import DamagedChunk, is_gone
 from perdure.store.format import MANIFESTS, PACKS, QUARANTINE, TEMP_SUFFIX, manifest_name, step_of
 from perdure.store.gc_pause import gc_paused
@@ -57,7 +57,7 @@ class Catalog:
         self._unread: dict[int, str] = {}
         self._sizes: dict[str, int] = {}
         self._unknown: dict[int, str] = {}
-        self._held: dict[str, Held] | None = None
+        self._stored_chunks: dict[str, StoredChunk] | None = None
         self._names: _Names | None = None
         self._notes_read = False
         self._index = ManifestIndex(storage)
@@ -82,7 +82,7 @@ class Catalog:
 
     def forget(self) -> None:
         """Forget everything, after another writer or an operation that stopped in the middle."""
-        self._held = self._names = None
+        self._stored_chunks = self._names = None
         self._notes_read = False
         self._summaries = {}
         self._decoded = {}
@@ -117,9 +117,9 @@ class Catalog:
         self.suspects.add(pack)
         self._drop_places({pack})
 
-    def add(self, manifest: Manifest, head: bytes, located: Mapping[str, Held]) -> None:
+    def add(self, manifest: Manifest, head: bytes, located: Mapping[str, StoredChunk]) -> None:
         """Note a new checkpoint: its manifest, the first bytes of its file, and its new chunks."""
-        self.held().update(located)
+        self.stored_chunks().update(located)
         self._sizes.update((pack.name, pack.size) for pack in manifest.packs)
         self._remember(manifest, head)
         if self._names is not None:
@@ -131,7 +131,7 @@ class Catalog:
         `head` are the first bytes of its file; without it they are computed once they are needed.
         """
         self._remember(manifest, head)
-        self._held = self._names = None
+        self._stored_chunks = self._names = None
 
     def remove(self, step: int) -> None:
         """Note that the manifest of a step is gone, and what it needs may be gone, too."""
@@ -139,7 +139,7 @@ class Catalog:
         self._forget_step(step)
         self._unread.pop(step, None)
         self._unknown.pop(step, None)
-        self._held = self._names = None
+        self._stored_chunks = self._names = None
 
     def pruned(
         self,
@@ -170,7 +170,7 @@ class Catalog:
         for manifest in replaced:
             self.replace(manifest)
 
-    def held(self, *, fresh: bool = False) -> dict[str, Held]:
+    def stored_chunks(self, *, fresh: bool = False) -> dict[str, StoredChunk]:
         """Places of the chunks of readable checkpoints, by hash.
 
         Their packs had their full size when they were last looked at, and are not known to be damaged.
@@ -178,18 +178,18 @@ class Catalog:
         beside the one writer asks for `fresh` ones: only manifests that did not change are remembered.
         """
         if fresh:
-            self._held, self._sizes, self._notes_read = None, {}, False
-        if self._held is None:
+            self._stored_chunks, self._sizes, self._notes_read = None, {}, False
+        if self._stored_chunks is None:
             summaries = self._read(fresh)
             self._read_notes()
-            held: dict[str, Held] = {}
+            stored: dict[str, StoredChunk] = {}
             if self.indexed and self._index.segments:
-                held = IndexedPlaces(self._index, self._places_of)
+                stored = IndexedPlaces(self._index, self._places_of)
             for step in summaries:
                 if (manifest := self._decoded.get(step)) is not None:
-                    held.update(self._places(manifest))
-            self._held = held
-        return self._held
+                    stored.update(self._places(manifest))
+            self._stored_chunks = stored
+        return self._stored_chunks
 
     def write_index(self) -> None:
         """Write what the index lacks, once that is much, and give the memory of manifests back.
@@ -215,7 +215,7 @@ class Catalog:
                 del self._decoded[step]
 
     def agrees(self, packs: Iterable[PackEntry]) -> bool:
-        """Whether packs have the sizes that `held` relied on."""
+        """Whether packs have the sizes that `stored_chunks` relied on."""
         return all(self._sizes.get(pack.name, pack.size) == pack.size for pack in packs)
 
     def contents(self, *, fresh: bool, complete: bool) -> Contents:
@@ -307,7 +307,7 @@ class Catalog:
                 self._unread[step] = str(error)
         for step in self._summaries.keys() - summaries.keys():
             self._forget_step(step)
-            self._held = None
+            self._stored_chunks = None
         self._summaries = dict(summaries)
         return summaries
 
@@ -334,7 +334,7 @@ class Catalog:
                 return summary
             self._forget_step(step)
             self._misled.add(step)
-            self._held = None
+            self._stored_chunks = None
         data = self.storage.read(name)
         manifest = decode_manifest(data, f"{self.storage.where}/{name}", step)
         # The version was listed before the read, so it may be that of older bytes: it is not kept.
@@ -453,9 +453,11 @@ class Catalog:
         self._unindexed.discard(step)
 
     def _drop_places(self, packs: Collection[str]) -> None:
-        if self._held is not None and packs:
-            for digest in [key for key, held in self._held.items() if held.pack in packs]:
-                del self._held[digest]
+        if self._stored_chunks is not None and packs:
+            for digest in [
+                key for key, place in self._stored_chunks.items() if place.pack in packs
+            ]:
+                del self._stored_chunks[digest]
 
     def _size(self, pack: str) -> int:
         """Bytes of a pack that is listed. They are remembered, because packs never change."""
@@ -471,21 +473,24 @@ class Catalog:
                 self.distrust_pack(pack, reason)
             self._notes_read = True
 
-    def _places_of(self, step: int) -> Iterable[tuple[str, Held]]:
+    def _places_of(self, step: int) -> Iterable[tuple[str, StoredChunk]]:
         """`_places` of a step to which the index points; none if there is no such checkpoint."""
         if step not in self._summaries:
             return ()
         manifest = self._decoded.get(step)
         return self._places(self._manifest(step) if manifest is None else manifest)
 
-    def _places(self, manifest: Manifest) -> Iterator[tuple[str, Held]]:
+    def _places(self, manifest: Manifest) -> Iterator[tuple[str, StoredChunk]]:
         """(hash, place) of the chunks of a manifest that a save may depend on."""
         packs = manifest.packs
         usable = [pack.name not in self.damaged and self._is_whole(pack) for pack in packs]
         for leaf in manifest.every_leaf():
             for chunk in leaf.chunks:
                 if usable[chunk.pack]:
-                    yield chunk.hash, Held(packs[chunk.pack].name, chunk.offset, chunk.length)
+                    yield (
+                        chunk.hash,
+                        StoredChunk(packs[chunk.pack].name, chunk.offset, chunk.length),
+                    )
 
     def _is_whole(self, pack: PackEntry) -> bool:
         """Whether a pack has the size that a manifest states."""

@@ -23,7 +23,7 @@ from perdure.store.catalog import Catalog
 from perdure.store.codec import Encode
 from perdure.store.contents import committed_steps, steps_from
 from perdure.store.damage_handler import DamageHandler
-from perdure.store.entry_builder import Held
+from perdure.store.entry_builder import StoredChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import FORMAT, manifest_name
 from perdure.store.free_space import ensure_free_space
@@ -50,7 +50,7 @@ class PreparedSave:
         step: The step.
         leaves: The leaves of the state by path. Other processes hold the bytes of some.
         process_leaves: Leaves that belong to one process each and are no part of the fingerprint.
-        held: Places of the chunks that need not be written, by hash.
+        stored_chunks: Places of the chunks that need not be written, by hash.
         nbytes: Bytes of the state.
         present: The manifest of the step, if the same state is committed already.
         is_committed: Whether the process leaves are committed with it, so that nothing is written.
@@ -59,7 +59,7 @@ class PreparedSave:
     step: int
     leaves: Mapping[str, AnyLeaf]
     process_leaves: Mapping[str, AnyLeaf]
-    held: Mapping[str, Held]
+    stored_chunks: Mapping[str, StoredChunk]
     nbytes: int
     present: Manifest | None
     is_committed: bool
@@ -98,7 +98,7 @@ class Committer:
                 is_committed = present is not None and (
                     not process_leaves or _holds(present, process_leaves)
                 )
-                held = self._catalog.held()
+                held = self._catalog.stored_chunks()
                 if not is_committed:
                     ensure_free_space(self._storage, leaves, size, process_leaves, held)
                 yield PreparedSave(step, leaves, process_leaves, held, size, present, is_committed)
@@ -120,7 +120,7 @@ class Committer:
     ) -> Written:
         """Write the chunks that are not held, as one durable pack of this process."""
         while True:
-            held = self._catalog.held()
+            held = self._catalog.stored_chunks()
             try:
                 written = write_pack(
                     self._storage, step, 0, leaves, held, self._encode, process_leaves
@@ -157,7 +157,7 @@ class Committer:
         return manifest
 
     def commit_manifest(
-        self, manifest: Manifest, located: Mapping[str, Held], *, replace: bool
+        self, manifest: Manifest, located: Mapping[str, StoredChunk], *, replace: bool
     ) -> None:
         """`Run.commit_manifest`, which gives the contract."""
         head = self._store(manifest, replace=replace)

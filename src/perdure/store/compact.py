@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import msgspec
 
 from perdure.store.chunk_read import read_chunks
-from perdure.store.entry_builder import EntryBuilder, Held
+from perdure.store.entry_builder import EntryBuilder, StoredChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
 from perdure.store.manifest import Chunk, Manifest, PackEntry
@@ -87,8 +87,8 @@ def compact(
             name: str,
             chunk: Chunk,
             live: Collection[str] = live,
-            places: Mapping[str, Held] = places,
-        ) -> Held | None:
+            places: Mapping[str, StoredChunk] = places,
+        ) -> StoredChunk | None:
             return places[chunk.hash] if name in live else None
 
         return {step: _replace(storage, users[step], place, sizes) for step in sorted(users)}, left
@@ -126,7 +126,7 @@ def copy_chunks(
     step: int,
     live: Mapping[str, LiveChunks],
     find_again: Callable[[DamagedChunk], Mapping[str, LiveChunks]] | None = None,
-) -> tuple[PackEntry, dict[str, Held]]:
+) -> tuple[PackEntry, dict[str, StoredChunk]]:
     """Copy each of the `live` chunks of `source` once, verified, into one new pack of `target`.
 
     Encoded chunks are copied as they are stored. At most `READ_AHEAD` reads of CHUNK_BYTES are in
@@ -174,7 +174,7 @@ def check_chunks(source: Readable, live: Mapping[str, LiveChunks]) -> None:
 
 
 def relocated(
-    manifest: Manifest, place: Callable[[str, Chunk], Held], size: Callable[[str], int]
+    manifest: Manifest, place: Callable[[str, Chunk], StoredChunk], size: Callable[[str], int]
 ) -> Manifest:
     """`manifest` with its chunks at other places; the fingerprint and all other fields are equal.
 
@@ -182,7 +182,7 @@ def relocated(
     """
     builder = EntryBuilder()
 
-    def moved(chunk: Chunk) -> Held:
+    def moved(chunk: Chunk) -> StoredChunk:
         return place(manifest.packs[chunk.pack].name, chunk)
 
     leaves = tuple(builder.moved(leaf, moved) for leaf in manifest.leaves)
@@ -245,7 +245,7 @@ def rewrite(
     storage: Storage,
     manifests: Mapping[int, Manifest],
     bad: Collection[tuple[str, int]],
-    known: Mapping[str, Held],
+    known: Mapping[str, StoredChunk],
 ) -> tuple[dict[int, Manifest], list[int]]:
     """Let manifests read the chunks at the `bad` places, (pack, offset), from `known` places instead.
 
@@ -267,7 +267,9 @@ def rewrite(
             packs = {place.pack for place in places.values()}
             sizes = {pack: storage.size(PACKS + pack) for pack in packs}
 
-            def moved(name: str, chunk: Chunk, places: Mapping[str, Held] = places) -> Held | None:
+            def moved(
+                name: str, chunk: Chunk, places: Mapping[str, StoredChunk] = places
+            ) -> StoredChunk | None:
                 return places.get(chunk.hash) if (name, chunk.offset) in bad else None
 
             renewed[step] = _replace(storage, manifest, moved, sizes)
@@ -279,7 +281,7 @@ def rewrite(
 def _replace(
     storage: Storage,
     manifest: Manifest,
-    moved: Callable[[str, Chunk], Held | None],
+    moved: Callable[[str, Chunk], StoredChunk | None],
     sizes: Mapping[str, int],
 ) -> Manifest:
     """Replace a manifest by one with chunks at other places; durable on return.
@@ -289,8 +291,8 @@ def _replace(
     """
     known = {pack.name: pack.size for pack in manifest.packs} | dict(sizes)
 
-    def place(pack: str, chunk: Chunk) -> Held:
-        return moved(pack, chunk) or Held(pack, chunk.offset, chunk.length)
+    def place(pack: str, chunk: Chunk) -> StoredChunk:
+        return moved(pack, chunk) or StoredChunk(pack, chunk.offset, chunk.length)
 
     renewed = relocated(manifest, place, known.__getitem__)
     data = encode_manifest(renewed)

@@ -34,7 +34,7 @@ from perdure.store.compact import (
     relocated,
     relocated_size,
 )
-from perdure.store.entry_builder import Held
+from perdure.store.entry_builder import StoredChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import MAX_STEP, PACKS, pack_name
 from perdure.store.free_space import BYTES_PER_SAVE, ensure_free_bytes
@@ -224,7 +224,7 @@ def copy_checkpoint(
         if present is not None and _is_whole(target, present):
             _renew(target, present, manifest)
             return 0
-        chunks = _ChunksToCopy(source, manifest, {} if present else target.held(), stopped)
+        chunks = _ChunksToCopy(source, manifest, {} if present else target.stored_chunks(), stopped)
         return _transfer(chunks, source, target, link=link, replace=present is not None)
     except UnreadChunk as error:
         raise UnreachableError(
@@ -247,7 +247,7 @@ def _transfer(chunks: _ChunksToCopy, source: Run, target: Run, *, link: bool, re
     """Link or copy the chunks that the target lacks, then commit; returns the bytes written."""
     step = chunks.manifest.step
     new = _link(source, target, step, chunks.live()) if link else {}
-    chunks.held |= new
+    chunks.stored |= new
     live = chunks.live()
     written = 0
     if live:
@@ -255,7 +255,7 @@ def _transfer(chunks: _ChunksToCopy, source: Run, target: Run, *, link: bool, re
         _, copied = copy_chunks(chunks, target.storage, step, live, chunks.find_again)
         written = sum(place.length for place in copied.values())
         new |= copied
-    places = chunks.held | new
+    places = chunks.stored | new
     manifest = relocated(
         chunks.manifest,
         lambda _, chunk: places[chunk.hash],
@@ -311,7 +311,7 @@ def _plan(source: Run, step: int, target: Run, planned: set[str]) -> Copied:
         present = _present(target, step)
         if present is not None and _is_whole(target, present):
             return Copied(step, "present")
-        live = _ChunksToCopy(source, manifest, {} if present else target.held()).live()
+        live = _ChunksToCopy(source, manifest, {} if present else target.stored_chunks()).live()
     except OSError as error:
         raise UnreachableError(f"{target.where}: {error}. Nothing was changed.") from error
     except (StepNotFoundError, CorruptionError) as error:
@@ -401,20 +401,20 @@ class _ChunksToCopy:
         self,
         source: Run,
         manifest: Manifest,
-        held: Mapping[str, Held],
+        held: Mapping[str, StoredChunk],
         stopped: Callable[[], bool] = _never,
     ) -> None:
         self.where = source.where
         self.manifest = manifest
         needed = {chunk.hash for leaf in manifest.every_leaf() for chunk in leaf.chunks}
-        self.held = {digest: held[digest] for digest in needed if digest in held}
+        self.stored = {digest: held[digest] for digest in needed if digest in held}
         self._source = source
         self._stopped = stopped
 
     def live(self) -> dict[str, LiveChunks]:
         """The places of the chunks that the target lacks."""
         lacking = {
-            name: {offset: chunk for offset, chunk in chunks.items() if chunk[0] not in self.held}
+            name: {offset: chunk for offset, chunk in chunks.items() if chunk[0] not in self.stored}
             for name, chunks in _live(self.manifest).items()
         }
         return {name: chunks for name, chunks in lacking.items() if chunks}
@@ -454,9 +454,11 @@ def _live(manifest: Manifest) -> dict[str, LiveChunks]:
     return live_chunks([manifest], {pack.name for pack in manifest.packs})
 
 
-def _link(source: Run, target: Run, step: int, live: Mapping[str, LiveChunks]) -> dict[str, Held]:
+def _link(
+    source: Run, target: Run, step: int, live: Mapping[str, LiveChunks]
+) -> dict[str, StoredChunk]:
     """Make hard links of packs that are mostly needed; returns the places of their chunks."""
-    places: dict[str, Held] = {}
+    places: dict[str, StoredChunk] = {}
     origin, storage = source.storage, target.storage
     if not (isinstance(origin, LocalStorage) and isinstance(storage, LocalStorage)):
         return places
@@ -479,6 +481,7 @@ def _link(source: Run, target: Run, step: int, live: Mapping[str, LiveChunks]) -
                     f"`perdure verify {source.where}` lists what is damaged."
                 ) from error
             places |= {
-                digest: Held(name, offset, length) for offset, (digest, length, _) in chunks.items()
+                digest: StoredChunk(name, offset, length)
+                for offset, (digest, length, _) in chunks.items()
             }
     return places

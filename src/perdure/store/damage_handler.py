@@ -162,11 +162,11 @@ class DamageHandler:
                 if (manifest.packs[chunk.pack].name, chunk.offset) in self._catalog.bad:
                     again[f"{len(again):012d}"] = Leaf(leaf.dtype, (len(data),), data, frozen=True)
         written = write_pack(self._storage, manifest.step, 0, again, {}, self._encode)
-        self._catalog.held().update(written.located)
+        self._catalog.stored_chunks().update(written.located)
 
     def _rewrite(self) -> None:
         """Let manifests read damaged chunks from where they were written again."""
-        bad, held = self._catalog.bad, self._catalog.held()
+        bad, held = self._catalog.bad, self._catalog.stored_chunks()
         renewed, left = rewrite(
             self._storage, self._catalog.contents(fresh=True, complete=True).manifests, bad, held
         )

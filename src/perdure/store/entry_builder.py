@@ -12,7 +12,7 @@ from perdure.store.json_blocks import blocks
 from perdure.store.manifest import Chunk, LeafEntry, PackEntry
 
 
-class Held(Struct, frozen=True, gc=False):
+class StoredChunk(Struct, frozen=True, gc=False):
     """Where a chunk already lies."""
 
     pack: str
@@ -20,7 +20,7 @@ class Held(Struct, frozen=True, gc=False):
     length: int
 
 
-PlacedChunk = tuple[str, Held]
+PlacedChunk = tuple[str, StoredChunk]
 """The hash of a chunk, and where it lies."""
 
 
@@ -71,7 +71,7 @@ class EntryBuilder:
         paths: Sequence[str],
         leaves: Sequence[ArrayLeaf],
         digests: Sequence[str],
-        places: Sequence[Held],
+        places: Sequence[StoredChunk],
     ) -> list[LeafEntry]:
         """The entries of arrays that are one chunk each. There may be very many."""
         entries: list[LeafEntry] = []
@@ -85,7 +85,7 @@ class EntryBuilder:
         paths: Sequence[str],
         leaves: Sequence[ArrayLeaf],
         digests: Sequence[str],
-        places: Sequence[Held],
+        places: Sequence[StoredChunk],
     ) -> Iterable[LeafEntry]:
         packs = [place.pack for place in places]
         self.number(dict.fromkeys(packs))
@@ -100,7 +100,7 @@ class EntryBuilder:
         sizes = [None if a == b else b for a, b in zip(lengths, nbytes, strict=True)]
         return map(LeafEntry, paths, dtypes, shapes, zip(chunks), repeat(None), sizes)
 
-    def moved(self, entry: LeafEntry, place: Callable[[Chunk], Held]) -> LeafEntry:
+    def moved(self, entry: LeafEntry, place: Callable[[Chunk], StoredChunk]) -> LeafEntry:
         """An entry of another manifest, with its chunks where `place` says that they lie now."""
         if entry.text is not None:
             return entry

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from perdure.errors import CorruptionError
 from perdure.store.contents import ManifestSummary
-from perdure.store.entry_builder import Held
+from perdure.store.entry_builder import StoredChunk
 from perdure.store.format import INDEX, TEMP_SUFFIX
 from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
@@ -144,7 +144,7 @@ class ManifestIndex:
                     self._leftovers.append(name)  # removed by the next write
 
 
-class IndexedPlaces(dict[str, Held]):
+class IndexedPlaces(dict[str, StoredChunk]):
     """Places of chunks by hash, which reads the manifest to which the index points for a chunk.
 
     It is made once the places of all manifests that the index lacks can be added.
@@ -155,7 +155,7 @@ class IndexedPlaces(dict[str, Held]):
     """
 
     def __init__(
-        self, index: ManifestIndex, places: Callable[[int], Iterable[tuple[str, Held]]]
+        self, index: ManifestIndex, places: Callable[[int], Iterable[tuple[str, StoredChunk]]]
     ) -> None:
         super().__init__()
         self._index = index
@@ -175,13 +175,13 @@ class IndexedPlaces(dict[str, Held]):
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.get(key) is not None
 
-    def __missing__(self, key: str) -> Held:
+    def __missing__(self, key: str) -> StoredChunk:
         place = self.get(key)
         if place is None:
             raise KeyError(key)
         return place
 
-    def _look_up(self, key: str) -> Held | None:
+    def _look_up(self, key: str) -> StoredChunk | None:
         with self._turn:
             for step in self._index.steps_with(key):
                 if step not in self._read:

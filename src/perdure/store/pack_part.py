@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
-from perdure.store.entry_builder import EntryBuilder, Held
+from perdure.store.entry_builder import EntryBuilder, StoredChunk
 from perdure.store.format import chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
 from perdure.store.manifest import Chunk, LeafEntry
@@ -128,7 +128,7 @@ def write_pack_part(
     storage: Storage,
     step: int,
     leaves: Mapping[str, Leaf],
-    known: Mapping[str, Held],
+    known: Mapping[str, StoredChunk],
     share: WriterShare,
     encode: Encode | None = None,
     own: OwnLeaves | None = None,
@@ -171,7 +171,7 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
     """What the manifest lists, from the parts of all processes."""
     placed = {number: chunk for part in parts for number, chunk in part.chunks.items()}
     sizes = {name: size for part in parts for name, size in part.packs.items()}
-    located: dict[str, Held] = {}
+    located: dict[str, StoredChunk] = {}
     builder = EntryBuilder()
     numbers = itertools.count()
     state: list[LeafEntry] = []
@@ -190,8 +190,8 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
     for part in parts:
         packs = list(part.packs)
 
-        def place(chunk: Chunk, packs: Sequence[str] = packs) -> Held:
-            held = Held(packs[chunk.pack], chunk.offset, chunk.length)
+        def place(chunk: Chunk, packs: Sequence[str] = packs) -> StoredChunk:
+            held = StoredChunk(packs[chunk.pack], chunk.offset, chunk.length)
             located[chunk.hash] = held
             return held
 
@@ -205,7 +205,7 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
 
 def _placed(
     placed: Mapping[int, tuple[str, str, int, int]], path: str, number: int, nbytes: int
-) -> tuple[str, Held]:
+) -> tuple[str, StoredChunk]:
     """Hash and place of a chunk of `nbytes` bytes, by its number."""
     if number not in placed:
         raise CorruptionError(f"leaf {path!r}: no process wrote chunk {number} of this save.")
@@ -215,7 +215,7 @@ def _placed(
             f"leaf {path!r}: chunk {number} has {nbytes} bytes here and {length} in the process that "
             f"wrote it."
         )
-    return digest, Held(pack, offset, length)
+    return digest, StoredChunk(pack, offset, length)
 
 
 def leaf_digests(

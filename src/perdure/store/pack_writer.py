@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from perdure.store.aligned_buffers import STAGING_BYTES, copy_bytes, give_buffer, take_buffer
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
-from perdure.store.entry_builder import EntryBuilder, Held, PlacedChunk
+from perdure.store.entry_builder import EntryBuilder, PlacedChunk, StoredChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import (
     CHUNK_BYTES,
@@ -106,7 +106,7 @@ class Written(NamedTuple):
 
     leaves: list[LeafEntry]
     packs: list[PackEntry]
-    located: dict[str, Held]
+    located: dict[str, StoredChunk]
     process_leaves: list[LeafEntry]
 
 
@@ -115,7 +115,7 @@ def write_pack(
     step: int,
     process: int,
     leaves: Mapping[str, Leaf] | Mapping[str, NewLeaf],
-    known: Mapping[str, Held],
+    known: Mapping[str, StoredChunk],
     encode: Encode | None = None,
     process_leaves: Mapping[str, Leaf] = MappingProxyType({}),
 ) -> Written:
@@ -173,12 +173,12 @@ class NewPack:
         located: The chunks of this pack, in order.
     """
 
-    def __init__(self, storage: Storage, name: str, known: Mapping[str, Held]) -> None:
+    def __init__(self, storage: Storage, name: str, known: Mapping[str, StoredChunk]) -> None:
         self.storage = storage
         self.name = name
         self.size = 0
         self.known = known
-        self.located: dict[str, Held] = {}
+        self.located: dict[str, StoredChunk] = {}
         self._encoded: dict[str, int] = {}
         self._sink: Sink | None = None
         self._adopting: AdoptingSink | None = None
@@ -221,14 +221,16 @@ class NewPack:
             self._place(digest, length, size)
         self._open(left).write(data)
 
-    def add_small(self, parts: Sequence[ChunkBytes], left: int) -> tuple[list[str], list[Held]]:
+    def add_small(
+        self, parts: Sequence[ChunkBytes], left: int
+    ) -> tuple[list[str], list[StoredChunk]]:
         """Append small chunks that are not there yet; returns the hash and the place of each.
 
         They are given to the storage in groups, so that the disk writes while the next ones are hashed,
         and because a call for each chunk would take longer than copying it.
         """
         digests: list[str] = []
-        places: list[Held] = []
+        places: list[StoredChunk] = []
         for block in blocks(parts, GATHER_CHUNKS):
             ends = list(accumulate(map(len, block), initial=0))
             start = 0
@@ -243,7 +245,7 @@ class NewPack:
 
     def _add_gathered(
         self, parts: Sequence[memoryview | bytes], left: int
-    ) -> tuple[list[str], list[Held]]:
+    ) -> tuple[list[str], list[StoredChunk]]:
         located, known = self.located, self.known
         joined = memoryview(b"".join(parts))
         sizes = list(map(len, parts))
@@ -251,7 +253,9 @@ class NewPack:
             ends = list(accumulate(sizes))
             parts = list(map(joined.__getitem__, map(slice, [0, *ends], ends)))
         digests = hash_each(parts)
-        places = list(map(Held, repeat(self.name), accumulate(sizes, initial=self.size), sizes))
+        places = list(
+            map(StoredChunk, repeat(self.name), accumulate(sizes, initial=self.size), sizes)
+        )
         count = len(located)
         # Nearly always all of them are new, so all are placed, in few calls.
         first = list(map(located.setdefault, digests, places))
@@ -273,13 +277,13 @@ class NewPack:
             self._open(left).write(joined)
         return digests, places
 
-    def _find(self, digest: str) -> Held | None:
+    def _find(self, digest: str) -> StoredChunk | None:
         """The place of a chunk that is in this pack, or known."""
         return self.located.get(digest) or self.known.get(digest)
 
-    def _place(self, digest: str, length: int, size: int) -> Held:
+    def _place(self, digest: str, length: int, size: int) -> StoredChunk:
         """Note that the next `length` bytes of the pack are a chunk of `size` decoded bytes."""
-        place = self.located[digest] = Held(self.name, self.size, length)
+        place = self.located[digest] = StoredChunk(self.name, self.size, length)
         self.size += length
         if length != size:
             self._encoded[digest] = size
@@ -316,7 +320,7 @@ class NewPack:
             self._sink.abort()
 
 
-_NOT_YET: PlacedChunk = ("", Held("", 0, 0))
+_NOT_YET: PlacedChunk = ("", StoredChunk("", 0, 0))
 """Where a large chunk of a leaf will be noted."""
 _Job = tuple[list[PlacedChunk], int, ChunkBytes, str]
 """The placed chunks of a leaf, the number of a large chunk in it, the chunk, and its dtype."""
@@ -341,7 +345,7 @@ class _Chunks:
         self._parts: dict[int, tuple[list[PlacedChunk], int]] = {}
         """By the number of a small chunk of one of the others, where its place is noted."""
         self._digests: list[str] = []
-        self._places: list[Held] = []
+        self._places: list[StoredChunk] = []
         even: list[_Job] = []
         uneven: list[_Job] = []
         add_path, add_leaf, add_small = (
@@ -375,7 +379,7 @@ class _Chunks:
         """Bytes of all chunks."""
         return sum(map(len, self.small)) + sum([len(job[2]) for job in self.large])
 
-    def place_small(self, digests: list[str], places: list[Held]) -> None:
+    def place_small(self, digests: list[str], places: list[StoredChunk]) -> None:
         """Note the hashes and the places of the small chunks."""
         for number, (slots, index) in self._parts.items():
             slots[index] = digests[number], places[number]
@@ -411,7 +415,7 @@ class _Chunks:
 def _prepared(
     chunks: Sequence[_Job],
     encode: Encode | None,
-    known: tuple[Mapping[str, Held], ...],
+    known: tuple[Mapping[str, StoredChunk], ...],
     buffers: list[mmap.mmap],
 ) -> Generator[_Prepared, None, None]:
     """Copy, hash and encode large chunks, in order; many of them are prepared ahead on other cores.

@@ -19,7 +19,7 @@ from perdure.store.committer import Committer, PreparedSave
 from perdure.store.contents import Contents, OutdatedPlanError
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.drill_hook import drilled_clock
-from perdure.store.entry_builder import Held
+from perdure.store.entry_builder import StoredChunk
 from perdure.store.format import MAX_STEP, pin_name, time_text
 from perdure.store.garbage_collection import (
     Collected,
@@ -227,8 +227,8 @@ class Run:
     ) -> AbstractContextManager[PreparedSave]:
         """Begin a save whose chunks several processes write; `save` is for one that has all of them.
 
-        In the `with` block the caller makes the chunks durable that `PreparedSave.held` lacks, and
-        calls `commit_save`. An error in the block becomes what `save` raises.
+        In the `with` block the caller makes the chunks durable that `PreparedSave.stored_chunks` lacks,
+        and calls `commit_save`. An error in the block becomes what `save` raises.
 
         Args:
             step: As for `save`.
@@ -267,12 +267,12 @@ class Run:
             save, written, dict(recipe or {}), plain_metrics(metrics or {})
         )
 
-    def held(self) -> Mapping[str, Held]:
+    def stored_chunks(self) -> Mapping[str, StoredChunk]:
         """The chunks that a manifest may name without writing them again, for the writer."""
-        return self._catalog.held()
+        return self._catalog.stored_chunks()
 
     def commit_manifest(
-        self, manifest: Manifest, located: Mapping[str, Held], replace: bool = False
+        self, manifest: Manifest, located: Mapping[str, StoredChunk], replace: bool = False
     ) -> None:
         """Commit a copy of a checkpoint whose chunks are durable; it survives power loss on return.
 

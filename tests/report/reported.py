@@ -59,8 +59,14 @@ def attempt(
 KILLED = [attempt(1, 0, 13, "killed", "worker 0: SIGKILL"), attempt(2, 10, 30, "done", "exit 0")]
 
 
-def record(logs: Path, attempts: list[dict[str, Any]], began: float = START, **start: Any) -> Path:
-    """Write the log of one start of `perdure run`."""
+def record(
+    logs: Path,
+    attempts: list[dict[str, Any]],
+    run: Path | None = None,
+    began: float = START,
+    **start: Any,
+) -> Path:
+    """Write the log of one start of `perdure run`, whose attempts saved in `run`."""
     fields: dict[str, Any] = {
         "command": ["python", "train.py"],
         "directory": "/jobs/mine",
@@ -76,7 +82,8 @@ def record(logs: Path, attempts: list[dict[str, Any]], began: float = START, **s
     events: list[dict[str, Any]] = [{"kind": "start", "time": timestamp(now), **fields, **start}]
     for attempt in attempts:
         now += attempt["seconds"]
-        end = {"attempt": attempt, "longest": {}}
+        saved = {} if run is None else {str(run): attempt["end"]}
+        end = {"attempt": attempt | {"saved": saved}, "longest": {}}
         events.append({"kind": "attempt_end", "time": timestamp(now), **end})
     end = {"status": 0, "reason": "finished", "seconds": now - began}
     events.append({"kind": "end", "time": timestamp(now), **end})

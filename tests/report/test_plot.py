@@ -36,7 +36,7 @@ def killed(tmp_path: Path) -> Path:
     where = tmp_path / "run"
     metrics = {step: {"loss": 1.0 / step, HOSTILE: step} for step in STEPS}
     save(where, states(STEPS), metrics=metrics)
-    record(tmp_path / "perdure-logs", KILLED)
+    record(tmp_path / "perdure-logs", KILLED, where)
     return where
 
 

@@ -102,7 +102,7 @@ def killed(tmp_path: Path) -> Path:
     recipe = {"seed": 3, "platform": "cpu"}
     metrics = {step: {"loss": 1.0 / step} for step in STEPS}
     save(where, states(STEPS), recipe=recipe, metrics=metrics)
-    record(tmp_path / "perdure-logs", KILLED)
+    record(tmp_path / "perdure-logs", KILLED, where)
     return where
 
 
@@ -173,7 +173,9 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
     paths = {step: {HOSTILE: np.ones(2) * step} for step in STEPS}
     save(where, paths, recipe={HOSTILE: HOSTILE, "url(http://x)": 1}, metrics=metrics)
     bad = attempt(1, 0, 13, "killed", HOSTILE, last_line=HOSTILE)
-    logs = record(tmp_path / "perdure-logs", [bad, KILLED[1]], host=HOSTILE, command=[HOSTILE])
+    logs = record(
+        tmp_path / "perdure-logs", [bad, KILLED[1]], where, host=HOSTILE, command=[HOSTILE]
+    )
     other = shutil.copytree(where, tmp_path / "\udcff", symlinks=True)
     for done in (report(where), report(where, other, logs=[logs.parent])):
         page = Page(done.html)
@@ -260,18 +262,23 @@ def test_lines_of_a_log_that_cannot_be_believed_are_counted(killed: Path) -> Non
 
 def test_a_run_takes_the_record_in_which_it_was_saved(killed: Path, tmp_path: Path) -> None:
     logs = tmp_path / "perdure-logs"
-    record(logs, [attempt(1, 0, 900, "done", "later")], began=START + 1000, directory="/later")
+    other = [attempt(1, 0, 900, "done", "at the same time")]
+    record(logs, other, tmp_path / "other", directory="/other")
     life = report(killed).document["runs"][0]["life"]
     assert [start["directory"] for start in life["starts"]] == ["/jobs/mine"]
     # Steps that a second start of the same program repeats count, too.
-    record(logs, [attempt(1, 20, 40, "done", "exit 0")], began=START + 40)
+    record(logs, [attempt(1, 20, 40, "done", "exit 0")], killed, began=START + 40)
     life = report(killed).document["runs"][0]["life"]
     assert len(life["starts"]) == 2
     assert life["repeated_steps"] == 3 + 10
     # The control: without the right record none is taken.
     shutil.rmtree(logs)
-    record(logs, [attempt(1, 0, 900, "done", "later")], began=START + 1000, directory="/later")
+    record(logs, other, tmp_path / "other", directory="/other")
     assert report(killed).document["runs"][0]["life"] is None
+    # A run that was moved is known by its name.
+    record(logs, KILLED, Path("/moved/from/run"), directory="/moved")
+    [start] = report(killed).document["runs"][0]["life"]["starts"]
+    assert start["directory"] == "/moved"
 
 
 def test_a_start_that_ended_without_a_word(killed: Path) -> None:

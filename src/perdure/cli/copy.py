@@ -15,7 +15,7 @@ from perdure.cli.output import (
     json_option,
     size_text,
 )
-from perdure.store import Copied, copy_run
+from perdure.store.copy import Copied, copy_run
 from perdure.text import counted
 
 

@@ -21,7 +21,7 @@ from perdure.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from perdure.supervise import Nodes
+    from perdure.supervise.worker_environment import Nodes
 
 
 # Options after the program belong to the program.
@@ -129,9 +129,10 @@ def command(
       perdure run -- python train.py
       perdure run --workers 2 --max-restarts 10 -- python train.py
     """
-    from perdure.supervise import Limits, RunOptions, Supervisor
     from perdure.supervise.console import Console
+    from perdure.supervise.options import Limits, RunOptions
     from perdure.supervise.record import timestamp
+    from perdure.supervise.supervisor import Supervisor
 
     bounds = _elastic(elastic)
     with options_of_library():
@@ -186,7 +187,7 @@ def _log_directory(text: str | None) -> Path | None:
 def _nodes() -> Nodes | None:
     """The machines of the group, found as a strategy finds its processes; None for one machine."""
     from perdure.distribute.cluster import resolve  # and NumPy with it
-    from perdure.supervise import Nodes
+    from perdure.supervise.worker_environment import Nodes
 
     cluster = resolve()
     if cluster.coordinator is None and cluster.source == "the environment":
@@ -235,7 +236,7 @@ def _elastic(text: str | None) -> tuple[int, int] | None:
 def _limits(texts: tuple[str, ...]) -> dict[str, float]:
     from dataclasses import fields
 
-    from perdure.supervise import Limits
+    from perdure.supervise.options import Limits
 
     known = [field.name for field in fields(Limits)]
     limits: dict[str, float] = {}

@@ -10,7 +10,9 @@ import click
 from perdure.checkpoint.address import open_run
 from perdure.cli.output import document, json_option, run_argument, size_text
 from perdure.errors import NotARunError
-from perdure.store import Run, VerifyReport, repair, verify_run
+from perdure.store import Run
+from perdure.store.repair import repair
+from perdure.store.verify import VerifyReport, verify_run
 from perdure.text import counted
 
 

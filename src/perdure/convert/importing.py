@@ -11,7 +11,9 @@ from perdure.convert.leaf_names import NameMap, path_of
 from perdure.errors import ArgumentError
 from perdure.look.origins import ORIGIN
 from perdure.state.paths import nearest
-from perdure.store import Leaf, Manifest, Storage
+from perdure.store import Storage
+from perdure.store.leaf import Leaf
+from perdure.store.manifest import Manifest
 from perdure.store.streamed_save import new_run
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import NotARunError
-from perdure.store import MemoryStorage, Run
+from perdure.store import Run
 from perdure.store.failures import read_error
 from perdure.store.manifest_json import decode_manifest
+from perdure.store.memory import MemoryStorage
 
 
 def is_manifest_file(where: object) -> bool:

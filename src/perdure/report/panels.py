@@ -26,10 +26,9 @@ from perdure.report.layer_changes import (
     layers_of,
     norm_history,
 )
-from perdure.report.life import find_life, life_document
+from perdure.report.life import find_life
 from perdure.report.run_document import Series, contents_and_problems, metric_series
 from perdure.store import Run
-from perdure.store.format import seconds_of
 
 MOST_LINES = 12
 """Leaves of one panel; more are drawn as layers."""
@@ -175,10 +174,8 @@ def _metric_panels(
     documents: list[tuple[str, Mapping[str, Any]]] = []
     for label, run in runs:
         manifests = run.contents().manifests
-        saved = [float(seconds_of(manifest.created)) for manifest in manifests.values()]
         metrics, _ = metric_series(run, manifests.values())
-        life = find_life(run, logs, saved)
-        documents.append((label, {"metrics": metrics, "life": life and life_document(life)}))
+        documents.append((label, {"metrics": metrics, "life": find_life(run, logs)}))
     panels = document_panels(documents)
     where = ", ".join(run.where for _, run in runs)
     if not panels:
@@ -224,9 +221,7 @@ def _norm_panels(
         if not saved_steps:
             continue
         checkpoints = [checkpoint_at(run, step) for step in saved_steps]
-        saved = [float(seconds_of(c.manifest.created)) for c in checkpoints]
-        life = find_life(run, logs, saved)
-        attempts = _attempts(life and life_document(life))
+        attempts = _attempts(find_life(run, logs))
         found = problems.setdefault(run.where, {})
         norms, changes = norm_history(checkpoints, leaves, found)
         if not any(norms) and not found:

@@ -19,11 +19,12 @@ from perdure.errors import PerdureError, PruneError, UnreachableError
 from perdure.look.listing import listed
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
-from perdure.report.life import find_life, life_document
-from perdure.store import LocalStorage, Manifest, Run
+from perdure.report.life import find_life
+from perdure.store import Run
 from perdure.store.contents import Contents
-from perdure.store.format import seconds_of
+from perdure.store.local import LocalStorage
 from perdure.store.log import log_place, read_log
+from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
 
@@ -98,8 +99,6 @@ def read_run(
     ]
     changes = changes_document(whole, leaves, problems)
     series, unread_lines = metric_series(run, manifests.values())
-    saved = [float(seconds_of(manifest.created)) for manifest in manifests.values()]
-    life = find_life(run, logs, saved)
     newest = manifests[max(manifests)] if manifests else None
     document = {
         "run": run.where,
@@ -110,7 +109,7 @@ def read_run(
         "quarantined": len(run.quarantined()),
         "metrics": series,
         "unread_metric_lines": unread_lines,
-        "life": None if life is None else life_document(life),
+        "life": find_life(run, logs),
         "changes": changes,
         "replays": replay_rows(run.storage),
         "verify": None if verified is None else dict(verified),

@@ -140,7 +140,7 @@ class Spared(Killer):
         super().started(worker)
         if self._plan is not None:
             self._plan = (self._plan[0], "step", 40)
-        self.taken += b"warm_worker_main" in Path(f"/proc/{worker.pid}/cmdline").read_bytes()
+        self.taken += b"become_worker" in Path(f"/proc/{worker.pid}/cmdline").read_bytes()
 
 
 class Stopper(Observer):

@@ -11,23 +11,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from perdure.checkpoint import CheckpointManager, Restored
 from perdure.errors import StateError, missing_extra
-from perdure.host_generators import (
+from perdure.host import (
+    GeneratorStates,
     generator_states,
-    restore_generators,
-    states_from_arrays,
-    states_to_arrays,
-)
-from perdure.host_resume import (
     has_persistent_workers,
     newest_checkpoint,
     persistent_workers_error,
+    require_version,
+    restore_generators,
     restore_members,
 )
-from perdure.host_version import require_version
 
 require_version("accelerate", "accelerate", "1.1", "2")
 try:
@@ -142,19 +137,18 @@ def _position(accelerator: Any, epoch: int, finished: int) -> dict[str, int]:
     return {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
 
 
-def _generators(loader: Any) -> dict[str, np.ndarray[Any, Any]]:
+def _generators(loader: Any) -> GeneratorStates:
     """The generators with which an epoch begins: they may decide its order."""
     states = generator_states()
     shuffling = getattr(loader, "synchronized_generator", None)
     if shuffling is not None:
-        states[_LOADER] = shuffling.get_state().numpy().tobytes()
-    return states_to_arrays(states)
+        states[_LOADER] = shuffling.get_state().numpy()
+    return states
 
 
 def _set_generators(loader: Any, resumed: Restored) -> None:
-    states = states_from_arrays(resumed.state["epoch_began"])
+    states = dict(resumed.state["epoch_began"])
     shuffling = states.pop(_LOADER, None)
     if shuffling is not None:
-        data = torch.frombuffer(bytearray(shuffling), dtype=torch.uint8)
-        loader.synchronized_generator.set_state(data)
+        loader.synchronized_generator.set_state(torch.from_numpy(shuffling.copy()))
     restore_generators(states)

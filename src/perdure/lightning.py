@@ -28,9 +28,14 @@ from perdure.errors import (
     missing_extra,
 )
 from perdure.heartbeats import beat
-from perdure.host_generators import generator_states, restore_generators
-from perdure.host_resume import has_persistent_workers, persistent_workers_error
-from perdure.host_version import require_version
+from perdure.host import (
+    GeneratorStates,
+    generator_states,
+    has_persistent_workers,
+    persistent_workers_error,
+    require_version,
+    restore_generators,
+)
 from perdure.state import flatten
 from perdure.state.object_restore import ObjectStates
 from perdure.state.stateful import Stateful
@@ -277,8 +282,8 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._batches = 0
-        self._epoch_began: dict[str, bytes] = {}
-        self._resumed: dict[str, bytes] | None = None
+        self._epoch_began: GeneratorStates = {}
+        self._resumed: GeneratorStates | None = None
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
 
@@ -303,8 +308,8 @@ class ExactResume(Callback):
         """Take over what a checkpoint has, for the begin of the training."""
         self._batches = state_dict["batches"]
         self._positions = state_dict.get("positions", [])
-        self._epoch_began = _bytes(state_dict["epoch_began"])
-        self._resumed = _bytes(state_dict["now"])
+        self._epoch_began = _arrays(state_dict["epoch_began"])
+        self._resumed = _arrays(state_dict["now"])
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Begin the first epoch of this process, at the batch that comes next."""
@@ -443,11 +448,9 @@ def _require_new_workers(loaders: list[Any]) -> None:
         )
 
 
-def _tensors(states: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in states.items()
-    }
+def _tensors(states: GeneratorStates) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(state) for name, state in states.items()}
 
 
-def _bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: data.numpy().tobytes() for name, data in tensors.items()}
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> GeneratorStates:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}

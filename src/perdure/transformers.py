@@ -17,19 +17,16 @@ from typing import Any
 
 from perdure.checkpoint import CheckpointManager, Restored
 from perdure.errors import ArgumentError, StateError, missing_extra
-from perdure.host_generators import (
+from perdure.host import (
+    GeneratorStates,
     generator_states,
-    restore_generators,
-    states_from_arrays,
-    states_to_arrays,
-)
-from perdure.host_resume import (
     has_persistent_workers,
     newest_checkpoint,
     persistent_workers_error,
+    require_version,
+    restore_generators,
     restore_members,
 )
-from perdure.host_version import require_version
 
 require_version("transformers", "transformers", "5", "6")
 try:
@@ -110,7 +107,7 @@ class _Checkpoints(TrainerCallback):
         self._manager = manager
         self._newest = newest
         # The order of an epoch, and the seeds of data workers, may be drawn when it begins.
-        self._epoch_began: dict[str, bytes] = {}
+        self._epoch_began: GeneratorStates = {}
         self._at_save = generator_states()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -128,7 +125,7 @@ class _Checkpoints(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._newest is not None:
-            restore_generators(states_from_arrays(self._newest.state["epoch_began"]))
+            restore_generators(self._newest.state["epoch_began"])
         self._epoch_began = generator_states()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -167,8 +164,10 @@ class _Checkpoints(TrainerCallback):
             if isinstance(member, ExportableState):
                 exported.setdefault(type(member).__name__, []).append(member.state())
         values = dataclasses.asdict(state) | {"stateful_callbacks": exported}
-        began = states_to_arrays(self._epoch_began)
-        return self._members() | {"trainer": json.dumps(values), "epoch_began": began}
+        return self._members() | {
+            "trainer": json.dumps(values),
+            "epoch_began": self._epoch_began,
+        }
 
 
 def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from perdure.errors import (
     NotARunError,
     StateError,
 )
-from perdure.host_version import require_version
+from perdure.host import require_version
 from perdure.store import Run
 
 WORKER = Path(__file__).with_name("dcp_worker.py")

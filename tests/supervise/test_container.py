@@ -109,7 +109,7 @@ INIT
 from perdure.supervise import Supervisor
 sys.exit(Supervisor([sys.executable, "-c", sys.argv[1]]).run().status)
 """
-INIT = "from perdure.supervise.init_process import become_init; become_init()"
+INIT = "from perdure.supervise.orphan_reaper import become_init; become_init()"
 
 
 @pytest.mark.parametrize(("init", "seconds", "state"), [(INIT, 20, "gone"), ("", 0.3, "Z")])

@@ -149,7 +149,7 @@ def command(
         )
     _open_standard_streams()
     if os.getpid() == 1:
-        from perdure.supervise.init_process import become_init
+        from perdure.supervise.orphan_reaper import become_init
 
         become_init()
     console = Console(

@@ -8,7 +8,7 @@ no byte is loaded unverified.
 """
 
 from perdure.errors import missing_extra
-from perdure.host_version import require_version
+from perdure.host import require_version
 
 require_version("torch", "torch", "2.6", "3")
 try:

@@ -18,7 +18,7 @@ from perdure.drill.fault_injection import COPIES
 from perdure.drill.stretch import make_copy, run_copy, why_it_failed
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
-from perdure.supervise.checked_command import checked_command
+from perdure.supervise.options import checked_command
 
 PROCESSES = 2
 """How often the program is started."""

@@ -39,9 +39,8 @@ from perdure.store.drill_hook import DRILL
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.supervise import history
-from perdure.supervise.checked_command import checked_command
 from perdure.supervise.console import Console
-from perdure.supervise.options import Limits, RunOptions
+from perdure.supervise.options import Limits, RunOptions, checked_command
 from perdure.supervise.supervisor import Observer, Supervisor
 from perdure.supervise.worker import Worker
 

@@ -21,7 +21,7 @@ from perdure.store.journal_file import JournalEntry, first_difference
 from perdure.store.journal_reference import journal_lines, line_references
 from perdure.store.manifest import Manifest
 from perdure.supervise.cache import default_cache
-from perdure.supervise.checked_command import checked_command
+from perdure.supervise.options import checked_command
 
 Verdict = Literal["reproduced", "differs", "not comparable"]
 

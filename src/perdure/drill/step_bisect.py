@@ -22,7 +22,7 @@ from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.journal_file import JournalEntry, first_difference
 from perdure.supervise.cache import default_cache
-from perdure.supervise.checked_command import checked_command
+from perdure.supervise.options import checked_command
 
 _OF_TOPOLOGY = ("contribution", "total", "update", "state")
 

@@ -20,6 +20,7 @@ MARK = "PERDURE_RUN_MARK"
 # Between two searches, and how long killed processes may take to end.
 PAUSE_S = 0.01
 PATIENCE_S = 10.0
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class OrphanReaper:
@@ -46,6 +47,39 @@ class OrphanReaper:
     def close(self) -> None:
         """End the processes that are left, and the reaper."""
         self._process.communicate()
+
+
+def become_init() -> None:
+    """Fork: the child returns; the parent reaps, passes signals on, and exits with its status.
+
+    For `perdure run` as the first process of a container: processes that lose their parent become its
+    children, and stay as zombies until it waits for them. As in tini, it then does only this.
+    """
+    import ctypes  # not in the reaper, which has little memory
+
+    # Signals that a process gets for its own faults or from the terminal are not passed on.
+    kept = {signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+    kept |= {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE}
+    passed_on = signal.valid_signals() - kept
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
+    supervisor = os.fork()
+    if supervisor == 0:
+        os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the parent, which passes it on once
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while True:
+        number = signal.sigwait(passed_on)
+        if number != signal.SIGCHLD:
+            os.kill(supervisor, number)
+            continue
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == supervisor:
+                code = os.waitstatus_to_exitcode(status)
+                os._exit(code if code >= 0 else 128 - code)
+            if pid == 0:
+                break
 
 
 def marked(

@@ -29,10 +29,9 @@ from perdure.heartbeats import Beat
 from perdure.ports import free_ports
 from perdure.supervise.attempt import PREEMPTED, Attempt
 from perdure.supervise.cache import cache_variables, drop_recent
-from perdure.supervise.checked_command import checked_command
 from perdure.supervise.console import Console
 from perdure.supervise.history import AttemptRecord, Summary
-from perdure.supervise.options import RunOptions
+from perdure.supervise.options import RunOptions, checked_command
 from perdure.supervise.orphan_reaper import MARK, OrphanReaper, end_marked, marked
 from perdure.supervise.policy import Decision, cannot_come_back, decide, decide_exclusion
 from perdure.supervise.record import (

@@ -2,20 +2,26 @@
 
 Invariant: a warm process is started as such, never forked from a process with threads. It imports the
 named modules and does nothing else, until it gets its arguments and variables once; then it runs the
-program as `python` would. Its program is `warm_worker_main`, which no module imports.
+program as `python` would.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import runpy
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from perdure import heartbeats
 from perdure.errors import LaunchError
 from perdure.supervise.worker_environment import ATTEMPT, DESCRIPTIONS
+
+BECOME_WORKER = "from perdure.supervise.warm_worker import become_worker; become_worker()"
 
 
 class WarmWorkers:
@@ -56,7 +62,7 @@ class WarmWorkers:
         self.drop(place)
         self._environments[place] = _persistent(environment)
         self._ready[place] = subprocess.Popen(
-            [self._command[0], "-m", "perdure.supervise.warm_worker_main", *self._modules],
+            [self._command[0], "-c", BECOME_WORKER, *self._modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -123,3 +129,33 @@ def _persistent(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that stay the same from one attempt to the next; without the heartbeat file."""
     changing = {*DESCRIPTIONS, ATTEMPT, heartbeats.VARIABLE, heartbeats.SAVED}
     return {name: value for name, value in environment.items() if name not in changing}
+
+
+def become_worker() -> None:
+    """Import the modules of `sys.argv`, wait for the task, and run the program. Its process does this.
+
+    The task is one line of JSON on standard input: the arguments after `python`, and the environment.
+    """
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return  # the supervisor does not need it any more
+    task = json.loads(line)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.environ.clear()
+    os.environ.update(task["environment"])
+
+    heartbeats.open_file()
+    first, *rest = task["arguments"]
+    if first == "-m":
+        # As `python -m` does: the working directory comes first.
+        sys.path[0] = os.getcwd()
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(first).absolute().parent)
+        sys.argv = [first, *rest]
+        runpy.run_path(first, run_name="__main__")

@@ -1,4 +1,4 @@
-"""How a plug-in resumes a run whose training loop belongs to another library.
+"""What the plug-ins share: how a run resumes whose training loop belongs to another library, the host.
 
 The host makes its objects itself, and needs to know where it stands before it does. So the newest good
 checkpoint is read first, and the objects are restored once they exist.
@@ -6,11 +6,32 @@ checkpoint is read first, and the objects are restored once they exist.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
+from importlib import metadata
 from typing import Any
 
+import numpy as np
+
 from perdure.checkpoint import CheckpointManager, Restored
-from perdure.errors import StateError
+from perdure.checkpoint.caller_warning import warn_caller
+from perdure.errors import MissingExtraError, StateError
+from perdure.state.process_random import capture, encode, restore_all
+
+GeneratorStates = dict[str, np.ndarray[Any, Any]]
+
+
+def generator_states() -> GeneratorStates:
+    """The present state of each random generator of the process, by its name: a member of a state."""
+    return {
+        name: np.frombuffer(bytearray(state), np.uint8) for name, state in encode(capture()).items()
+    }
+
+
+def restore_generators(states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Restore generators; warns about each that cannot be restored."""
+    for note in restore_all({name: state.tobytes() for name, state in states.items()}):
+        warn_caller(note)
 
 
 def has_persistent_workers(loaders: Iterable[Any]) -> bool:
@@ -58,3 +79,34 @@ def restore_members(
     """
     names = members.keys() | (newest.state.keys() - read_only)
     manager.restore(newest.step, dict(members), leaves=sorted(names))
+
+
+def require_version(extra: str, package: str, first: str, before: str) -> None:
+    """Raise unless the installed release of `package` is at least `first` and below `before`.
+
+    Args:
+        extra: The extra of perdure that installs it.
+        package: The name of the distribution.
+        first: The first supported release, as "2.5".
+        before: The first release that is not supported any more, as "3".
+
+    Raises:
+        MissingExtraError: The package is not installed, or has another release.
+    """
+    install = f"Install the extra: pip install 'perdure[{extra}]'."
+    try:
+        release = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(f"{package} is not installed. {install}", name=package) from None
+    if not _numbers(first) <= _numbers(release) < _numbers(before):
+        raise MissingExtraError(
+            f"expected {package} from release {first} on and below {before}, found {release}. "
+            f"{install}",
+            name=package,
+        )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """The leading numbers of a release: (2, 13, 0) of "2.13.0+cpu"."""
+    match = re.match(r"[0-9]+(?:\.[0-9]+)*", release)
+    return tuple(map(int, match[0].split("."))) if match else ()

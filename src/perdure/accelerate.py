@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from perdure.checkpoint import CheckpointManager, Restored
+from perdure.checkpoint.manager import CheckpointManager
+from perdure.checkpoint.manager_options import Restored
 from perdure.errors import StateError, missing_extra
 from perdure.host import (
     GeneratorStates,

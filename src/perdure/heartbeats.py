@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perdure.errors import HistoryError
 from perdure.process_stat import PARENT, STATE, stat_fields
 
 VARIABLE = "PERDURE_HEARTBEAT_FILE"
@@ -104,10 +105,22 @@ def saved_before(directory: str) -> int | None:
     return json.loads(os.environ.get(SAVED, "{}")).get(directory)
 
 
-def refuse(text: str) -> None:
-    """Report that the program must not begin, so that it is not restarted; the error follows."""
+def require_never_saved(directory: str) -> None:
+    """Raise `HistoryError` if an earlier attempt saved in a run directory without a checkpoint.
+
+    `perdure run` then ends with that error, and does not restart the program.
+    """
+    step = saved_before(directory)
+    if step is None:
+        return
+    text = (
+        f"{directory}: no checkpoint is there; `perdure run` knows that step {step} was saved there. It "
+        f"may be not mounted, moved or set aside. A start at step 0 was refused, and nothing was "
+        f"changed. Bring it back; to begin again on purpose, give `perdure run` another --log-dir"
+    )
     with suppress(OSError):
         report("refused", {"text": text})
+    raise HistoryError(f"{text}.")
 
 
 def report(name: str, document: dict[str, Any]) -> bool:

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
-from perdure.checkpoint import CheckpointManager, Restored
+from perdure.checkpoint.manager import CheckpointManager
+from perdure.checkpoint.manager_options import Restored
 from perdure.errors import ArgumentError, StateError, missing_extra
 from perdure.host import (
     GeneratorStates,

@@ -127,19 +127,42 @@ def test_what_was_saved_is_known_to_later_attempts_and_runs(
     assert found == [known]
 
 
-def test_a_program_that_must_not_begin_again_is_not_restarted() -> None:
-    fault = """
-from perdure import heartbeats
-if ATTEMPT == 2:
-    heartbeats.refuse("no checkpoint is there, and step 9 was saved")
-    raise ValueError
-def fault(step):
-    if step == 10: sys.exit(1)
+TRAINS = """
+import os
+import perdure
+ATTEMPT = int(os.environ["PERDURE_ATTEMPT"])
+with perdure.CheckpointManager("run") as manager:
+    state, start = manager.restore_or_initialize({"n": 0})
+    for step in range(start, 4):
+        state["n"] += 1
+        manager.save(step + 1, state, force=True)
+        if ATTEMPT == 1 and step == 2:
+            manager.wait_until_finished()
+            FAULT
+            os._exit(1)
 """
-    run = Run(loop(fault))
-    assert run.kinds == ["failed", "refused"]
-    assert run.summary.status == 1
-    assert run.summary.reason == "worker 0: no checkpoint is there, and step 9 was saved"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kinds"),
+    [
+        ("os.rename('run', 'elsewhere')", ["failed", "refused"]),  # as if it were not mounted
+        ("pass", ["failed", "done"]),  # the control
+    ],
+)
+def test_a_run_that_lost_its_directory_does_not_begin_again(fault: str, kinds: list[str]) -> None:
+    code = TRAINS.replace("FAULT", fault)
+    run = Run(code)
+    assert run.kinds == kinds
+    if kinds[-1] == "refused":
+        assert run.summary.status == 1
+        assert "step 3 was saved there" in run.summary.reason
+        assert "another --log-dir" in run.summary.reason
+        assert not any(Path("run").glob("checkpoints/*"))
+        assert Run(code).kinds == ["refused"], "a later run of the command knows it, too"
+        shutil.rmtree("run")
+        Path("elsewhere").rename("run")
+        assert Run(code).kinds == ["done"]
 
 
 def test_an_error_of_the_supervisor_is_an_end() -> None:

@@ -30,7 +30,7 @@ from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.saver import BackgroundSaver
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
-from perdure.heartbeats import beat, committed
+from perdure.heartbeats import beat, committed, require_never_saved
 from perdure.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
 from perdure.store import Run, Storage
@@ -329,6 +329,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
 
         Raises:
             CorruptionError, UnreachableError, MismatchError: As `restore`.
+            HistoryError: There is no checkpoint, and an earlier attempt of `perdure run` saved one.
             LockedError: Another process writes there.
             SaveError: The directory cannot be written to (a warning under `on_error="continue"`).
         """
@@ -339,6 +340,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         like = together(GroupCall(self._processes, "init"), init) if makes_state(init) else init
         restored = self._restore(None, like, RestoreRequest())
         if restored is None:
+            require_never_saved(self.directory)
             self._restorer.begin(like)
             self._interval.record(0)
             restored = Restored(like, 0)

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from perdure.checkpoint import ManagerOptions
 from perdure.checkpoint.address import find_step
 from perdure.checkpoint.caller_warning import warn_caller
+from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.dcp.layout import (
     DcpLayout,
     DcpRank,
@@ -41,8 +41,9 @@ from perdure.errors import (
 )
 from perdure.heartbeats import beat
 from perdure.state.leaf_values import plain_value
-from perdure.store import Leaf, Storage
+from perdure.store import Storage
 from perdure.store.format import DCP_LAYOUT, WEAK_PREFIX, decode_json, steps_text
+from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.reader import load_entries
 

@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from perdure.checkpoint import ManagerOptions, Retention
 from perdure.checkpoint.arguments import metric_numbers, positive, step_number
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_save import require_visible
+from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.recorded_retention import read_retention
+from perdure.checkpoint.retention import Retention
 from perdure.dcp.layout import (
     DcpRank,
     done,
@@ -36,10 +37,10 @@ from perdure.heartbeats import beat
 from perdure.state.leaf_errors import add_path
 from perdure.state.leaf_values import SCALARS, scalar_leaf
 from perdure.state.torch_state import ADAPTER
-from perdure.store import Leaf, Run, Storage
+from perdure.store import Run, Storage
 from perdure.store.catalog import Catalog
 from perdure.store.format import DCP_LAYOUT, RETENTION
-from perdure.store.leaf import RemoteLeaf
+from perdure.store.leaf import Leaf, RemoteLeaf
 from perdure.store.manifest import LeafEntry
 from perdure.store.pack_part import OwnLeaves, PackPart, WriterShare, assemble, write_pack_part
 

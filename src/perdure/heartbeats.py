@@ -114,7 +114,7 @@ def require_never_saved(directory: str) -> None:
     if step is None:
         return
     text = (
-        f"{directory}: no checkpoint is there; `perdure run` knows that step {step} was saved there. It "
+        f"{directory}: no checkpoint is there; `perdure run` knows that step {step} was saved. It "
         f"may be not mounted, moved or set aside. A start at step 0 was refused, and nothing was "
         f"changed. Bring it back; to begin again on purpose, give `perdure run` another --log-dir"
     )

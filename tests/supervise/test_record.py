@@ -156,7 +156,7 @@ def test_a_run_that_lost_its_directory_does_not_begin_again(fault: str, kinds: l
     assert run.kinds == kinds
     if kinds[-1] == "refused":
         assert run.summary.status == 1
-        assert "step 3 was saved there" in run.summary.reason
+        assert "step 3 was saved" in run.summary.reason
         assert "another --log-dir" in run.summary.reason
         assert not any(Path("run").glob("checkpoints/*"))
         assert Run(code).kinds == ["refused"], "a later run of the command knows it, too"

@@ -12,10 +12,11 @@ import pytest
 
 from forked import run_forked
 from perdure import ArrayDataset
-from perdure.distribute.hardware import instruction_set, settings
-from perdure.distribute.jax.xla_settings import FLAG, ask_for_determinism, check_determinism
+from perdure.distribute.jax.xla_settings import ask_for_determinism, check_determinism
 from perdure.errors import TopologyError
 from perdure.process_group import SingleProcess
+from perdure.state.environment import XLA_DETERMINISTIC as FLAG
+from perdure.state.environment import instruction_set, variables
 
 ZEN = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -49,13 +50,13 @@ def test_settings_leave_out_the_topology() -> None:
         "MKL_CBWR": "",
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",
     }
-    assert settings("cpu", environ) == (
+    assert variables("cpu", environ) == (
         "ATEN_CPU_CAPABILITY=avx2 XLA_FLAGS=--xla_b --xla_cpu_use_xnnpack=false"
     )
-    assert settings("gpu", environ) == (
+    assert variables("gpu", environ) == (
         "CUBLAS_WORKSPACE_CONFIG=:16:8 XLA_FLAGS=--xla_b --xla_gpu_autotune_level=0"
     )
-    assert settings("cpu", {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}) == ""
+    assert variables("cpu", {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}) == ""
 
 
 def test_the_deterministic_flag_is_set_before_jax_starts() -> None:
@@ -182,11 +183,11 @@ PRECISIONS = """
 import sys
 import torch
 from perdure.process_group import SingleProcess
-from perdure.distribute.torch import environment as e
+from perdure.state import environment as e
 from perdure.distribute.torch.engine import TorchEngine
 engine = TorchEngine(None, SingleProcess(), None)
 def told(kind):
-    return [e.matmul_precision(kind), e.other_precisions(kind), e.cudnn_tf32()]
+    return [e.torch_matmul_precision(kind), e.torch_other_precisions(kind), e.torch_cudnn_tf32()]
 assert told("cpu") == ["highest", "", True], told("cpu")
 assert told("cuda") == ["highest", "", True], told("cuda")
 torch.set_float32_matmul_precision("high")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from perdure.distribute.hardware import instruction_set
+from perdure.state.environment import instruction_set
 from perdure.supervise.memory_limit import MemoryLimit
 
 CGROUPS = Path("/sys/fs/cgroup")

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from perdure.distribute.torch.engine import CUBLAS, THREADS, fix_cublas
-from perdure.distribute.torch.environment import environment
 from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, Refused, listed
+from perdure.state.environment import of_torch
 
 
 def prepare(condition: str) -> None:
@@ -29,7 +29,7 @@ def prepare(condition: str) -> None:
 def describe() -> dict[str, str]:
     found = devices()
     _, first = next(iter(found.values()))
-    fields = environment(first)
+    fields = of_torch(first)
     on_gpu = first.type == "cuda"
     gpu = {
         CUBLAS: os.environ.get(CUBLAS, "not set"),

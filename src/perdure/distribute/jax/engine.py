@@ -34,7 +34,6 @@ from perdure.distribute.engine import (
     in_turns,
 )
 from perdure.distribute.jax import group as jax_group
-from perdure.distribute.jax.environment import environment
 from perdure.distribute.jax.fused import ReferencePrograms, fused_step
 from perdure.distribute.jax.programs import (
     add_program,
@@ -52,6 +51,7 @@ from perdure.distribute.jax.xla_settings import ask_for_determinism, check_deter
 from perdure.errors import TopologyError
 from perdure.excluded_devices import without_excluded
 from perdure.process_group import Processes
+from perdure.state.environment import of_jax
 
 Devices = int | Sequence[Any] | None
 
@@ -89,7 +89,7 @@ class JaxEngine:
         self._parts: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def recipe(self) -> dict[str, Scalar]:
-        return environment(self.devices[0], self._threads, self._deterministic)
+        return of_jax(self.devices[0], self._threads, self._deterministic)
 
     def place(self, state: Any) -> list[Any]:
         paths, treedef = jax.tree_util.tree_flatten_with_path(state)

@@ -14,13 +14,18 @@ import os
 import warnings
 from collections.abc import MutableMapping
 
-from perdure.distribute.hardware import xla_flags
 from perdure.errors import TopologyError
+from perdure.state.environment import JAX_THREADS as VARIABLE
+from perdure.state.environment import XLA_DETERMINISTIC as FLAG
+from perdure.state.environment import (
+    cores,
+    jax_backend_started,
+    unpinned,
+    xla_flags,
+)
 
-VARIABLE = "PJRT_NPROC"
 # Divides work finely enough for eight cores, and runs on fewer.
 DEFAULT = 8
-FLAG = "--xla_gpu_deterministic_ops"
 
 
 def pin(
@@ -35,7 +40,7 @@ def pin(
     a size that is fixed already.
     """
     environ = os.environ if environ is None else environ
-    started = backend_started() if started is None else started
+    started = jax_backend_started() if started is None else started
     if threads is not None and threads < 1:
         raise TopologyError(f"threads: expected at least 1, found {threads}")
     text = environ.get(VARIABLE)
@@ -51,38 +56,21 @@ def pin(
     if not started:
         environ[VARIABLE] = str(threads or DEFAULT)
         return threads or DEFAULT
-    cores = _cores()
+    count = cores()
     if threads is not None:
         raise TopologyError(
             f"threads={threads} comes too late: JAX has started its CPU backend with a pool that "
-            f"follows the {cores} cores. Make the strategy before the first JAX computation, or set "
+            f"follows the {count} cores. Make the strategy before the first JAX computation, or set "
             f"{VARIABLE}={threads} in the environment"
         )
     warnings.warn(
         "JAX had started its CPU backend before the strategy was made, so the size of its thread pool "
-        f"follows the {cores} cores, and the bits of convolutions may differ on another machine. "
+        f"follows the {count} cores, and the bits of convolutions may differ on another machine. "
         f"Make the strategy first, or set {VARIABLE}={DEFAULT} in the environment.",
         RuntimeWarning,
         stacklevel=2,
     )
     return unpinned()
-
-
-def unpinned() -> str:
-    """The recipe's entry for a pool that is not fixed: "unpinned:<cores>"."""
-    return f"unpinned:{_cores()}"
-
-
-def backend_started() -> bool:
-    """Whether JAX has started a backend. True if this JAX cannot tell."""
-    from jax._src import xla_bridge
-
-    initialized = getattr(xla_bridge, "backends_are_initialized", None)
-    return True if initialized is None else bool(initialized())
-
-
-def _cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def ask_for_determinism(
@@ -103,7 +91,7 @@ def ask_for_determinism(
         plugin = importlib.util.find_spec("jax_plugins") is not None
     if not plugin:
         return True
-    started = backend_started() if started is None else started
+    started = jax_backend_started() if started is None else started
     if started:
         return False
     environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {FLAG}=true".strip()

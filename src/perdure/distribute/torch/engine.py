@@ -38,13 +38,13 @@ from perdure.distribute.torch import optimizer_calls
 from perdure.distribute.torch import state_view as torch_state
 from perdure.distribute.torch.compiled import CompiledGrads, warn_of_compiled
 from perdure.distribute.torch.eager import TorchEagerRun
-from perdure.distribute.torch.environment import environment, not_deterministic
 from perdure.distribute.torch.first_step import FirstStep
 from perdure.distribute.torch.random_streams import make_generator, seed
 from perdure.distribute.torch.state_view import StateView
 from perdure.errors import StateError, TopologyError
 from perdure.excluded_devices import without_excluded
 from perdure.process_group import Processes
+from perdure.state.environment import of_torch, torch_not_deterministic
 
 # Threads inside an operation. Processes gain more on a CPU than threads inside operations do, and
 # OpenMP's threads spin while they wait for each other: on a machine shared with other programs two of
@@ -110,7 +110,7 @@ class TorchEngine:
             keep_memory(os.environ)
 
     def recipe(self) -> dict[str, Scalar]:
-        recipe = environment(self.devices[0])
+        recipe = of_torch(self.devices[0])
         if self._compiled is not None:
             compiler = self._compiled.describe(self.devices[0].type)
             recipe["settings"] = f"{recipe['settings']} {compiler}".strip()
@@ -224,7 +224,7 @@ class TorchEngine:
 
     def _check_determinism(self) -> None:
         """Warn, once, if the program has switched off what the constructor switched on."""
-        if not self._warned and (setting := not_deterministic(self.devices[0].type)):
+        if not self._warned and (setting := torch_not_deterministic(self.devices[0].type)):
             self._warned = True
             warnings.warn(
                 f"PyTorch runs with {setting}, so that two runs may give different bits. Leave it as "

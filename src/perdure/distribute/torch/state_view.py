@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from perdure.checkpoint import Checkpoint
+from perdure.checkpoint.checkpoint import Checkpoint
 from perdure.distribute import pytree
 from perdure.errors import StateError
 

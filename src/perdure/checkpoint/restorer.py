@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from typing import Any
@@ -33,7 +34,7 @@ from perdure.store.format import DCP_LAYOUT
 from perdure.store.gc_pause import gc_paused
 from perdure.store.loading import Needs
 from perdure.store.shard_plan import Region
-from perdure.text import counted
+from perdure.text import counted, few
 
 _LOAD_WITH_DCP = (
     "where each shard of a tensor is a leaf, and an optimizer has DCP's form: load it with "
@@ -168,6 +169,7 @@ class Restorer:
                     text = f"{error} {where} was saved by perdure.dcp.Writer, {_LOAD_WITH_DCP}"
                     raise MismatchError(text) from error
                 raise
+            self._warn_of_one_device(state)
             if report.is_exact:
                 self._check.restored(request.renaming.rename(leaves))
             return state, report, rank.has_shards
@@ -178,6 +180,18 @@ class Restorer:
             return
         for note in self._random.restore(loaded.process_leaves, self._processes, where):
             warn_caller(note)
+
+    def _warn_of_one_device(self, state: Any) -> None:
+        """Warn of leaves that were sharded in the run and are whole on one device in the target."""
+        jax_state: Any = sys.modules.get("perdure.state.jax_state")
+        if jax_state is not None and (paths := jax_state.whole_on_one_device(state)):
+            warn_caller(
+                f"{self._managed.where}: {few(paths)}: restored whole onto one device, as the target "
+                f"has them, beside sharded leaves of the same shape. They take the memory of that "
+                f"device, and the next step is compiled for it, which may change bits. "
+                f"`jax.jit(tx.init)` makes such a target: call tx.init without jit, give jit "
+                f"out_shardings, or place the target with jax.device_put."
+            )
 
     def _warn_of_other_group(self, loaded: Loaded) -> None:
         """Warn if another number of processes saved arrays that are now sharded over these.

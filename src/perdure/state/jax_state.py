@@ -338,6 +338,21 @@ def _weakly_typed(array: Any, sharding: Any = None) -> Any:
     return weak
 
 
+def whole_on_one_device(state: Any) -> list[str]:
+    """Paths of arrays that are on one device, by default, beside sharded arrays of the same shape.
+
+    `jax.jit(tx.init)(parameters)` makes such a target for the moments of sharded parameters.
+    """
+    found = jax.tree_util.tree_leaves_with_path(state)
+    arrays = [(path, leaf) for path, leaf in found if isinstance(leaf, jax.Array)]
+    sharded = {leaf.shape for _, leaf in arrays if not leaf.sharding.is_fully_replicated}
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in arrays
+        if leaf.shape in sharded and not leaf.committed
+    ]
+
+
 def weaken(values: Any) -> Any:
     """Weakly typed values with the same bits; may be traced.
 

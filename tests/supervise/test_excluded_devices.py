@@ -13,7 +13,7 @@ import pytest
 from supervised import Run, cli
 
 from perdure.supervise.record import FILE
-from perdure.supervise.worker_environment import remaining_devices
+from perdure.supervise.worker_environment import device_variables
 
 # REPORTS: {attempt: (rank of the worker, its local devices that are wrong, devices in use)}
 PROGRAM = """
@@ -99,8 +99,17 @@ def test_the_options_reach_the_program() -> None:
     assert "0.25 exclude" in out
 
 
-def test_the_gpus_of_places_without_a_worker_are_hidden() -> None:
-    assert remaining_devices([0, 1, 2], 3, ("4", "5", "6")) == {}
-    assert remaining_devices([1, 2], 3, ("4", "5", "6")) == {"CUDA_VISIBLE_DEVICES": "5,6"}
-    assert remaining_devices([1, 2], 3, ("4", "5")) == {}, "not one GPU for each place"
-    assert remaining_devices([1, 2], 3, ()) == {}
+@pytest.mark.parametrize(
+    ("gpus", "places", "visible"),
+    [
+        ("4,5,6", [0, 1, 2], None),
+        ("4,5,6", [1, 2], "5,6"),
+        ("4,5", [1, 2], None),  # not one GPU for each place
+        ("", [1, 2], None),
+    ],
+)
+def test_the_gpus_of_places_without_a_worker_are_hidden(
+    gpus: str, places: list[int], visible: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    assert device_variables(1, None, places, 3).get("CUDA_VISIBLE_DEVICES") == visible

@@ -52,7 +52,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
         def run(self) -> Any:
             return supervise.Summary((), (), 0, "played", 0.0, "")
 
-    monkeypatch.setattr(supervise, "Supervisor", Played)
+    monkeypatch.setattr("perdure.supervise.supervisor.Supervisor", Played)
     return made
 
 

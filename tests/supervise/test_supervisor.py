@@ -38,6 +38,7 @@ from perdure.supervise.console import Console
 from perdure.supervise.orphan_reaper import MARK, marked
 from perdure.supervise.record import FILE
 from perdure.supervise.worker import Worker
+from perdure.supervise.worker_environment import accelerators
 
 KILL = """
 def fault(step):
@@ -794,7 +795,7 @@ def test_gpus_are_counted_as_cuda_counts_them(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     lent = ["nvidia6", "nvidia-uvm", "nvidiactl", "nvidia4", "null"]
     monkeypatch.setattr(os, "listdir", lambda _: lent)
-    assert supervisor._accelerators() == ("0", "1")
+    assert accelerators() == ("0", "1")
 
 
 # ---------------------------------------------------------------- what is printed, and kept

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 from perdure.excluded_devices import CorruptionReport
 from perdure.heartbeats import Beat
@@ -34,10 +33,6 @@ SUSPENDED_S = 1.0
 OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class BeatObserver(Protocol):
-    def beat(self, worker: Worker, beat: Beat) -> None: ...
-
-
 @dataclass(frozen=True)
 class AttemptEnd:
     """Why an attempt is over."""
@@ -54,7 +49,7 @@ class Attempt:
 
     Args:
         options: How to watch the workers.
-        observer: Gets their heartbeats.
+        on_beat: Is called with each new heartbeat.
         clock: The monotonic clock of the heartbeats, in seconds.
         silence: When a silent worker counts as hung.
         is_held: Returns whether the output of the workers should wait for its reader.
@@ -63,14 +58,14 @@ class Attempt:
     def __init__(
         self,
         options: RunOptions,
-        observer: BeatObserver,
+        on_beat: Callable[[Worker, Beat], None],
         clock: Callable[[], float],
         silence: Silence,
         is_held: Callable[[], bool],
     ) -> None:
         self._options = options
         self._silence = silence
-        self._observer = observer
+        self._on_beat = on_beat
         self._clock = clock
         self.workers: list[Worker] = []
         self._is_held = is_held
@@ -192,7 +187,7 @@ class Attempt:
             if worker.read_beat() and worker.beat is not None:
                 self._silence.heard(worker, before, worker.beat)
                 self._note_step(worker)
-                self._observer.beat(worker, worker.beat)
+                self._on_beat(worker, worker.beat)
 
     def _skip_unwatched(self, held: bool) -> None:
         """Leave out the time since the last call if nobody could watch the workers in it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from perdure.supervise.history import AttemptRecord
 from perdure.text import counted
@@ -38,41 +39,31 @@ def decide(
     """
     last = history[-1]
     if last.kind == "done":
-        return Decision(False, status=0, reason="finished")
+        return Decision(False, reason="finished")
     if last.kind == "refused":
-        return Decision(False, status=1, reason=last.cause)
+        return _stop(last.cause)
     if not last.failure:
         return _no_progress(history) or Decision(True, _wait(history))
-    failures = sum(attempt.failure for attempt in history)
-    if last.kind == "full" and failures <= max_restarts:
+    too_many = _too_many(history, max_restarts)
+    if last.kind == "full" and too_many is None:
         return Decision(True, _wait_for_space(history), reason="a disk is full")
     if last.kind == "failed" and not may_shrink and not any(attempt.stepped for attempt in history):
         silent = (
             f"; in {last.seconds:.1f} s it gave no heartbeat of a step, so a later failure looks the "
             "same: call perdure.heartbeat(step) in a training loop of your own"
         )
-        return Decision(
-            False,
-            status=1,
-            reason=f"the program failed before its first step ({last.explanation}), so it was "
-            f"not restarted{silent if all(a.start is None for a in history) else ''}",
+        return _stop(
+            f"the program failed before its first step ({last.explanation}), so it was not "
+            f"restarted{silent if all(a.start is None for a in history) else ''}"
         )
     if _same_step(history) and not (may_shrink and not last.made_progress):
         step = last.last_step
         where = "before its first step" if step is None else f"at step {step}"
-        return Decision(
-            False,
-            status=1,
-            reason=f"it failed {SAME_STEP} times in a row {where} (last: {last.explanation})",
-        )
+        return _stop(f"it failed {SAME_STEP} times in a row {where} (last: {last.explanation})")
     if stop := _no_progress(history):
         return stop
-    if failures > max_restarts:
-        return Decision(
-            False,
-            status=1,
-            reason=f"{_too_many(failures, max_restarts)} (last: {last.explanation})",
-        )
+    if too_many is not None:
+        return _stop(f"{too_many} (last: {last.explanation})")
     return Decision(True, _wait(history))
 
 
@@ -89,20 +80,22 @@ def decide_exclusion(
     """
     found = history[-1].cause
     if not places:
-        return Decision(False, status=1, reason=f"no device is left ({found})")
+        return _stop(f"no device is left ({found})")
     if changes_group:
-        return Decision(
-            False,
-            status=1,
-            reason=f"the number of workers cannot change on several machines ({found})",
-        )
+        return _stop(f"the number of workers cannot change on several machines ({found})")
+    too_many = _too_many(history, max_restarts)
+    return Decision(True) if too_many is None else _stop(too_many)
+
+
+def _stop(reason: str) -> Decision:
+    return Decision(False, status=1, reason=reason)
+
+
+def _too_many(history: Sequence[AttemptRecord], restarts: int) -> str | None:
+    """That there were more failures than restarts are allowed; None if not."""
     failures = sum(attempt.failure for attempt in history)
-    if failures > max_restarts:
-        return Decision(False, status=1, reason=_too_many(failures, max_restarts))
-    return Decision(True)
-
-
-def _too_many(failures: int, restarts: int) -> str:
+    if failures <= restarts:
+        return None
     allowed = f"{counted(restarts, 'restart')} {'is' if restarts == 1 else 'are'} allowed"
     return f"{counted(failures, 'failure')}, and {allowed}"
 
@@ -116,14 +109,13 @@ def cannot_come_back(history: Sequence[AttemptRecord]) -> int | None:
 
 def _same_step(history: Sequence[AttemptRecord]) -> bool:
     recent = history[-SAME_STEP:]
-    if len(recent) < SAME_STEP or not all(attempt.failure for attempt in recent):
-        return False
-    if any(attempt.kind == "full" for attempt in recent):
-        return False
-    # A kill from outside before the first step shows nothing about the program.
-    if any(attempt.kind == "killed" and not attempt.stepped for attempt in recent):
-        return False
-    return len({attempt.last_step for attempt in recent}) == 1
+    # A kill from outside before the first step, or a full disk, shows nothing about the program.
+    tell = all(
+        attempt.failure and attempt.kind != "full" and (attempt.stepped or attempt.kind != "killed")
+        for attempt in recent
+    )
+    same = len({attempt.last_step for attempt in recent}) == 1
+    return len(recent) == SAME_STEP and tell and same
 
 
 def _no_progress(history: Sequence[AttemptRecord]) -> Decision | None:
@@ -134,11 +126,9 @@ def _no_progress(history: Sequence[AttemptRecord]) -> Decision | None:
         a.kind in ("resized", "port", "full") for a in fruitless
     ):
         return None
-    return Decision(
-        False,
-        status=1,
-        reason=f"{NO_PROGRESS} attempts in a row ended within {SHORT_S:g} s and before a step was done "
-        f"(last: {fruitless[-1].explanation}), so it was not restarted",
+    return _stop(
+        f"{NO_PROGRESS} attempts in a row ended within {SHORT_S:g} s and before a step was done "
+        f"(last: {fruitless[-1].explanation}), so it was not restarted"
     )
 
 
@@ -161,9 +151,5 @@ def _wait(history: Sequence[AttemptRecord]) -> float:
 
 def _wait_for_space(history: Sequence[AttemptRecord]) -> float:
     """1, 2, 4, ... seconds while attempt after attempt finds the disk full."""
-    full = 0
-    for attempt in reversed(history):
-        if attempt.kind != "full":
-            break
-        full += 1
-    return min(LONGEST_FULL_WAIT_S, 2.0 ** (full - 1))
+    full = takewhile(lambda attempt: attempt.kind == "full", reversed(history))
+    return min(LONGEST_FULL_WAIT_S, 2.0 ** (len([*full]) - 1))

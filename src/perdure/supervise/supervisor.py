@@ -12,7 +12,6 @@ import math
 import os
 import secrets
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -51,7 +50,6 @@ from perdure.supervise.worker_environment import (
     DESCRIPTIONS,
     device_variables,
     excluded_variables,
-    remaining_devices,
     worker_variables,
 )
 
@@ -84,31 +82,6 @@ class Observer:
 
     def ended(self, attempt: AttemptRecord) -> None:
         """Is called after an attempt, when none of its processes is left."""
-
-
-class _LoggingObserver:
-    """Passes heartbeats on to `observer`, and some of their steps to the log of the run."""
-
-    def __init__(
-        self, observer: Observer, add: Callable[..., None], clock: Callable[[], float]
-    ) -> None:
-        self._observer = observer
-        self._add = add
-        self._clock = clock
-        self._step: int | None = None
-        self._next = -math.inf
-
-    def beat(self, worker: Worker, beat: Beat) -> None:
-        if beat.step is not None and beat.step != self._step and self._clock() >= self._next:
-            self._step, self._next = beat.step, self._clock() + PROGRESS_S
-            self._add(
-                "progress",
-                attempt=worker.attempt,
-                step=beat.step,
-                phase=beat.phase,
-                saved=worker.saved(),
-            )
-        self._observer.beat(worker, beat)
 
 
 class Supervisor:
@@ -149,6 +122,8 @@ class Supervisor:
         self._announced: int | None = None
         self._log: RunLog | None = None
         self._stamp = timestamp if self._options.timestamps else None
+        self._logged_step: int | None = None
+        self._next_log = -math.inf
         self._history: list[AttemptRecord] = []
         self._saved: dict[str, int] = json.loads(os.environ.get(heartbeats.SAVED, "{}"))
         self._all_places = list(range(self._options.workers))
@@ -228,9 +203,9 @@ class Supervisor:
             for place, environment in environments.items():
                 self._warm.prepare(place, environment)
 
-        observer = _LoggingObserver(self._observer, self._add_to_log, self._clock)
+        self._logged_step, self._next_log = None, -math.inf
         with Attempt(
-            self._options, observer, self._clock, self._silence, self._console.is_behind
+            self._options, self._beat, self._clock, self._silence, self._console.is_behind
         ) as attempt:
             for index, place in enumerate(places):
                 heartbeat = beats / f"{number}-{index}"
@@ -262,6 +237,13 @@ class Supervisor:
             drop_recent(self._options.compilation_cache)
         return attempt.record(end, number, began)
 
+    def _beat(self, worker: Worker, beat: Beat) -> None:
+        if beat.step not in (None, self._logged_step) and self._clock() >= self._next_log:
+            self._logged_step, self._next_log = beat.step, self._clock() + PROGRESS_S
+            fields = {"step": beat.step, "phase": beat.phase, "saved": worker.saved()}
+            self._add_to_log("progress", attempt=worker.attempt, **fields)
+        self._observer.beat(worker, beat)
+
     def _environment(
         self, attempt: int, index: int, place: int, count: int, ports: list[int], heartbeat: Path
     ) -> dict[str, str]:
@@ -271,7 +253,7 @@ class Supervisor:
         environment |= {
             "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
             **worker_variables(index, count, ports, options.nodes),
-            **self._device_variables(place),
+            **device_variables(place, options.devices_per_worker, self._places, options.workers),
             **excluded_variables(self._excluded.get(place, ())),
             ATTEMPT: str(attempt),
             heartbeats.VARIABLE: str(heartbeat),
@@ -281,12 +263,6 @@ class Supervisor:
         if options.compilation_cache is not None:
             environment |= cache_variables(options.compilation_cache)
         return {**environment, **options.environment, **self._observer.environment(attempt, index)}
-
-    def _device_variables(self, place: int) -> dict[str, str]:
-        accelerators, each = _accelerators(), self._options.devices_per_worker
-        if each is None:
-            return remaining_devices(self._places, self._options.workers, accelerators)
-        return device_variables(place, each, accelerators)
 
     # ---------------------------------------------------------------- between attempts
 
@@ -490,19 +466,3 @@ def _heartbeat_directory() -> Iterator[str]:
     parent = shared if os.access(shared, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="perdure-", dir=parent) as path:
         yield path
-
-
-def _accelerators() -> tuple[str, ...]:
-    """The GPUs of the machine, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return tuple(part for part in visible.split(",") if part.strip() not in ("", "-1"))
-    if os.environ.get("JAX_PLATFORMS") == "cpu" or sys.platform != "linux":
-        return ()
-    # CUDA numbers the present GPUs from 0; the device files may have other numbers.
-    devices = [
-        name
-        for name in os.listdir("/dev")
-        if name.startswith("nvidia") and name.removeprefix("nvidia").isdigit()
-    ]
-    return tuple(map(str, range(len(devices))))

@@ -7,6 +7,8 @@ ports differ, because each belongs to a service of its own.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -112,42 +114,50 @@ def worker_variables(
 
 
 def device_variables(
-    index: int, devices: int | None, accelerators: tuple[str, ...] | None = None
+    place: int, devices: int | None, places: Sequence[int], workers: int
 ) -> dict[str, str]:
-    """The variables that give `devices` devices to the worker in place `index`.
+    """The variables that give a worker its devices.
 
     Args:
-        index: The place of the worker.
-        devices: GPUs, or CPU devices if there are no GPUs; None for no variables.
-        accelerators: The GPUs of the machine, as in CUDA_VISIBLE_DEVICES.
+        place: The place of the worker.
+        devices: How many GPUs it gets, or CPU devices if there are no GPUs. None leaves the choice to
+            the program, which takes the GPU with the number LOCAL_RANK. This counts the workers that
+            are left, so the GPUs of places without a worker are hidden if each place has one GPU.
+        places: The places that have a worker.
+        workers: The number of places.
 
     Raises:
-        LaunchError: If there are too few GPUs.
+        LaunchError: There are too few GPUs.
     """
+    gpus = accelerators()
     if devices is None:
-        return {}
+        if len(places) == workers or len(gpus) != workers:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[place] for place in places)}
     variables = {"JAX_NUM_CPU_DEVICES": str(devices)}
-    if accelerators:
-        share = accelerators[index * devices : (index + 1) * devices]
+    if gpus:
+        share = gpus[place * devices : (place + 1) * devices]
         if len(share) < devices:
             raise LaunchError(
-                f"worker {index} needs {devices} GPUs from number {index * devices} on, found "
-                f"{len(accelerators)} in all; start fewer workers, or give each fewer devices"
+                f"worker {place} needs {devices} GPUs from number {place * devices} on, found "
+                f"{len(gpus)} in all; start fewer workers, or give each fewer devices"
             )
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(share)
     return variables
 
 
-def remaining_devices(
-    places: Sequence[int], workers: int, accelerators: tuple[str, ...]
-) -> dict[str, str]:
-    """The variable that hides the GPUs of places without a worker, if each place has one GPU.
-
-    Programs take the GPU with the number LOCAL_RANK, which counts the workers that are left.
-    """
-    if len(places) == workers or len(accelerators) != workers:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(accelerators[place] for place in places)}
+def accelerators() -> tuple[str, ...]:
+    """The GPUs of the machine, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(part for part in visible.split(",") if part.strip() not in ("", "-1"))
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or sys.platform != "linux":
+        return ()
+    # CUDA numbers the present GPUs from 0; the device files may have other numbers.
+    names = [
+        name.removeprefix("nvidia") for name in os.listdir("/dev") if name.startswith("nvidia")
+    ]
+    return tuple(map(str, range(sum(name.isdigit() for name in names))))
 
 
 def excluded_variables(devices: Collection[int]) -> dict[str, str]:

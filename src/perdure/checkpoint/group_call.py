@@ -152,12 +152,12 @@ def together(
     if call:
         GroupCall(processes, call).barrier()
     if by_chief is None:
-        result, error = attempt(action)
+        result, error = caught(action)
         if failed := gather_failures(processes, error):
             raise_first(processes, failed, error)
         return cast(R, result)
     if processes.is_chief:
-        result, error = attempt(action)
+        result, error = caught(action)
         outcome = _Outcome(SentError.of(error), result)
         processes.broadcast(msgspec.msgpack.encode(outcome))
         if error is not None:
@@ -208,7 +208,7 @@ def require_group(where: str) -> None:
         )
 
 
-def attempt(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
+def caught(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
     """The result of `action`, or its error, so that the other processes can be informed of it."""
     try:
         return action(), None

@@ -17,7 +17,7 @@ from typing import NoReturn
 import msgspec
 
 from perdure import errors
-from perdure.checkpoint.group_call import SentError, attempt, decoded
+from perdure.checkpoint.group_call import SentError, caught, decoded
 from perdure.checkpoint.save_messages import (
     COMPARE,
     END,
@@ -33,8 +33,8 @@ from perdure.checkpoint.save_messages import (
 from perdure.checkpoint.shard_layouts import (
     GroupLayouts,
     digest_of,
+    local_regions,
     merge_layouts,
-    own_regions,
 )
 from perdure.checkpoint.slice_exchange import SliceExchange
 from perdure.errors import ArgumentError, PerdureError, SaveError, StateError, WorkerLostError
@@ -46,8 +46,8 @@ from perdure.store.format import PACKS, chunk_spans, hash_bytes
 from perdure.store.leaf import AnyLeaf, Leaves, RemoteLeaf, containers_of
 from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import (
-    OwnLeaves,
-    OwnRows,
+    LocalLeaves,
+    LocalRows,
     PackPart,
     ShardCopy,
     WriterShare,
@@ -70,7 +70,7 @@ class GroupState:
 
     step: int
     leaves: Mapping[str, Leaf]
-    own: OwnLeaves = field(default_factory=OwnLeaves)
+    own: LocalLeaves = field(default_factory=LocalLeaves)
 
 
 class SaveCache:
@@ -134,23 +134,21 @@ def save_in_group(
             yield
 
 
-def decline_save(processes: Processes, where: str, step: int, error: BaseException) -> None:
+def decline_save(run: Run, processes: Processes, step: int, error: BaseException) -> None:
     """Take part in a save without a state, so that every other process learns of `error` at once."""
-    failure = _failure(processes, error)
-    sent = processes.collect(msgspec.msgpack.encode(SaveRow(step, OwnRows({}, {}), error=failure)))
-    try:
-        if processes.is_chief:
-            rows = [decoded(data, SaveRow) for data in sent]
-            _, failed = attempt(lambda: _require_rows(processes, rows))
-            agreed = SentError.of(as_save_error(failed or error, where, step))
-            processes.broadcast(msgspec.msgpack.encode(SaveOrder(END, error=agreed)))
-        else:
-            while decoded(processes.broadcast(None), SaveOrder).what != END:
-                processes.collect(msgspec.msgpack.encode(SaveAnswer(step, error=failure)))
-    except WorkerLostError:
-        raise
-    except PerdureError:
-        pass  # the caller raises `error`
+    with ExitStack() as stack:
+        member = _Member(run, processes, GroupState(step, {}), SaveCache(), stack, error)
+        try:
+            if processes.is_chief:
+                _, failed = caught(lambda: _require_rows(processes, member.rows))
+                _end(member, failed or error)
+            else:
+                _follow(member)
+        except WorkerLostError:
+            raise
+        except BaseException as raised:
+            if raised is not error and not isinstance(raised, PerdureError):
+                raise  # the caller raises `error`
 
 
 def as_save_error(error: BaseException, where: str, step: int) -> PerdureError:
@@ -181,21 +179,23 @@ class _Member:
         state: GroupState,
         cache: SaveCache,
         stack: ExitStack,
+        declines: BaseException | None = None,
     ) -> None:
         self.run, self.processes, self.state = run, processes, state
         self.stored_chunks: Mapping[str, StoredChunk] | None = None
         """The chunks that need not be written, in the chief."""
         self.error: BaseException | None = None
         """The first error of this process."""
+        self._declines = declines
         self._cache = cache
-        self._regions = own_regions(state.leaves)
+        self._regions = local_regions(state.leaves)
         self._exchange: SliceExchange | None = None
         self._plans: dict[str, ShardPlan] | None = None
-        row, error = attempt(lambda: self._row(stack))
+        row, error = caught(lambda: self._row(stack))
         if row is None:
             self.error = error
             failure = self._failure(error or SaveError("no answer"))
-            row = SaveRow(state.step, OwnRows({}, {}), error=failure)
+            row = SaveRow(state.step, LocalRows({}, {}), error=failure)
         sent = processes.collect(msgspec.msgpack.encode(row))
         self.rows = [decoded(data, SaveRow) for data in sent]
         """What each process began with, in the chief."""
@@ -208,11 +208,13 @@ class _Member:
 
     def _row(self, stack: ExitStack) -> SaveRow:
         address = None
+        if self._declines is not None:
+            raise self._declines
         if self._regions:
             self._exchange = SliceExchange(self.processes.index)
             stack.callback(self._exchange.close)
             address = self._exchange.address
-        own, known = OwnRows.of(self.state.own), self._cache.layouts.digest()
+        own, known = LocalRows.of(self.state.own), self._cache.layouts.digest()
         return SaveRow(self.state.step, own, digest_of(self._regions), known, address)
 
     def ask(self, what: str) -> list[SaveAnswer]:
@@ -231,7 +233,7 @@ class _Member:
     def answer(self, order: SaveOrder) -> bytes:
         """Do what an order asks for; the answer to send."""
         storage, index = self.run.storage, self.processes.index
-        data, error = attempt(lambda: encode_answer(storage, index, self._done(order)))
+        data, error = caught(lambda: encode_answer(storage, index, self._done(order)))
         if error is not None or data is None:
             error = error or SaveError("no answer")
             self.error = self.error or error
@@ -252,6 +254,8 @@ class _Member:
 
     def _done(self, order: SaveOrder) -> SaveAnswer:
         step, leaves, storage = self.state.step, self.state.leaves, self.run.storage
+        if self._declines is not None:
+            raise self._declines
         if order.what == LAYOUT:
             return SaveAnswer(step, regions=self._regions)
         share = self._share(order)

@@ -21,7 +21,7 @@ import msgspec
 from perdure import errors
 from perdure.checkpoint.arguments import is_text, require_name, shown
 from perdure.checkpoint.caller_warning import warn_caller
-from perdure.checkpoint.group_call import GroupCall, SentError, attempt, decoded, together
+from perdure.checkpoint.group_call import GroupCall, SentError, caught, decoded, together
 from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError
 from perdure.process_group import Processes
 from perdure.state.environment import of_process
@@ -239,7 +239,7 @@ def check_group(
 
     def decide(sent: list[bytes]) -> bytes:
         recipes = [decoded(data, _ProcessRecipe) for data in sent]
-        note, error = attempt(lambda: _require_one_recipe(recipes, allow))
+        note, error = caught(lambda: _require_one_recipe(recipes, allow))
         notes.extend([note] if note else [])
         return msgspec.msgpack.encode(SentError.of(error))
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from perdure.checkpoint.group_call import attempt, gather_failures, raise_first, together
+from perdure.checkpoint.group_call import caught, gather_failures, raise_first, together
 from perdure.checkpoint.mirror import Mirror, disagreement
 from perdure.errors import (
     CorruptionError,
@@ -273,7 +273,7 @@ def _load_picked_by_chief(
     if picked.step is None:
         return RestoreSource(None, False, []), None
     storage = mirror.storage if mirror is not None and picked.mirrored else run.storage
-    return attempt(lambda: _load_picked(storage, picked, needs._replace(verifies_all=False)))
+    return caught(lambda: _load_picked(storage, picked, needs._replace(verifies_all=False)))
 
 
 def _load_at_once(
@@ -294,7 +294,7 @@ def _load_at_once(
     picked = together(processes, pick, by_chief=Picked)
     if picked.step is None:
         return None
-    source, error = attempt(lambda: _load_picked(run.storage, picked, needs))
+    source, error = caught(lambda: _load_picked(run.storage, picked, needs))
     if needs.sharing is not None:
         needs.sharing.close()  # the others may wait for it
     failed = gather_failures(processes, error)

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Struct
 
 from perdure.checkpoint.group_call import SentError, decoded
-from perdure.checkpoint.shard_layouts import GroupLayouts, OwnRegions
+from perdure.checkpoint.shard_layouts import GroupLayouts, LocalRegions
 from perdure.checkpoint.slice_exchange import PeerAddress
 from perdure.errors import SaveError
 from perdure.store import Storage
 from perdure.store.format import PACKS, TEMP_SUFFIX, hash_bytes
-from perdure.store.pack_part import OwnRows, PackPart, ShardCopy
+from perdure.store.pack_part import LocalRows, PackPart, ShardCopy
 
 LAYOUT, HASH, WRITE, COMPARE, END = "layout", "hash", "write", "compare", "end"
 """What an order asks for."""
@@ -35,7 +35,7 @@ class SaveRow(Struct):
     """
 
     step: int
-    own: OwnRows
+    own: LocalRows
     regions: str = ""
     known: str = ""
     address: PeerAddress | None = None
@@ -72,7 +72,7 @@ class SaveAnswer(Struct):
     """
 
     step: int
-    regions: dict[str, OwnRegions] = {}
+    regions: dict[str, LocalRegions] = {}
     hashes: dict[int, str] = {}
     part: PackPart | None = None
     digests: dict[str, str] = {}

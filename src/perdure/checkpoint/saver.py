@@ -47,7 +47,7 @@ from perdure.state.shards import copies_compared
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
 from perdure.store.gc_pause import gc_paused
-from perdure.store.pack_part import OwnLeaves
+from perdure.store.pack_part import LocalLeaves
 
 
 class BackgroundSaver:
@@ -301,7 +301,7 @@ class BackgroundSaver:
         ranked: dict[str, Leaf] = {}
         if rank.members:
             ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
-        state = GroupState(step, leaves, OwnLeaves(ranked, process_leaves))
+        state = GroupState(step, leaves, LocalLeaves(ranked, process_leaves))
         assert self._channel is not None
         channel = self._channel
         recipe = self._managed.recipe.recorded
@@ -311,7 +311,7 @@ class BackgroundSaver:
 
     def _decline(self, step: int, error: BaseException) -> None:
         assert self._channel is not None
-        decline_save(self._channel, self._run.where, step, error)
+        decline_save(self._run, self._channel, step, error)
 
     def _agree_on_channel(self) -> None:
         """Find a channel for the saves of this manager, at its first save in a group. A collective."""

@@ -17,7 +17,7 @@ from perdure.store.format import hash_bytes
 from perdure.store.shard_plan import Region, ShardLayout
 
 
-class OwnRegions(Struct, frozen=True, array_like=True):
+class LocalRegions(Struct, frozen=True, array_like=True):
     """The shards of one array that one process has, and the array's dtype and shape as text."""
 
     text: str
@@ -48,10 +48,10 @@ class GroupLayouts(Struct, frozen=True):
         return hash_bytes(msgspec.msgpack.encode(self.digests))
 
 
-def own_regions(leaves: Mapping[str, Leaf]) -> dict[str, OwnRegions]:
+def local_regions(leaves: Mapping[str, Leaf]) -> dict[str, LocalRegions]:
     """The shards of this process, by the path of their array."""
     return {
-        path: OwnRegions(
+        path: LocalRegions(
             leaf.describe(), leaf.shards.shape, leaf.shards.itemsize, leaf.shards.regions
         )
         for path, leaf in sorted(leaves.items())
@@ -59,12 +59,14 @@ def own_regions(leaves: Mapping[str, Leaf]) -> dict[str, OwnRegions]:
     }
 
 
-def digest_of(regions: Mapping[str, OwnRegions]) -> str:
+def digest_of(regions: Mapping[str, LocalRegions]) -> str:
     """Changes if one of the shards has other elements; "" without any."""
     return hash_bytes(msgspec.msgpack.encode(regions)) if regions else ""
 
 
-def merge_layouts(rows: Sequence[Mapping[str, OwnRegions]], digests: Sequence[str]) -> GroupLayouts:
+def merge_layouts(
+    rows: Sequence[Mapping[str, LocalRegions]], digests: Sequence[str]
+) -> GroupLayouts:
     """The layouts of all processes, from the shards of each.
 
     Raises:

@@ -42,7 +42,7 @@ from perdure.store.catalog import Catalog
 from perdure.store.format import DCP_LAYOUT, RETENTION
 from perdure.store.leaf import Leaf, RemoteLeaf
 from perdure.store.manifest import LeafEntry
-from perdure.store.pack_part import OwnLeaves, PackPart, WriterShare, assemble, write_pack_part
+from perdure.store.pack_part import LocalLeaves, PackPart, WriterShare, assemble, write_pack_part
 
 
 class Writer(StorageWriter):
@@ -144,7 +144,7 @@ class Writer(StorageWriter):
         local = {} if self._captured is None else generators.leaves(self._captured, index)
         run = self._run or Run(self._directory, create=True)
         held = Catalog(run.storage).stored_chunks()
-        own = OwnLeaves(leaves, local)
+        own = LocalLeaves(leaves, local)
         share = WriterShare(index, 1)
         part = write_pack_part(run.storage, self._step, {}, held, share, None, own)
         size = sum(leaf.nbytes for leaf in leaves.values())

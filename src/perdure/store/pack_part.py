@@ -2,7 +2,7 @@
 
 The chunks of the state are numbered in path order. Chunk i is written by process i mod P, one of an
 array whose shards lie in several processes by the process that its plan names. What only one process
-has (`OwnLeaves`) is written by that one. The chief puts the parts together. Nothing here commits: the
+has (`LocalLeaves`) is written by that one. The chief puts the parts together. Nothing here commits: the
 manifest, which the chief writes once all parts are durable, makes all of it visible, or nothing.
 """
 
@@ -55,7 +55,7 @@ class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class OwnLeaves:
+class LocalLeaves:
     """The leaves that only one process has, by path.
 
     Attributes:
@@ -67,14 +67,14 @@ class OwnLeaves:
     process_leaves: Mapping[str, Leaf] = field(default_factory=dict)
 
 
-class OwnRows(Struct, frozen=True):
-    """The `OwnLeaves` leaves of one process, as the others get them."""
+class LocalRows(Struct, frozen=True):
+    """The `LocalLeaves` leaves of one process, as the others get them."""
 
     per_rank: dict[str, RemoteLeaf]
     process_leaves: dict[str, RemoteLeaf]
 
     @classmethod
-    def of(cls, own: OwnLeaves) -> OwnRows:
+    def of(cls, own: LocalLeaves) -> LocalRows:
         def rows(leaves: Mapping[str, Leaf]) -> dict[str, RemoteLeaf]:
             return {
                 path: RemoteLeaf(leaf.dtype, leaf.shape, leaf.nbytes, tuple(leaf.hashes()))
@@ -131,10 +131,10 @@ def write_pack_part(
     known: Mapping[str, StoredChunk],
     share: WriterShare,
     encode: Encode | None = None,
-    own: OwnLeaves | None = None,
+    own: LocalLeaves | None = None,
 ) -> PackPart:
     """Write the chunks of this process that `known` lacks; durable on return."""
-    own = own or OwnLeaves()
+    own = own or LocalLeaves()
     mine: dict[str, NewLeaf] = {
         # Names that sort as the numbers do, and before all others.
         f"{number:012d}": NewLeaf(dtype, (len(data),), data)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
-from perdure.convert.foreign_files import read_foreign
-from perdure.convert.foreign_leaves import LeafNote, foreign_leaves, note_of, plain_dtype
-from perdure.convert.leaf_names import NamedLeaf, NameMap, branch_of, named_leaves
+from perdure.convert.foreign_files import READ_FORMATS, format_module, read_foreign
+from perdure.convert.foreign_leaves import NamedLeaf
+from perdure.convert.leaf_names import NameMap, branch_of, named_leaves
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -26,8 +26,9 @@ from perdure.errors import (
     UnsupportedLeafError,
 )
 from perdure.look.leaf_reader import (
+    ChunksOf,
+    chunks_in_order,
     element_dtype,
-    element_shape,
     is_scalar,
     scalar_value,
     select_leaves,
@@ -36,7 +37,7 @@ from perdure.look.leaf_reader import (
 SHARD_BYTES = 5 * 10**9
 """The most bytes of a shard, as in Hugging Face's tools."""
 
-ARRAY_FORMATS = ("safetensors", "torch", "npz", "orbax")
+ARRAY_FORMATS = READ_FORMATS
 """The formats that need nothing but the checkpoint."""
 
 MODEL_FORMATS = ("keras", "saved_model", "onnx", "jax_export")
@@ -64,25 +65,6 @@ class Exported:
     nbytes: int
     files: tuple[str, ...]
     verified: bool
-
-
-@dataclass(frozen=True)
-class ExportJob:
-    """What a format has to write.
-
-    Attributes:
-        checkpoint: Where the leaves are.
-        arrays: The array leaves in the order of their paths.
-        scalars: (leaf, value) of the Python scalars.
-        shard_bytes: The most bytes of a shard.
-        left_out: Paths of scalars that the format cannot hold; the format adds them.
-    """
-
-    checkpoint: StoredCheckpoint
-    arrays: list[NamedLeaf]
-    scalars: list[tuple[NamedLeaf, Any]]
-    shard_bytes: int
-    left_out: list[str]
 
 
 def export(
@@ -172,18 +154,25 @@ def _export_arrays(
     arrays = [leaf for leaf in named if not is_scalar(leaf.entry)]
     _refuse_dtypes(arrays, to)
     scalars = [(leaf, scalar_value(leaf.entry)) for leaf in named if is_scalar(leaf.entry)]
-    job = ExportJob(checkpoint, arrays, scalars, shard_bytes, [])
+    module = format_module(to)
+    left_out = tuple(leaf.entry.path for leaf, value in scalars if not module.can_hold(value))
+    scalars = [(leaf, value) for leaf, value in scalars if module.can_hold(value)]
+    is_folder = to == "safetensors" and not out.endswith(".safetensors")
+    more = {"shard_bytes": shard_bytes} if is_folder else {}
+
+    def reader(leaves: Sequence[NamedLeaf]) -> ChunksOf:
+        return chunks_in_order(checkpoint, [leaf.entry for leaf in leaves])
+
     with new_output(out) as temporary:
-        _WRITERS[to](job, temporary, out)
+        module.write(temporary, arrays, reader, scalars, **more)
         if verify:
             _check_export(arrays, checkpoint.name, to, temporary)
         files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
-    written = {leaf.entry.path: leaf.name for leaf in named if leaf.entry.path not in job.left_out}
     return Exported(
         out,
         checkpoint,
-        written,
-        tuple(job.left_out),
+        {leaf.entry.path: leaf.name for leaf in named if leaf.entry.path not in left_out},
+        left_out,
         sum(leaf.entry.nbytes for leaf in arrays),
         files,
         verify,
@@ -248,17 +237,10 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _dtypes(to: str) -> Iterable[str] | None:
-    """The dtypes that a format can hold; None for all of NumPy and ml_dtypes."""
-    from perdure.convert import safetensors_files, torch_file
-
-    return {"safetensors": safetensors_files.DTYPES, "torch": torch_file.DTYPES}.get(to)
-
-
 def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
-    known = {other: _dtypes(other) for other in ARRAY_FORMATS}
+    known = {other: format_module(other).DTYPES for other in ARRAY_FORMATS}
     for leaf in arrays:
-        dtype = plain_dtype(leaf.entry)
+        dtype = leaf.dtype
         has_numpy = True
         try:
             element_dtype(leaf.entry)
@@ -276,71 +258,6 @@ def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
                 f"leaf {leaf.entry.path!r} has dtype {dtype}, which {to} files cannot hold; "
                 f"{', '.join(can)} can. Leave it out with `--leaves`, or take another format."
             )
-
-
-def _write_safetensors(job: ExportJob, path: str, out: str) -> None:
-    from perdure.convert import safetensors_files as files
-
-    is_folder = not out.endswith(".safetensors")
-    most = job.shard_bytes if is_folder else 2**63
-    shards = files.split_shards(job.arrays, most)
-    every = [leaf for shard in shards for leaf in shard]
-    foreign = {leaf.name: leaf for leaf in foreign_leaves(job.checkpoint, every)}
-    if is_folder:
-        os.mkdir(path)
-    for number, (shard, name) in enumerate(
-        zip(shards, files.shard_names(len(shards)), strict=True)
-    ):
-        notes = {leaf.name: note_of(leaf) for leaf in shard}
-        if number == 0:
-            texts = ((leaf, f"{leaf.entry.dtype} {leaf.entry.text}") for leaf, _ in job.scalars)
-            notes |= {leaf.name: LeafNote(text, leaf.noted_path) for leaf, text in texts}
-        with open(os.path.join(path, name) if is_folder else path, "wb") as file:
-            files.write_safetensors(file, [foreign[leaf.name] for leaf in shard], notes)
-    if len(shards) > 1:
-        files.write_index(path, shards)
-
-
-def _write_torch(job: ExportJob, path: str, _: str) -> None:
-    from perdure.convert.torch_file import write_torch
-
-    scalars = [(leaf.name, value) for leaf, value in job.scalars]
-    write_torch(path, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
-
-
-def _write_npz(job: ExportJob, path: str, _: str) -> None:
-    from perdure.convert.npz_file import can_hold, refuse_names, write_npz
-
-    scalars = _held_scalars(job, can_hold)
-    refuse_names([*job.arrays, *(leaf for leaf, _ in job.scalars)])
-    write_npz(path, foreign_leaves(job.checkpoint, job.arrays), scalars, _notes(job))
-
-
-def _write_orbax(job: ExportJob, path: str, _: str) -> None:
-    from perdure.convert.orbax_folder import can_hold, write_orbax
-
-    scalars = _held_scalars(job, can_hold)
-    write_orbax(path, foreign_leaves(job.checkpoint, job.arrays), scalars)
-
-
-def _held_scalars(job: ExportJob, can_hold: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """The scalars that a format can hold, by name; the others are noted in `job.left_out`."""
-    job.left_out.extend(leaf.entry.path for leaf, value in job.scalars if not can_hold(value))
-    return [(leaf.name, value) for leaf, value in job.scalars if can_hold(value)]
-
-
-def _notes(job: ExportJob) -> dict[str, LeafNote]:
-    """The notes on arrays, and on the paths of scalars, by name."""
-    paths = {leaf.name: LeafNote(path=leaf.noted_path) for leaf, _ in job.scalars}
-    return {leaf.name: note_of(leaf) for leaf in job.arrays} | paths
-
-
-_WRITERS = {
-    "safetensors": _write_safetensors,
-    "torch": _write_torch,
-    "npz": _write_npz,
-    "orbax": _write_orbax,
-}
 
 
 def _export_model(
@@ -406,7 +323,7 @@ def _check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: s
         raise CorruptionError(f"{path}: {min(lacking)!r} is not in the export. It was removed.")
     for leaf in arrays:
         entry, array = leaf.entry, found[leaf.name]
-        shapes = ((plain_dtype(entry), element_shape(entry)), (entry.dtype, entry.shape))
+        shapes = ((leaf.dtype, leaf.shape), (entry.dtype, entry.shape))
         if (array.dtype, array.shape) not in shapes or array.hashes() != entry.hashes():
             raise CorruptionError(
                 f"{path}: {leaf.name!r} reads back as {array.describe()}, and not with the bytes of "

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from typing import Any
 
 from perdure.convert.foreign_leaves import ForeignFile
 from perdure.errors import ArgumentError, DataError
 
-READ_FORMATS = ("safetensors", "torch", "npz", "orbax")
+_MODULES = {
+    "safetensors": "safetensors_files",
+    "torch": "torch_file",
+    "npz": "npz_file",
+    "orbax": "orbax_folder",
+}
+"""Each has DTYPES (None for all of NumPy and ml_dtypes), `can_hold` for scalars, `write` and `read`."""
+
+READ_FORMATS = tuple(_MODULES)
+
+
+def format_module(kind: str) -> Any:
+    """The module of a format; few programs need more than one."""
+    return import_module(f"perdure.convert.{_MODULES[kind]}")
 
 
 def read_foreign(path: str, kind: str) -> ForeignFile:
@@ -23,21 +38,7 @@ def read_foreign(path: str, kind: str) -> ForeignFile:
     """
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise DataError(f"{path}: expected a file or folder, found a pipe or a device.")
-    if kind == "safetensors":
-        from perdure.convert.safetensors_files import read_safetensors
-
-        return read_safetensors(path)
-    if kind == "npz":
-        from perdure.convert.npz_file import read_npz
-
-        return read_npz(path)
-    if kind == "orbax":
-        from perdure.convert.orbax_folder import read_orbax
-
-        return read_orbax(path)
-    from perdure.convert.torch_file import read_torch
-
-    return read_torch(path)
+    return format_module(kind).read(path)
 
 
 def kind_of(path: str) -> str:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from perdure.checkpoint.address import StoredCheckpoint
-from perdure.convert.leaf_names import NamedLeaf
 from perdure.errors import UnsupportedLeafError
-from perdure.look.leaf_reader import KEY_PREFIX, chunks_in_order, element_shape, scalar_value
+from perdure.look.leaf_reader import KEY_PREFIX, ChunksOf, element_shape, scalar_value
 from perdure.store.format import WEAK_PREFIX, escape, unescape
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
@@ -48,56 +45,44 @@ class ForeignFile(NamedTuple):
     paths: dict[str, str]
 
 
-class ForeignLeaf(NamedTuple):
-    """An array that is being written to a file of another tool.
+class NamedLeaf(NamedTuple):
+    """A leaf of a checkpoint, and its name in a file.
 
     Attributes:
-        name: Its name in the file.
-        dtype: A NumPy or ml_dtypes name.
-        shape: Its shape; that of random keys ends in the words of one key.
-        nbytes: Its bytes.
-        chunks: Yields the bytes in parts.
-        entry: The leaf of the checkpoint.
+        name: Its name.
+        entry: The leaf.
+        noted_path: Its path inside the branch, if the name would be imported as another path. The file
+            notes it, if its format can.
     """
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    chunks: Callable[[], Iterator[memoryview]]
     entry: LeafEntry
+    noted_path: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the elements of an array leaf: a NumPy or ml_dtypes name."""
+        if self.entry.dtype.startswith(KEY_PREFIX):
+            return "uint32"
+        return self.entry.dtype.removeprefix(WEAK_PREFIX)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of an array leaf; that of random keys ends in the words of one key."""
+        return element_shape(self.entry)
+
+    @property
+    def note(self) -> LeafNote:
+        """What is noted of an array leaf: the dtype if that is a weak type or one of keys."""
+        dtype = self.entry.dtype
+        return LeafNote(dtype if self.dtype != dtype else None, self.noted_path)
 
 
-def foreign_leaves(checkpoint: StoredCheckpoint, leaves: Sequence[NamedLeaf]) -> list[ForeignLeaf]:
-    """Array leaves without what only perdure knows: a weak type, or that `uint32` words are keys.
+Reader = Callable[[Sequence[NamedLeaf]], ChunksOf]
+"""Begins to read leaves; what it returns yields the bytes of a leaf, and is called in their order."""
 
-    Their chunks have to be asked for in this order.
-    """
-    chunks_of = chunks_in_order(checkpoint, [leaf.entry for leaf in leaves])
-    return [
-        ForeignLeaf(
-            name,
-            plain_dtype(entry),
-            element_shape(entry),
-            entry.nbytes,
-            partial(chunks_of, entry),
-            entry,
-        )
-        for name, entry, _ in leaves
-    ]
-
-
-def plain_dtype(entry: LeafEntry) -> str:
-    """The dtype of the elements of an array leaf."""
-    if entry.dtype.startswith(KEY_PREFIX):
-        return "uint32"
-    return entry.dtype.removeprefix(WEAK_PREFIX)
-
-
-def note_of(leaf: NamedLeaf) -> LeafNote:
-    """The note on an array leaf: the dtype if that is a weak type or one of keys."""
-    dtype = leaf.entry.dtype
-    return LeafNote(dtype if plain_dtype(leaf.entry) != dtype else None, leaf.noted_path)
+Scalars = Sequence[tuple[NamedLeaf, Any]]
+"""Leaves that are Python scalars, with their values."""
 
 
 def noted_file(leaves: dict[str, Leaf], notes: Mapping[str, LeafNote]) -> ForeignFile:

@@ -5,28 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from perdure.convert.foreign_leaves import NamedLeaf
 from perdure.errors import ArgumentError
 from perdure.store.format import escape, unescape
 from perdure.store.manifest import LeafEntry
 
 Style = Literal["dotted", "path"]
-
-
-class NamedLeaf(NamedTuple):
-    """A leaf of a checkpoint, and its name in a file.
-
-    Attributes:
-        name: Its name.
-        entry: The leaf.
-        noted_path: Its path inside the branch, if the name would be imported as another path. The file
-            notes it, if its format can.
-    """
-
-    name: str
-    entry: LeafEntry
-    noted_path: str | None = None
 
 
 class NameMap:

@@ -13,13 +13,22 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from perdure.convert.foreign_leaves import ForeignFile, ForeignLeaf, LeafNote, noted_file
-from perdure.convert.leaf_names import NamedLeaf
+from perdure.convert.foreign_leaves import (
+    ForeignFile,
+    LeafNote,
+    NamedLeaf,
+    Reader,
+    Scalars,
+    noted_file,
+)
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
+
+DTYPES = None
+"""All of NumPy and ml_dtypes."""
 
 _END = ".npy"
 _NOTE_ID = b"PD"
@@ -36,7 +45,27 @@ def can_hold(value: Any) -> bool:
     return same or (array.dtype.kind in "fc" and repr(array.item()) == repr(value))
 
 
-def refuse_names(leaves: Sequence[NamedLeaf]) -> None:
+def write(path: str, leaves: Sequence[NamedLeaf], reader: Reader, scalars: Scalars) -> None:
+    """Write arrays, and Python scalars as arrays without axes.
+
+    bfloat16 and the other dtypes of ml_dtypes are written as NumPy writes them, as raw elements
+    (`|V2`): `array.view(ml_dtypes.bfloat16)` gives them back.
+    """
+    _refuse_names([*leaves, *(leaf for leaf, _ in scalars)])
+    chunks_of = reader(leaves)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for leaf in leaves:
+            dtype, note = numpy_dtype(leaf.dtype), leaf.note
+            if _is_raw(dtype):
+                note = LeafNote(note.dtype or leaf.dtype, note.path)
+            _add(archive, leaf.name, dtype, leaf.shape, chunks_of(leaf.entry), note)
+        for leaf, value in scalars:
+            array = np.frombuffer(value, "u1") if isinstance(value, bytes) else np.asarray(value)
+            note = LeafNote(leaf.entry.dtype, leaf.noted_path)
+            _add(archive, leaf.name, array.dtype, array.shape, [array.tobytes()], note)
+
+
+def _refuse_names(leaves: Sequence[NamedLeaf]) -> None:
     """Raise `ArgumentError` for names that an archive cannot have, or that `numpy.load` confuses."""
     names = {leaf.name for leaf in leaves}
     for name, entry, _ in leaves:
@@ -50,35 +79,6 @@ def refuse_names(leaves: Sequence[NamedLeaf]) -> None:
         else:
             continue
         raise ArgumentError(f"leaf {entry.path[:80]!r}: {wrong}; give it another name: `--names`.")
-
-
-def write_npz(
-    path: str,
-    leaves: Sequence[ForeignLeaf],
-    scalars: Sequence[tuple[str, Any]],
-    notes: dict[str, LeafNote],
-) -> None:
-    """Write arrays, and Python scalars as arrays without axes.
-
-    bfloat16 and the other dtypes of ml_dtypes are written as NumPy writes them, as raw elements
-    (`|V2`): `array.view(ml_dtypes.bfloat16)` gives them back.
-
-    Args:
-        path: Where to.
-        leaves: The arrays in the order in which they are read.
-        scalars: Scalars that `can_hold` accepts, by name.
-        notes: Notes by name, apart from those on raw elements and on the types of scalars.
-    """
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for leaf in leaves:
-            dtype, note = numpy_dtype(leaf.dtype), notes[leaf.name]
-            if _is_raw(dtype):
-                note = LeafNote(note.dtype or leaf.dtype, note.path)
-            _add(archive, leaf.name, dtype, leaf.shape, leaf.chunks(), note)
-        for name, value in scalars:
-            array = np.frombuffer(value, "u1") if isinstance(value, bytes) else np.asarray(value)
-            note = LeafNote(scalar_leaf(value).dtype, notes[name].path)
-            _add(archive, name, array.dtype, array.shape, [array.tobytes()], note)
 
 
 def _add(
@@ -106,7 +106,7 @@ def _add(
             member.write(part)
 
 
-def read_npz(path: str) -> ForeignFile:
+def read(path: str) -> ForeignFile:
     """The arrays of an archive, in memory; raises `DataError` for another file."""
     leaves: dict[str, Leaf] = {}
     notes: dict[str, LeafNote] = {}
@@ -147,8 +147,8 @@ def _leaf(file: IO[bytes], note: str | None) -> Leaf:
     """
     formats = np.lib.format
     version = formats.read_magic(file)
-    read = {(1, 0): formats.read_array_header_1_0, (2, 0): formats.read_array_header_2_0}[version]
-    shape, fortran, dtype = read(file)
+    headers = {(1, 0): formats.read_array_header_1_0, (2, 0): formats.read_array_header_2_0}
+    shape, fortran, dtype = headers[version](file)
     if dtype.hasobject:  # its bytes are a pickle, of any length
         raise _no_leaf(dtype)
     data = file.read()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from perdure.convert.foreign_leaves import ForeignFile, ForeignLeaf, noted_file
+from perdure.convert.foreign_leaves import ForeignFile, NamedLeaf, Reader, Scalars, noted_file
 from perdure.errors import (
     ArgumentError,
     DataError,
@@ -19,6 +19,9 @@ from perdure.state import flatten
 from perdure.state.paths import insert
 from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import unescape
+
+DTYPES = None
+"""All of NumPy and ml_dtypes."""
 
 _MAX_NAME = 60_000
 """Below the 65,535 bytes of a key of its database, which has the number of a chunk in it, too."""
@@ -31,27 +34,26 @@ def can_hold(value: Any) -> bool:
     return value is None or isinstance(value, (float, str))
 
 
-def write_orbax(
-    path: str, leaves: Sequence[ForeignLeaf], scalars: Sequence[tuple[str, Any]]
-) -> None:
+def write(path: str, leaves: Sequence[NamedLeaf], reader: Reader, scalars: Scalars) -> None:
     """Write a checkpoint with one tree of nested dicts, whose keys are the parts of the names."""
     tree: dict[str, Any] = {}
+    chunks_of = reader(leaves)
     for leaf in leaves:
-        if not leaf.nbytes:
+        if not leaf.entry.nbytes:
             raise UnsupportedLeafError(
                 f"leaf {leaf.entry.path!r} has no element, and Orbax stores no empty array; "
                 f"safetensors, torch and npz do. Leave it out with `--leaves`."
             )
-        data = b"".join(leaf.chunks())
+        data = b"".join(chunks_of(leaf.entry))
         array = np.frombuffer(data, numpy_dtype(leaf.dtype)).reshape(leaf.shape)
         _insert(tree, leaf.name, array)
-    for name, value in scalars:
-        _insert(tree, name, value)
+    for leaf, value in scalars:
+        _insert(tree, leaf.name, value)
     with _orbax().PyTreeCheckpointer() as checkpointer:
         checkpointer.save(os.path.abspath(path), tree)
 
 
-def read_orbax(path: str) -> ForeignFile:
+def read(path: str) -> ForeignFile:
     """The arrays and scalars of a checkpoint; raises `DataError` if Orbax cannot read it.
 
     Their names are paths: a key of the tree is one part, even if it has dots.

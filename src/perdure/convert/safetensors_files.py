@@ -12,19 +12,20 @@ import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from perdure.convert.foreign_leaves import (
     ForeignFile,
-    ForeignLeaf,
     LeafNote,
+    NamedLeaf,
+    Reader,
+    Scalars,
     noted_file,
-    plain_dtype,
 )
-from perdure.convert.leaf_names import NamedLeaf
 from perdure.errors import ArgumentError, DataError
+from perdure.look.leaf_reader import ChunksOf
 from perdure.store.format import Natural
 from perdure.store.leaf import Leaf
 from perdure.store.manifest_check import item_bytes
@@ -67,12 +68,44 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[Natural, Natural]
 
 
-def in_file_order(leaves: Sequence[NamedLeaf]) -> list[NamedLeaf]:
-    """The order of the arrays in a file."""
-    return sorted(leaves, key=lambda leaf: (-_RANK[plain_dtype(leaf.entry)], leaf.name))
+def can_hold(_: Any) -> bool:
+    """Every Python scalar is noted as text in the header."""
+    return True
 
 
-def split_shards(leaves: Sequence[NamedLeaf], most: int) -> list[list[NamedLeaf]]:
+def write(
+    path: str,
+    leaves: Sequence[NamedLeaf],
+    reader: Reader,
+    scalars: Scalars,
+    shard_bytes: int | None = None,
+) -> None:
+    """Write a folder of files of at most `shard_bytes`, with an index of several; None: one file."""
+    shards = _shards(leaves, shard_bytes or 2**63)
+    chunks_of = reader([leaf for shard in shards for leaf in shard])
+    notes = {
+        leaf.name: LeafNote(f"{leaf.entry.dtype} {leaf.entry.text}", leaf.noted_path)
+        for leaf, _ in scalars
+    }
+    if shard_bytes is None:
+        _write_file(path, shards[0], chunks_of, notes)
+        return
+    os.mkdir(path)
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [SINGLE]
+    for shard, name in zip(shards, names, strict=True):
+        _write_file(os.path.join(path, name), shard, chunks_of, notes)
+        notes = {}  # those of scalars are in the first file
+    if len(shards) > 1:
+        files = zip(shards, names, strict=True)
+        weight_map = {leaf.name: name for shard, name in files for leaf in shard}
+        total = sum(leaf.entry.nbytes for leaf in leaves)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        with open(os.path.join(path, INDEX), "w", encoding="utf-8") as file:
+            file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(leaves: Sequence[NamedLeaf], most: int) -> list[list[NamedLeaf]]:
     """Arrays by shard, as `huggingface_hub.split_torch_state_dict_into_shards` splits them.
 
     Greedy in the order of `leaves`: a shard is closed when the next array would make it larger than
@@ -93,46 +126,21 @@ def split_shards(leaves: Sequence[NamedLeaf], most: int) -> list[list[NamedLeaf]
         size += nbytes
     if current or not shards:
         shards.append(current)
-    return [in_file_order(shard) for shard in shards]
+    return [sorted(shard, key=lambda leaf: (-_RANK[leaf.dtype], leaf.name)) for shard in shards]
 
 
-def shard_names(count: int) -> list[str]:
-    """The names of the files of a folder."""
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def write_index(folder: str, shards: Sequence[Sequence[NamedLeaf]]) -> None:
-    """Write the index of a folder with several shards."""
-    pairs = zip(shards, shard_names(len(shards)), strict=True)
-    weight_map = {leaf.name: file for shard, file in pairs for leaf in shard}
-    total = sum(leaf.entry.nbytes for shard in shards for leaf in shard)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as file:
-        file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_safetensors(
-    file: BinaryIO, leaves: Sequence[ForeignLeaf], notes: Mapping[str, LeafNote]
+def _write_file(
+    path: str, leaves: Sequence[NamedLeaf], chunks_of: ChunksOf, notes: Mapping[str, LeafNote]
 ) -> None:
-    """Write one file.
-
-    Args:
-        file: Where to.
-        leaves: The arrays in the order of the file.
-        notes: Notes by name, for the header.
-    """
-    # transformers refuses a file without a format.
-    metadata = {"format": "pt"}
-    if noted := {name: note for name, note in notes.items() if note != LeafNote()}:
-        metadata[_NOTES] = msgspec.json.encode(noted).decode()
+    """Write arrays in their order, and notes on others."""
+    notes = {**notes, **{leaf.name: leaf.note for leaf in leaves if leaf.note != LeafNote()}}
+    metadata = {"format": "pt"}  # transformers refuses a file without it
+    if notes:
+        metadata[_NOTES] = msgspec.json.encode(notes).decode()
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for leaf in leaves:
-        end = offset + leaf.nbytes
+        end = offset + leaf.entry.nbytes
         header[leaf.name] = _Entry(DTYPES[leaf.dtype], leaf.shape, (offset, end))
         offset = end
     text = msgspec.json.encode(header)
@@ -142,14 +150,15 @@ def write_safetensors(
             f"the header of a safetensors file would have {len(text)} bytes, and its readers accept "
             f"{MAX_HEADER}; take fewer leaves, or a smaller `--shard-size`."
         )
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
-    for leaf in leaves:
-        for data in leaf.chunks():
-            file.write(data)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for leaf in leaves:
+            for data in chunks_of(leaf.entry):
+                file.write(data)
 
 
-def read_safetensors(path: str) -> ForeignFile:
+def read(path: str) -> ForeignFile:
     """The arrays of a file, or of a folder with one file or an index.
 
     Their bytes are mapped, and read when they are used. Raises `DataError` for a file that is not what

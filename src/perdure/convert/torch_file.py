@@ -15,8 +15,16 @@ from typing import Any
 
 import msgspec
 
-from perdure.convert.foreign_leaves import ForeignFile, ForeignLeaf, LeafNote, noted_file
+from perdure.convert.foreign_leaves import (
+    ForeignFile,
+    LeafNote,
+    NamedLeaf,
+    Reader,
+    Scalars,
+    noted_file,
+)
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
+from perdure.look.leaf_reader import ChunksOf
 from perdure.state import flatten
 from perdure.state.paths import split_path
 from perdure.store.leaf import Leaf
@@ -29,43 +37,43 @@ DTYPES = (
 _NOTES = "archive/perdure.json"
 
 
-def write_torch(
-    path: str,
-    leaves: Sequence[ForeignLeaf],
-    scalars: Sequence[tuple[str, Any]],
-    notes: dict[str, LeafNote],
-) -> None:
+def can_hold(_: Any) -> bool:
+    """Every Python scalar is written as it is."""
+    return True
+
+
+def write(path: str, leaves: Sequence[NamedLeaf], reader: Reader, scalars: Scalars) -> None:
     """Write a state dict: arrays in the order in which they are read, and values of Python.
 
     All arrays are in memory. A leaf without a name, which is a whole state, is written without a dict.
     The notes stand in a member of their own, which PyTorch skips.
     """
     torch = _torch()
-    items = [(leaf.name, _tensor(torch, leaf)) for leaf in leaves] + list(scalars)
+    chunks_of = reader(leaves)
+    items = [(leaf.name, _tensor(torch, leaf, chunks_of)) for leaf in leaves]
+    items += [(leaf.name, value) for leaf, value in scalars]
     state = dict(sorted(items, key=lambda item: item[0]))
     with open(path, "wb") as file:  # the name of a file would be that of the folder in it
         torch.save(state[""] if state.keys() == {""} else state, file)
+    notes = {leaf.name: leaf.note for leaf in leaves}
+    notes |= {leaf.name: LeafNote(path=leaf.noted_path) for leaf, _ in scalars}
     notes = {name: note for name, note in notes.items() if note != LeafNote()}
     if notes:
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr(zipfile.ZipInfo(_NOTES), msgspec.json.encode(notes))
 
 
-def _tensor(torch: Any, leaf: ForeignLeaf) -> Any:
+def _tensor(torch: Any, leaf: NamedLeaf, chunks_of: ChunksOf) -> Any:
     dtype = getattr(torch, leaf.dtype)
-    if not leaf.nbytes:
+    data = bytearray().join(chunks_of(leaf.entry))
+    if not data:
         return torch.empty(leaf.shape, dtype=dtype)
-    data = bytearray(leaf.nbytes)
-    end = 0
-    for part in leaf.chunks():
-        data[end : end + len(part)] = part
-        end += len(part)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that complex32 is experimental
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(leaf.shape)
 
 
-def read_torch(path: str) -> ForeignFile:
+def read(path: str) -> ForeignFile:
     """The tensors and Python scalars of a file of `torch.save`, with dots between nested keys.
 
     Raises:

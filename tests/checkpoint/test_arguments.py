@@ -114,7 +114,10 @@ def test_a_value_that_is_no_step_is_refused_at_once(step: Any) -> None:
             lambda: manager.metrics(step),
             lambda: manager.fingerprint(step),
             lambda: manager.reached_preemption(step),
-            lambda: Checkpoint(**state(2)).save(MemoryStorage(), "1" if step is None else step),
+            lambda: Checkpoint(**state(2)).save(
+                MemoryStorage(),
+                "1" if step is None else step,  # type: ignore[arg-type]
+            ),
         ):
             with pytest.raises(
                 ArgumentError, match=r"step: expected (an integer from 0 to|a step, or)"

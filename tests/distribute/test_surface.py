@@ -122,11 +122,11 @@ def test_a_collective_inside_jit_is_refused() -> None:
 
 
 def test_names_of_tensorflow_that_a_strategy_and_a_metric_have() -> None:
-    strategy = OneDeviceStrategy(replicas=2)
+    strategy: Any = OneDeviceStrategy(replicas=2)
     source = ArrayDataset({"x": np.arange(8.0, dtype=np.float32)}, 4, shuffle=False)
     batches = strategy.experimental_distribute_dataset(source)
     with strategy.scope():
-        seen = metrics.Mean()
+        seen: Any = metrics.Mean()
     for batch in batches.take(2):
         inside = strategy.run(lambda batch: seen(batch["x"], batch["weight"]), (batch,))
         assert strategy.experimental_local_results(inside) == (None, None)

@@ -56,7 +56,7 @@ def by_index(data: Any) -> Any:
             f"expected a tf.data pipeline of the form {_FORM}, whose batches have an index, found "
             f"{found}. Put the rest into the step or into `augment` of a perdure.ArrayDataset."
         )
-    shuffle, batch, repeat = (nodes.get(kind) for kind in ("Shuffle", "Batch", "Repeat"))
+    batch, shuffle, repeat = nodes["Batch"], nodes.get("Shuffle"), nodes.get("Repeat")
     seed = 0
     if shuffle is not None:
         graph, own = (int(value) for value in (shuffle._seed, shuffle._seed2))

@@ -305,3 +305,16 @@ def _best(run: Run, which: str) -> int:
             f"steps {steps_text(sorted(manifests))}; {held}."
         )
     return max(scores)[1]
+
+
+def step_or_name(step: Any, run: Run) -> int | None:
+    """The step of a number, or of a name such as `RUN@STEP`; None for the newest good one.
+
+    Raises as `named_step` and `step_number`.
+    """
+    # Imported here, because it needs NumPy, without which `perdure show --tree` starts sooner.
+    from perdure.checkpoint.arguments import step_number
+
+    if isinstance(step, str):
+        return named_step(run, step)
+    return None if step is None else step_number(step)

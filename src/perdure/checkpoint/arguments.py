@@ -9,10 +9,8 @@ from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from perdure.checkpoint.address import named_step
 from perdure.errors import ArgumentError
 from perdure.state import is_state
-from perdure.store import Run
 from perdure.store.format import MAX_STEP
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type)
@@ -39,16 +37,6 @@ def step_number(step: Any) -> int:
             f"step: expected an integer from 0 to {MAX_STEP}, found {shown(number)}."
         )
     return number
-
-
-def step_or_name(step: Any, run: Run) -> int | None:
-    """The step of a number, or of a name such as `RUN@STEP`; None for the newest good one.
-
-    Raises as `named_step` and `step_number`.
-    """
-    if isinstance(step, str):
-        return named_step(run, step)
-    return None if step is None else step_number(step)
 
 
 def positive(name: str, value: Any) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from perdure.checkpoint.arguments import step_number, step_or_name
+from perdure.checkpoint.address import step_or_name
+from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.call_guard import CallGuard, exclusive
 from perdure.checkpoint.group_call import together
 from perdure.checkpoint.managed_run import ManagedRun, SaveInterval

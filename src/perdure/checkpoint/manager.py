@@ -15,7 +15,8 @@ from functools import partial
 from types import NoneType
 from typing import Any, NoReturn, SupportsFloat, overload
 
-from perdure.checkpoint.arguments import makes_state, positive, step_number, step_or_name
+from perdure.checkpoint.address import step_or_name
+from perdure.checkpoint.arguments import makes_state, positive, step_number
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
 from perdure.checkpoint.checkpoint import Checkpoint, managers, takes_tensorflow_order
 from perdure.checkpoint.grace_period import report

@@ -454,10 +454,9 @@ class Catalog:
 
     def _drop_places(self, packs: Collection[str]) -> None:
         if self._stored_chunks is not None and packs:
-            for digest in [
-                key for key, place in self._stored_chunks.items() if place.pack in packs
-            ]:
-                del self._stored_chunks[digest]
+            stored = self._stored_chunks
+            for digest in [key for key, place in stored.items() if place.pack in packs]:
+                del stored[digest]
 
     def _size(self, pack: str) -> int:
         """Bytes of a pack that is listed. They are remembered, because packs never change."""
@@ -487,10 +486,8 @@ class Catalog:
         for leaf in manifest.every_leaf():
             for chunk in leaf.chunks:
                 if usable[chunk.pack]:
-                    yield (
-                        chunk.hash,
-                        StoredChunk(packs[chunk.pack].name, chunk.offset, chunk.length),
-                    )
+                    name = packs[chunk.pack].name
+                    yield chunk.hash, StoredChunk(name, chunk.offset, chunk.length)
 
     def _is_whole(self, pack: PackEntry) -> bool:
         """Whether a pack has the size that a manifest states."""

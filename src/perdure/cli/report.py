@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -49,13 +50,10 @@ def command(
     runs: tuple[str, ...],
     output: Path | None,
     plot: bool,
-    metric: tuple[str, ...],
-    norms: bool,
     leaves: tuple[str, ...],
     logs: tuple[Path, ...],
-    drill: tuple[Path, ...],
-    verify: tuple[Path, ...],
     as_json: bool,
+    **others: Any,
 ) -> None:
     """Write one HTML file on the run directories RUN..., which needs no network.
 
@@ -70,32 +68,23 @@ def command(
       perdure report runs/a -o report.html
       perdure report runs/a runs/b --plot --metric loss -o loss.png
     """
-    given = {"--metric": metric, "--norms": norms} if not plot else {}
-    given |= {"--drill": drill, "--verify": verify} if plot else {}
-    for option, value in given.items():
-        if value:
-            raise click.UsageError(f"{option}: has no meaning with{'' if plot else 'out'} --plot.")
-    if plot:
-        problems = _plot(runs, output, metric, norms, leaves, logs, as_json)
-    else:
-        problems = _page(runs, output, leaves, logs, drill, verify, as_json)
+    for option in ("drill", "verify") if plot else ("metric", "norms"):
+        if others.pop(option):
+            without = "" if plot else "out"
+            raise click.UsageError(f"--{option}: has no meaning with{without} --plot.")
+    others |= {"leaves": leaves or None, "logs": logs}
+    problems = (_plot if plot else _page)(runs, output, as_json, **others)
     ctx.exit(1 if problems else 0)
 
 
 def _page(
-    runs: tuple[str, ...],
-    output: Path | None,
-    leaves: tuple[str, ...],
-    logs: tuple[Path, ...],
-    drill: tuple[Path, ...],
-    verify: tuple[Path, ...],
-    as_json: bool,
+    runs: tuple[str, ...], output: Path | None, as_json: bool, drill: Any, verify: Any, **which: Any
 ) -> bool:
     from perdure.report import report
 
     if output is None and not as_json:
         raise click.UsageError("Name the HTML file with -o FILE, or ask for --plot or --json.")
-    done = report(*runs, logs=logs, drills=drill, verified=verify, leaves=leaves or None)
+    done = report(*runs, drills=drill, verified=verify, **which)
     if output is not None:
         done.save(output)
     if as_json:
@@ -113,20 +102,17 @@ def _page(
 def _plot(
     runs: tuple[str, ...],
     output: Path | None,
-    metric: tuple[str, ...],
-    norms: bool,
-    leaves: tuple[str, ...],
-    logs: tuple[Path, ...],
     as_json: bool,
+    metric: Any,
+    norms: bool,
+    **which: Any,
 ) -> bool:
     from perdure.report.run_plot import picture_kind, plot_drawing, save_plot
     from perdure.report.text_graph import BLOCKS, PLAIN, text_graph
 
     if output is not None:
         picture_kind(output)  # before anything is read
-    panels, problems, notes = plot_drawing(
-        *runs, metrics=metric or None, logs=logs, norms=norms, leaves=leaves or None
-    )
+    panels, problems, notes = plot_drawing(*runs, metrics=metric or None, norms=norms, **which)
     if output is not None:
         save_plot(panels, output)
     if as_json:

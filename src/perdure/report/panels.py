@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perdure.checkpoint.address import StoredCheckpoint, checkpoint_at
+from perdure.checkpoint.address import checkpoint_at
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.look.fixed_order import ScaledSum, added
 from perdure.look.tables import natural_key
@@ -230,12 +229,11 @@ def _norm_panels(
                 f"all."
             )
         before = f"{label}: " if len(runs) > 1 else ""
+        of_norms = _norm_lines(saved_steps, norms, attempts)
+        of_changes = _ratio_lines(saved_steps, changes, attempts)
         for title, lines in (
-            ("norm", _norm_lines(checkpoints, norms, attempts)),
-            (
-                "relative change since the checkpoint before",
-                _ratio_lines(checkpoints, changes, attempts),
-            ),
+            ("norm", of_norms),
+            ("relative change since the checkpoint before", of_changes),
         ):
             if lines:
                 panel = Panel(before + title, lines, logarithmic=True, scale_of_each=True)
@@ -244,33 +242,32 @@ def _norm_panels(
 
 
 def _norm_lines(
-    checkpoints: Sequence[StoredCheckpoint],
+    steps: Sequence[int],
     norms: Sequence[dict[str, ScaledSum]],
     attempts: Sequence[PlottedAttempt],
 ) -> list[PlotLine]:
     layers = layers_of((path for each in norms for path in each), MOST_LINES)
     points: dict[str, Series] = {}
-    for checkpoint, squares in zip(checkpoints, norms, strict=True):
+    for step, squares in zip(steps, norms, strict=True):
         for layer, parts in grouped(squares, layers).items():
-            value = added(parts).root()
-            points.setdefault(layer, []).append((checkpoint.step, _finite(value)))
+            points.setdefault(layer, []).append((step, _finite(added(parts).root())))
     return _lines(points, attempts)
 
 
 def _ratio_lines(
-    checkpoints: Sequence[StoredCheckpoint],
+    steps: Sequence[int],
     changes: Sequence[dict[str, Change | str]],
     attempts: Sequence[PlottedAttempt],
 ) -> list[PlotLine]:
     layers = layers_of((path for each in changes for path in each), MOST_LINES)
     points: dict[str, Series] = {}
     words: dict[str, set[float | str]] = {}
-    for (_, after), found in zip(pairwise(checkpoints), changes, strict=True):
+    for step, found in zip(steps[1:], changes, strict=True):
         for layer, parts in grouped(found, layers).items():
             ratio = change_ratio(parts)
             # No change has no place on a logarithmic scale.
             value = _finite(ratio) if isinstance(ratio, float) and ratio > 0 else None
-            points.setdefault(layer, []).append((after.step, value))
+            points.setdefault(layer, []).append((step, value))
             words.setdefault(layer, set()).add(ratio)
     lines = _lines(points, attempts)
     return [replace(line, without_values=_without_ratios(words[line.label])) for line in lines]

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from perdure import ArrayDataset, RunConfig, Trainer, load_checkpoint
-from perdure.data.tensorflow_dataset import by_index
+from perdure.data.pipelines import by_index
 from perdure.errors import DataError
 from perdure.torch import OneDeviceStrategy
 from perdure.train import Hook

@@ -1,15 +1,25 @@
 """Input pipelines of other libraries, whose `batch(n)` sets a batch size instead of returning a batch.
 
 tf.data, Grain and Hugging Face datasets have a method with the same name as the datasets here. They are
-recognized by their method `map`.
+recognized by their method `map`, and refused, except for a `tf.data` pipeline over arrays: that is a
+dataset by index, which is read from what the pipeline is made of, its arrays and the arguments of
+`shuffle`, `batch` and `repeat`, without TensorFlow's iterators. No framework is imported here.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Literal
+import re
+from typing import Any
 
+from perdure.data.dataset import ArrayDataset
+from perdure.data.permutation import fold
+from perdure.data.sources import is_grain
 from perdure.errors import DataError
+
+_FORM = "tf.data.Dataset.from_tensor_slices(arrays).shuffle(n, seed=0).batch(size).repeat(epochs)"
+_KNOWN = re.compile(r"TensorSlice( Cache)?( Shuffle)? (Parallel)?Batch( Repeat)?")
+_NEUTRAL = ("Prefetch", "Options")  # they change no batch
+_NO_GRAPH_SEED = 87654321  # in place of that of `tf.random.set_seed`, if only `shuffle` has a seed
 
 
 def gives_batch_of_step(data: Any) -> bool:
@@ -20,12 +30,6 @@ def gives_batch_of_step(data: Any) -> bool:
 def is_pipeline(data: Any) -> bool:
     """Whether `data` is an input pipeline of tf.data, Grain, Hugging Face datasets or the like."""
     return callable(getattr(data, "batch", None)) and callable(getattr(data, "map", None))
-
-
-def is_grain(data: Any, kind: Literal["MapDataset", "IterDataset"]) -> bool:
-    """Whether `data` is a Grain dataset of the class `kind`. Does not import Grain."""
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(data, getattr(grain, kind))
 
 
 def refuse_pipeline(data: Any) -> None:
@@ -60,3 +64,77 @@ def pipeline_error(data: Any) -> DataError:
         f"expected a dataset with the batch of every step, found a pipeline of type {name}, whose "
         f"batch(n) sets a batch size. {advice}"
     )
+
+
+class TensorFlowDataset(ArrayDataset):
+    """The batches of a pipeline; see `by_index`.
+
+    Attributes:
+        epochs: How often the pipeline repeats the examples; None for ever.
+    """
+
+    epochs: int | None
+
+
+def by_index(data: Any) -> Any:
+    """The dataset by index of a `tf.data` pipeline; other data as they are.
+
+    The order of a shuffled epoch is that of `ArrayDataset`, a function of the seed and the epoch.
+
+    Raises:
+        DataError: The pipeline has another form than `from_tensor_slices`, `shuffle` with a seed,
+            `batch` and `repeat`.
+    """
+    if not type(data).__module__.startswith("tensorflow.python.data."):
+        return data
+    nodes: dict[str, Any] = {}
+    kinds: list[str] = []
+    todo = [data]
+    while todo:
+        node = todo.pop()
+        kind = re.sub(r"^_|(V\d)?Dataset(V\d)?$", "", type(node).__name__)
+        if kind not in _NEUTRAL:
+            kinds.insert(0, kind)
+            nodes[kind.removeprefix("Parallel")] = node
+        todo += node._inputs()
+    if not _KNOWN.fullmatch(found := " ".join(kinds)):
+        raise DataError(
+            f"expected a tf.data pipeline of the form {_FORM}, whose batches have an index, found "
+            f"{found}. Put the rest into the step or into `augment` of a perdure.ArrayDataset."
+        )
+    batch, shuffle, repeat = nodes["Batch"], nodes.get("Shuffle"), nodes.get("Repeat")
+    seed = 0
+    if shuffle is not None:
+        graph, own = (int(value) for value in (shuffle._seed, shuffle._seed2))
+        if not (graph or own) or not shuffle._reshuffle_each_iteration:
+            raise DataError(
+                "tf.data: expected `shuffle(n, seed=...)`, which gives each epoch an order of its own "
+                "that a resumed run can find again, found a shuffle without a seed, or with "
+                "reshuffle_each_iteration=False."
+            )
+        seed = own if graph == _NO_GRAPH_SEED else fold((graph, own)) >> 1
+    made = TensorFlowDataset(
+        _arrays(nodes["TensorSlice"]),
+        int(batch._batch_size),
+        seed=seed,
+        shuffle=shuffle is not None,
+        drop_remainder=bool(batch._drop_remainder),
+    )
+    count = 1 if repeat is None else int(repeat._count)
+    made.epochs = None if count < 0 else count
+    return made
+
+
+def _arrays(source: Any) -> Any:
+    """The arrays, in the structure that the program gave them; TensorFlow sorts the names of a dict."""
+    structure, arrays = source._structure, [tensor.numpy() for tensor in source._tensors]
+    parts = [*structure.values()] if isinstance(structure, dict) else structure
+    parts = list(parts) if isinstance(parts, (list, tuple)) else [parts]
+    if len(parts) != len(arrays) or any(isinstance(part, (dict, list, tuple)) for part in parts):
+        raise DataError(
+            "tf.data: expected an array, a tuple or a dict of arrays in `from_tensor_slices`, found "
+            "nested ones. Take them apart: {'image': ..., 'label': ...}."
+        )
+    if isinstance(structure, dict):
+        return dict(zip(sorted(structure), arrays, strict=True))
+    return tuple(arrays) if isinstance(structure, (list, tuple)) else arrays[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import blake3
 import numpy as np
@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from perdure.data.example_trees import add_weight, stack, unstack, update_hash
 from perdure.data.permutation import permute
-from perdure.data.pipelines import is_grain
 from perdure.errors import DataError
 
 FULL_BYTES = 2**30
@@ -136,6 +135,12 @@ def as_source(source: Any) -> Source:
             f"{type(source).__name__}. Use ArrayDataset for arrays, StreamDataset for iterators."
         )
     return ExampleSource(source)
+
+
+def is_grain(data: Any, kind: Literal["MapDataset", "IterDataset"]) -> bool:
+    """Whether `data` is a Grain dataset of the class `kind`. Does not import Grain."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(data, getattr(grain, kind))
 
 
 def sample_indices(length: int, count: int) -> npt.NDArray[np.int64]:

@@ -14,8 +14,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from perdure.data.pipelines import gives_batch_of_step, is_grain, is_pipeline, pipeline_error
-from perdure.data.tensorflow_dataset import by_index
+from perdure.data.pipelines import by_index, gives_batch_of_step, is_pipeline, pipeline_error
+from perdure.data.sources import is_grain
 from perdure.errors import DataError
 from perdure.state import is_positioned, position, reposition
 

@@ -27,10 +27,9 @@ from perdure.checkpoint.preemption import Interrupted
 from perdure.heartbeats import beat
 from perdure.train.batch_source import BatchSource, IteratorBatchSource, evaluation_batches
 from perdure.train.computation import Computation
-from perdure.train.hook_calls import HookCalls
 from perdure.train.metrics import Means, is_finite, scalars
 from perdure.train.run_checkpoints import RunCheckpoints
-from perdure.train.training_state import TrainingState
+from perdure.train.training_state import HookCalls, TrainingState
 
 EVALUATION_PREFIX = "eval/"
 """Before the names of an evaluation's metrics, in summaries and in checkpoints."""

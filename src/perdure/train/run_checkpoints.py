@@ -13,10 +13,9 @@ from perdure.checkpoint.journal import Journal
 from perdure.errors import TrainError
 from perdure.state import StateWithExtras
 from perdure.train.config import RunConfig
-from perdure.train.hook_calls import HookCalls
 from perdure.train.interval import SaveMeter, Timer
 from perdure.train.metrics import scalars
-from perdure.train.training_state import TrainingState
+from perdure.train.training_state import HookCalls, TrainingState
 
 
 class RunCheckpoints:

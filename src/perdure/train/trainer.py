@@ -30,13 +30,12 @@ from perdure.train.batch_source import (
 )
 from perdure.train.computation import Computation, EvalFn, StepFn
 from perdure.train.config import RunConfig
-from perdure.train.hook_calls import HookCalls
 from perdure.train.loop import Goal, Loop
 from perdure.train.metrics import Means
 from perdure.train.progress import Progress
 from perdure.train.run_checkpoints import RunCheckpoints, open_manager
 from perdure.train.summaries import Summaries
-from perdure.train.training_state import TrainingState
+from perdure.train.training_state import HookCalls, TrainingState
 
 PredictFn = Callable[[Any, Any], Any]
 

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,9 @@ from table import Row, compared, row
 from perdure import CheckpointManager
 from perdure.distribute import PerReplica
 from perdure.look.journal_bisect import bisect_runs
-from perdure.store.journal_file import FIRST_HASH, JOURNAL, JournalEntry, encode_line
+from perdure.store import LocalStorage
+from perdure.store.log import encode_line, read_log
+from perdure.store.run_log import LOG, LOG_FILE, JournalEntry
 
 CASES = (("cnn", 128, "the tutorial's network"), ("transformer", 32, "a small transformer"))
 REPLICAS = 8
@@ -146,15 +147,11 @@ def written_journal(where: Path, same: Path | None = None) -> None:
     """A run with a journal of `LINES` steps, which parts from that of `same` at `PARTED`."""
     with CheckpointManager(where) as manager:
         manager.journal.record(1, {"w": np.zeros(1)})  # makes a run directory
-    state, previous, first = "0", FIRST_HASH, 1
-    with open(where / JOURNAL, "wb") as file:
-        if same is not None:
-            state, first = "f", PARTED
-            with open(same / JOURNAL, "rb") as other:
-                lines = list(islice(other, PARTED - 1))
-            file.writelines(lines)
-            previous = json.loads(lines[-1])["hash"]
-        for step in range(first, LINES + 1):
+    *_, last = read_log(LocalStorage(where), LOG)
+    previous = last.hash
+    with open(where / LOG_FILE, "ab") as file:
+        for step in range(2, LINES + 1):
+            state = "f" if same is not None and step >= PARTED else "0"
             entry = JournalEntry(
                 step=step,
                 state=f"{state}{step:031x}",
@@ -184,7 +181,7 @@ def bisect_rows(rounds: int) -> Iterator[Row]:
             ended = subprocess.run([command, "bisect", one, two], capture_output=True, check=False)
             assert ended.returncode == 1, ended
             seconds["perdure bisect"].append(time.perf_counter() - start)
-        size = (one / JOURNAL).stat().st_size / 2**20
+        size = (one / LOG_FILE).stat().st_size / 2**20
         for name, series in seconds.items():
             text = f"{name}: two journals of {LINES:,} lines, {size:.0f} MiB each"
             figure = row(text, statistics.median(series), "s", spread(series))

@@ -15,7 +15,7 @@ from perdure.drill.replay import ReplayOptions, StretchResult, replay_run
 from perdure.drill.step_bisect import BisectOptions, StepBisected, bisect_step
 from perdure.look.journal_bisect import Bisected, bisect_runs
 from perdure.store import LocalStorage
-from perdure.store.journal_file import JournalEntry, first_difference, read_journal
+from perdure.store.run_log import JournalEntry, first_difference, read_journal
 from report import Row
 
 PROGRAMS = Path(__file__).absolute().parent / "audit_programs"
@@ -86,7 +86,7 @@ def bisected(
 
 def journal(name: str | Path) -> list[JournalEntry]:
     """The lines of runs/NAME, or of the run directory with this absolute path."""
-    return [line.entry for line in read_journal(LocalStorage(Path("runs") / name))]
+    return [*read_journal(LocalStorage(Path("runs") / name))]
 
 
 def is_alike(one: Sequence[JournalEntry], two: Sequence[JournalEntry]) -> bool:

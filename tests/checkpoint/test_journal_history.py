@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,7 @@ from perdure.cli import main
 from perdure.errors import CorruptionError, HistoryError, SaveError, StoreError
 from perdure.look import diff
 from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
-from perdure.store.journal_file import JOURNAL, read_journal
-from perdure.store.journal_reference import line_reference
+from perdure.store.run_log import LOG_FILE, read_journal
 
 EVERY = ManagerOptions(journal_every=1)
 
@@ -49,17 +47,36 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def lines(run: Path) -> list[bytes]:
-    return (run / JOURNAL).read_bytes().splitlines(keepends=True)
+    return (run / LOG_FILE).read_bytes().splitlines(keepends=True)
 
 
 def steps_of(run: Path) -> list[int]:
-    return [line.entry.step for line in read_journal(LocalStorage(run))]
+    return [entry.step for entry in read_journal(LocalStorage(run))]
+
+
+def place_of(run: Path, step: int) -> int:
+    """The number of lines before that of a step."""
+    return next(n for n, line in enumerate(lines(run)) if b'"step","step":%d,' % step in line)
+
+
+def keep(run: Path, step: int) -> None:
+    """Cut the log after the line of a step."""
+    (run / LOG_FILE).write_bytes(b"".join(lines(run)[: place_of(run, step) + 1]))
 
 
 def harm(run: Path, step: int) -> None:
     changed = lines(run)
-    changed[step - 1] = changed[step - 1].replace(b'"attempt":1', b'"attempt":2')
-    (run / JOURNAL).write_bytes(b"".join(changed))
+    place = place_of(run, step)
+    changed[place] = changed[place].replace(b'"attempt":1', b'"attempt":2')
+    (run / LOG_FILE).write_bytes(b"".join(changed))
+
+
+def recorded(run: Path) -> list[Any]:
+    return [*read_journal(LocalStorage(run))]
+
+
+def aside(run: Path) -> list[tuple[int, int]]:
+    return Run(run).log.view.steps_aside()
 
 
 def command(*arguments: Any, status: int = 0) -> str:
@@ -74,17 +91,17 @@ def command(*arguments: Any, status: int = 0) -> str:
 def other_journal(run: Path) -> None:
     """A whole journal whose chain is intact, of a run with other bits."""
     train(run.parent / "other", 18, rate=2.0)
-    shutil.copy(run.parent / "other" / JOURNAL, run / JOURNAL)
+    shutil.copy(run.parent / "other" / LOG_FILE, run / LOG_FILE)
 
 
 @pytest.mark.parametrize(
     ("change", "phrase"),
     [
-        (lambda run: (run / JOURNAL).write_bytes(b"".join(lines(run)[:15])), "ends with step 15"),
-        (lambda run: (run / JOURNAL).write_bytes(b"".join(lines(run)[:5])), "up to step 16 are lo"),
-        (lambda run: (run / JOURNAL).write_bytes(b""), "is empty or gone"),
-        (lambda run: (run / JOURNAL).unlink(), "is empty or gone"),
-        (other_journal, "it is the journal of another run"),
+        (lambda run: keep(run, 15), "ends before it"),
+        (lambda run: keep(run, 3), "ends before it"),
+        (lambda run: (run / LOG_FILE).write_bytes(b""), "found none, or an empty one"),
+        (lambda run: (run / LOG_FILE).unlink(), "found none, or an empty one"),
+        (other_journal, "found that of run"),
     ],
 )
 def test_lines_that_are_lost_are_found_by_verify_and_by_a_resumed_training(
@@ -93,38 +110,40 @@ def test_lines_that_are_lost_are_found_by_verify_and_by_a_resumed_training(
     assert verify_run(Run(run)).ok
     change(run)
     (problem,) = (problem for problem in verify_run(Run(run)).problems if problem.harmful)
-    assert problem.name == JOURNAL
+    assert problem.name == LOG_FILE
     assert phrase in problem.what
-    with pytest.raises(CorruptionError, match="saved after the line of step 16"):
+    with pytest.raises(CorruptionError, match=phrase):
         train(run, 20)
     assert Run(run).steps() == [4, 8, 12, 16]
     # The loss can be accepted, and is not found again.
     repaired = repair(Run(run))
-    assert [JOURNAL in action for action in repaired.actions] == [True]
+    assert [LOG_FILE in action for action in repaired.actions] == [True]
     assert repaired.report.ok
     train(run, 20)
     assert verify_run(Run(run)).ok
-    assert line_reference(Run(run).manifest(20)).step == 20  # type: ignore[union-attr]
+    assert steps_of(run)[-1] == 20
+    assert Run(run).manifest(20).log is not None
 
 
 def test_lines_after_the_newest_checkpoint_may_be_lost(run: Path) -> None:
-    (run / JOURNAL).write_bytes(b"".join(lines(run)[:16]))
+    train(run, 20)
+    train(run, 22)
+    keep(run, 20)
     assert verify_run(Run(run)).ok
-    train(run, 18)
-    assert steps_of(run) == list(range(1, 19))
+    train(run, 22)
+    assert steps_of(run) == list(range(1, 23))
 
 
 def test_what_has_no_journal_or_began_it_later_lacks_nothing(run: Path, tmp_path: Path) -> None:
     late = tmp_path / "late"
     train(late, 8, options=ManagerOptions())
-    assert line_reference(Run(late).manifest(8)) is None
     train(late, 13)
     assert steps_of(late) == [9, 10, 11, 12, 13]
     train(late, 16, options=ManagerOptions())  # and pauses
     train(late, 21)
     assert verify_run(Run(late)).ok
-    (late / JOURNAL).unlink()
-    assert not verify_run(Run(late)).ok, "step 12 was saved with lines"
+    (late / LOG_FILE).unlink()
+    assert not verify_run(Run(late)).ok
     for every in (3, 100):
         rare = tmp_path / f"every-{every}"
         train(rare, 9, options=ManagerOptions(journal_every=every))
@@ -137,14 +156,12 @@ def test_what_has_no_journal_or_began_it_later_lacks_nothing(run: Path, tmp_path
     fork_run(run, 12, tmp_path / "fork")
     for other in (mirror, copy, tmp_path / "fork"):
         assert verify_run(Run(other)).ok
-        assert (other / JOURNAL).exists() == (other is not mirror)
         train(other, 22)
         assert verify_run(Run(other)).ok
 
 
 def test_the_same_bits_with_other_lines_are_no_difference(run: Path, tmp_path: Path) -> None:
     train(tmp_path / "b", 16, options=ManagerOptions(journal_every=5))
-    assert line_reference(Run(run).manifest(16)) != line_reference(Run(tmp_path / "b").manifest(16))
     assert diff(f"{run}@16", f"{tmp_path / 'b'}@16").process_leaves == ()
 
 
@@ -152,7 +169,7 @@ def test_the_same_bits_with_other_lines_are_no_difference(run: Path, tmp_path: P
 
 
 def test_a_rollback_of_lines_alone_is_reported_and_undone(run: Path) -> None:
-    before = (run / JOURNAL).read_bytes()
+    before = recorded(run)
     for options in (("--dry-run",), ()):
         output = command("rollback", f"{run}@16", *options)
         assert "set aside  lines of the journal, of steps 17 to 18" in output
@@ -162,7 +179,7 @@ def test_a_rollback_of_lines_alone_is_reported_and_undone(run: Path) -> None:
     for options in (("--dry-run",), ()):
         output = command("rollback", run, "--undo", *options)
         assert "bring back  lines of the journal, of steps 17 to 18" in output
-    assert (run / JOURNAL).read_bytes() == before
+    assert recorded(run) == before
     assert "nothing is set aside" in command("rollback", run, "--undo")
     # Two in a row, of lines and then of checkpoints.
     command("rollback", f"{run}@16")
@@ -170,46 +187,43 @@ def test_a_rollback_of_lines_alone_is_reported_and_undone(run: Path) -> None:
     assert steps_of(run)[-1] == 8
     done = json.loads(command("rollback", run, "--undo", "--json"))
     assert (done["brought_back"], done["lines_brought_back"]) == ([12, 16], [9, 18])
-    assert (run / JOURNAL).read_bytes() == before
-    assert list((run / "rolled-back").iterdir()) == []
+    assert recorded(run) == before
+    assert aside(run) == []
     assert verify_run(Run(run)).ok
 
 
 def test_lines_that_an_undo_replaces_are_set_aside(run: Path) -> None:
-    before = (run / JOURNAL).read_bytes()
+    before = recorded(run)
     command("rollback", f"{run}@8")
     train(run, 11, rate=2.0)
-    since = b"".join(lines(run)[8:])
     for options in (("--dry-run",), ()):
         output = command("rollback", run, "--undo", *options)
         assert "bring back  lines of the journal, of steps 9 to 18" in output
         assert "set aside  lines of the journal, of steps 9 to 11" in output
-    assert (run / JOURNAL).read_bytes() == before
-    (aside,) = (run / "rolled-back").iterdir()
-    assert aside.read_bytes() == since
-    ended = command("rollback", run, "--undo", status=1)
-    assert aside.name in ended
+    assert recorded(run) == before
+    assert aside(run) == [(9, 11)]
+    assert "9 to 11" in command("rollback", run, "--undo", status=1)
     assert verify_run(Run(run)).ok
 
 
 def test_the_lines_return_to_which_the_returning_checkpoints_refer(run: Path) -> None:
     """Other lines were set aside later, without a checkpoint."""
-    before = (run / JOURNAL).read_bytes()
+    before = recorded(run)
     command("rollback", f"{run}@8")
     train(run, 11, rate=2.0)
     command("rollback", f"{run}@8")
     assert json.loads(command("rollback", run, "--undo", "--json"))["brought_back"] == [12, 16]
-    assert (run / JOURNAL).read_bytes() == before
+    assert recorded(run) == before
     assert verify_run(Run(run)).ok
 
 
 def test_lines_alone_do_not_replace_newer_lines(run: Path) -> None:
     command("rollback", f"{run}@16")
     train(run, 19, rate=2.0)
-    before = (run / JOURNAL).read_bytes()
+    before = recorded(run)
     with Run(run) as opened, pytest.raises(HistoryError, match="17 to 19 were recorded since"):
         opened.undo_rollback()
-    assert (run / JOURNAL).read_bytes() == before
+    assert recorded(run) == before
 
 
 def test_an_undo_that_stops_anywhere_can_be_repeated(trained: Path, tmp_path: Path) -> None:
@@ -228,7 +242,7 @@ def test_an_undo_that_stops_anywhere_can_be_repeated(trained: Path, tmp_path: Pa
                 opened.undo_rollback()
         assert Run(run).steps() == [4, 8, 12, 16]
         assert steps_of(run) == list(range(1, 19))
-        assert list((run / "rolled-back").iterdir()) == []
+        assert aside(run) == []
         if stop.count < number:
             break
     assert stop.count > 10
@@ -236,39 +250,37 @@ def test_an_undo_that_stops_anywhere_can_be_repeated(trained: Path, tmp_path: Pa
 
 def test_a_rollback_over_a_damaged_line_names_it_and_moves_nothing(run: Path) -> None:
     harm(run, 6)
-    before = (run / JOURNAL).read_bytes()
+    damaged, line = lines(run), place_of(run, 6) + 1
     for options in (("--dry-run",), ()):
-        assert "line 6, after step 5" in command("rollback", f"{run}@8", *options, status=1)
-    assert (run / JOURNAL).read_bytes() == before
+        assert f"line {line}:" in command("rollback", f"{run}@8", *options, status=1)
+    assert lines(run) == damaged
     assert Run(run).steps() == [4, 8, 12, 16]
-    command("rollback", f"{run}@4")  # the damaged line is one of those that go
+    command("verify", run, "--repair")
+    command("rollback", f"{run}@4")
     assert steps_of(run) == [1, 2, 3, 4]
-    (aside,) = (run / "rolled-back").iterdir()
-    assert aside.read_bytes() == b"".join(before.splitlines(keepends=True)[4:])
 
 
 # ------------------------------------------------------------ repair and prune
 
 
-def test_a_repair_and_a_prune_name_the_lines_that_they_move_and_delete(run: Path) -> None:
+def test_a_repair_and_a_prune_name_the_lines_that_they_move_and_drop(run: Path) -> None:
     harm(run, 6)
+    line = place_of(run, 6) + 1
     done = repair(Run(run))
-    (aside,) = (run / "rolled-back").iterdir()
+    (copy,) = (run / "quarantine").iterdir()
     (action,) = done.actions
-    assert f"rolled-back/{aside.name}" in action
-    assert "line 6, after step 5" in action
-    assert "Nothing was changed" not in action
+    assert f"quarantine/{copy.name}" in action
+    assert f"line {line}:" in action
+    assert "othing was changed" not in action
     assert done.report.ok
-    assert aside.name in command("rollback", run, "--undo", status=1)
+    command("rollback", f"{run}@4")
     for options in (("--dry-run",), ()):
+        assert aside(run) == [(5, 5)]
         output = command("prune", run, "--rolled-back", *options)
-        assert f"delete   rolled-back/{aside.name}" in output
-        assert "0 checkpoints and 1 file of journal lines to delete" in output
-        assert "; 0 B freed" not in output
-        assert aside.exists() == bool(options)
-    command("rollback", f"{run}@16")
+        assert "delete   lines of the journal, of step 5" in output
+    assert aside(run) == []
     train(run, 20)
-    assert steps_of(run) == [1, 2, 3, 4, 5, 17, 18, 19, 20]
+    assert steps_of(run) == [1, 2, 3, 4, *range(5, 21)]
 
 
 # ------------------------------------------------------------ fork and copy
@@ -282,16 +294,9 @@ def test_a_damaged_journal_stops_a_fork_or_copy_that_needs_it_before_anything_is
         lambda: fork_run(run, 12, tmp_path / "new"),
         lambda: copy_run(run, tmp_path / "new"),
     ):
-        with pytest.raises(CorruptionError, match="line 10, after step 9"):
+        with pytest.raises(CorruptionError, match=r"line \d+:"):
             call()
         assert not (tmp_path / "new").exists()
     fork_run(run, 8, tmp_path / "fork")
     copy_run(run, tmp_path / "copy", [4, 8])
     assert steps_of(tmp_path / "fork") == steps_of(tmp_path / "copy") == [*range(1, 9)]
-
-
-def test_the_page_of_the_format_names_the_reference(run: Path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "FORMAT.md"
-    (leaf,) = (leaf for leaf in Run(run).manifest(16).process_leaves if leaf.path == "journal")
-    assert json.loads(leaf.text or "").keys() == {"step", "hash"}
-    assert re.search(r"`journal` in `local`, a `py:str`", page.read_text())

@@ -14,7 +14,7 @@ from perdure.checkpoint import SingleProcess
 from perdure.checkpoint.state_digest import batch_digest, state_digest
 from perdure.errors import JournalMismatchError, UnsupportedLeafError
 from perdure.store import LocalStorage, Run
-from perdure.store.journal_file import JournalEntry, read_journal
+from perdure.store.run_log import JournalEntry, read_journal
 from pretend import Pretend, play
 
 EVERY = ManagerOptions(journal_every=1)
@@ -25,7 +25,7 @@ def state(k: int) -> dict[str, Any]:
 
 
 def entries(run: Path) -> list[JournalEntry]:
-    return [line.entry for line in read_journal(LocalStorage(run))]
+    return [*read_journal(LocalStorage(run))]
 
 
 # ------------------------------------------------------------ the end of a group

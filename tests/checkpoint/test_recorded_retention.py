@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from perdure import CheckpointManager, LocalStorage, ManagerOptions, MemoryStorage, Retention
-from perdure.checkpoint.recorded_retention import RecordedRetention, recorded_retention
-from perdure.store.format import RETENTION
+from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
+from perdure.checkpoint.retention_rules import RecordedRetention, recorded_retention
+from perdure.store import PruneRequest, Run, repair, verify_run
+from perdure.store.run_log import LOG_FILE, line_references
 
 BEST = Retention(best_metric="loss", best_mode="min", keep_period=5)
 
@@ -28,32 +28,97 @@ def saved(
         return list(manager.all_steps())
 
 
+def verify_log(run: Run) -> str | None:
+    """What is wrong with the log, without the rest of `verify_run`."""
+    return run.log.view.problem_with(line_references(run.contents().manifests.values()))
+
+
 def test_the_rules_of_the_last_manager_are_recorded() -> None:
     storage = MemoryStorage()
-    assert recorded_retention(storage) is None
     assert saved(storage, range(1, 8), 2, BEST) == [3, 5, 6, 7]
-    assert recorded_retention(storage) == RecordedRetention(2, BEST)
+    assert recorded_retention(Run(storage)) == RecordedRetention(2, BEST)
     saved(storage, range(8, 9), None, Retention())
-    assert recorded_retention(storage) == RecordedRetention(None, Retention())
+    assert recorded_retention(Run(storage)) == RecordedRetention(None, Retention())
+
+
+def whole(where: Path) -> bytes:
+    """A run whose log has the rules, and whose checkpoints 5 to 7 were saved after them."""
+    assert saved(where, range(1, 8), 2, BEST) == [3, 5, 6, 7]
+    return (where / LOG_FILE).read_bytes()
+
+
+def assert_keeps_all(where: Path) -> None:
+    """A manager without rules warns and deletes nothing; one with rules deletes nothing either."""
+    with pytest.warns(UserWarning, match=r"othing is deleted"):
+        assert saved(where, range(8, 10), 1, None) == [3, 5, 6, 7, 8, 9]
+    with pytest.warns(UserWarning, match=r"othing is deleted"):
+        assert saved(where, range(10, 11), 1, Retention()) == [3, 5, 6, 7, 8, 9, 10]
+    problems = [problem for problem in verify_run(Run(where)).problems if problem.harmful]
+    assert [problem.name for problem in problems] == [LOG_FILE]
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{}", b'{"max_to_keep":0.5}', b'{"max_to_keep":1,"best_to_keep":-1}']
+    "change",
+    [
+        lambda _: b"",
+        lambda _: b"{}",
+        lambda _: b"null\n",
+        lambda data: data[:-1],
+        lambda data: data[: data.index(b'"rules"')],
+        lambda data: data[: data.index(b"\n") + 1],
+        lambda data: data.replace(b'"loss"', b'"lass"'),
+        lambda data: data.replace(b'"run":"', b'"run":"0'),
+        None,
+    ],
+    ids=["empty", "braces", "null", "torn", "cut", "one line", "flipped", "other run", "deleted"],
 )
-def test_a_damaged_record_changes_no_prune(data: bytes) -> None:
-    storage = MemoryStorage()
-    saved(storage, range(1, 8), 2, BEST)
-    storage.replace(RETENTION, data)
-    assert recorded_retention(storage) is None
-    assert saved(storage, range(8, 9), 2, BEST) == [3, 5, 7, 8]
-    assert recorded_retention(storage) == RecordedRetention(2, BEST)
+def test_rules_that_were_damaged_or_lost_delete_nothing(tmp_path: Path, change: Any) -> None:
+    data = whole(tmp_path)
+    path = tmp_path / LOG_FILE
+    path.unlink()
+    if change is not None:
+        path.write_bytes(change(data))
+    assert_keeps_all(tmp_path)
+    # The control, with the log as it was. What was saved meanwhile refers to no line.
+    path.write_bytes(data)
+    assert saved(tmp_path, range(11, 12), 1, None) == [3, 5, 10, 11]
 
 
-def test_a_record_that_cannot_be_written_costs_no_checkpoint(tmp_path: Path) -> None:
-    saved(tmp_path, range(1, 2), 2, BEST)
-    os.unlink(tmp_path / RETENTION)
-    (tmp_path / RETENTION).mkdir()
-    with pytest.warns(UserWarning, match=r"retention\.json was not written"):
+def test_each_flipped_byte_of_a_small_log_is_seen_before_anything_is_deleted(
+    tmp_path: Path,
+) -> None:
+    data = whole(tmp_path)
+    request = PruneRequest(frozenset({3, 5, 6}))
+    for place in range(len(data)):
+        flipped = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        (tmp_path / LOG_FILE).write_bytes(flipped)
+        assert Run(tmp_path).plan(request).empty, place
+        assert verify_log(Run(tmp_path)) is not None, place
+    (tmp_path / LOG_FILE).write_bytes(data)
+    assert Run(tmp_path).plan(request).steps == (3, 5, 6)  # the control
+
+
+def test_rules_that_a_repair_could_not_keep_delete_nothing_until_others_are_given(
+    tmp_path: Path,
+) -> None:
+    data = whole(tmp_path)
+    (tmp_path / LOG_FILE).write_bytes(data.replace(b'"loss"', b'"lass"'))
+    with Run(tmp_path) as run:
+        assert repair(run).report.ok
+    with pytest.warns(UserWarning, match=r"lost in a repair"):
+        assert saved(tmp_path, range(8, 9), 1, None) == [3, 5, 6, 7, 8]
+    assert saved(tmp_path, range(9, 10), 1, BEST) == [3, 5, 9]
+    assert saved(tmp_path, range(10, 11), 1, None) == [3, 5, 10]
+
+
+def test_rules_that_cannot_be_recorded_cost_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("perdure.checkpoint.retention_rules.record_retention", full)
+    with pytest.warns(UserWarning, match=r"could not be recorded"):
         assert saved(tmp_path, range(2, 5), 2, BEST) == [3, 4]
 
 
@@ -76,7 +141,7 @@ def test_a_manager_without_retention_goes_on_with_the_recorded_one(
         assert manager.all_steps() == CheckpointManager(mirror).all_steps() == [3, 5, 6, 10, 11]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "Retention(keep_period=5, best_metric='loss', best_mode='min')" in line
-    assert recorded_retention(LocalStorage(where)) == RecordedRetention(1, BEST)
+    assert recorded_retention(Run(where)) == RecordedRetention(1, BEST)
 
 
 def test_control_a_manager_that_is_given_other_rules_warns_and_deletes() -> None:
@@ -87,18 +152,6 @@ def test_control_a_manager_that_is_given_other_rules_warns_and_deletes() -> None
     assert "Retention(keep_period=5, best_metric='loss', best_mode='min')" in str(warned[0].message)
     assert len(warned) == 1
     assert saved(storage, range(10, 12), 2, Retention(keep_period=5)) == [5, 10, 11]  # said once
-
-
-def test_rules_that_cannot_be_read_delete_nothing(tmp_path: Path) -> None:
-    saved(tmp_path, range(1, 8), 2, BEST)
-    data = (tmp_path / RETENTION).read_bytes()
-    os.unlink(tmp_path / RETENTION)
-    (tmp_path / RETENTION).mkdir()
-    with pytest.warns(UserWarning, match=r"Nothing is deleted"):
-        assert saved(tmp_path, range(8, 10), 1, None) == [3, 5, 6, 7, 8, 9]
-    (tmp_path / RETENTION).rmdir()
-    (tmp_path / RETENTION).write_bytes(data)
-    assert saved(tmp_path, range(10, 11), 1, None) == [3, 5, 10]
 
 
 @pytest.mark.parametrize(

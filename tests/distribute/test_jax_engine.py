@@ -19,7 +19,7 @@ from perdure.errors import StateError, TopologyError
 from perdure.jax import MirroredStrategy, OneDeviceStrategy
 from perdure.state import restore, snapshot
 from perdure.store import LocalStorage
-from perdure.store.journal_file import read_journal
+from perdure.store.run_log import read_journal
 
 V = 4
 
@@ -285,7 +285,7 @@ def test_the_journal_of_one_program_is_that_of_single_programs(tmp_path: Path) -
             for step in range(3):
                 state, _ = train_step(state, strategy.batch(dataset(), step))
                 manager.journal.record(step + 1, state)
-        lines.append([line.entry for line in read_journal(LocalStorage(tmp_path / name))])
+        lines.append([*read_journal(LocalStorage(tmp_path / name))])
     fused, single = lines
     assert [(e.step, e.batch, e.state) for e in fused] == [
         (e.step, e.batch, e.state) for e in single

@@ -15,7 +15,7 @@ from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 from perdure.errors import ArgumentError, JournalMismatchError
 from perdure.store import LocalStorage
-from perdure.store.journal_file import JournalEntry, read_journal
+from perdure.store.run_log import JournalEntry, read_journal
 from pretend import play
 
 V = 6
@@ -47,7 +47,7 @@ def train(run: Path, devices: int, stop: int, every: int = 1, **wrong: Any) -> N
 
 
 def entries(run: Path) -> list[JournalEntry]:
-    return [line.entry for line in read_journal(LocalStorage(run))]
+    return [*read_journal(LocalStorage(run))]
 
 
 def test_lines_do_not_depend_on_the_devices_and_say_how_many_there_were(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from perdure.errors import ArgumentError, LaunchError, SaveError
 from perdure.report import report
 from perdure.store import LocalStorage, Run
 from perdure.store.format import hash_bytes
-from perdure.store.journal_file import JOURNAL, read_journal
 from perdure.store.log import read_log
+from perdure.store.run_log import LOG_FILE, read_journal
 
 PROGRAM = [sys.executable, str(Path(__file__).parent / "programs" / "journaled.py")]
 
@@ -104,7 +104,7 @@ def _exchanged(journal: Path) -> None:
     """By the journal of another run of the same program, whose lines are sound."""
     command = [*PROGRAM, "run=exchanged", "rate=0.2"]
     subprocess.run(command, cwd=journal.parent, check=True)
-    shutil.copy(journal.parent / "runs" / "exchanged" / JOURNAL, journal)
+    shutil.copy(journal.parent / "runs" / "exchanged" / LOG_FILE, journal)
 
 
 def _cut(journal: Path) -> None:
@@ -132,11 +132,11 @@ def test_no_command_believes_a_journal_that_its_checkpoints_contradict(
     }[looks]
     if looks != "replay" or damage is Path.unlink:
         assert CliRunner().invoke(main, arguments).exit_code == 0, "the control"
-    damage(run / JOURNAL)
+    damage(run / LOG_FILE)
     ended = CliRunner().invoke(main, arguments)
     said = ended.output + str(ended.exception or "")
     assert ended.exit_code == 1, said
-    assert JOURNAL in said
+    assert LOG_FILE in said
     assert "reproduced" not in said
     assert not (run / "replays").exists() or damage is Path.unlink
 
@@ -174,7 +174,7 @@ def test_a_run_outside_of_the_working_directory_is_replayed(home: Path, tmp_path
 def steps_of(replays: Path, run: Path) -> list[int]:
     """The steps after 8 that the replay itself has recorded."""
     _, place = redirected(replays / "replay-1", str(run))
-    lines = [line.entry for line in read_journal(LocalStorage(place))]
+    lines = [*read_journal(LocalStorage(place))]
     return [entry.step for entry in lines if entry.step > 8]
 
 
@@ -194,7 +194,7 @@ def test_mistakes_in_the_arguments_exit_with_2(home: Path, tmp_path: Path) -> No
         assert ended.exit_code == 2, (arguments, ended.output)
     with pytest.raises(ArgumentError, match="up to 13"):
         replay_run(PROGRAM, "runs/mine", ReplayOptions(last=99), tmp_path)
-    assert (home / "runs" / "mine" / JOURNAL).exists()
+    assert (home / "runs" / "mine" / LOG_FILE).exists()
 
 
 def test_a_replay_lies_outside_of_the_run_and_is_no_part_of_the_next_one(

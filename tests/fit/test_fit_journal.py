@@ -11,7 +11,7 @@ from cases import BATCHES, EPOCHS, Fault, train
 
 from perdure.errors import JournalMismatchError
 from perdure.store import LocalStorage
-from perdure.store.journal_file import JournalEntry, read_journal
+from perdure.store.run_log import JournalEntry, read_journal
 
 
 class OtherRate(keras.callbacks.Callback):
@@ -27,7 +27,7 @@ class OtherRate(keras.callbacks.Callback):
 
 
 def entries(run: Path) -> list[JournalEntry]:
-    return [line.entry for line in read_journal(LocalStorage(run))]
+    return [*read_journal(LocalStorage(run))]
 
 
 def test_an_interrupted_fit_has_the_journal_of_an_undisturbed_one(tmp_path: Path) -> None:

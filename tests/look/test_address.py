@@ -62,8 +62,8 @@ def test_a_mistyped_best_does_not_blame_the_retention(tmp_path: Path) -> None:
     for which in ("best:MIN:loss", "best:min", "best:min:"):
         with pytest.raises((ArgumentError, NotARunError)) as caught:
             open_checkpoint(f"{tmp_path}@{which}")
-        assert "retention.json" not in str(caught.value), which
-    with pytest.raises(ArgumentError, match=r"retention\.json"):
+        assert "its retention" not in str(caught.value), which
+    with pytest.raises(ArgumentError, match="its retention names no"):
         open_checkpoint(f"{tmp_path}@best")
 
 

@@ -15,15 +15,15 @@ from click.testing import CliRunner
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.cli import main
-from perdure.errors import ArgumentError, CorruptionError, NotARunError, UnreachableError
+from perdure.errors import ArgumentError, CorruptionError, NotARunError
 from perdure.look.journal_bisect import Bisected, bisect_runs
-from perdure.store import LocalStorage, Run
-from perdure.store.journal_file import JOURNAL, JournalEntry, JournalWriter
+from perdure.store import Run
+from perdure.store.run_log import LOG_FILE, JournalEntry
 
 
 def journal(run: Path, steps: Any, parts_at: int | None = None, what: str = "state") -> Path:
-    Run(run, create=True).begin_writing()
-    writer = JournalWriter(LocalStorage(run))
+    writer = Run(run, create=True)
+    writer.begin_writing()
     for step in steps:
         digests: dict[str, Any] = {
             "batch": f"{step:032x}",
@@ -34,7 +34,7 @@ def journal(run: Path, steps: Any, parts_at: int | None = None, what: str = "sta
             digests["state"] = "f" * 32
             if step == parts_at:
                 digests[what] = "f" * 32
-        writer.append(JournalEntry(step=step, attempt=step % 3, **digests))
+        writer.log.append(JournalEntry(step=step, attempt=step % 3, **digests), durable=False)
     writer.close()
     return run
 
@@ -130,35 +130,35 @@ def test_a_checkpoint_tells_what_its_line_does_not_cover(tmp_path: Path) -> None
 
 
 def _cut(run: Path, _: Path) -> None:
-    lines = (run / JOURNAL).read_bytes().splitlines(keepends=True)
-    (run / JOURNAL).write_bytes(b"".join(lines[:8]))
+    lines = (run / LOG_FILE).read_bytes().splitlines(keepends=True)
+    (run / LOG_FILE).write_bytes(b"".join(lines[:8]))
 
 
 def _replace(run: Path, other: Path) -> None:
-    (run / JOURNAL).write_bytes((other / JOURNAL).read_bytes())
+    (run / LOG_FILE).write_bytes((other / LOG_FILE).read_bytes())
 
 
 def _edit(line: int) -> Callable[[Path, Path], None]:
     def edit(run: Path, _: Path) -> None:
-        lines = (run / JOURNAL).read_bytes().splitlines(keepends=True)
+        lines = (run / LOG_FILE).read_bytes().splitlines(keepends=True)
         lines[line] = re.sub(rb'"state":"[^"]*"', b'"state":"%b"' % (b"0" * 32), lines[line])
-        (run / JOURNAL).write_bytes(b"".join(lines))
+        (run / LOG_FILE).write_bytes(b"".join(lines))
 
     return edit
 
 
 def _remove(run: Path, _: Path) -> None:
-    (run / JOURNAL).unlink()
+    (run / LOG_FILE).unlink()
 
 
 def _pipe(run: Path, _: Path) -> None:
-    (run / JOURNAL).unlink()
-    os.mkfifo(run / JOURNAL)
+    (run / LOG_FILE).unlink()
+    os.mkfifo(run / LOG_FILE)
 
 
 def _link(run: Path, _: Path) -> None:
-    (run / JOURNAL).unlink()
-    (run / JOURNAL).symlink_to("gone")
+    (run / LOG_FILE).unlink()
+    (run / LOG_FILE).symlink_to("gone")
 
 
 @pytest.mark.parametrize("attempts", [((20, 1),), ((19, 1), (20, None))])
@@ -166,20 +166,21 @@ def test_a_damaged_journal_is_not_believed(
     tmp_path: Path, attempts: tuple[tuple[int, int | None], ...]
 ) -> None:
     one, two = trained(tmp_path / "one", *attempts), trained(tmp_path / "two", *attempts, odd=13)
-    intact = (two / JOURNAL).read_bytes()
+    intact = (two / LOG_FILE).read_bytes()
     for damage in (_cut, _replace, _edit(7), _edit(18), _remove, _pipe, _link):
         assert bisect_runs(one, two).step == 13
         damage(two, one)
         for runs in ((one, two), (two, one)):
-            with pytest.raises(CorruptionError, match=JOURNAL):
+            with pytest.raises(CorruptionError, match=LOG_FILE):
                 bisect_runs(*runs)
-        (two / JOURNAL).unlink(missing_ok=True)
-        (two / JOURNAL).write_bytes(intact)
+        (two / LOG_FILE).unlink(missing_ok=True)
+        (two / LOG_FILE).write_bytes(intact)
 
 
 def test_a_link_to_nothing_is_no_missing_journal(tmp_path: Path) -> None:
     one = trained(tmp_path / "one", (5, None))
-    (one / JOURNAL).symlink_to("gone")
+    (one / LOG_FILE).unlink()
+    (one / LOG_FILE).symlink_to("gone")
     with pytest.raises(CorruptionError, match="a link to a file that is not there"):
         bisect_runs(one, one)
 
@@ -211,13 +212,11 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotARunError):
         bisect_runs(one, tmp_path / "none")
     two = journal(tmp_path / "two", range(1, 10))
-    with (two / JOURNAL).open("ab") as file:
+    with (two / LOG_FILE).open("ab") as file:
         file.write(b'{"hash":"torn')
     assert bisect_runs(one, two).last_equal == 9
-    (two / JOURNAL).write_bytes(b"nothing\n" * 9)
-    with pytest.raises(
-        CorruptionError, match="line 1, before the first step: the hash does not fit"
-    ):
+    (two / LOG_FILE).write_bytes(b"nothing\n" * 9)
+    with pytest.raises(CorruptionError, match="line 1: the hash does not fit"):
         bisect_runs(one, two)
 
 
@@ -225,11 +224,8 @@ def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with Run(tmp_path / name, create=True) as run:
             run.save(1, {})
-        (tmp_path / name / JOURNAL).write_text("{}\n")
-    (tmp_path / "a" / JOURNAL).unlink()
-    (tmp_path / "a" / JOURNAL).mkdir()
-    with pytest.raises(
-        UnreachableError, match=r"journal\.jsonl: the journal cannot be read"
-    ) as raised:
+        (tmp_path / name / LOG_FILE).write_text("{}\n")
+    (tmp_path / "a" / LOG_FILE).unlink()
+    (tmp_path / "a" / LOG_FILE).mkdir()
+    with pytest.raises(CorruptionError, match="found a directory"):
         bisect_runs(tmp_path / "a", tmp_path / "b")
-    assert f"Is a directory: '{tmp_path / 'a' / JOURNAL}'" in str(raised.value)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from perdure import CheckpointManager, ManagerOptions, Retention
-from perdure.checkpoint.recorded_retention import RecordedRetention, record_retention
+from perdure.checkpoint.retention_rules import RecordedRetention, record_retention
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.look import list_run, open_checkpoint, tree
 from perdure.look.listing import age_text
@@ -134,7 +134,7 @@ def test_a_listing_names_the_rules_that_a_manager_recorded(tmp_path: Path) -> No
     }
     assert open_checkpoint(f"{tmp_path}@best").step == 3
     with Run(tmp_path) as run:
-        record_retention(run.storage, RecordedRetention(1))
+        record_retention(run, RecordedRetention(1))
     kept = [row.kept for row in list_run(tmp_path).checkpoints]
     assert kept == ["until the next save: older than the newest 1"] * 3 + ["one of the newest 1"]
     with pytest.raises(ArgumentError, match="names no metric to keep the best of"):

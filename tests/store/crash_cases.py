@@ -306,9 +306,14 @@ def durable(operations: list[tuple[str, str]]) -> bool:
     before any other name changes."""
     synced: set[str] = set()
     unsynced: str | None = None
+    line_waits = False  # for a sync of the log, before anything else changes
     for operation, path in operations:
         name = final(path)
-        if operation == "fsync":
+        if path.endswith("/log.jsonl") and operation in ("write", "fsync"):
+            line_waits = operation == "write"
+        elif line_waits:
+            return False
+        elif operation == "fsync":
             synced.add(name)
         elif operation == "write":
             synced.discard(name)
@@ -323,4 +328,4 @@ def durable(operations: list[tuple[str, str]]) -> bool:
             if unsynced is not None or (written and operation != "unlink" and name not in synced):
                 return False
             unsynced = os.path.dirname(path)
-    return unsynced is None
+    return unsynced is None and not line_waits

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from perdure.store import Leaf
 from perdure.store.format import PACKS, hash_bytes, manifest_name, pack_name, time_text
+from perdure.store.log import LogWriter
 from perdure.store.manifest import Chunk, LeafEntry, Manifest, PackEntry
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import encode_manifest
 from perdure.store.pack_index import encode_pack_tail
-from perdure.store.run_marker import encode_marker
+from perdure.store.run_log import LOG, Started
+from perdure.store.run_marker import encode_marker, new_marker
 from perdure.store.storage import Storage, create_whole
 
 CHUNKS = 4
@@ -24,7 +26,11 @@ def leaves_of(step: int) -> dict[str, Leaf]:
 
 def make_checkpoints(storage: Storage, count: int) -> None:
     """Write the checkpoints of steps 1 to `count`, each with a pack of its own."""
-    storage.replace("perdure.json", encode_marker(time_text(0)))
+    marker = new_marker(time_text(0))
+    storage.replace("perdure.json", encode_marker(marker))
+    log = LogWriter(storage, LOG)
+    log.append(Started(run=marker.run))
+    log.close()
     for step in range(1, count + 1):
         arrays = _arrays(step)
         hashes = [hash_bytes(data) for data in arrays]

@@ -102,7 +102,7 @@ def test_control_deleting_a_pack_before_its_manifest_fails_the_crash_test(
     case = CASES["compaction"]
     path = prepared(tmp_path, case)
 
-    def packs_first(storage, held, plan):
+    def packs_first(storage, log, held, plan):
         for name in plan.compact:
             storage.delete("packs/" + name)
         raise Crash
@@ -121,8 +121,8 @@ def test_control_a_rollback_that_begins_with_the_oldest_fails_the_crash_test(
 ) -> None:
     """A crash in the middle then leaves a gap in the line of steps."""
     monkeypatch.setattr(
-        "perdure.store.rollback.sorted",
-        lambda items, key=None, **_: sorted(items, key=key),
+        "perdure.store.rollback.reversed",
+        iter,
         raising=False,
     )
     seen = 0

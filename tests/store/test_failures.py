@@ -25,6 +25,7 @@ from perdure.errors import CorruptionError, PruneError, SaveError, StoreError, U
 from perdure.store import LocalStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.direct import read_at
 from perdure.store.format import MAX_STEP, manifest_name
+from perdure.store.run_log import LOG_FILE
 
 CODES = [
     errno.EACCES,
@@ -78,7 +79,9 @@ def test_a_read_that_fails_moves_nothing_and_restores_nothing_older(
         assert storage.fired >= 2
         with pytest.raises(SaveError, match="step 4"):
             manager.save(4, newest)
-        assert files(tmp_path) == before
+        after = files(tmp_path)
+        after[LOG_FILE] = after[LOG_FILE][: len(before[LOG_FILE])]  # it records what it keeps
+        assert after == before
         storage.part = ""
         assert manager.restore().step == 4
 

@@ -26,6 +26,7 @@ from perdure.errors import (
 )
 from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
 from perdure.store.format import manifest_name
+from perdure.store.run_log import LOG_FILE
 
 
 def filled(place: Path | MemoryStorage, *steps: int) -> Run:
@@ -234,7 +235,7 @@ def test_a_rollback_sets_newer_ones_aside_and_saving_continues(
         assert run.rollback(20) == [30, 40]
         assert run.rollback(20) == []
         assert run.steps() == [10, 20]
-        assert [checkpoint.note.rolled_back_to for checkpoint in run.rolled_back()] == [20, 20]
+        assert [checkpoint.why.rolled_back_to for checkpoint in run.rolled_back()] == [20, 20]
         run.save(25, make_leaves(25))
         assert verify_run(run).ok
         with pytest.raises(StepNotFoundError, match="Step 30 was set aside by a rollback"):
@@ -316,7 +317,7 @@ def test_prune_removes_rolled_back_checkpoints_on_request_and_no_damaged_ones(
     assert perdure("prune", tmp_path, "--rolled-back")["quarantined"] == dry["quarantined"]
     assert len(list((tmp_path / "packs").iterdir())) == 2
     assert len(Run(tmp_path).quarantined()) == 1
-    assert [note.step for note in Run(tmp_path).removed()] == [2, 3]
+    assert {step for step, _ in Run(tmp_path).log.view.removed} == {2, 3}
     assert verify_run(Run(tmp_path)).ok, "a note is no finding"
     with run_on(tmp_path) as run:
         assert run.undo_rollback() == []
@@ -363,38 +364,35 @@ def test_the_command_rolls_back_and_undoes_and_ls_shows_it(tmp_path: Path) -> No
         assert CliRunner().invoke(main, [*map(str, wrong)]).exit_code == 2
 
 
-@pytest.mark.parametrize("note", [b"", b"{", b"[]", b'{"name":"x"}', b'{"rolled_back_to":"a"}'])
-def test_an_unreadable_rollback_note_counts_its_checkpoint_as_damaged(
-    tmp_path: Path, note: bytes
-) -> None:
-    with filled(tmp_path, 1, 2) as run:
+@pytest.mark.parametrize("line", [0, 1, 2])
+def test_a_rollback_whose_log_is_damaged_is_not_undone_in_part(tmp_path: Path, line: int) -> None:
+    with filled(tmp_path, 1, 2, 3) as run:
+        run.rollback(2)
         run.rollback(1)
-        (name,) = (tmp_path / "quarantine").glob("*.reason.json")
-        name.write_bytes(note)
-        assert run.rolled_back() == []
-        assert run.undo_rollback() == []
-        run.execute(run.plan(PruneRequest(everywhere=True, compact_from=0, orphans_to=99)))
-        assert len(list((tmp_path / "packs").iterdir())) == 2
-        run.save(2, make_leaves(3))
+    log = tmp_path / LOG_FILE
+    lines = log.read_bytes().splitlines(keepends=True)
+    damaged = [*lines]
+    damaged[line + 1] = damaged[line + 1].replace(b'"step"', b'"stop"')
+    log.write_bytes(b"".join(damaged))
+    with Run(tmp_path) as run:
+        with pytest.raises(CorruptionError, match=f"line {line + 2}"):
+            run.undo_rollback()
+        plan = run.plan(PruneRequest(frozenset({1}), everywhere=True, compact_from=0))
+        assert plan.empty
+        assert run.steps() == [1]
+        assert len(list((tmp_path / "packs").iterdir())) == 3
+    log.write_bytes(b"".join(lines))
+    with Run(tmp_path) as run:  # the control
+        assert run.undo_rollback() == [2, 3]
 
 
-def test_an_edited_rollback_note_restores_nothing_to_a_wrong_place(
+def test_a_manifest_that_was_exchanged_in_quarantine_returns_to_no_wrong_place(
     tmp_path: Path,
 ) -> None:
     with filled(tmp_path, 1, 2) as run:
-        fingerprint = run.manifest(1).fingerprint
         run.rollback(1)
-        (name,) = (tmp_path / "quarantine").glob("*.reason.json")
-        note = json.loads(name.read_text())
-        (tmp_path / "quarantine" / "000000000001-0.json").write_bytes(
-            (tmp_path / manifest_name(1)).read_bytes() + b" "
-        )
-        name.write_text(json.dumps({**note, "after": [7, fingerprint]}))
-        with pytest.raises(HistoryError, match="continues step 7"):
-            run.undo_rollback()
         manifest = tmp_path / "quarantine" / "000000000002-0.json"
         manifest.write_bytes((tmp_path / manifest_name(1)).read_bytes())
-        name.write_text(json.dumps({**note, "after": [1, fingerprint]}))
         with pytest.raises(HistoryError):
             run.undo_rollback()
         assert run.steps() == [1]

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from perdure.checkpoint.recorded_retention import recorded_retention
+from perdure.checkpoint.retention_rules import recorded_retention
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -270,11 +270,11 @@ def _best(run: Run, which: str) -> int:
     parts = which.split(":", 2)
     without = ""
     if parts == ["best"]:
-        rules = recorded_retention(run.storage)
+        rules = recorded_retention(run)
         if rules is not None and rules.retention.best_metric is not None:
             parts = ["best", rules.retention.best_mode, rules.retention.best_metric]
         else:
-            without = ", and its retention (retention.json) names no metric to keep the best of"
+            without = ", and its retention names no metric to keep the best of"
     if len(parts) < 3 or parts[1] not in ("max", "min") or not parts[2]:
         raise ArgumentError(
             f"{run.where}: expected @best:max:METRIC or @best:min:METRIC, found @{which}{without}; "

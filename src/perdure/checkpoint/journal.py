@@ -12,7 +12,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from types import NoneType
 from typing import Any, SupportsFloat
 
@@ -31,7 +30,6 @@ from perdure.checkpoint.state_digest import (
 )
 from perdure.checkpoint.step_trace import is_tracing, trace_recorded
 from perdure.errors import (
-    CorruptionError,
     JournalMismatchError,
     PerdureError,
     SaveError,
@@ -41,30 +39,16 @@ from perdure.errors import (
 )
 from perdure.heartbeats import beat
 from perdure.process_group import Processes
-from perdure.store import Leaf, LocalStorage, Run
+from perdure.store import LocalStorage, Run
 from perdure.store.drill_hook import drill_hook
-from perdure.store.journal_file import (
-    FIRST_HASH,
-    JOURNAL,
-    JournalEntry,
-    JournalWriter,
-    first_difference,
-    read_journal,
-)
-from perdure.store.journal_reference import (
-    JOURNAL_LEAF,
-    LineReference,
-    checked_lines,
-    line_references,
-    reference_leaf,
-)
 from perdure.store.manifest import plain_metrics
+from perdure.store.run_log import JournalEntry, first_difference
 
 _ATTEMPT = "PERDURE_ATTEMPT"  # set by `perdure run`
 
 
 class Journal:
-    """One line for each recorded step in `journal.jsonl` of the run directory (docs/JOURNAL.md).
+    """One line for each recorded step in the log of the run directory (docs/JOURNAL.md).
 
     A manager makes it; `manager.save` records by itself if `ManagerOptions.journal_every` is given.
     """
@@ -79,12 +63,11 @@ class Journal:
         self._may_lack = is_forced and options.journal_every is None
         self._tolerates = options.on_error == "continue"
         self._guard = threading.RLock()
-        self._writer: JournalWriter | None = None
-        self._is_closed = False
+        self._is_open = self._is_closed = False
         self._is_used = self._every is not None  # the same in all processes of a group
         self._after = -1  # the newest step whose state is certain
-        self._ahead: deque[tuple[JournalEntry, str]] = deque()  # lines of steps that are repeated
-        self._last: tuple[JournalEntry, str] | None = None  # the line before those, with its hash
+        self._ahead: deque[JournalEntry] = deque()  # lines of steps that are repeated
+        self._last: JournalEntry | None = None  # the line before those
         self._newest = -1
         self._recorded: int | None = None  # by a call of `record`
         self._steps: tuple[int | None, int | None] = None, None  # the last two different ones
@@ -196,7 +179,7 @@ class Journal:
         except UnsupportedLeafError as error:  # a batch may be anything
             if "batch" not in self._warned:
                 self._warned.add("batch")
-                warn_caller(f"{self._run.where}: the lines of {JOURNAL} lack the batch: {error}")
+                warn_caller(f"{self._run.where}: the lines of its journal lack the batch: {error}")
         sent = "".join(digests).encode()
         channel = processes if processes.count == 1 else processes.channel("journal")
         if digest := channel.agree(sent, _batch_digest):
@@ -216,22 +199,11 @@ class Journal:
     def forget(self) -> None:
         """The history of the run may change: read the journal again at the next step."""
         with self._guard:
-            self._close_file()
+            self._sync()
+            self._is_open, self._last = False, None
+            self._ahead.clear()
             self._after, self._recorded, self._failure = -1, None, None
             self._steps, self._is_raised = (None, None), False
-
-    def reference(self, step: int) -> dict[str, Leaf]:
-        """The process leaf by which the checkpoint of `step` refers to the last line up to it."""
-        if not self._is_used or not self._processes.is_chief:
-            return {}
-        with self._guard:
-            with suppress(OSError, SaveError):  # a warning of `record`, or an error of the save
-                self._open()
-            self._advance(step)
-            if self._last is None:
-                return {}
-            entry, digest = self._last
-            return {JOURNAL_LEAF: reference_leaf(LineReference(entry.step, digest))}
 
     def require_agreement(self, call: str = "save") -> None:
         """Raise what went wrong in the chief, in every process, before a save. A collective."""
@@ -258,25 +230,21 @@ class Journal:
                 raise self._failure
             warn_caller(f"{self._failure}")
 
-    def sync(self) -> str | None:
-        """Make all lines durable; returns what to warn about if that fails."""
-        with self._guard:
-            writer = self._writer
-        if writer is None:
-            return None
-        try:
-            writer.sync()
-        except OSError as error:
-            return f"{self._run.where}: {JOURNAL} could not be made durable: {error}"
-        return None
-
     def close(self) -> None:
-        """Make all lines durable and close the file."""
+        """Make all lines durable; nothing is recorded any more."""
         with self._guard:
             self._is_closed = True
-            note = self._close_file()
+            note = self._sync()
         if note is not None:
             warn_caller(note)
+
+    def _sync(self) -> str | None:
+        """Make all lines durable; returns what to warn about if that fails."""
+        try:
+            self._run.log.sync()
+        except OSError as error:
+            return f"{self._run.where}: the journal could not be made durable: {error}"
+        return None
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -305,19 +273,19 @@ class Journal:
 
     def _keep(self, entry: JournalEntry) -> None:
         try:
-            writer = self._open()
+            self._open()
             entry = msgspec.structs.replace(entry, attempt=self._attempt)
             self._advance(entry.step)
-            before = None if self._last is None else self._last[0]
+            before = self._last
             if before is not None and before.step == entry.step:
                 self._compare(before, entry)
             elif entry.step > self._newest:
-                self._last = entry, writer.append(entry)
-                self._newest = entry.step
+                self._run.log.append(entry, durable=False)
+                self._last, self._newest = entry, entry.step
         except OSError as error:
             failure = SaveError(
                 f"{self._run.where}: the line of step {entry.step} could not be written into "
-                f"{JOURNAL}: {error}. Every checkpoint and every earlier line is unchanged."
+                f"the journal: {error}. Every checkpoint and every earlier line is unchanged."
             )
             if not self._tolerates:
                 raise failure from error
@@ -328,47 +296,28 @@ class Journal:
             warn_caller(f"{error} Training continues without the line of step {entry.step}.")
 
     def _advance(self, step: int) -> None:
-        while self._ahead and self._ahead[0][0].step <= step:
+        while self._ahead and self._ahead[0].step <= step:
             self._last = self._ahead.popleft()
 
-    def _open(self) -> JournalWriter:
-        # The marker comes first: a directory that holds only a journal is no run directory.
+    def _open(self) -> None:
+        """Become the writer, and read the lines of the steps that this program repeats; once."""
         self._run.begin_writing()
-        if self._writer is not None:
-            return self._writer
-        storage = self._run.storage
-        assert isinstance(storage, LocalStorage)
-        ahead: deque[tuple[JournalEntry, str]] = deque()
-        last: tuple[JournalEntry, str] | None = None
-        newest, last_hash, end, attempts = -1, FIRST_HASH, 0, 0
-        for line in checked_lines(read_journal(storage), self._run.where, self._references()):
-            newest, last_hash, end = line.entry.step, line.hash, line.end
-            attempts = max(attempts, line.entry.attempt)
-            if newest >= self._after:
-                ahead.append((line.entry, line.hash))
+        if self._is_open:
+            return
+        view = self._run.log.check()
+        view.require()
+        attempts = 0
+        self._ahead.clear()
+        for entry in view.entries(self._run.storage):
+            attempts = max(attempts, entry.attempt)
+            if entry.step >= self._after:
+                self._ahead.append(entry)
             else:
-                last = line.entry, line.hash
-        self._writer = JournalWriter(storage, last_hash, end)
-        self._ahead, self._last, self._newest = ahead, last, newest
+                self._last = entry
+        self._newest, self._is_open = view.newest_step, True
         if not self._attempt:
             stated = os.environ.get(_ATTEMPT, "")
             self._attempt = int(stated) if stated.isdecimal() else attempts + 1
-        return self._writer
-
-    def _references(self) -> dict[int, LineReference]:
-        """What the newest readable checkpoint refers to; `perdure verify` looks at all of them."""
-        for step in reversed(self._run.steps()):
-            with suppress(CorruptionError):
-                return line_references([self._run.manifest(step)])
-        return {}
-
-    def _close_file(self) -> str | None:
-        note = self.sync()  # a save that is under way does not find the file any more
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-        self._ahead, self._last = deque(), None
-        return note
 
     def _compare(self, before: JournalEntry, entry: JournalEntry) -> None:
         """Raise for the first digest that differs; warn about metrics that do.
@@ -387,7 +336,7 @@ class Journal:
                 warn_caller(
                     f"{self._run.where}: step {entry.step} was computed again with the same bits, "
                     f"and the metric {name!r} is {entry.metrics[name]}; expected "
-                    f"{before.metrics[name]}, as in {JOURNAL}. It depends on more than the state."
+                    f"{before.metrics[name]}, as in its line. It depends on more than the state."
                 )
 
     def _describe(
@@ -406,7 +355,7 @@ class Journal:
             cause = f"Its data may be others, too: no batch was compared. {cause}"
         ways = f"`perdure rollback {where}@{max(self._after, 0)}` sets the lines after it aside"
         if self._after < 0:
-            ways = f"remove {where}/{JOURNAL}"
+            ways = "use another run directory"
         return (
             f"{where}: step {before.step}, computed again from {start}, has another {what} than the "
             f"journal: expected {expected} (attempt {before.attempt}), found {found}. {cause} Nothing "

@@ -15,8 +15,8 @@ from perdure.checkpoint.group_call import together
 from perdure.checkpoint.managed_run import ManagedRun, SaveInterval
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import candidates
-from perdure.checkpoint.recorded_retention import recorded_retention
 from perdure.checkpoint.retention import Retention, ranked
+from perdure.checkpoint.retention_rules import recorded_retention
 from perdure.checkpoint.saver import BackgroundSaver
 from perdure.errors import StepNotFoundError, StoreError
 from perdure.state.metadata import metadata_tree
@@ -94,7 +94,7 @@ class ManagedDirectory(CallGuard):
     def _rules(self) -> Retention:
         if self._retention is not None:
             return self._retention
-        recorded = recorded_retention(self._run.storage)
+        recorded = recorded_retention(self._run)
         return Retention() if recorded is None else recorded.retention
 
     def metrics(self, step: int | str) -> dict[str, float | None]:

@@ -316,7 +316,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         beat("compile", restored.step)
         return restored
 
-    def restore_or_initialize(self, init: Any = None) -> Restored:
+    def restore_or_initialize(self, init: Any = None, *, start_over: bool = False) -> Restored:
         """The newest good checkpoint, or a fresh state at step 0 if there is none.
 
         The manager becomes the writer, so that a second writer, or a disk that cannot be written to,
@@ -327,21 +327,26 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                 the template of the restore. A module can be called too, and is a state: only a
                 function, a method, a class, a `functools.partial` or a callable that cannot itself be
                 saved is called. None: the `Checkpoint` that the manager was made for.
+            start_over: Begin at step 0 although the run has had checkpoints, which were all set aside
+                or are gone.
 
         Raises:
+            HistoryError: The run has had checkpoints and has none now, without `start_over`.
             CorruptionError, UnreachableError, MismatchError: As `restore`.
             HistoryError: There is no checkpoint, and an earlier attempt of `perdure run` saved one.
             LockedError: Another process writes there.
             SaveError: The directory cannot be written to (a warning under `on_error="continue"`).
         """
         self.require_open("restore_or_initialize")
-        self._begin_training()
+        self._begin_training(start_over)
         init = self._checkpoint if init is None else init
         # Not in turn with other calls: it is the caller's function.
         like = together(GroupCall(self._processes, "init"), init) if makes_state(init) else init
         restored = self._restore(None, like, RestoreRequest())
         if restored is None:
-            require_never_saved(self.directory)
+            if not start_over:
+                together(self._processes, self._run.require_new, by_chief=NoneType)
+                require_never_saved(self.directory)
             self._restorer.begin(like)
             self._interval.record(0)
             restored = Restored(like, 0)
@@ -465,7 +470,9 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self._close(error)
 
     @exclusive
-    def _begin_training(self) -> None:
+    def _begin_training(self, start_over: bool) -> None:
+        if start_over:
+            self._run.start_over()
         self._saver.begin_writing()
 
     @exclusive

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
 from perdure.checkpoint.pruning import execute_prune, plan_prune
@@ -26,8 +26,7 @@ from perdure.errors import (
 )
 from perdure.store import Run, Storage
 from perdure.store.copy import CopyStoppedError, copy_checkpoint, refuse_same_place
-from perdure.store.removal_notes import Removed
-from perdure.store.run_marker import is_run_directory
+from perdure.store.run_marker import read_marker
 from perdure.store.urls import open_storage
 
 EXIT_WAIT_S = 20.0
@@ -244,27 +243,22 @@ class Mirror:
         for step in pinned & source_steps - source_pinned:
             target.unpin(step)
         deleted = set(self._deleted)
-        notes = self._source.removed()
-        removed = set(self._removed_in_source(target, notes))
+        removed = set(self._removed_in_source(target))
         for step in removed & pinned:
             target.unpin(step)
         if unwanted := (deleted | removed) & steps:
             target.delete(unwanted)
         with self._changed:
             self._deleted -= deleted
-        left = set(target.steps()) if notes else set[int]()
-        for note in notes:
-            if note.step not in left or note.fingerprint == self._source_fingerprint(note.step):
-                self._source.forget_removed(note)
 
-    def _removed_in_source(self, target: Run, notes: Iterable[Removed]) -> list[int]:
+    def _removed_in_source(self, target: Run) -> list[int]:
         """The steps of the mirror whose checkpoints were rolled back or deleted in the source."""
         removed: dict[int, set[str]] = {}
         for rolled_back in self._source.rolled_back():
             manifest = rolled_back.manifest
             removed.setdefault(manifest.step, set()).add(manifest.fingerprint)
-        for note in notes:
-            removed.setdefault(note.step, set()).add(note.fingerprint)
+        for step, fingerprint in self._source.log.view.removed.copy():
+            removed.setdefault(step, set()).add(fingerprint)
         steps = []
         for step in sorted(removed.keys() & set(target.steps())):
             with suppress(StepNotFoundError, CorruptionError):
@@ -336,7 +330,7 @@ class Mirror:
             return None, [], None
         target = Run(self.storage)
         steps = target.steps()
-        removed = self._removed_in_source(target, self._source.removed())
+        removed = self._removed_in_source(target)
         if not removed:
             return target, steps, None
         note = (
@@ -362,7 +356,7 @@ class Mirror:
     def _is_run(self) -> bool:
         """Whether the mirror holds anything yet; raises `UnreachableError` when that is not known."""
         try:
-            return is_run_directory(self.storage, create=True)
+            return read_marker(self.storage, create=True) is not None
         except NotARunError as error:
             if isinstance(error.__cause__, OSError):
                 raise UnreachableError(str(error)) from error

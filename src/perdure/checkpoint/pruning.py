@@ -112,5 +112,6 @@ def prune_after_save(
         plan = plan_prune(run, max_to_keep, retention, saved, in_use)
         left = {} if plan.store.empty else execute_prune(run, plan).left
     held_back = plan.store.held_back
-    notes = [f"packs stay: {held_back}"] if held_back else []
+    frozen = plan.store.is_frozen
+    notes = [held_back if frozen else f"packs stay: {held_back}"] if held_back else []
     return notes + [f"{pack} was not compacted: {reason}" for pack, reason in left.items()]

@@ -1,24 +1,65 @@
 """`RetentionRules`: what a manager keeps, given to it or taken over from the last manager of the run.
 
 Invariant: no checkpoint is deleted in silence that only the recorded rules keep. A manager without
-rules of its own goes by the recorded ones; one that was given other rules warns.
+rules of its own goes by the recorded ones, and deletes nothing while they cannot be read; one that was
+given other rules warns.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import asdict, dataclass, field, fields
+
+import msgspec
 
 from perdure.checkpoint.pruning import candidates
-from perdure.checkpoint.recorded_retention import (
-    RecordedRetention,
-    read_retention,
-    record_retention,
-)
 from perdure.checkpoint.retention import MonitoredRetention, Retention, decide
+from perdure.errors import CorruptionError, StoreError
 from perdure.store import Run
-from perdure.store.format import RETENTION, steps_text
+from perdure.store.format import steps_text
+from perdure.store.run_log import LogView, Rules
+
+
+@dataclass(frozen=True)
+class RecordedRetention:
+    """What the last writer of a run kept: `max_to_keep` (None for all) and its other rules."""
+
+    max_to_keep: int | None = None
+    retention: Retention = field(default_factory=Retention)
+
+
+def record_retention(run: Run, rules: RecordedRetention) -> None:
+    """Write the rules into the log, unless they are there already; durable on return.
+
+    Raises:
+        CorruptionError: The log is damaged.
+        OSError: The storage failed.
+    """
+    run.begin_writing()
+    if recorded_retention(run) != rules or not run.log.view.knows_rules:
+        # As JSON has them, which tells no tuple from a list.
+        run.log.append(Rules(max_to_keep=rules.max_to_keep, retention=asdict(rules.retention)))
+
+
+def recorded_retention(run: Run) -> RecordedRetention | None:
+    """The rules of the last writer; None if none are recorded, or none that this version knows."""
+    if (rules := run.log.view.rules) is None:
+        return None
+    try:
+        retention = msgspec.convert(rules.retention, Retention)
+    except (msgspec.ValidationError, StoreError):
+        return None
+    return RecordedRetention(rules.max_to_keep, retention)
+
+
+def lost_rules(view: LogView) -> str | None:
+    """Why the rules of the last writer are not known; None if they are, or there were none."""
+    if view.problem is not None:
+        return view.problem
+    if not view.knows_rules:
+        return f"{view.where}: the rules of the last writer were lost in a repair."
+    return None
 
 
 class RetentionRules:
@@ -38,24 +79,26 @@ class RetentionRules:
         self.max_to_keep = max_to_keep
         self.retention = given
         self._run = run
-        self._is_recorded = False
+        self._before: RecordedRetention | None = None
+        self._is_recorded = self._has_compared = False
         self._was_judged = False
 
-    def begin(self, saved: int) -> list[str]:
-        """Before the first prune, after the commit of `saved`: take over what is recorded or compare
-        with it, and record what holds now. Returns notes for the user. Once."""
+    def record(self) -> list[str]:
+        """Take over the recorded rules, or record those that were given; returns notes for the user.
+
+        A first checkpoint that is saved after this shows that the log had the rules.
+        """
         if self._is_recorded:
             return []
-        where, storage = self._run.where, self._run.storage
-        try:
-            before = read_retention(storage)
-        except OSError as error:
-            if self.retention is None:
-                note = f"{where}: {RETENTION} cannot be read: {error}. Nothing is deleted until it can."
-                return [note]
-            before = None
-        notes: list[str] = []
+        where = self._run.where
+        self._run.begin_writing()
+        self._before = before = recorded_retention(self._run)
         if self.retention is None:
+            if why := lost_rules(self._run.log.check()):
+                if self.max_to_keep is None:
+                    return []  # nothing is deleted anyway
+                advice = "until one is: ManagerOptions(retention=Retention(...))."
+                return [f"{why} This manager was given no retention; nothing is deleted {advice}"]
             self.retention = Retention() if before is None else before.retention
             if self.retention != Retention():
                 logging.getLogger(__name__).info(
@@ -63,13 +106,25 @@ class RetentionRules:
                     where,
                     _text(self.retention),
                 )
-        elif before is not None and self.max_to_keep is not None:
-            notes += self._deleted_by(self.retention, before.retention, saved)
+            before = self._before = None  # nothing to compare
         try:
-            record_retention(storage, RecordedRetention(self.max_to_keep, self.retention))
-        except OSError as error:
-            notes.append(f"{where}: {RETENTION} was not written: {error}")
+            record_retention(self._run, RecordedRetention(self.max_to_keep, self.retention))
+        except (OSError, CorruptionError) as error:
+            return [f"{where}: the retention could not be recorded: {error}"]
         self._is_recorded = True
+        return []
+
+    def begin(self, saved: int) -> list[str]:
+        """Before the first prune, after the commit of `saved`: what these rules delete and others kept.
+
+        Returns notes for the user. Once.
+        """
+        notes = self.record()
+        if self.retention is not None and not self._has_compared:
+            self._has_compared = True
+            is_frozen = self._run.log.view.problem is not None
+            if self._before is not None and self.max_to_keep is not None and not is_frozen:
+                notes += self._deleted_by(self.retention, self._before.retention, saved)
         return notes
 
     def judge(self, step: int, metrics: Collection[str]) -> list[str]:

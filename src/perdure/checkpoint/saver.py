@@ -175,7 +175,6 @@ class BackgroundSaver:
             numbers = metric_numbers({} if metrics is None else metrics)
             finish_callbacks()
             generators = self.random.capture() if self.random else None
-            own = self._journal.reference(step)
             index, count = self._processes.index, self._processes.count
             is_first = self.restore_check.is_first
             rank_of = rank_context(index, count, keeps_shards=count == 1)
@@ -183,7 +182,7 @@ class BackgroundSaver:
                 leaves = snapshot(state, self._buffer, self.restore_check.plain)
                 _refuse_own_shards(rank, leaves)
                 self._check_restorable(step, state, leaves, preempted)
-                own |= store_epoch_ends(leaves, index)
+                own = store_epoch_ends(leaves, index)
             own |= leaves_beside(state, index)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
@@ -269,8 +268,6 @@ class BackgroundSaver:
         saving(step)
         if note := self.restore_check.changed(f"{self._run.where}: step {step}", leaves):
             self._notes.append(note)
-        if note := self._journal.sync():  # so that every step up to a checkpoint has its line
-            self._notes.append(note)
         try:
             process_leaves = dict(own)
             if self.random and generators is not None:
@@ -279,6 +276,7 @@ class BackgroundSaver:
                 self._save_in_group(step, leaves, metrics, rank, process_leaves)
                 committed(self._run.where, step)
                 return
+            self._notes += self._rules.record()
             self._run.save(
                 step, leaves, self._managed.recipe.recorded, metrics, process_leaves=process_leaves
             )

@@ -54,8 +54,8 @@ def _document(listing: RunListing, run: Run) -> dict[str, Any]:
         "rolled_back": [
             {
                 "step": checkpoint.manifest.step,
-                "rolled_back_to": checkpoint.note.rolled_back_to,
-                "when": checkpoint.note.found,
+                "rolled_back_to": checkpoint.why.rolled_back_to,
+                "when": checkpoint.why.time,
                 "name": checkpoint.name,
             }
             for checkpoint in set_aside

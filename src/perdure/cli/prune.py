@@ -23,8 +23,8 @@ from perdure.cli.output import (
     size_text,
     table,
 )
-from perdure.store.format import PACKS
-from perdure.store.journal_moves import lines_aside, remove_aside
+from perdure.store.format import PACKS, span_text
+from perdure.store.run_log import Dropped, StepRange
 from perdure.text import counted
 
 
@@ -88,17 +88,16 @@ def command(
         if not dry_run:
             opened.begin_writing()
         plan = plan_prune(opened, max_to_keep, retention, rolled_back=rolled_back)
-        lines = [file.name for file in lines_aside(opened.storage)] if rolled_back else []
-        freed = sum(map(opened.storage.size, lines))
+        lines = opened.log.view.steps_aside() if rolled_back else []
         if not as_json:
-            _print(plan, lines, freed)
+            _print(plan, lines)
         left = {} if dry_run else dict(execute_prune(opened, plan).left)
-        if rolled_back and not dry_run:
-            remove_aside(opened.storage)
+        if lines and not dry_run and not plan.store.is_frozen:
+            opened.log.append(Dropped())
     if as_json:
         store = asdict(plan.store)
         del store["request"]
-        sizes = {"freed_nbytes": store.pop("freed") + freed, "copied_nbytes": store.pop("copied")}
+        sizes = {"freed_nbytes": store.pop("freed"), "copied_nbytes": store.pop("copied")}
         rows = [asdict(verdict) for verdict in plan.verdicts]
         found = {"run": run, "checkpoints": rows, **store, **sizes, "lines": lines, "left": left}
         document({"executed": not dry_run, **found})
@@ -106,10 +105,10 @@ def command(
         for pack, why in left.items():
             click.echo(f"not compacted  {pack}: {why}")
         click.echo("nothing was changed (--dry-run)" if dry_run else "done")
-    ctx.exit(1 if left else 0)
+    ctx.exit(1 if left or plan.store.is_frozen else 0)
 
 
-def _print(plan: PrunePlan, lines: list[str], size_of_lines: int) -> None:
+def _print(plan: PrunePlan, lines: list[StepRange]) -> None:
     if plan.verdicts:
         table(
             ("step", "", "why"),
@@ -117,10 +116,9 @@ def _print(plan: PrunePlan, lines: list[str], size_of_lines: int) -> None:
         )
         click.echo("")
     store = plan.store
-    freed = store.freed + size_of_lines
     for label, names in (
         ("delete ", store.quarantined),
-        ("delete ", lines),
+        ("delete ", [f"lines of the journal, of {span_text(*span)}" for span in lines]),
         ("delete ", [PACKS + name for name in store.packs]),
         ("orphan ", [PACKS + name for name in store.orphans]),
         ("compact", [PACKS + name for name in store.compact]),
@@ -128,10 +126,9 @@ def _print(plan: PrunePlan, lines: list[str], size_of_lines: int) -> None:
         for name in names:
             click.echo(f"{label}  {name}")
     if store.held_back:
-        click.echo(f"packs stay: {store.held_back}")
+        click.echo(store.held_back if store.is_frozen else f"packs stay: {store.held_back}")
     going = len(store.steps) + len(store.quarantined)
-    files = f" and {counted(len(lines), 'file', 'files')} of journal lines" if lines else ""
     click.echo(
-        f"{counted(going, 'checkpoint')}{files} to delete; {size_text(freed)} freed, "
+        f"{counted(going, 'checkpoint')} to delete; {size_text(store.freed)} freed, "
         f"{size_text(store.copied)} copied, {counted(len(store.rewrite), 'manifest')} replaced"
     )

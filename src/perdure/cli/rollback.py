@@ -14,7 +14,6 @@ from perdure.cli.output import (
 )
 from perdure.store import Run
 from perdure.store.format import span_text
-from perdure.store.journal_moves import lines_after
 from perdure.store.rollback import plan_undo
 
 
@@ -26,8 +25,8 @@ from perdure.store.rollback import plan_undo
 def command(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
     """Make RUN@STEP the newest checkpoint of its run; newer ones are set aside.
 
-    They move to quarantine, and the later lines of the journal to rolled-back/. --undo brings them back
-    as long as nothing newer was saved since; `perdure prune RUN --rolled-back` removes them.
+    They move to quarantine, and later lines of the journal do not count any more. --undo brings both
+    back as long as nothing newer was saved since; `perdure prune RUN --rolled-back` removes them.
 
     \b
     Example:
@@ -42,12 +41,12 @@ def command(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
         if step is None:
             if not dry_run:
                 opened.begin_writing()  # it finishes what a crash has left
-            returning = plan_undo(opened.storage).lines
+            returning = plan_undo(opened.storage, opened.log.view).lines
             lines = None if returning is None else returning.steps
             replaced = None if returning is None else returning.replaced
             steps = opened.undo_rollback(dry_run=dry_run)
         else:
-            lines = lines_after(opened.storage, step)
+            lines = opened.log.view.steps_after(step)
             steps = opened.rollback(step, dry_run=dry_run)
         newest = max(opened.steps(), default=None)
     if as_json:

@@ -34,7 +34,6 @@ from perdure.look.leaf_reader import (
 from perdure.look.origins import ORIGIN, source_of
 from perdure.look.tables import Shown, Table
 from perdure.store import Run, Storage
-from perdure.store.journal_reference import JOURNAL_LEAF
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.streamed_save import (
     StreamedLeaf,
@@ -312,8 +311,7 @@ def _copied(checkpoint: StoredCheckpoint, paths: Iterable[str]) -> list[Streamed
 
 
 def _process_entries(checkpoint: StoredCheckpoint) -> list[LeafEntry]:
-    left_out = (ORIGIN, JOURNAL_LEAF)
-    return [entry for entry in checkpoint.manifest.process_leaves if entry.path not in left_out]
+    return [entry for entry in checkpoint.manifest.process_leaves if entry.path != ORIGIN]
 
 
 def _by_path(entries: Iterable[LeafEntry]) -> dict[str, LeafEntry]:

@@ -21,8 +21,8 @@ from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_save import require_visible
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
-from perdure.checkpoint.recorded_retention import read_retention
 from perdure.checkpoint.retention import Retention
+from perdure.checkpoint.retention_rules import lost_rules, recorded_retention
 from perdure.dcp.layout import (
     DcpRank,
     done,
@@ -39,7 +39,7 @@ from perdure.state.leaf_values import SCALARS, scalar_leaf
 from perdure.state.torch_state import ADAPTER
 from perdure.store import Run, Storage
 from perdure.store.catalog import Catalog
-from perdure.store.format import DCP_LAYOUT, RETENTION
+from perdure.store.format import DCP_LAYOUT
 from perdure.store.leaf import Leaf, RemoteLeaf
 from perdure.store.manifest import LeafEntry
 from perdure.store.pack_part import LocalLeaves, PackPart, WriterShare, assemble, write_pack_part
@@ -201,13 +201,10 @@ class Writer(StorageWriter):
             return
         rules = self._retention
         if rules is None:
-            try:
-                recorded = read_retention(run.storage)
-            except OSError as error:
-                warn_caller(
-                    f"{run.where}: {RETENTION} cannot be read: {error}. Nothing is deleted."
-                )
+            if why := lost_rules(run.log.view):
+                warn_caller(f"{why} Nothing is deleted.")
                 return
+            recorded = recorded_retention(run)
             rules = Retention() if recorded is None else recorded.retention
         plan = plan_prune(run, self._max_to_keep, rules, saved=self._step)
         if not plan.store.empty:

@@ -17,9 +17,8 @@ from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import ArgumentError, CorruptionError, LaunchError, StepNotFoundError
 from perdure.store import Run
 from perdure.store.format import span_text
-from perdure.store.journal_file import JournalEntry, first_difference
-from perdure.store.journal_reference import journal_lines, line_references
 from perdure.store.manifest import Manifest
+from perdure.store.run_log import JournalEntry, first_difference, line_references, read_journal
 from perdure.supervise.cache import default_cache
 from perdure.supervise.options import checked_command
 
@@ -112,10 +111,10 @@ class Reference:
         wanted = min(steps, default=0) if first is None else first
         start = max((step for step in steps if step <= wanted), default=None)
         entries, last = {}, max(steps, default=0)
-        for line in journal_lines(run.storage, references):
-            last = max(last, line.entry.step)
-            if start is None or line.entry.step > start:
-                entries[line.entry.step] = line.entry
+        for entry in read_journal(run.storage, references):
+            last = max(last, entry.step)
+            if start is None or entry.step > start:
+                entries[entry.step] = entry
         return Reference(start, entries, steps, last)
 
 

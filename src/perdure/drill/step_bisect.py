@@ -20,7 +20,7 @@ from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recom
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
 from perdure.store import Run
-from perdure.store.journal_file import JournalEntry, first_difference
+from perdure.store.run_log import JournalEntry, first_difference
 from perdure.supervise.cache import default_cache
 from perdure.supervise.options import checked_command
 

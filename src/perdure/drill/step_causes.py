@@ -8,7 +8,7 @@ from perdure.drill.causes import Diagnosis, diagnosis
 from perdure.drill.replay import StretchResult
 from perdure.drill.step_parts import PARTS, PartDifference
 from perdure.store import Run
-from perdure.store.journal_file import read_journal
+from perdure.store.run_log import read_journal
 
 _CAUSES = {
     "generators": "random generator",
@@ -137,8 +137,7 @@ def _same_batch(found: StepComparison) -> tuple[str, str] | None:
     """
     names = [each.run for each in found.runs]
     batches = [
-        {line.entry.step: line.entry.batch for line in read_journal(Run(name).storage)}
-        for name in names
+        {entry.step: entry.batch for entry in read_journal(Run(name).storage)} for name in names
     ]
     for this, other in ((0, 1), (1, 0)):
         batch = batches[this].get(found.step)

@@ -23,9 +23,9 @@ from perdure.errors import LaunchError
 from perdure.store import LocalStorage, Run, fork_run
 from perdure.store.drill_hook import DRILL
 from perdure.store.format import span_text
-from perdure.store.journal_file import JournalEntry, read_journal
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
+from perdure.store.run_log import JournalEntry, read_journal
 from perdure.supervise.console import Console
 from perdure.supervise.history import Summary
 from perdure.supervise.options import RunOptions
@@ -184,9 +184,9 @@ def _recomputed(
 ) -> Recomputed:
     found = Recomputed()
     start = -1 if stretch.start is None else stretch.start
-    for line in read_journal(LocalStorage(place)):
-        if start < line.entry.step <= stretch.stop:
-            found.entries[line.entry.step] = line.entry
+    for entry in read_journal(LocalStorage(place)):
+        if start < entry.step <= stretch.stop:
+            found.entries[entry.step] = entry
     for event in events:
         kind = event["e"]
         if kind == "commit" and event["run"] == name and start < event["step"] <= stretch.stop:

@@ -16,9 +16,8 @@ from perdure.keras.fit_internals import attached_model, running_fit
 from perdure.keras.fit_session import FitSession
 from perdure.keras.open_managers import close_manager, open_manager
 from perdure.store import LocalStorage
-from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE, RETENTION
-from perdure.store.journal_file import JOURNAL
-from perdure.store.journal_moves import ROLLED_BACK
+from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE
+from perdure.store.run_log import LOG_FILE
 from perdure.store.urls import open_storage
 
 _MAX_TO_KEEP = 2  # the older one is for the case that the newest is damaged
@@ -147,10 +146,10 @@ def _delete(storage: LocalStorage) -> None:
     If `backup_dir` is a link, the link and its target stay.
     """
     try:
-        for name in (MANIFESTS, PACKS, PINS, QUARANTINE, ROLLED_BACK):
+        for name in (MANIFESTS, PACKS, PINS, QUARANTINE):
             if os.path.isdir(path := os.path.normpath(storage.path(name))):
                 shutil.rmtree(path)
-        for name in (MARKER, LOCK, RETENTION, JOURNAL):
+        for name in (MARKER, LOCK, LOG_FILE):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(storage.path(name))
         if not os.path.islink(storage.where) and not os.listdir(storage.where):

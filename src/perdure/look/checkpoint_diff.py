@@ -27,7 +27,6 @@ from perdure.look.leaf_reader import (
 from perdure.look.manifest_file import is_manifest_file, open_manifest_file
 from perdure.look.renames import likely_renames
 from perdure.store.format import steps_text
-from perdure.store.journal_reference import JOURNAL_LEAF
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
 from perdure.text import counted
@@ -274,7 +273,7 @@ def _process_leaves(first: Manifest, second: Manifest) -> tuple[str, ...]:
     theirs = {leaf.path: leaf for leaf in second.process_leaves}
     return tuple(
         path
-        for path in sorted({*ours, *theirs} - {JOURNAL_LEAF})
+        for path in sorted({*ours, *theirs})
         if path not in ours or path not in theirs or not _same(ours[path], theirs[path])
     )
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.store import Run
-from perdure.store.journal_file import JournalEntry, first_difference
-from perdure.store.journal_reference import journal_lines, line_references
+from perdure.store.run_log import JournalEntry, first_difference, line_references, read_journal
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,7 @@ class _Recorded(NamedTuple):
                 manifest = run.manifest(step)
                 fingerprints[step] = manifest.fingerprint
                 references |= line_references([manifest])
-        lines = journal_lines(run.storage, references)
-        return _Recorded(fingerprints, (line.entry for line in lines))
+        return _Recorded(fingerprints, read_journal(run.storage, references))
 
 
 def _common(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from perdure.checkpoint.address import Where, open_run, read_manifests
 from perdure.checkpoint.pruning import candidates
-from perdure.checkpoint.recorded_retention import recorded_retention
 from perdure.checkpoint.retention import decide
+from perdure.checkpoint.retention_rules import recorded_retention
 from perdure.errors import StoreError
 from perdure.look.freed_bytes import freed_bytes
 from perdure.look.tables import Shown, Table, printable, size_text
@@ -100,7 +100,7 @@ def list_run(where: Where, *, now: float | None = None) -> RunListing:
     run = open_run(where)
     manifests, damaged, unread = read_manifests(run)
     set_aside = [
-        f"step {aside.manifest.step} is set aside: {aside.note.reason}"
+        f"step {aside.manifest.step} is set aside: {aside.why.reason}"
         for aside in run.rolled_back()
     ]
     return RunListing(
@@ -139,7 +139,7 @@ def _reasons(
     run: Run, manifests: Mapping[int, Manifest], pinned: Collection[int]
 ) -> dict[int, str]:
     newest = max(manifests, default=None)
-    rules = recorded_retention(run.storage)
+    rules = recorded_retention(run)
     if rules is None:
         named = {step: ["pinned"] if step in pinned else [] for step in manifests}
         if newest is not None:

@@ -26,12 +26,13 @@ from perdure.store.contents import (
 )
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.failures import DamagedChunk, is_gone
-from perdure.store.format import MANIFESTS, PACKS, QUARANTINE, TEMP_SUFFIX, manifest_name, step_of
+from perdure.store.format import MANIFESTS, PACKS, QUARANTINE, manifest_name, pack_step, step_of
 from perdure.store.gc_pause import gc_paused
 from perdure.store.manifest import Manifest, PackEntry
 from perdure.store.manifest_index import INDEX_FROM, IndexedPlaces, ManifestIndex
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest, encode_manifest
-from perdure.store.quarantine import damage_notes, is_quarantined
+from perdure.store.run_log import RunLog, line_references
+from perdure.store.run_marker import folder_problem
 from perdure.store.storage import ListingStorage, Storage, entries_of
 
 READ_NEWEST = 8
@@ -49,8 +50,9 @@ class _Names(NamedTuple):
 class Catalog:
     """The manifests of a run directory; each is read again only if it has changed."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, log: RunLog | None = None) -> None:
         self.storage = storage
+        self.log = RunLog(storage) if log is None else log
         self._summaries: dict[int, ManifestSummary] = {}
         self._decoded: dict[int, Manifest] = {}
         self._aside: dict[str, tuple[ManifestSummary, Manifest]] = {}
@@ -71,10 +73,10 @@ class Catalog:
         self.loaded: set[int] = set()
         """Steps that were read, as by a restore."""
         self.noted: set[str] = set()
-        """Damaged packs for which there is a note in quarantine."""
+        """Damaged packs for which the log has a line."""
         self.damaged: dict[str, str] = {}
         """Packs in which damage was found, with the reason: by this process, or by an earlier writer
-        that left a note. No save depends on a chunk in them."""
+        that wrote a line. No save depends on a chunk in them."""
         self.suspects: set[str] = set()
         """Damaged packs whose other chunks have not been checked since."""
         self.bad: dict[tuple[str, int], str] = {}
@@ -247,7 +249,8 @@ class Catalog:
             packs = self._read_packs()
             if complete:
                 packs = self._sized(packs, unknown)
-        if why := lost_manifests(self.storage):
+        is_empty = not summaries and not self._unread
+        if is_empty and (why := lost_manifests(self.storage, self.log.view.saved)):
             unknown.append(why)
         names = _Names(packs, pinned_steps(self.storage), aside)
         self._names = None if unknown or lost or self._unread else names
@@ -272,7 +275,13 @@ class Catalog:
             packs=PackSizes(names.packs, self._size),
             pinned=names.pinned,
             unknown=tuple(unknown),
+            frozen=self._why_frozen(),
         )
+
+    def _why_frozen(self) -> str | None:
+        """Why nothing may be deleted: the log lacks lines, or a folder is that of another run."""
+        problem = self.log.view.problem_with(line_references(self._decoded.values()))
+        return problem or folder_problem(self.storage, self.log.run)
 
     def _read(self, fresh: bool, complete: bool = False) -> dict[int, ManifestSummary]:
         """Summaries of the readable manifests by step, oldest first; `_unread` has the others.
@@ -400,7 +409,7 @@ class Catalog:
         aside: dict[str, tuple[ManifestSummary, Manifest]] = {}
         for name, entry in entries_of(self.storage, QUARANTINE).items():
             version = entry.version
-            if not name.endswith(".json") or not is_quarantined(name):
+            if not name.endswith(".json"):
                 continue
             try:
                 known = self._aside.get(name)
@@ -425,8 +434,8 @@ class Catalog:
         """The names of the packs that are there. Their sizes are remembered if the listing has them."""
         packs = set()
         for name, entry in entries_of(self.storage, PACKS).items():
-            if not name.endswith(TEMP_SUFFIX):
-                pack = name.removeprefix(PACKS)
+            pack = name.removeprefix(PACKS)
+            if pack_step(pack) >= 0:
                 packs.add(pack)
                 if entry.size is not None:
                     self._sizes.setdefault(pack, entry.size)
@@ -467,7 +476,7 @@ class Catalog:
     def _read_notes(self) -> None:
         """Read which packs an earlier writer found damaged."""
         if not self._notes_read:
-            for pack, reason in damage_notes(self.storage):
+            for pack, reason in self.log.view.damaged.items():
                 self.noted.add(pack)
                 self.distrust_pack(pack, reason)
             self._notes_read = True

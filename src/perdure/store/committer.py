@@ -6,7 +6,7 @@ Invariant: committed checkpoints are one line of steps, and a save only adds to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -30,12 +30,13 @@ from perdure.store.free_space import ensure_free_space
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import AnyLeaf, Leaf, containers_of, total_bytes
 from perdure.store.loading import list_steps, read_manifest
+from perdure.store.log import LineReference
 from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, encode_checked
 from perdure.store.pack_writer import Written, write_pack
 from perdure.store.reader import verify_leaves
-from perdure.store.removal_notes import RemovalNotes
+from perdure.store.run_log import Saved
 from perdure.store.storage import LostLock, create_whole
 from perdure.store.writer_session import WriterSession
 
@@ -73,7 +74,6 @@ class Committer:
         session: WriterSession,
         catalog: Catalog,
         damage: DamageHandler,
-        removals: RemovalNotes,
         encode: Encode | None,
         now: Callable[[], str],
     ) -> None:
@@ -81,7 +81,7 @@ class Committer:
         self._session = session
         self._catalog = catalog
         self._damage = damage
-        self._removals = removals
+        self._log = catalog.log
         self._encode = encode
         self._now = now
 
@@ -150,7 +150,7 @@ class Committer:
         head = self._store(manifest, replace=save.present is not None)
         self._catalog.add(manifest, head, written.located)
         self._catalog.durable.add(save.step)
-        self._removals.committed_again(save.step)
+        self._note_commit(save.step)
         if save.present is None:
             self._damage.check_shared(manifest, save.leaves, save.nbytes)
         self._catalog.write_index()
@@ -165,8 +165,26 @@ class Committer:
             self._catalog.replace(manifest, head)
         else:
             self._catalog.add(manifest, head, located)
-            self._removals.committed_again(manifest.step)
+            self._note_commit(manifest.step)
         self._catalog.write_index()
+
+    def _note_commit(self, step: int) -> None:
+        """Tell the log what a later start has to know about a commit. The checkpoint counts without."""
+        view = self._log.view
+        if view.saved is None and view.problem is None:
+            with suppress(OSError):
+                self._log.append(Saved(step=step))
+        self._session.committed_again(step)
+
+    def _last_line(self) -> LineReference | None:
+        """The last line of the log, which is durable on return; None for a log that cannot be."""
+        try:
+            return self._log.sync()
+        except OSError as error:
+            self._damage.notes.append(
+                f"{self._storage.where}: the log could not be made durable: {error}"
+            )
+            return None
 
     def _manifest(
         self,
@@ -194,6 +212,7 @@ class Committer:
             leaves=tuple(written.leaves),
             containers=containers,
             process_leaves=tuple(written.process_leaves),
+            log=self._last_line(),
         )
 
     def _store(self, manifest: Manifest, *, replace: bool) -> bytes:

@@ -8,10 +8,25 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from perdure.errors import CorruptionError, PruneError
-from perdure.store.format import INDEX, MANIFESTS, PACKS, PINS, manifest_name, pack_step, step_of
+from perdure.store.format import (
+    INDEX,
+    MANIFESTS,
+    PACKS,
+    PINS,
+    QUARANTINE,
+    manifest_name,
+    pack_step,
+    step_of,
+)
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import HEAD_BYTES
-from perdure.store.storage import FolderStorage, ListingStorage, Storage, entries_of
+from perdure.store.storage import ListingStorage, Storage, entries_of
+
+START_OVER = (
+    "To begin this run again from step 0 on purpose, call `restore_or_initialize(..., "
+    "start_over=True)`, or use another run directory."
+)
+"""What to do about a run that has lost its checkpoints."""
 
 
 class ManifestSummary(Struct, frozen=True, array_like=True, gc=False):
@@ -110,7 +125,8 @@ class Contents:
     others with the reason; `quarantined` the readable manifests in quarantine by name, `lost` the
     names there that are damaged; `packs` the packs present with their sizes. `unknown` says which
     manifests, of checkpoints and in quarantine, could not be read for a reason other than damage: they
-    may need any pack.
+    may need any pack. `frozen` says why nothing at all may be deleted: the log, or a folder, is damaged
+    or not that of the run.
     """
 
     manifests: Mapping[int, Manifest]
@@ -121,6 +137,7 @@ class Contents:
     packs: Mapping[str, int]
     pinned: frozenset[int]
     unknown: tuple[str, ...] = ()
+    frozen: str | None = None
 
 
 def committed_steps(storage: Storage) -> list[int]:
@@ -149,22 +166,22 @@ def newest_step(storage: Storage) -> int | None:
     return newest
 
 
-def lost_manifests(storage: Storage) -> str | None:
-    """Why packs without any manifest are not leftovers; None if they are.
+def lost_manifests(storage: Storage, saved: int | None) -> str | None:
+    """Why a run without a manifest has lost its manifests; None if it need not have had any.
 
-    A writer makes the directory of manifests before the first pack, and nothing removes it. Runs of
-    earlier versions may lack it after a crash of the first save, which left packs of one step.
+    Args:
+        storage: The run directory.
+        saved: A step that was committed, by the log.
     """
-    if not isinstance(storage, FolderStorage) or storage.has_folder(MANIFESTS):
-        return None
+    if any(name.endswith(".json") for name in storage.list(QUARANTINE)):
+        return None  # that is where they are
+    lost = f"{storage.where}: no checkpoint is in {MANIFESTS}, which may be moved or not mounted"
+    if saved is not None:
+        return f"{lost}; step {saved} was saved, by the log of the run"
     names = (name.removeprefix(PACKS) for name in storage.list(PACKS))
-    steps = {step for name in names if (step := pack_step(name)) >= 0}
-    if len(steps) < 2:
-        return None
-    return (
-        f"{storage.where}: the directory {MANIFESTS} is gone, and {PACKS} holds data of {len(steps)} "
-        f"saves. Bring it back; to begin anew, use another run directory or remove {PACKS} by hand"
-    )
+    if len(steps := {step for name in names if (step := pack_step(name)) >= 0}) < 2:
+        return None  # the leftovers of a first save
+    return f"{lost}; {PACKS} holds data of {len(steps)} saves"
 
 
 def pinned_steps(storage: Storage) -> frozenset[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -39,11 +40,10 @@ from perdure.store.failures import DamagedChunk
 from perdure.store.format import MAX_STEP, PACKS, pack_name
 from perdure.store.free_space import BYTES_PER_SAVE, ensure_free_bytes
 from perdure.store.garbage_collection import PruneRequest
-from perdure.store.journal_moves import carry_journal, lines_to_carry
-from perdure.store.journal_reference import without_reference
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
 from perdure.store.run import Run
+from perdure.store.run_log import JournalEntry, read_journal
 from perdure.store.storage import Storage
 
 LINK_SHARE = 0.5
@@ -116,9 +116,7 @@ def copy_run(
     for step in set(wanted) - set(reader.steps()):
         reader.manifest(step)  # raises, and names the steps that are there
     if wanted:
-        lines_to_carry(
-            reader.storage, wanted[-1], writer.storage
-        )  # raises before anything is copied
+        lines_to_carry(reader, wanted[-1], writer)  # raises before anything is copied
     outcomes: list[Copied] = []
     planned: set[str] = set()
     with writer:
@@ -173,7 +171,7 @@ def fork_run(
             f"other checkpoints, the newest of step {steps[-1]}. Nothing was changed. Use another "
             f"directory."
         )
-    lines_to_carry(origin.storage, step, fork.storage)  # raises before anything is created
+    lines_to_carry(origin, step, fork)  # raises before anything is created
     with fork:
         fork.begin_writing()
         if not steps:  # packs that an interrupted fork left
@@ -261,14 +259,37 @@ def _transfer(chunks: _ChunksToCopy, source: Run, target: Run, *, link: bool, re
         lambda _, chunk: places[chunk.hash],
         cache(lambda pack: target.storage.size(PACKS + pack)),
     )
-    # The lines of the target are another chain, or come later.
-    target.commit_manifest(without_reference(manifest), new, replace=replace)
+    # The log of the target is another chain.
+    target.commit_manifest(msgspec.structs.replace(manifest, log=None), new, replace=replace)
     return written
+
+
+def lines_to_carry(source: Run, step: int, target: Run) -> list[JournalEntry]:
+    """The lines of the journal up to `step` that a copy lacks; none if it has others.
+
+    Raises `CorruptionError` if one of the logs is damaged. Damage after the line of `step`
+    does not count.
+    """
+    if not isinstance(source.storage, LocalStorage) or not isinstance(target.storage, LocalStorage):
+        return []
+    view = source.log.view
+    if view.problem is not None and view.newest_step < step:
+        view.require()
+    last = next(iter(deque(read_journal(target.storage), 1)), None)
+    missing: list[JournalEntry] = []
+    for entry in view.entries(source.storage):
+        if last is not None and entry.step == last.step and entry.state != last.state:
+            return []
+        if entry.step <= step and (last is None or entry.step > last.step):
+            missing.append(entry)
+    return missing
 
 
 def _carry_journal(source: Run, step: int, target: Run) -> None:
     try:
-        carry_journal(source.storage, step, target.storage)
+        for entry in lines_to_carry(source, step, target):
+            target.log.append(entry, durable=False)
+        target.log.sync()
     except OSError as error:
         raise SaveError(
             f"{target.where}: its checkpoints were copied from {source.where}, and the journal could "

@@ -1,4 +1,4 @@
-"""What the writer of a run does about damage: quarantine, notes, and chunks that are written again.
+"""What the writer of a run does about damage: quarantine, and chunks that are written again.
 
 After a save the writer reads a part of the shared chunks again (`reread`). It writes those that are
 damaged once more from the state in memory, and lets all manifests that need them read from there.
@@ -24,17 +24,19 @@ from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.loading import read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.pack_writer import write_pack
-from perdure.store.quarantine import move_to_quarantine, note_damage
+from perdure.store.quarantine import set_aside
 from perdure.store.reader import damaged_chunks, verify_leaves
 from perdure.store.reread import Cursor
-from perdure.store.rollback_notes import rolled_back
+from perdure.store.rollback import rolled_back
+from perdure.store.run_log import Damaged
+from perdure.store.run_marker import require_folders
 from perdure.store.shard_chunks import whole
 
 
 class DamageHandler:
     """Sets aside and repairs what `catalog` knows to be damaged. Only the writer may call it.
 
-    `now` returns the time as a note has it.
+    `now` returns the time as the log has it.
     """
 
     def __init__(self, catalog: Catalog, encode: Encode | None, now: Callable[[], str]) -> None:
@@ -44,6 +46,7 @@ class DamageHandler:
         """Steps that `quarantine_deferred` looks at."""
         self._storage = catalog.storage
         self._catalog = catalog
+        self._log = catalog.log
         self._encode = encode
         self._now = now
         self._cursor = Cursor()
@@ -51,14 +54,14 @@ class DamageHandler:
 
     def quarantine(self, step: int, reason: str) -> str:
         """Move the manifest of a step to quarantine, with the reason; returns its new name."""
-        target = self._quarantine(manifest_name(step), f"{step:012d}", ".json", reason)
+        target = self._quarantine(manifest_name(step), reason)
         self._catalog.remove(step)
-        self._note_damage()
+        self._record_damage()
         return target
 
     def quarantine_pack(self, pack: str, reason: str) -> str:
         """Move a pack that no checkpoint needs to quarantine; returns its new name."""
-        return self._quarantine(PACKS + pack, pack.removesuffix(".pack"), ".pack", reason)
+        return self._quarantine(PACKS + pack, reason)
 
     def quarantine_deferred(self) -> None:
         """Read the `deferred` steps again, and quarantine those that are damaged."""
@@ -76,7 +79,7 @@ class DamageHandler:
         """`Run.evacuate`, which gives the contract."""
         needed = {
             pack.name: f"step {aside.manifest.step}, which was rolled back, reads from it"
-            for aside in rolled_back(self._storage)
+            for aside in rolled_back(self._storage, self._log.view)
             for pack in aside.manifest.packs
         }
         stay = {name: needed[name] for name in packs if name in needed}
@@ -113,30 +116,29 @@ class DamageHandler:
             reason = f"a chunk that it shares could not be checked or repaired: {error}"
             self.notes = [f"{self._storage.where}: step {manifest.step} is committed, but {reason}"]
 
-    def _quarantine(self, name: str, stem: str, suffix: str, reason: str) -> str:
-        note = {"name": name, "found": self._now(), "reason": reason}
+    def _quarantine(self, name: str, reason: str) -> str:
         self._catalog.list_again()
         try:
-            return move_to_quarantine(self._storage, name, stem, suffix, note)
-        except OSError as error:
+            require_folders(self._storage, self._log.run)
+            return set_aside(self._storage, self._log, name, reason, self._now())
+        except (OSError, CorruptionError) as error:
             raise SaveError(
-                f"{self._storage.where}: {name} cannot be moved aside: {error}."
+                f"{self._storage.where}: {name} cannot be moved aside: {error}"
             ) from error
 
-    def _note_damage(self) -> None:
-        """Note damaged packs for the next writer, which has not seen the damage itself."""
+    def _record_damage(self) -> None:
+        """Tell the next writer of damaged packs, which has not seen the damage itself."""
         for pack, reason in self._catalog.damaged.items():
             if pack not in self._catalog.noted:
-                note = {"name": PACKS + pack, "found": self._now(), "reason": reason}
-                with suppress(OSError):  # this process knows it anyway
-                    note_damage(self._storage, pack, note)
+                with suppress(OSError, CorruptionError):  # this process knows it anyway
+                    self._log.append(Damaged(pack=pack, reason=reason, time=self._now()))
                     self._catalog.noted.add(pack)
 
     def _examine_suspects(self) -> None:
         """Read every chunk that checkpoints need from packs in which a damaged one was found."""
         if not self._catalog.suspects:
             return
-        self._note_damage()
+        self._record_damage()
         manifests = self._catalog.contents(fresh=True, complete=True).manifests
         suspects, seen = self._catalog.suspects, set(self._catalog.bad)
         for manifest in manifests.values():

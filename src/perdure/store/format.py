@@ -31,7 +31,6 @@ WEAK_PREFIX = "weak:"
 
 MARKER = "perdure.json"
 LOCK = "lock"
-RETENTION = "retention.json"
 MANIFESTS = "checkpoints/"
 PACKS = "packs/"
 QUARANTINE = "quarantine/"
@@ -40,6 +39,9 @@ PINS = "pins/"
 TEMP_SUFFIX = ".tmp"
 MAX_STEP = 10**12 - 1
 
+_TEMPORARY = re.compile(
+    r"([0-9]{12}[0-9a-f.-]*(\.json|\.pack)?|\.run|log-[0-9]+\.jsonl)(\.[0-9a-f]{8})?\.tmp"
+)
 _MANIFEST_NAME = re.compile(re.escape(MANIFESTS) + r"([0-9]{12})\.json")
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # Matching a pattern for each chunk would take longer than all other work of reading a manifest, so
@@ -79,6 +81,11 @@ def step_of(name: str) -> int | None:
     """Step of a manifest's name; None for a name that is not one."""
     match = _MANIFEST_NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name in a folder is that of a file that perdure has begun to write there."""
+    return _TEMPORARY.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def pack_name(step: int, process: int, nonce: str) -> str:

@@ -18,8 +18,7 @@ from perdure.store.contents import Contents
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import PACKS, manifest_name, pack_step
 from perdure.store.manifest import Manifest
-from perdure.store.quarantine import reason_name
-from perdure.store.removal_notes import note_removed
+from perdure.store.run_log import Removed, RunLog
 from perdure.store.storage import LostLock, Storage
 
 DEAD_SHARE = 0.5
@@ -66,6 +65,7 @@ class CollectPlan:
         copied: Bytes of the new pack.
         held_back: Why packs stay that seem not to be needed; None if there are none.
         quarantined: Names of manifests in quarantine that are deleted.
+        is_frozen: Whether nothing at all is deleted, by `held_back`.
     """
 
     request: PruneRequest
@@ -78,6 +78,7 @@ class CollectPlan:
     copied: int = 0
     held_back: str | None = None
     quarantined: tuple[str, ...] = ()
+    is_frozen: bool = False
 
     @property
     def empty(self) -> bool:
@@ -110,6 +111,9 @@ def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
             f"steps {', '.join(map(str, refused))} are pinned and were not deleted; nothing was "
             f"changed. Unpin them first."
         )
+    if held.frozen:
+        why = f"nothing is deleted: {held.frozen}"
+        return CollectPlan(request, held_back=why, is_frozen=True)
     steps = tuple(sorted(gone))
     set_aside = tuple(sorted(request.quarantined & held.quarantined.keys()))
     if held.unknown:
@@ -152,7 +156,7 @@ def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
     )
 
 
-def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Collected:
+def execute_collect(storage: Storage, log: RunLog, held: Contents, plan: CollectPlan) -> Collected:
     """Carry out a plan that was made from `held`, which was read under the lock just now.
 
     After a crash at any point, plan again.
@@ -160,10 +164,10 @@ def execute_collect(storage: Storage, held: Contents, plan: CollectPlan) -> Coll
     for step in plan.steps:
         storage.delete(manifest_name(step))
     for name in plan.quarantined:
+        manifest = held.quarantined[name]
         with suppress(OSError):  # a full disk must not prevent the deletion that frees space
-            note_removed(storage, held.quarantined[name])
+            log.append(Removed(step=manifest.step, fingerprint=manifest.fingerprint))
         storage.delete(name)
-        storage.delete(reason_name(name))
     for name in (*plan.packs, *plan.orphans):
         storage.delete(PACKS + name)
     if not plan.compact:

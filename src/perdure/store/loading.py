@@ -15,13 +15,13 @@ from perdure.errors import CorruptionError, LeafNotFoundError, StepNotFoundError
 from perdure.store.catalog import Catalog
 from perdure.store.contents import committed_steps, newest_step, pinned_steps
 from perdure.store.failures import read_error
-from perdure.store.format import manifest_name, steps_text
+from perdure.store.format import QUARANTINE, manifest_name, steps_text
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.store.reader import load_entries, verify_leaves
-from perdure.store.rollback_notes import rolled_back
+from perdure.store.run_log import LogView
 from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.shard_plan import Region
 from perdure.store.shard_reader import SharedReads, load_shards
@@ -184,7 +184,7 @@ def _no_such_step(storage: Storage, step: int) -> str:
     noun = "step" if len(steps) == 1 else "steps"
     present = f"{noun} {steps_text(steps)}" if steps else "no checkpoint"
     message = f"{storage.where}: expected a checkpoint of step {step}, found {present}. "
-    if any(aside.manifest.step == step for aside in rolled_back(storage)):
+    if _is_rolled_back(storage, step):
         return message + (
             f"Step {step} was set aside by a rollback; `perdure rollback {storage.where} --undo` "
             f"brings it back."
@@ -193,3 +193,16 @@ def _no_such_step(storage: Storage, step: int) -> str:
         return message + "Save one first, or name another run directory."
     nearest = min(steps, key=lambda other: (abs(other - step), -other))
     return message + f"Ask for one of those; the nearest is step {nearest}."
+
+
+def _is_rolled_back(storage: Storage, step: int) -> bool:
+    """Whether a rollback has set a checkpoint of that step aside, and it is still there."""
+    aside = LogView.read(storage).aside
+    try:
+        names = [name for name in storage.list(QUARANTINE) if name in aside]
+    except OSError as error:
+        raise read_error(error, f"{storage.where}: the list of its quarantine") from error
+    return any(
+        name.startswith(f"{QUARANTINE}{step:012d}-") and aside[name].rolled_back_to is not None
+        for name in names
+    )

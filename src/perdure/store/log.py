@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
@@ -128,6 +129,37 @@ def log_place(storage: Storage, name: str) -> str:
     return f"{name}.jsonl" if isinstance(storage, LocalStorage) else f"{name}/"
 
 
+def log_texts(storage: Storage, name: str) -> list[bytes]:
+    """The lines of a log as they are, good or damaged, without an incomplete last one."""
+    if isinstance(storage, LocalStorage):
+        try:
+            data = storage.read(f"{name}.jsonl")
+        except FileNotFoundError:
+            return []
+        return [text + b"\n" for text in data.split(b"\n")[:-1]]
+    return [storage.read(place) for place in sorted(storage.list(f"{name}/"))]
+
+
+def next_line(before: bytes, text: bytes) -> Line:
+    """A line, if it fits the hash that the line before states; raises `CorruptionError` otherwise."""
+    previous = before[len(_BEGINNING) : _REST - 2].decode(errors="replace")
+    return _checked(text, 0, previous, 0, "")
+
+
+def rewrite_log(storage: Storage, name: str, texts: Sequence[bytes]) -> None:
+    """Replace the lines of a log by others, durably. Nobody has it open."""
+    if isinstance(storage, LocalStorage):
+        storage.replace(f"{name}.jsonl", b"".join(texts))
+        return
+    old = set(storage.list(f"{name}/"))
+    for number, text in enumerate(texts, 1):
+        if (place := _object(name, number)) not in old or storage.read(place) != text:
+            storage.replace(place, text)
+        old.discard(place)
+    for place in old:
+        storage.delete(place)
+
+
 class LogWriter:
     """Appends lines to the log `name` in a directory or bucket, whose writer this process is.
 
@@ -147,15 +179,11 @@ class LogWriter:
         self._file = (
             _LogFile(storage, name, last.end if last else 0) if _is_local(storage) else None
         )
-        self._turn = threading.Lock()  # a loop and a save in the background append
 
-    @property
-    def last(self) -> LineReference | None:
-        """The last line; None for an empty log."""
-        return LineReference(self._number, self._hash) if self._number else None
-
-    def append(self, event: Struct | Mapping[str, Any]) -> LineReference:
+    def append(self, event: Struct | Mapping[str, Any]) -> Line:
         """Write one line. It survives the end of this process, and a power loss after `sync`.
+
+        One thread at a time calls this; another one may call `sync` meanwhile.
 
         Args:
             event: The fields, the kind first.
@@ -163,14 +191,13 @@ class LogWriter:
         Raises:
             OSError: It could not be written; nothing of it is left.
         """
-        with self._turn:
-            text, digest = encode_line(event, self._hash)
-            if self._file is None:
-                create_whole(self._storage, _object(self._name, self._number + 1), text)
-            else:
-                self._file.append(text)
-            self._number, self._hash = self._number + 1, digest
-            return LineReference(self._number, digest)
+        text, digest = encode_line(event, self._hash)
+        if self._file is None:
+            create_whole(self._storage, _object(self._name, self._number + 1), text)
+        else:
+            self._file.append(text)
+        self._number, self._hash = self._number + 1, digest
+        return Line(self._number, digest, text[_REST:-1])
 
     def sync(self) -> None:
         """Make all lines durable; those that are appended meanwhile may not be."""
@@ -231,7 +258,7 @@ class _LogFile:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", None) is not None:
+        if getattr(self, "_descriptor", None) is not None and not sys.is_finalizing():
             self.close()
 
     def _open(self) -> None:

@@ -17,6 +17,7 @@ from perdure.store.format import (
     hash_parts,
 )
 from perdure.store.json_blocks import blocks, json_parts
+from perdure.store.log import LineReference
 
 Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\Z")]
 PackName = Annotated[str, Meta(pattern=r"^[0-9]{12}-[0-9]{5}-[0-9a-f]{8}\.pack\Z")]
@@ -140,6 +141,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
             the file covers them, the fingerprint does not.
         process_leaves: Leaves that belong to one process and not to the state, such as its random
             generators. They are not part of the fingerprint. The key of the file is `local`.
+        log: The last line of the log of the run when it was committed, which is durable. A log that
+            lacks it has lost lines, or is another one.
     """
 
     format: Natural
@@ -152,6 +155,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     leaves: tuple[LeafEntry, ...]
     containers: dict[str, Container] = msgspec.field(default_factory=dict)
     process_leaves: tuple[LeafEntry, ...] = msgspec.field(default=(), name="local")
+    log: LineReference | None = None
 
     def every_leaf(self) -> tuple[LeafEntry, ...]:
         """The leaves of the state and the process leaves."""

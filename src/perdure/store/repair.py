@@ -7,22 +7,17 @@ where it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store.format import MARKER, MAX_STEP, PACKS
 from perdure.store.garbage_collection import PruneRequest
-from perdure.store.journal_file import JOURNAL, REPAIR_ADVICE
-from perdure.store.journal_moves import cut_broken, lines_after
-from perdure.store.journal_reference import (
-    LineReference,
-    journal_problem,
-    line_references,
-    lost_references,
-    without_reference,
-)
+from perdure.store.log import log_place
 from perdure.store.run import Run
+from perdure.store.run_log import LOG, REPAIR_ADVICE, line_references
 from perdure.store.verify import VerifyReport, examine
 
 
@@ -43,8 +38,8 @@ def repair(run: Run) -> Repaired:
     """Become the writer, check everything, and set aside what is damaged.
 
     Manifests that cannot be restored move to quarantine. A damaged pack moves there too, once the
-    chunks that good checkpoints need have been copied to a new pack. Lines of the journal from the
-    first broken one on are set aside. Leftovers of crashes are removed, and, if every manifest is
+    chunks that good checkpoints need have been copied to a new pack. A damaged log is set aside, and
+    its good lines are kept. Leftovers of crashes are removed, and, if every manifest is
     readable, packs that no manifest names. After a crash the repair can be repeated.
 
     Raises:
@@ -61,11 +56,11 @@ def repair(run: Run) -> Repaired:
     actions += [f"removed {name}: left by a writer that did not finish" for name in leftovers]
     run.begin_writing()
     try:
+        actions += _repair_log(run)  # first: every other repair writes a line
         findings = examine(run)
         for step, reason in findings.bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
         actions += _salvage(run, findings.damaged)
-        actions += _repair_journal(run)
         plan = run.plan(PruneRequest(orphans_to=MAX_STEP))
         run.execute(plan)
         for name in plan.orphans:
@@ -81,30 +76,20 @@ def repair(run: Run) -> Repaired:
     return Repaired(tuple(actions), examine(run).report)
 
 
-def _repair_journal(run: Run) -> list[str]:
-    """Set aside what follows the last good line; checkpoints forget the lines that are gone."""
+def _repair_log(run: Run) -> list[str]:
+    """Keep the good lines of a damaged log, and set the file aside; checkpoints forget what is gone."""
     manifests = run.contents().manifests
     references = line_references(manifests.values())
-    if (problem := journal_problem(run.storage, references)) is None:
+    if (problem := run.log.view.problem_with(references)) is None:
         return []
-    actions = []
     why = problem.removesuffix(REPAIR_ADVICE)
-    lost = lost_references(run.storage, references)
-    if (name := cut_broken(run.storage, _last_good(run, references, lost))) is not None:
-        actions.append(f"moved the end of {JOURNAL} to {name}, for you to look at: {why}")
-    for step in lost:
-        run.commit_manifest(without_reference(manifests[step]), {}, replace=True)
-    return actions or [f"accepted that lines of {JOURNAL} are lost: {why}"]
-
-
-def _last_good(run: Run, references: Mapping[int, LineReference], lost: Collection[int]) -> int:
-    """The last step whose line stays: the lines of another run do not."""
-    if not lost:
-        return MAX_STEP
-    first_lost = min(references[step].step for step in lost)
-    proved = max((line.step for step, line in references.items() if step not in lost), default=-1)
-    is_other = lines_after(run.storage, first_lost - 1) is not None
-    return proved if is_other and proved < first_lost else MAX_STEP
+    aside = run.log.rebuild(why)
+    for step in run.log.view.lost(references):
+        run.commit_manifest(msgspec.structs.replace(manifests[step], log=None), {}, replace=True)
+    place = log_place(run.storage, LOG)
+    if aside is None:
+        return [f"accepted that lines of {place} are lost: {why}"]
+    return [f"moved {place} to {aside}, for you to look at, and kept its good lines: {why}"]
 
 
 def _salvage(run: Run, damaged: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Going back to an older checkpoint: newer ones move to quarantine, with notes that bring them back.
+"""Going back to an older checkpoint: newer ones move to quarantine, and the log says how they return.
 
 Invariant: after a crash at any operation the newest committed checkpoint is one of the line that was
 rolled back, every other one of that line is either committed or in quarantine, and the same call can be
@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import msgspec
-
 from perdure.errors import (
     CorruptionError,
+    FormatVersionError,
     HistoryError,
     SaveError,
     UnreachableError,
@@ -22,28 +21,62 @@ from perdure.errors import (
 from perdure.store.catalog import Catalog
 from perdure.store.contents import committed_steps
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
-from perdure.store.journal_moves import (
-    ReturningLines,
-    cut_journal,
-    lines_aside,
-    require_lines,
-    return_journal,
-    returning_lines,
-)
 from perdure.store.loading import list_pins, list_steps, read_manifest
 from perdure.store.manifest import Manifest
-from perdure.store.quarantine import move_to_quarantine, quarantined, reason_name
-from perdure.store.rollback_notes import Note, RolledBack, returning, rollback_note, rolled_back
+from perdure.store.manifest_json import decode_manifest
+from perdure.store.quarantine import free_name, quarantined
+from perdure.store.run_log import (
+    Aside,
+    Cut,
+    LogView,
+    Returned,
+    ReturningLines,
+    RolledBack,
+    RolledBackCheckpoint,
+    RunLog,
+)
+from perdure.store.run_marker import require_folders
 from perdure.store.storage import Storage
 
 
-def roll_back(storage: Storage, step: int, *, when: str, dry_run: bool) -> list[int]:
+@dataclass(frozen=True)
+class AsideCheckpoint:
+    """A checkpoint that a rollback set aside: its name in quarantine, its manifest, and why."""
+
+    name: str
+    manifest: Manifest
+    why: Aside
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Step and fingerprint."""
+        return self.manifest.step, self.manifest.fingerprint
+
+
+def rolled_back(storage: Storage, view: LogView) -> list[AsideCheckpoint]:
+    """The readable checkpoints in quarantine that a rollback put there, by name.
+
+    Raises `UnreachableError` if the storage does not answer.
+    """
+    try:
+        return [
+            AsideCheckpoint(name, manifest, why)
+            for name in quarantined(storage)
+            if (why := _rollback_of(view, name)) is not None
+            if (manifest := _manifest(storage, name)) is not None
+        ]
+    except ConnectionError as error:
+        raise UnreachableError(f"{storage.where}: {error}.") from error
+
+
+def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: bool) -> list[int]:
     """Set every checkpoint that is newer than `step` aside; `Run.rollback` says the rest.
 
     Args:
         storage: The run directory. Its writer calls this inside `moving`.
+        log: Its log.
         step: The checkpoint to go back to. It is read and verified first.
-        when: The time that the notes give.
+        when: The time that the log gives.
         dry_run: Check everything and change nothing.
 
     Returns:
@@ -52,16 +85,20 @@ def roll_back(storage: Storage, step: int, *, when: str, dry_run: bool) -> list[
     steps = list_steps(storage)
     newer = [other for other in steps if other > step]
     _require_whole(storage, step)
-    require_lines(storage, step)
+    view = log.view
+    view.require()
     if pinned := sorted(list_pins(storage) & set(newer)):
         raise HistoryError(
             f"{storage.where}: steps {steps_text(pinned)} are newer than {step} and pinned; nothing "
             f"was moved. Unpin them first (`manager.unpin`)."
         )
-    if newer and not dry_run:
-        put_aside(storage, {other: _readable(storage, other) for other in steps}, step, when)
     if not dry_run:
-        cut_journal(storage, step)
+        if newer:
+            put_aside(
+                storage, log, {other: _readable(storage, other) for other in steps}, step, when
+            )
+        if view.steps_after(step) is not None:
+            log.append(Cut(step=step))
     return newer
 
 
@@ -70,23 +107,26 @@ class UndoPlan:
     """What undoing rollbacks brings back: checkpoints, the oldest first, and lines of the journal."""
 
     newest: Manifest | None
-    line: tuple[RolledBack, ...] = ()
+    line: tuple[AsideCheckpoint, ...] = ()
     lines: ReturningLines | None = None
 
 
-def plan_undo(storage: Storage) -> UndoPlan:
+def plan_undo(storage: Storage, view: LogView) -> UndoPlan:
     """What `undo_rollback` would do. Changes nothing.
 
-    Raises `HistoryError` if nothing of what is set aside continues the run.
+    Raises:
+        HistoryError: Nothing of what is set aside continues the run.
+        CorruptionError: The log is damaged, which says what is set aside.
     """
+    view.require()
     steps = list_steps(storage)
-    candidates = rolled_back(storage)
+    candidates = rolled_back(storage, view)
     newest = read_manifest(storage, steps[-1]) if steps else None
     if newest is None and not candidates:
         return UndoPlan(None)
     line = returning(candidates, (newest.step, newest.fingerprint) if newest else None)
     before = newest.step if newest else -1
-    lines = returning_lines(storage, before, [checkpoint.manifest for checkpoint in line])
+    lines = view.returning(before, [checkpoint.manifest for checkpoint in line])
     where = storage.where
     if not line and lines is not None and lines.replaced is not None:
         raise HistoryError(
@@ -101,38 +141,41 @@ def plan_undo(storage: Storage) -> UndoPlan:
                 f"{where}: nothing was brought back: {place}, and what rollbacks set aside continues "
                 f"{_predecessors(candidates)}. Go back there first (`perdure rollback {where}@STEP`)."
             )
-        if aside := [file.name for file in lines_aside(storage)]:
+        if aside := view.steps_aside():
             raise HistoryError(
-                f"{where}: nothing was brought back: {place}, and the lines of the journal in "
-                f"{', '.join(aside)} do not continue it. They stay there."
+                f"{where}: nothing was brought back: {place}, and the lines of steps "
+                f"{', '.join(f'{first} to {last}' for first, last in aside)}, which are set aside, do "
+                f"not continue it."
             )
     return UndoPlan(newest, tuple(line), lines)
 
 
-def undo_rollback(storage: Storage, *, dry_run: bool) -> list[int]:
+def undo_rollback(storage: Storage, log: RunLog, *, dry_run: bool) -> list[int]:
     """Bring back what continues the newest checkpoint; `Run.undo_rollback` says the rest.
 
     Returns:
         The steps that return, oldest first.
     """
-    plan = plan_undo(storage)
+    plan = plan_undo(storage, log.view)
     if plan.newest and not dry_run:
-        if plan.lines is not None:  # first: a checkpoint refers to its line
-            return_journal(storage, plan.newest.step, plan.lines)
+        if plan.lines is not None:
+            log.append(Returned(step=plan.newest.step, cuts=plan.lines.cuts))
         put_back(storage, plan.line)
     return [returned.manifest.step for returned in plan.line]
 
 
 @contextmanager
-def moving(storage: Storage, catalog: Catalog, operation: str, *, dry_run: bool) -> Iterator[None]:
+def moving(catalog: Catalog, operation: str, *, dry_run: bool) -> Iterator[None]:
     """Finish what an earlier move began, then move; the catalog forgets everything afterwards.
 
     A dry run does neither. A failure of the storage becomes `UnreachableError` or `SaveError`, with the
     name of the `operation` in its text.
     """
+    storage = catalog.storage
+    require_folders(storage, catalog.log.run)
     try:
         if not dry_run:
-            finish_moves(storage)
+            finish_moves(storage, catalog.log.view)
         yield
     except ConnectionError as error:
         raise UnreachableError(
@@ -149,16 +192,16 @@ def moving(storage: Storage, catalog: Catalog, operation: str, *, dry_run: bool)
             catalog.durable.clear()
 
 
-def finish_moves(storage: Storage) -> None:
+def finish_moves(storage: Storage, view: LogView) -> None:
     """Clear what a crash in the middle of a move leaves: a checkpoint that is in both places.
 
     It stays committed: its manifest is made durable, then the copy in quarantine is deleted.
     """
-    aside = [name for name in quarantined(storage) if name.endswith(".json")]
+    aside = [name for name in quarantined(storage) if _rollback_of(view, name) is not None]
     committed = set(committed_steps(storage)) if aside else set()
     for name in aside:
         step = int(digits) if (digits := name.removeprefix(QUARANTINE)[:12]).isdecimal() else -1
-        if step in committed and rollback_note(storage, name) is not None:
+        if step in committed:
             try:
                 data = storage.read(manifest_name(step))
                 twin = storage.read(name)
@@ -169,42 +212,68 @@ def finish_moves(storage: Storage) -> None:
             if data == twin:
                 storage.replace(manifest_name(step), data)
                 storage.delete(name)
-                storage.delete(reason_name(name))
 
 
 def put_aside(
-    storage: Storage, line: Mapping[int, Manifest | None], target: int, when: str
+    storage: Storage, log: RunLog, line: Mapping[int, Manifest | None], target: int, when: str
 ) -> None:
     """Move the manifests of all steps of `line` above `target` to quarantine, the newest first.
 
-    `line` has every committed step, and its manifest if that is readable. Each move is durable before
-    the next one.
+    `line` has every committed step, and its manifest if that is readable. The log says what moves
+    before the first move. Each move is durable before the next one.
     """
-    rollbacks = [earlier.note.rollback for earlier in rolled_back(storage)]
+    taken = set(storage.list(QUARANTINE))
     predecessor: tuple[int, str] | None = None
-    notes: dict[int, Note] = {}
+    moved: list[RolledBackCheckpoint] = []
     for step, manifest in sorted(line.items()):
         if step > target:
-            notes[step] = Note(
-                name=manifest_name(step),
-                found=when,
-                reason=f"rolled back to step {target}",
-                rolled_back_to=target,
-                after=predecessor,
-                rollback=1 + max(rollbacks, default=0),
-            )
+            name = free_name(taken, f"{step:012d}", ".json")
+            moved.append(RolledBackCheckpoint(step, name, predecessor))
         if manifest is not None:
             predecessor = step, manifest.fingerprint
-    for step in sorted(notes, reverse=True):
-        note = msgspec.to_builtins(notes[step])
-        move_to_quarantine(storage, manifest_name(step), f"{step:012d}", ".json", note)
+    log.append(RolledBack(step=target, checkpoints=tuple(moved), time=when))
+    for checkpoint in reversed(moved):
+        storage.move(manifest_name(checkpoint.step), checkpoint.to)
 
 
-def put_back(storage: Storage, line: Iterable[RolledBack]) -> None:
+def put_back(storage: Storage, line: Iterable[AsideCheckpoint]) -> None:
     """Move the manifests of `line` out of quarantine, the oldest first, each durable at once."""
     for returned in line:
         storage.move(returned.name, manifest_name(returned.manifest.step))
-        storage.delete(reason_name(returned.name))
+
+
+def returning(
+    candidates: Iterable[AsideCheckpoint], newest: tuple[int, str] | None
+) -> list[AsideCheckpoint]:
+    """The checkpoints that continue `newest` (step and fingerprint), the oldest first.
+
+    If several continue the same one, the one that was set aside last returns.
+    """
+    following: dict[tuple[int, str] | None, AsideCheckpoint] = {}
+    for candidate in sorted(candidates, key=lambda candidate: candidate.why.rollback):
+        following[candidate.why.after] = candidate
+    line = []
+    while newest is not None and (successor := following.get(newest)) is not None:
+        if successor.manifest.step <= newest[0]:
+            break  # a file in quarantine that was changed by hand
+        line.append(successor)
+        newest = successor.place
+    return line
+
+
+def _rollback_of(view: LogView, name: str) -> Aside | None:
+    """Why an object is in quarantine if a rollback put it there; None for any other object there."""
+    why = view.aside.get(name)
+    return None if why is None or why.rolled_back_to is None else why
+
+
+def _manifest(storage: Storage, name: str) -> Manifest | None:
+    try:
+        return decode_manifest(storage.read(name), f"{storage.where}/{name}")
+    except ConnectionError:
+        raise
+    except (OSError, CorruptionError, FormatVersionError):
+        return None
 
 
 def _require_whole(storage: Storage, step: int) -> None:
@@ -223,9 +292,9 @@ def _readable(storage: Storage, step: int) -> Manifest | None:
         return None
 
 
-def _predecessors(candidates: Iterable[RolledBack]) -> str:
+def _predecessors(candidates: Iterable[AsideCheckpoint]) -> str:
     """The checkpoints after which lines that were set aside would return, for an error."""
     places = {candidate.place for candidate in candidates}
-    starts = {candidate.note.after for candidate in candidates} - places
+    starts = {candidate.why.after for candidate in candidates} - places
     steps = sorted({after[0] for after in starts if after is not None})
     return f"step {steps_text(steps)}" if steps else "a checkpoint that is not there"

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 
-from perdure.errors import CorruptionError, StepNotFoundError, StoreError
+from perdure.errors import CorruptionError, HistoryError, StepNotFoundError, StoreError
 from perdure.store.catalog import Catalog
 from perdure.store.codec import encoder
 from perdure.store.committer import Committer, PreparedSave
-from perdure.store.contents import Contents, OutdatedPlanError
+from perdure.store.contents import START_OVER, Contents, OutdatedPlanError, lost_manifests
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.drill_hook import drilled_clock
 from perdure.store.entry_builder import StoredChunk
@@ -42,13 +42,19 @@ from perdure.store.loading import (
 from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
 from perdure.store.pack_writer import Written
 from perdure.store.quarantine import quarantined
-from perdure.store.removal_notes import RemovalNotes, Removed
-from perdure.store.rollback import moving, roll_back, undo_rollback
-from perdure.store.rollback_notes import RolledBack, rolled_back
-from perdure.store.run_marker import is_run_directory
+from perdure.store.rollback import (
+    AsideCheckpoint,
+    moving,
+    roll_back,
+    rolled_back,
+    undo_rollback,
+)
+from perdure.store.run_log import Removed, RunLog, Saved
+from perdure.store.run_marker import read_marker
 from perdure.store.storage import Storage
 from perdure.store.urls import open_storage
 from perdure.store.writer_session import WriterSession, leftovers
+from perdure.text import few
 
 
 class Run:
@@ -89,16 +95,13 @@ class Run:
 
         # No reference to this object, so that it can be freed at once.
         self._now = now = lambda: time_text(read_clock())
-        self._catalog = Catalog(self.storage)
-        self._removals = RemovalNotes(self.storage)
+        marker = read_marker(self.storage, create=create, repair=repair)
+        self.log = RunLog(self.storage, marker and marker.run)
+        """The log of the run. Only its writer may append to it."""
+        self._catalog = Catalog(self.storage, self.log)
         self._damage = DamageHandler(self._catalog, self.encode, now)
-        marked = is_run_directory(self.storage, create=create, repair=repair)
-        self._session = WriterSession(
-            self._catalog, self._damage, self._removals, now, marked=marked
-        )
-        self._committer = Committer(
-            self._session, self._catalog, self._damage, self._removals, self.encode, now
-        )
+        self._session = WriterSession(self._catalog, self._damage, now, marked=marker is not None)
+        self._committer = Committer(self._session, self._catalog, self._damage, self.encode, now)
 
     @property
     def is_run_directory(self) -> bool:
@@ -292,34 +295,48 @@ class Run:
 
         Args:
             steps: The steps to delete; those that are not committed are ignored.
-            leave_word: Write a note on each if the disk has room for it, so that `removed` names it
-                and a mirror that still holds it does not bring it back.
+            leave_word: Write into the log, if the disk has room for it, that each was removed on
+                purpose, so that a mirror that still holds it does not bring it back.
 
         Returns:
             The steps that were deleted, oldest first.
 
         Raises:
             StoreError: A step is pinned; nothing was deleted.
+            CorruptionError: The log is damaged; nothing was deleted.
             PruneError: Deleting stopped in the middle.
         """
         self.begin_writing()
         plan = self.plan(PruneRequest(frozenset(steps)))
+        self.log.view.require()
         for step in plan.steps if leave_word else ():
-            with suppress(CorruptionError, StepNotFoundError):
-                self._removals.add(self.manifest(step))
+            with suppress(CorruptionError, StepNotFoundError, OSError):
+                fingerprint = self.manifest(step).fingerprint
+                self.log.append(Removed(step=step, fingerprint=fingerprint))
         self.execute(plan)
         return list(plan.steps)
 
-    def removed(self) -> list[Removed]:
-        """The checkpoints that were removed on purpose, until `forget_removed`.
+    def start_over(self) -> None:
+        """Let this object write into a run that has lost its checkpoints."""
+        self._session.starts_over = True
 
-        Raises `UnreachableError` if the notes cannot be read.
+    def require_new(self) -> None:
+        """Raise `HistoryError` if the run, which has no checkpoint, had one: nothing begins again."""
+        if why := self.earlier_progress():
+            raise HistoryError(
+                f"{why}. A start at step 0 was refused, and nothing was changed. `perdure verify "
+                f"{self.where}` shows what is there; `perdure rollback {self.where} --undo` returns "
+                f"what a rollback set aside. {START_OVER}"
+            )
+
+    def earlier_progress(self) -> str | None:
+        """What shows that a run without a checkpoint had one; None if nothing does.
+
+        A program must not begin at step 0 then unless its user says that this is meant.
         """
-        return self._removals.list()
-
-    def forget_removed(self, note: Removed) -> None:
-        """Delete a removal note, once no other copy of the run holds the checkpoint any more."""
-        self._removals.remove(note)
+        if aside := [name for name in self.quarantined() if name.endswith(".json")]:
+            return f"{self.where}: no checkpoint is left, and {few(aside)} are set aside"
+        return lost_manifests(self.storage, self.log.view.saved)
 
     def contents(self, *, fresh: bool = True) -> Contents:
         """A snapshot of what is held now. Every manifest that changed is read, and no pack.
@@ -356,8 +373,11 @@ class Run:
             raise OutdatedPlanError(
                 f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
             )
+        if plan.steps and not held.manifests.keys() - set(plan.steps) and not held.unreadable:
+            with suppress(OSError):
+                self.log.append(Saved())  # whoever starts again does so on purpose
         try:
-            done = execute_collect(self.storage, held, plan)
+            done = execute_collect(self.storage, self.log, held, plan)
         except OSError as error:
             self._catalog.forget()
             raise stopped(self.where, error) from error
@@ -410,8 +430,8 @@ class Run:
         """
         if not dry_run:
             self.begin_writing()
-        with moving(self.storage, self._catalog, "the rollback", dry_run=dry_run):
-            return roll_back(self.storage, step, when=self._now(), dry_run=dry_run)
+        with moving(self._catalog, "the rollback", dry_run=dry_run):
+            return roll_back(self.storage, self.log, step, when=self._now(), dry_run=dry_run)
 
     def undo_rollback(self, *, dry_run: bool = False) -> list[int]:
         """Bring back the checkpoints that rollbacks set aside, as long as nothing newer was saved.
@@ -434,15 +454,15 @@ class Run:
         """
         if not dry_run:
             self.begin_writing()
-        with moving(self.storage, self._catalog, "undoing the rollback", dry_run=dry_run):
-            return undo_rollback(self.storage, dry_run=dry_run)
+        with moving(self._catalog, "undoing the rollback", dry_run=dry_run):
+            return undo_rollback(self.storage, self.log, dry_run=dry_run)
 
-    def rolled_back(self) -> list[RolledBack]:
+    def rolled_back(self) -> list[AsideCheckpoint]:
         """The checkpoints that rollbacks set aside, by their names in quarantine.
 
         Raises `UnreachableError` if the storage does not answer.
         """
-        return rolled_back(self.storage)
+        return rolled_back(self.storage, self.log.view)
 
     def quarantine(self, step: int, reason: str) -> str:
         """Move a damaged manifest to quarantine, with the reason beside it; durable on return.

@@ -1,12 +1,14 @@
-"""The marker file, by which a run directory is told from any other place.
+"""The marker file, by which a run directory is told from any other place, and from another run.
 
-Invariant: a place that is not empty and has no marker is never written to.
+Invariant: a place that is not empty and has no marker is never written to. Nothing is deleted or moved
+in a folder of another run.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import secrets
 
 import msgspec
 from msgspec import Struct
@@ -17,7 +19,9 @@ from perdure.store.failures import is_gone, read_error
 from perdure.store.format import (
     FORMAT,
     LOCK,
+    MANIFESTS,
     MARKER,
+    PACKS,
     TEMP_SUFFIX,
     Natural,
     check_version,
@@ -29,17 +33,34 @@ from perdure.store.manifest_json import decode_manifest
 from perdure.store.storage import Storage
 from perdure.text import counted
 
+FOLDERS = (PACKS, MANIFESTS)
+FOLDER_MARK = ".run"
+"""The file in one of these that is a link; it says whose it is. It sorts before manifests."""
+
 
 class Marker(Struct, frozen=True):
-    """Says that a directory is a run directory, and which reader it needs."""
+    """Says that a directory is a run directory, which run it is, and which reader it needs."""
 
     format: Natural
     created: str
+    run: str
 
 
-def encode_marker(created: str) -> bytes:
+class FolderMark(Struct, frozen=True):
+    """Says whose a folder of a run directory is: the run's id, and where its directory was."""
+
+    run: str
+    where: str
+
+
+def new_marker(created: str, run: str | None = None) -> Marker:
+    """The marker of a new run, or of one whose id is known."""
+    return Marker(FORMAT, created, run or secrets.token_hex(8))
+
+
+def encode_marker(marker: Marker) -> bytes:
     """Contents of `perdure.json`."""
-    return msgspec.json.encode(Marker(format=FORMAT, created=created)) + b"\n"
+    return msgspec.json.encode(marker) + b"\n"
 
 
 def decode_marker(data: bytes, where: str) -> Marker:
@@ -48,10 +69,64 @@ def decode_marker(data: bytes, where: str) -> Marker:
     return decode_json(data, Marker, where)
 
 
-def is_run_directory(
+def claim_folders(storage: Storage, run: str) -> None:
+    """Mark the folders of a run that lie outside of its directory and have no mark.
+
+    Raises `OSError` if the storage fails.
+    """
+    for folder in _outside(storage):
+        if _read_mark(storage, folder) is None:
+            mark = FolderMark(run, os.path.realpath(storage.where))
+            storage.replace(f"{folder}{FOLDER_MARK}", msgspec.json.encode(mark) + b"\n")
+
+
+def require_folders(storage: Storage, run: str | None) -> None:
+    """Raise `CorruptionError` if a folder of checkpoints or packs is that of another run."""
+    if problem := folder_problem(storage, run):
+        raise CorruptionError(f"{problem} Nothing was changed.")
+
+
+def folder_problem(storage: Storage, run: str | None) -> str | None:
+    """Why a folder of checkpoints or packs is not that of the run; None if both are.
+
+    A folder may be a link, such as to a larger disk. Then a file there says by which path a run uses
+    it, so that a copy of the run directory, or the link of a stranger, does not take it for its own.
+    """
+    where = os.path.realpath(storage.where)
+    for folder in _outside(storage):
+        real = os.path.realpath(f"{storage.where}/{folder}")
+        mark = _read_mark(storage, folder)
+        owner = os.path.dirname(real) if mark is None else mark.where
+        if mark is None and not os.path.exists(os.path.join(owner, MARKER)):
+            continue  # nobody's: the next writer marks it
+        if mark is None or (mark.run, mark.where) != (run, where):
+            return (
+                f"{storage.where}/{folder}: leads to {real}, which is of the run at {owner}. Give this "
+                f"one a folder of its own; `perdure copy` makes a copy that shares nothing. If that "
+                f"run was moved here, and nothing else uses the folder, remove {real}/{FOLDER_MARK}."
+            )
+    return None
+
+
+def _outside(storage: Storage) -> list[str]:
+    """The folders of checkpoints and packs that do not lie in the run directory itself."""
+    if not isinstance(storage, LocalStorage):
+        return []
+    return [folder for folder in FOLDERS if os.path.islink(storage.path(folder).rstrip("/"))]
+
+
+def _read_mark(storage: Storage, folder: str) -> FolderMark | None:
+    name = f"{folder}{FOLDER_MARK}"
+    try:
+        return decode_json(storage.read(name), FolderMark, f"{storage.where}/{name}")
+    except FileNotFoundError:
+        return None
+
+
+def read_marker(
     storage: Storage, *, create: bool, repair: bool = False, again: bool = False
-) -> bool:
-    """Whether the marker is there; False if the first writer may write it.
+) -> Marker | None:
+    """The marker of a run directory; None if the first writer may write it.
 
     Args:
         storage: The place.
@@ -67,8 +142,7 @@ def is_run_directory(
     """
     where = f"{storage.where}/{MARKER}"
     try:
-        decode_marker(storage.read(MARKER), where)
-        return True
+        return decode_marker(storage.read(MARKER), where)
     except FileNotFoundError:
         pass
     except NotADirectoryError:
@@ -77,7 +151,7 @@ def is_run_directory(
         if not is_gone(error):
             raise read_error(error, where) from error
     except CorruptionError as error:
-        return _is_repairable(storage, repair, str(error).rstrip("."))
+        return _require_repairable(storage, repair, str(error).rstrip("."))
     try:
         entries = _entries(storage)
     except OSError as error:
@@ -85,13 +159,13 @@ def is_run_directory(
             raise read_error(error, storage.where) from error
         raise NotARunError(f"{storage.where}: {error}.") from error
     if create and not entries:
-        return False
+        return None
     if entries and MARKER in entries and not again:
         # Another process wrote it just now. Tried once only, because a dangling link is listed too.
-        return is_run_directory(storage, create=create, repair=repair, again=True)
+        return read_marker(storage, create=create, repair=repair, again=True)
     if steps := committed_steps(storage):
         fault = f"{where}: missing beside {counted(len(steps), 'checkpoint')}"
-        return _is_repairable(storage, repair, fault)
+        return _require_repairable(storage, repair, fault)
     if entries is None:
         content = "nothing there; check the path"
     else:
@@ -101,8 +175,8 @@ def is_run_directory(
     )
 
 
-def _is_repairable(storage: Storage, repair: bool, fault: str) -> bool:
-    """False if a repair may write the marker again; raises `CorruptionError` otherwise."""
+def _require_repairable(storage: Storage, repair: bool, fault: str) -> None:
+    """Raise `CorruptionError` unless a repair may write the marker again."""
     reason = "there is no checkpoint beside it. Name another directory, or remove that file"
     for step in reversed(committed_steps(storage)):
         name = manifest_name(step)
@@ -112,7 +186,7 @@ def _is_repairable(storage: Storage, repair: bool, fault: str) -> bool:
             reason = f"no manifest beside it can be read either: {error}"
             continue
         if repair:
-            return False
+            return
         raise CorruptionError(
             f"{fault}. Its checkpoints are there: `perdure verify {storage.where} --repair` writes the "
             f"file again. Nothing was changed."

@@ -14,14 +14,15 @@ from perdure.errors import CorruptionError, StepNotFoundError, StoreError, Unrea
 from perdure.store.chunk_read import read_chunks
 from perdure.store.contents import lost_manifests
 from perdure.store.failures import DamagedChunk, is_gone, read_error
-from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, step_of
-from perdure.store.journal_file import JOURNAL
-from perdure.store.journal_reference import journal_problem, line_references
+from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, pack_step, step_of
 from perdure.store.json_blocks import batches
+from perdure.store.log import log_place
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import UNTIL_VERIFIED
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
+from perdure.store.run_log import LOG, REPAIR_ADVICE, line_references, read_journal
+from perdure.store.run_marker import FOLDER_MARK, folder_problem
 from perdure.store.storage import confirmed
 
 
@@ -87,8 +88,8 @@ class Packs:
     def read_all(self) -> None:
         """Read every pack that is there now."""
         for name in sorted(self.run.storage.list(PACKS)):
-            if not name.endswith(TEMP_SUFFIX):
-                self._read(name.removeprefix(PACKS))
+            if pack_step(pack := name.removeprefix(PACKS)) >= 0:
+                self._read(pack)
 
     def require(self, manifest: Manifest) -> None:
         """Raise `CorruptionError` unless every chunk of `manifest` is at its place.
@@ -234,7 +235,9 @@ def examine(run: Run) -> Findings:
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
     problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
     problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
-    if why := lost_manifests(run.storage):
+    if why := folder_problem(run.storage, run.log.run) or (
+        None if good or bad or unread else lost_manifests(run.storage, run.log.view.saved)
+    ):
         problems.append(Problem(MANIFESTS, why))
     if not unreadable and not held.unknown:
         problems += [
@@ -282,24 +285,35 @@ def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreErr
 def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
     for name in run.leftovers():
         yield Problem(name, "left by a writer that did not finish", False)
-    aside = {checkpoint.name: checkpoint.note.reason for checkpoint in run.rolled_back()}
-    for name in run.quarantined():
-        yield Problem(name, aside.get(name, "in quarantine"), False)
+    place = log_place(run.storage, LOG)
     try:
-        problem = _journal_problem(run)
-        if problem is not None and (problem := _journal_problem(run)) is not None:
-            yield Problem(JOURNAL, problem)  # a rollback may have moved checkpoints and lines
+        aside = run.log.view.aside
+        for name in run.quarantined():
+            yield Problem(name, aside[name].reason if name in aside else "in quarantine", False)
+        problem = _log_problem(run)
+        if problem is not None and (problem := _log_problem(run)) is not None:
+            yield Problem(place, problem)  # a training may have written both since they were listed
     except UnreachableError as error:
-        yield Problem(JOURNAL, str(error), unread=True)
+        yield Problem(place, str(error), unread=True)
     for step in sorted(run.pinned() - steps):
         yield Problem(f"step {step}", "is pinned, and is not there", False)
     for name in sorted(run.storage.list(MANIFESTS)):
-        if step_of(name) is None and not name.endswith(TEMP_SUFFIX):
+        is_ours = name.endswith(TEMP_SUFFIX) or name == f"{MANIFESTS}{FOLDER_MARK}"
+        if step_of(name) is None and not is_ours:
             yield Problem(name, "not a manifest's name; remove it by hand", False)
 
 
-def _journal_problem(run: Run) -> str | None:
-    return journal_problem(run.storage, line_references(run.contents().manifests.values()))
+def _log_problem(run: Run) -> str | None:
+    """What is wrong with the log, whose lines are all read and decoded; None for nothing."""
+    references = line_references(run.contents().manifests.values())
+    if problem := run.log.view.problem_with(references):
+        return problem
+    try:
+        for _ in read_journal(run.storage):
+            pass
+    except CorruptionError as error:
+        return f"{error}{REPAIR_ADVICE}"
+    return None
 
 
 def _read_pack(

@@ -9,11 +9,11 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
-from perdure.errors import LockedError, SaveError
+from perdure.errors import HistoryError, LockedError, SaveError, StoreError
 from perdure.store.catalog import Catalog
-from perdure.store.contents import lost_manifests
+from perdure.store.contents import START_OVER, committed_steps, lost_manifests
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.format import (
     LOCK,
@@ -22,12 +22,17 @@ from perdure.store.format import (
     PACKS,
     PINS,
     QUARANTINE,
-    TEMP_SUFFIX,
+    is_temporary,
 )
-from perdure.store.loading import list_steps
-from perdure.store.removal_notes import RemovalNotes
+from perdure.store.loading import list_steps, read_manifest
 from perdure.store.rollback import finish_moves
-from perdure.store.run_marker import encode_marker
+from perdure.store.run_log import Removed, Started
+from perdure.store.run_marker import (
+    claim_folders,
+    encode_marker,
+    new_marker,
+    require_folders,
+)
 from perdure.store.storage import FolderStorage, Storage
 
 
@@ -38,7 +43,6 @@ class WriterSession:
         self,
         catalog: Catalog,
         damage: DamageHandler,
-        removals: RemovalNotes,
         now: Callable[[], str],
         *,
         marked: bool,
@@ -46,6 +50,8 @@ class WriterSession:
         self.marked = marked
         """Whether the run directory has its marker."""
         self.holds_lock = False
+        self.starts_over = False
+        """Whether the user said that a run without a checkpoint begins again on purpose."""
         self._ready = False
         self._pid = os.getpid()
         self._turn = threading.RLock()
@@ -53,7 +59,7 @@ class WriterSession:
         self._storage = catalog.storage
         self._catalog = catalog
         self._damage = damage
-        self._removals = removals
+        self._log = catalog.log
         self._now = now
 
     def begin(self) -> None:
@@ -65,28 +71,52 @@ class WriterSession:
 
     def _begin(self) -> None:
         self.take_lock()
-        where = self._storage.where
         try:
-            if not self.marked:
-                self._storage.replace(MARKER, encode_marker(self._now()))
-                self.marked = True
-            if why := lost_manifests(self._storage):
-                self.close()
-                raise SaveError(f"{why}. Nothing was changed.")
-            if isinstance(self._storage, FolderStorage):
-                self._storage.make_folder(MANIFESTS)
+            self._claim()
             for name in leftovers(self._storage):
                 self._storage.delete(name)
-            finish_moves(self._storage)
-            self._removals.load()
+            finish_moves(self._storage, self._log.view)
         except OSError as error:
             self.close()
-            raise SaveError(f"{where}: cannot be written to: {error}.") from error
+            raise SaveError(f"{self._storage.where}: cannot be written to: {error}.") from error
+        except BaseException:
+            self.close()
+            raise
         self._ready = True
-        if self._removals.steps:
-            for step in self._removals.steps & set(list_steps(self._storage)):
-                self._removals.committed_again(step)
+        if removed := self._log.view.removed:
+            steps = {step for step, _ in removed}
+            for step in steps & set(list_steps(self._storage)):
+                self.committed_again(step)
         self._damage.quarantine_deferred()
+
+    def _claim(self) -> None:
+        """Make sure that the place is this run, before anything in it changes; make a new run of it."""
+        storage, log = self._storage, self._log
+        if not self.marked:
+            log.begin()
+            marker = new_marker(self._now(), log.view.run)
+            storage.replace(MARKER, encode_marker(marker))
+            self.marked, log.run = True, marker.run
+        log.begin()
+        assert log.run is not None
+        require_folders(storage, log.run)
+        claim_folders(storage, log.run)
+        is_lost = not self.starts_over and not committed_steps(storage)
+        if is_lost and (why := lost_manifests(storage, log.view.saved)):
+            raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
+        if isinstance(storage, FolderStorage):
+            storage.make_folder(MANIFESTS)
+        if log.view.last is None and log.view.problem is None:
+            log.append(Started(run=log.run))
+
+    def committed_again(self, step: int) -> None:
+        """Note that a checkpoint that was removed has been committed again with the same bits."""
+        if not any(step == removed for removed, _ in self._log.view.removed):
+            return
+        with suppress(OSError, StoreError):
+            fingerprint = read_manifest(self._storage, step).fingerprint
+            if (step, fingerprint) in self._log.view.removed:
+                self._log.append(Removed(step=step, fingerprint=fingerprint, again=True))
 
     def take_lock(self) -> None:
         """`Run.take_lock`, which gives the contract."""
@@ -134,7 +164,8 @@ class WriterSession:
         if os.getpid() != self._pid:
             return
         try:
-            self._lock.close()
+            with self._lock:
+                self._log.close()
         except OSError as error:
             raise SaveError(f"{self._storage.where}: {error}.") from error
 
@@ -155,9 +186,7 @@ class WriterSession:
 def leftovers(storage: Storage) -> list[str]:
     """Temporary files of writers that did not finish."""
     folders = (MANIFESTS, PACKS, PINS, QUARANTINE)
-    return sorted(
-        name for folder in folders for name in storage.list(folder) if name.endswith(TEMP_SUFFIX)
-    )
+    return sorted(name for folder in folders for name in storage.list(folder) if is_temporary(name))
 
 
 _token: tuple[int, str] = (0, "")

@@ -173,7 +173,7 @@ def test_the_first_thing_that_differs_is_named_and_nothing_more_is_committed(
         with pytest.raises(JournalMismatchError) as caught:
             manager.journal.record(2, state(7), batch=[2] if what == "state" else [8])
         assert (caught.value.step, caught.value.what) == (2, what)
-        assert f"rollback {tmp_path} 1`" in str(caught.value)
+        assert f"rollback {tmp_path}@1`" in str(caught.value)
         with pytest.raises(JournalMismatchError):
             manager.journal.record(3, state(3))
         with pytest.raises(JournalMismatchError):

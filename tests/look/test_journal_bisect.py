@@ -227,5 +227,5 @@ def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (tmp_path / name / LOG_FILE).write_text("{}\n")
     (tmp_path / "a" / LOG_FILE).unlink()
     (tmp_path / "a" / LOG_FILE).mkdir()
-    with pytest.raises(CorruptionError, match="found a directory"):
+    with pytest.raises(CorruptionError, match="directory"):
         bisect_runs(tmp_path / "a", tmp_path / "b")

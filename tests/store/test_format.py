@@ -14,7 +14,7 @@ from perdure.store.manifest import plain_metrics
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 
 GOLDEN = "b381e58e"
-GOLDEN_RUN = "ae9f33397818abb74243ec14c48c60b54803d6c7d9dcbbf3e6c04f9133f1cb70"
+GOLDEN_RUN = "dc64e07dace9a1b68eb5ab7af315fb8d3b7dd315fcb5aa1a5daf23164125cf27"
 
 
 @pytest.fixture

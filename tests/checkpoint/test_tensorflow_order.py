@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import perdure
-from perdure import Checkpoint, Retention
+from perdure import Checkpoint, ManagerOptions, Retention
 from perdure.errors import ArgumentError, HistoryError, MismatchError
 from perdure.tensorflow_names import FORMS
 
@@ -25,9 +25,9 @@ def members(value: float = 0.0) -> dict[str, Any]:
 
 
 def test_the_loop_of_the_guide_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    def train(where: str, steps: int) -> Any:
+    def train(where: str, steps: int, **options: Any) -> Any:
         ckpt: Any = Checkpoint(**members())
-        manager = Manager(ckpt, where, max_to_keep=3)
+        manager = Manager(ckpt, where, max_to_keep=3, options=ManagerOptions(**options))
         ckpt.restore(manager.latest_checkpoint)
         random.seed(
             ckpt.step if manager.latest_checkpoint is None else 99
@@ -45,6 +45,9 @@ def test_the_loop_of_the_guide_resumes_with_the_same_bits(tmp_path: Path) -> Non
     train(f"{tmp_path}/cut", 27)
     resumed = train(f"{tmp_path}/cut", 50)
     assert resumed.net["w"].tobytes() == whole.net["w"].tobytes()
+    train(f"{tmp_path}/control", 27)
+    control = train(f"{tmp_path}/control", 50, save_random_state=False)
+    assert control.net["w"].tobytes() != whole.net["w"].tobytes()
     assert perdure.latest_checkpoint(f"{tmp_path}/cut") == f"{tmp_path}/cut@5"
     ckpt = Checkpoint(**members())
     manager = Manager(ckpt, f"{tmp_path}/cut")

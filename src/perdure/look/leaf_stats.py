@@ -25,6 +25,7 @@ from perdure.look.tables import Shown, Table, plain, printable
 from perdure.store.manifest import LeafEntry
 
 _COLUMNS = ("count", "min", "max", "mean", "std", "norm", "zeros", "nans", "infinities")
+_COUNTS = ("leaf_count", "count", "zeros", "nans", "infinities")
 _NUMBERS = (bool, int, float, complex)
 
 
@@ -116,7 +117,7 @@ class Accumulator:
 
     def merge(self, other: Accumulator) -> None:
         """Add what another one has counted."""
-        for name in ("leaf_count", "count", "zeros", "nans", "infinities"):
+        for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.finite:
             assert other.min is not None
@@ -132,19 +133,8 @@ class Accumulator:
             variance = ScaledSum()
             variance.merge(self._spread.value / self.finite, self._spread.exponent)
             mean, std, norm = self._mean, variance.root(), self._squares.root()
-        return Stats(
-            path,
-            self.leaf_count,
-            self.count,
-            self.zeros,
-            self.nans,
-            self.infinities,
-            self.min,
-            self.max,
-            mean,
-            std,
-            norm,
-        )
+        counts = {name: getattr(self, name) for name in (*_COUNTS, "min", "max")}
+        return Stats(path, mean=mean, std=std, norm=norm, **counts)
 
     def _add_block(self, block: np.ndarray[Any, Any]) -> None:
         numbers = as_float64(block)

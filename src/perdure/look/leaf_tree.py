@@ -126,7 +126,7 @@ def tree(
     checkpoint = open_checkpoint(where)
     entries = select_leaves(checkpoint, leaves)
     before, unread = _manifest_before(checkpoint)
-    held = None if before is None else contents_of(before)
+    held = None if before is None else _contents_of(before)
     return LeafTree(
         checkpoint.name,
         None if before is None else before.step,
@@ -152,55 +152,41 @@ def _manifest_before(checkpoint: StoredCheckpoint) -> tuple[Manifest | None, str
         return None, str(error)
 
 
-def contents_of(manifest: Manifest) -> set[object]:
+def _contents_of(manifest: Manifest) -> set[object]:
     """The hashes of all chunks of a state, and path and text of each scalar."""
     hashes: set[object] = {chunk.hash for leaf in manifest.leaves for chunk in leaf.chunks}
     return hashes | {(leaf.path, leaf.text) for leaf in manifest.leaves if leaf.text is not None}
 
 
-def shared_bytes(entry: LeafEntry, held: set[object]) -> int:
+def _shared_bytes(entry: LeafEntry, held: set[object]) -> int:
     """Bytes of a leaf in chunks that `held` has; of a scalar, if the leaf has the same text there."""
     if entry.text is not None:
         return entry.nbytes if (entry.path, entry.text) in held else 0
     return sum(chunk_size(entry, n) for n, chunk in enumerate(entry.chunks) if chunk.hash in held)
 
 
-def branches_of(path: str, depth: int | None) -> list[str]:
-    """The branches above a leaf, the state itself first, of at most `depth` parts."""
-    parts = path.split("/") if path else []
-    return ["/".join(parts[:n]) for n in range(len(parts)) if depth is None or n <= depth]
-
-
 def _nodes(
     entries: list[LeafEntry], held: set[object] | None, depth: int | None
 ) -> list[LeafTreeNode]:
+    """A node for each leaf and each branch above it of at most `depth` parts, branches first."""
     totals: dict[str, list[int]] = {}
-    nodes: dict[str, LeafTreeNode | None] = {}
     for entry in entries:
-        shared = 0 if held is None else shared_bytes(entry, held)
-        for branch in branches_of(entry.path, depth):
-            nodes.setdefault(branch, None)
-            total = totals.setdefault(branch, [0, 0, 0])
-            for place, number in enumerate((1, entry.nbytes, shared)):
-                total[place] += number
-        level = _depth(entry.path)
-        if depth is None or level <= depth:
-            nodes[entry.path] = LeafTreeNode(
-                entry.path,
-                level,
-                1,
-                entry.nbytes,
-                None if held is None else shared,
-                entry.dtype,
-                entry.shape,
-                entry.text,
-            )
+        shared = 0 if held is None else _shared_bytes(entry, held)
+        parts = entry.path.split("/") if entry.path else []
+        for level in range(len(parts) + 1):
+            if depth is None or level <= depth:
+                total = totals.setdefault("/".join(parts[:level]), [0, 0, 0])
+                for place, number in enumerate((1, entry.nbytes, shared)):
+                    total[place] += number
+    kinds: dict[str, Any] = {e.path: (e.dtype, e.shape, e.text) for e in entries}
     return [
-        node or LeafTreeNode(path, _depth(path), count, nbytes, None if held is None else shared)
-        for path, node in nodes.items()
-        for count, nbytes, shared in [totals.get(path, [0, 0, 0])]
+        LeafTreeNode(
+            path,
+            path.count("/") + 1 if path else 0,
+            count,
+            nbytes,
+            None if held is None else shared,
+            *kinds.get(path, ()),
+        )
+        for path, (count, nbytes, shared) in totals.items()
     ]
-
-
-def _depth(path: str) -> int:
-    return path.count("/") + 1 if path else 0

@@ -290,6 +290,7 @@ def test_a_line_that_cannot_be_written_leaves_nothing_behind(
         options = ManagerOptions(journal_every=1, on_error=on_error)
         with CheckpointManager(run, options=options, save_interval_steps=10) as manager:
             manager.save(1, state(1), force=True)
+            manager.wait_until_finished()
             full[0] = True
             if on_error == "raise":
                 with pytest.raises(SaveError, match="the line of step 2"):

@@ -166,14 +166,17 @@ def test_steps_that_break_the_history_of_the_target_are_not_copied(
     before = Run(tmp_path / "there").manifest(2)
     for dry_run in (True, False):
         copied = copy_run(origin, tmp_path / "there", [1, 2, 3], dry_run=dry_run)
-        assert outcomes(copied) == {1: "refused", 2: "refused", 3: "copied"}
+        assert outcomes(copied) == {1: "refused", 2: "refused", 3: "refused"}
         assert "older than its newest step 2" in copied[0].reason
         assert before.fingerprint[:16] in copied[1].reason
         assert Run(origin).manifest(2).fingerprint[:16] in copied[1].reason
+        only = copy_run(origin, tmp_path / "there", [4], dry_run=dry_run)
+        assert outcomes(only) == {4: "refused"}
+        assert "step 2" in only[0].reason, "the step that shows the other history"
     assert Run(tmp_path / "there").manifest(2) == before
     with run_on(tmp_path / "there") as run, pytest.raises(StepExistsError):
         copy_checkpoint(Run(origin), 1, run)
-    assert check_run(tmp_path / "there").good == (2, 3)
+    assert check_run(tmp_path / "there").good == (2,)
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_others_are_copied(origin: Path) -> None:

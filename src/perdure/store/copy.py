@@ -11,6 +11,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -88,9 +89,10 @@ def copy_run(
 ) -> list[Copied]:
     """Copy checkpoints of one run directory into another, oldest first.
 
-    Each checkpoint keeps its step, fingerprint, recipe, metrics and time. Chunks that the target holds
-    already are not written again. Each copy is durable when its outcome is reported, so a copy that
-    was interrupted can be repeated. Pins are not copied.
+    If the two have different histories, or one of the steps cannot be added, nothing is copied. Each
+    checkpoint keeps its step, fingerprint, recipe, metrics and time. Chunks that the target holds
+    already are not written again. Each copy is durable when its outcome is reported, so a copy that was
+    interrupted can be repeated. Pins are not copied.
 
     Args:
         source: The run directory to read: a path, a URL or a `Storage`. Nothing in it changes.
@@ -119,11 +121,15 @@ def copy_run(
         lines_to_carry(reader, wanted[-1], writer)  # raises before anything is copied
     outcomes: list[Copied] = []
     planned: set[str] = set()
+    refusals = _refusals(reader, wanted, writer)
     with writer:
         for step in wanted:
-            outcomes.append(
-                _plan(reader, step, writer, planned) if dry_run else _copy(reader, step, writer)
-            )
+            if step in refusals:
+                outcomes.append(Copied(step, "refused", reason=refusals[step]))
+            elif dry_run or refusals:
+                outcomes.append(_plan(reader, step, writer, planned))
+            else:
+                outcomes.append(_copy(reader, step, writer))
             if progress is not None:
                 progress(outcomes[-1])
         held = [outcome.step for outcome in outcomes if outcome.outcome in ("copied", "present")]
@@ -323,12 +329,28 @@ def _copy(source: Run, step: int, target: Run) -> Copied:
     return Copied(step, "present" if present and not written else "copied", written)
 
 
+def _refusals(source: Run, wanted: Iterable[int], target: Run) -> dict[int, str]:
+    """Why steps are not copied: all that the target lacks, or none.
+
+    A step that both have with other bits shows two histories, whether it is wanted or not.
+    """
+    refused: dict[int, str] = {}
+    for step in sorted({*wanted, *source.steps()} & {*wanted, *target.steps()}):
+        with suppress(StepNotFoundError, CorruptionError):  # the copy of the step reports it
+            if (refusal := _refusal(target, source.manifest(step))) is not None:
+                refused[step] = refusal
+    if not refused:
+        return {}
+    first = min(refused)
+    others = f"nothing is copied, because step {first} cannot be: {refused[first]}"
+    lacking = set(wanted) - set(target.steps())
+    return refused | dict.fromkeys(lacking - refused.keys(), others)
+
+
 def _plan(source: Run, step: int, target: Run, planned: set[str]) -> Copied:
     """What `_copy` would do if the chunks that are `planned` were there already."""
     try:
         manifest = source.manifest(step)
-        if (refusal := _refusal(target, manifest)) is not None:
-            return Copied(step, "refused", reason=refusal)
         present = _present(target, step)
         if present is not None and _is_whole(target, present):
             return Copied(step, "present")

@@ -1,0 +1,138 @@
+"""Nothing begins again, and nothing is deleted, where checkpoints are lost or another run's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from perdure import CheckpointManager
+from perdure.cli import main
+from perdure.errors import CorruptionError, HistoryError, PerdureError
+from perdure.store import Run, repair, verify_run
+
+
+def train(where: Path, last: int, **options: Any) -> int:
+    """Resume, save up to a step, and return the step that it began from."""
+    with CheckpointManager(where, max_to_keep=2) as manager:
+        start = manager.restore_or_initialize({"w": np.zeros(50)}, **options).step
+        for step in range(start + 1, last + 1):
+            manager.save(step, {"w": np.full(50, float(step))})
+    return start
+
+
+def packs(where: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (where / "packs").glob("0*")}
+
+
+def prune(where: Path) -> int:
+    return CliRunner().invoke(main, ["prune", str(where), "--max-to-keep", "1"]).exit_code
+
+
+@pytest.mark.parametrize("how", ["moved", "emptied"])
+def test_a_run_whose_checkpoints_are_not_there_keeps_its_packs_and_does_not_begin_again(
+    tmp_path: Path, how: str
+) -> None:
+    run = tmp_path / "run"
+    train(run, 1)  # one checkpoint: its packs alone could be leftovers
+    before = packs(run)
+    (run / "checkpoints").rename(tmp_path / "away")
+    if how == "emptied":
+        (run / "checkpoints").mkdir()
+    assert prune(run) != 0
+    with pytest.raises(HistoryError, match="start_over=True"):
+        train(run, 3)
+    with Run(run) as opened, pytest.raises(HistoryError, match="Bring it back"):
+        opened.save(1, {})
+    assert not verify_run(Run(run)).ok
+    assert packs(run) == before
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    (tmp_path / "away").rename(run / "checkpoints")
+    assert train(run, 3) == 1  # the control
+    shutil.rmtree(run / "checkpoints")
+    assert train(run, 2, start_over=True) == 0
+
+
+def test_after_a_repair_that_left_nothing_the_next_start_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    for pack in (tmp_path / "packs").glob("0*"):
+        pack.write_bytes(b"")
+    with Run(tmp_path) as run:
+        assert repair(run).report.good == ()
+    with pytest.raises(HistoryError, match="set aside"):
+        train(tmp_path, 3)
+    assert train(tmp_path, 3, start_over=True) == 0
+    assert train(tmp_path, 4) == 3, "said once"
+
+
+def test_a_run_that_never_saved_or_was_emptied_on_purpose_begins(tmp_path: Path) -> None:
+    """The control: a crash before the first checkpoint, and a deletion that the user asked for."""
+    assert train(tmp_path, 0) == 0
+    assert train(tmp_path, 2) == 0
+    with CheckpointManager(tmp_path) as manager:
+        for step in manager.all_steps():
+            manager.delete(step)
+    assert train(tmp_path, 2) == 0
+
+
+def test_a_copy_that_shares_its_packs_by_a_link_changes_nothing_of_them(tmp_path: Path) -> None:
+    run, disk, copy = tmp_path / "run", tmp_path / "disk", tmp_path / "copy"
+    train(run, 2)
+    (run / "packs").rename(disk)
+    (run / "packs").symlink_to(disk)
+    train(run, 3)
+    shutil.copytree(run, copy, symlinks=True, ignore=shutil.ignore_patterns("lock"))
+    before = packs(run)
+    assert prune(copy) != 0
+    with pytest.raises(CorruptionError, match="of the run at"):
+        train(copy, 6)
+    with Run(copy) as opened, pytest.raises(PerdureError):
+        opened.rollback(2)
+    assert packs(run) == before
+    assert train(run, 5) == 3, "the owner continues"
+    assert verify_run(Run(run)).ok
+
+
+def test_a_strangers_link_to_the_packs_of_a_run_deletes_none_of_them(tmp_path: Path) -> None:
+    mine, stranger = tmp_path / "mine", tmp_path / "stranger"
+    train(mine, 3)
+    train(stranger, 3)
+    shutil.rmtree(stranger / "packs")
+    (stranger / "packs").symlink_to(mine / "packs")
+    foreign = mine / "packs" / "000000000009-00000-00000000.pack.00000000.tmp"
+    foreign.write_bytes(b"a save that is under way")
+    before = packs(mine)
+    assert prune(stranger) != 0
+    with pytest.raises(CorruptionError):
+        train(stranger, 5)
+    assert packs(mine) == before
+    assert foreign.exists()
+
+
+def test_files_that_perdure_did_not_write_stay(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    foreign = [tmp_path / folder / "notes.tmp" for folder in ("packs", "checkpoints")]
+    ours = tmp_path / "packs" / "000000000009-00000-00000000.pack.00000000.tmp"
+    for path in (*foreign, ours):
+        path.write_bytes(b"x")
+    train(tmp_path, 3)
+    assert [path.exists() for path in (*foreign, ours)] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "perdure.json", "checkpoints", "packs", "lock"])
+def test_a_pipe_in_the_place_of_any_file_is_an_error_and_no_wait(tmp_path: Path, name: str) -> None:
+    train(tmp_path, 2)
+    place = tmp_path / name
+    if place.is_dir():
+        place = max(place.glob("0*"))
+    place.unlink()
+    os.mkfifo(place)
+    for arguments in (["verify"], ["ls"], ["prune", "--max-to-keep", "1"]):
+        assert CliRunner().invoke(main, [arguments[0], str(tmp_path), *arguments[1:]]) is not None
+    if name != "lock":
+        assert CliRunner().invoke(main, ["verify", str(tmp_path)]).exit_code != 0

@@ -22,7 +22,7 @@ from perdure.drill.compare import LeafDifference, RunDifference, compare
 from perdure.drill.diagnose import STEADY, diagnose_run, diagnose_undisturbed, repeats_for
 from perdure.drill.drill import _Drill, _estimate
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
-from perdure.drill.fault_injection import PLAN, _describe_act
+from perdure.drill.fault_injection import PLAN, describe_act
 from perdure.drill.fault_plan import LAST, draw_scenario, required_restores
 from perdure.drill.frozen import freeze
 from perdure.drill.probe_runner import ProbeRunner
@@ -368,7 +368,7 @@ def test_every_clock_of_a_program_jumps(tmp_path: Path) -> None:
 
 
 def test_the_amount_of_a_jump_is_stated() -> None:
-    texts = {value: _describe_act({"act": "clock", "value": value}) for value in JUMPED}
+    texts = {value: describe_act({"act": "clock", "value": value}) for value in JUMPED}
     assert texts == JUMPED
     for number in range(20):
         launches = draw_scenario(SEEN, "clock-jump", number, 0).attempts

@@ -17,7 +17,7 @@ from perdure.cli import main
 from perdure.distribute.engine import Stream
 from perdure.distribute.watching_engines import TracedEngine, traced_engine
 from perdure.drill.causes import CAUSES
-from perdure.drill.step_parts import PARTS, Parts, first_different_part, generators_that_differ
+from perdure.drill.step_causes import PARTS, Parts, first_different_part, generators_that_differ
 
 PROGRAMS = Path(__file__).parent / "programs"
 PROGRAM = [sys.executable, str(PROGRAMS / "journaled.py")]

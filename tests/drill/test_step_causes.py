@@ -8,8 +8,7 @@ import pytest
 
 from perdure import CheckpointManager, ManagerOptions
 from perdure.drill.replay import StretchResult
-from perdure.drill.step_causes import ReplayedRun, StepComparison, likely_cause
-from perdure.drill.step_parts import PartDifference
+from perdure.drill.step_causes import PartDifference, ReplayedRun, StepComparison, likely_cause
 from perdure.store.format import span_text
 
 

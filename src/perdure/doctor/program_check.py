@@ -16,7 +16,6 @@ from perdure.doctor.comparison import Computed, ResultComparison, compare
 from perdure.drill.execution import LOGS, DrilledProgram, log_tail, read_manifest
 from perdure.drill.fault_injection import COPIES
 from perdure.drill.stretch import make_copy, run_copy, why_it_failed
-from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
 from perdure.supervise.options import checked_command
 
@@ -75,10 +74,10 @@ def _check(
     directory: Path,
     progress: Callable[[str], None],
 ) -> list[ResultComparison]:
-    read_only = tuple(str(Path(path).resolve()) for path in options.read_only)
-    working = WorkingDirectory(Path.cwd(), [directory], read_only)
     # Without a shared compilation cache: the second process compiles again, and may choose otherwise.
-    program = DrilledProgram(tuple(command), working, options.workers, read_only=read_only)
+    program = DrilledProgram.here(
+        command, directory, options.workers, options.read_only, is_cached=False
+    )
     computed: list[Computed] = []
     problems: list[ResultComparison] = []
     for number in range(1, PROCESSES + 1):

@@ -10,12 +10,14 @@ evidence lists what was tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import combinations
 
 from perdure.drill.causes import Diagnosis, diagnosis
 from perdure.drill.compare import RunDifference, compare
+from perdure.drill.fault_injection import describe_act
 from perdure.drill.fault_plan import LAST
 from perdure.drill.probe_runner import UNTRIED, ProbeRunner
 from perdure.drill.probes import PLANTS
@@ -115,13 +117,12 @@ def diagnose_run(
         return diagnosis("unreadable", seen.unreadable)
     if (found := _early_exit(runner, outcome, seen)) is not None:
         return found
-    for special in (_diagnose_topology, _diagnose_clock, _diagnose_machine):
-        if (found := special(runner, scenario)) is not None:
-            return found
+    if (found := _added(runner, _changes(runner, scenario))) is not None:
+        return found
     if scenario.place == LAST and (seen is None or not seen.leaves or not seen.run):
-        return _diagnose_end(runner, scenario, outcome, seen)
+        return _happens_again(runner, scenario, outcome, seen, "end")
     if seen is None or (outcome.problem and not seen.leaves):
-        return _diagnose_failure(runner, scenario, outcome)
+        return _happens_again(runner, scenario, outcome, seen, "fails after a resume")
     resume = ResumeDiagnosis(runner, scenario)
     if (found := resume.find()) is not None:
         if found.cause != "unknown" or resume.attempts is None:
@@ -136,7 +137,7 @@ def diagnose_run(
     for each in controls:
         if (found := runner.difference(each)) is not None:
             return diagnose_undisturbed(runner, each, found)
-    if (found := _planted_cause(runner, resume.evidence)) is not None:
+    if (found := _added(runner, _plants(runner), resume.evidence)) is not None:
         return found
     return diagnosis(
         "unknown",
@@ -165,16 +166,20 @@ def _early_exit(
     return diagnosis("early exit", text)
 
 
-def _diagnose_end(
-    runner: ProbeRunner, scenario: Scenario, outcome: Outcome, seen: RunDifference | None
+def _happens_again(
+    runner: ProbeRunner,
+    scenario: Scenario,
+    outcome: Outcome,
+    seen: RunDifference | None,
+    cause: str,
 ) -> Diagnosis:
-    """Why a program that is started again after its last checkpoint does not end as it did."""
+    """Whether a program that fails, or does not end as it did, does so again under the same faults."""
     what = outcome.problem or (seen.what if seen is not None else "")
     again, _ = runner.faulted(scenario.attempts)
-    difference = runner.difference(again)
+    difference = runner.difference(again) if cause == "end" else None
     if again.problem or difference is not None:
         second = again.problem or (difference.what if difference is not None else "")
-        return diagnosis("end", what, f"and again under the same faults: {second}")
+        return diagnosis(cause, what, f"and again under the same faults: {second}")
     return diagnosis("unknown", what, "the same faults again: the program ends as it should")
 
 
@@ -252,57 +257,45 @@ def _compare_repeats(run: Callable[..., Outcome], repeats: int, *probes: str) ->
     return ""
 
 
-def _diagnose_failure(runner: ProbeRunner, scenario: Scenario, outcome: Outcome) -> Diagnosis:
-    again, _ = runner.faulted(scenario.attempts)
-    if again.problem:
-        return diagnosis(
-            "fails after a resume",
-            outcome.problem,
-            f"and again under the same faults: {again.problem}",
-        )
-    return diagnosis(
-        "unknown", outcome.problem, "the same faults again: the program ends by itself"
-    )
+@dataclass(frozen=True)
+class _Change:
+    """What another machine, topology or clock does otherwise, and the cause if that decides."""
+
+    cause: str
+    what: str
+    run: Callable[[], Outcome]
 
 
-def _diagnose_topology(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | None:
+def _changes(runner: ProbeRunner, scenario: Scenario) -> Iterator[_Change]:
+    """What a scenario changes besides its kills."""
     for attempt in scenario.attempts:
-        if attempt.devices is None and attempt.workers is None:
-            continue
-        runs = [
-            runner.undisturbed(devices=attempt.devices, workers=attempt.workers) for _ in range(2)
-        ]
-        on = f"{attempt.devices} devices" if attempt.devices else f"{attempt.workers} workers"
-        if (what := _all_differ(runner, runs)) is not None and _controls_equal(runner):
-            return diagnosis("topology", f"2 of 2 undisturbed runs on {on} differ as well: {what}")
-    return None
+        if attempt.devices is not None or attempt.workers is not None:
+            topology = {"devices": attempt.devices, "workers": attempt.workers}
+            on = f"{attempt.devices} devices" if attempt.devices else f"{attempt.workers} workers"
+            yield _Change("topology", f"on {on}", partial(runner.undisturbed, **topology))
+        for planned in (fault for fault in attempt.injected if fault.act == "clock"):
+            # At a step of one attempt, also if it hit at a restore: nothing else happens then.
+            jump = replace(planned, point="step", step=min(runner.observed.steps), nth=1)
+            what = f"with a jump ({describe_act(asdict(jump))})"
+            yield _Change("time", what, lambda jump=jump: runner.faulted((Launch((jump,)),))[0])
+    if any(attempt.plants for attempt in scenario.attempts):
+        yield from _plants(runner)
 
 
-def _diagnose_clock(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | None:
-    jumps = [f for launch in scenario.attempts for f in launch.injected if f.act == "clock"]
-    for planned in jumps:
-        # At a step of one attempt, also if it hit at a restore: nothing else happens then.
-        jump = replace(planned, point="step", step=min(runner.observed.steps), nth=1)
-        runs = [runner.faulted((Launch((jump,)),))[0] for _ in range(2)]
-        if (what := _all_differ(runner, runs)) is not None and _controls_equal(runner):
-            text = next((fired for fired in runs[0].fired), "a jump of the clock")
-            return diagnosis(
-                "time", f"2 of 2 runs without any other fault than this differ: {text}; {what}"
-            )
-    return None
-
-
-def _diagnose_machine(runner: ProbeRunner, scenario: Scenario) -> Diagnosis | None:
-    return _planted_cause(runner, ()) if any(each.plants for each in scenario.attempts) else None
-
-
-def _planted_cause(runner: ProbeRunner, tried: Sequence[str]) -> Diagnosis | None:
-    """What another machine does otherwise, if that alone makes an undisturbed run differ."""
+def _plants(runner: ProbeRunner) -> Iterator[_Change]:
     for plant, cause in _PLANTED.items():
-        runs = [runner.undisturbed(plant) for _ in range(2)]
-        if (what := _all_differ(runner, runs)) is not None and _controls_equal(runner):
-            text = f"2 of 2 undisturbed runs with {plant}, and nothing else, differ: {what}"
-            return diagnosis(cause, *tried, text)
+        yield _Change(cause, f"with {plant}", partial(runner.undisturbed, plant))
+
+
+def _added(
+    runner: ProbeRunner, changes: Iterable[_Change], tried: Sequence[str] = ()
+) -> Diagnosis | None:
+    """The first change that alone makes undisturbed runs differ, while one without it is equal."""
+    for change in changes:
+        what = _all_differ(runner, [change.run() for _ in range(2)])
+        if what is not None and runner.difference(runner.undisturbed()) is None:
+            text = f"2 of 2 undisturbed runs {change.what}, and with nothing else, differ: {what}"
+            return diagnosis(change.cause, *tried, text)
     return None
 
 
@@ -316,8 +309,3 @@ def _all_differ(runner: ProbeRunner, runs: Sequence[Outcome]) -> str | None:
         elif difference is not None:
             texts.append(difference.what)
     return texts[0] if len(texts) == len(runs) else None
-
-
-def _controls_equal(runner: ProbeRunner) -> bool:
-    """Whether another undisturbed run is equal, so that the difference is that of the one change."""
-    return runner.difference(runner.undisturbed()) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +38,7 @@ from perdure.drill.fault_plan import (
 )
 from perdure.drill.probe_runner import ProbeRunner
 from perdure.drill.scenario import Observed, Outcome, Scenario
-from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
-from perdure.supervise.cache import default_cache
 from perdure.text import counted
 
 # Kinds of faults that have a probe of their own, and so a cause of their own.
@@ -87,12 +84,8 @@ def run_drill(
     directory = directory.absolute()  # the program runs elsewhere
     _require_workers(options)
     _require_unused(directory)
-    read_only = tuple(os.path.realpath(path) for path in options.read_only)
-    working = WorkingDirectory(Path.cwd(), [directory], read_only)
-    # In the drill's own directory: the first run compiles, the others show that the cache is exact.
-    cache = None if default_cache() is None else directory / "compiled"
-    program = DrilledProgram(
-        tuple(command), working, options.workers, options.environment, read_only, cache
+    program = DrilledProgram.here(
+        command, directory, options.workers, options.read_only, options.environment
     )
     return _Drill(program, options, directory, progress).run()
 

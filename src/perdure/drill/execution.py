@@ -39,6 +39,7 @@ from perdure.store.drill_hook import DRILL
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.supervise import history
+from perdure.supervise.cache import default_cache
 from perdure.supervise.console import Console
 from perdure.supervise.options import Limits, RunOptions, checked_command
 from perdure.supervise.supervisor import Observer, Supervisor
@@ -71,6 +72,31 @@ class DrilledProgram:
     environment: Mapping[str, str] = field(default_factory=dict)
     read_only: tuple[str, ...] = ()
     cache: Path | None = None
+
+    @staticmethod
+    def here(
+        command: Sequence[str],
+        directory: Path,
+        workers: int = 1,
+        read_only: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        *,
+        is_cached: bool = True,
+    ) -> DrilledProgram:
+        """A program that runs in copies of the present working directory, without `directory`.
+
+        If `is_cached`, the compiled programs are kept in there: the first run compiles, and the others
+        show that the cache is exact.
+        """
+        real = tuple(os.path.realpath(path) for path in read_only)
+        return DrilledProgram(
+            tuple(command),
+            WorkingDirectory(Path.cwd(), [directory], real),
+            workers,
+            environment or {},
+            real,
+            directory / "compiled" if is_cached and default_cache() is not None else None,
+        )
 
 
 def execute(

@@ -310,7 +310,7 @@ class FaultInjector:
         place = f"step {step}" if point == "step" else f"{point} {when}"
         if point == "manifest.sync" and fault["act"] == "kill":
             place = f"the commit of step {int(Path(self._linked['manifest.link']).stem)}"
-        self._record("fired", id=fault["id"], act=_describe_act(fault), at=place)
+        self._record("fired", id=fault["id"], act=describe_act(fault), at=place)
         return True
 
     def _act(self, fault: dict[str, Any], path: str) -> None:
@@ -399,7 +399,7 @@ def _versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], **{k: v for k, v in known.items() if v}}
 
 
-def _describe_act(fault: dict[str, Any]) -> str:
+def describe_act(fault: dict[str, Any]) -> str:
     """`kill`; `clock +40 days`."""
     if fault["act"] != "clock":
         return fault["act"]

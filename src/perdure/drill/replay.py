@@ -13,13 +13,11 @@ from typing import Any, Literal
 from perdure.drill.compare import LeafDifference, leaf_differences
 from perdure.drill.execution import DrilledProgram
 from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recompute
-from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import ArgumentError, CorruptionError, LaunchError, StepNotFoundError
 from perdure.store import Run
 from perdure.store.format import span_text
 from perdure.store.manifest import Manifest
 from perdure.store.run_log import JournalEntry, first_difference, line_references, read_journal
-from perdure.supervise.cache import default_cache
 from perdure.supervise.options import checked_command
 
 Verdict = Literal["reproduced", "differs", "not comparable"]
@@ -150,14 +148,7 @@ def replay_run(
     source = Run(run)
     reference = Reference.of(source, options.first)
     directory = directory.absolute()
-    read_only = tuple(os.path.realpath(path) for path in options.read_only)
-    program = DrilledProgram(
-        tuple(command),
-        WorkingDirectory(Path.cwd(), [directory], read_only),
-        options.workers,
-        read_only=read_only,
-        cache=None if default_cache() is None else directory / "compiled",
-    )
+    program = DrilledProgram.here(command, directory, options.workers, options.read_only)
     results: list[StretchResult] = []
     for number, stretch in enumerate(_stretches(source.where, reference, options), 1):
         begin = (

@@ -6,7 +6,6 @@ recorded. Both runs are only read.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,14 +13,18 @@ from pathlib import Path
 from perdure.drill.causes import Diagnosis
 from perdure.drill.execution import DrilledProgram, writable
 from perdure.drill.replay import Reference, compare_stretch
-from perdure.drill.step_causes import ReplayedRun, StepComparison, likely_cause
-from perdure.drill.step_parts import PartDifference, first_different_part, generators_that_differ
+from perdure.drill.step_causes import (
+    PartDifference,
+    ReplayedRun,
+    StepComparison,
+    first_different_part,
+    generators_that_differ,
+    likely_cause,
+)
 from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recompute
-from perdure.drill.working_directory import WorkingDirectory
 from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.run_log import JournalEntry, first_difference
-from perdure.supervise.cache import default_cache
 from perdure.supervise.options import checked_command
 
 _OF_TOPOLOGY = ("contribution", "total", "update", "state")
@@ -185,13 +188,9 @@ def _side(
     run, place = Run(name), place.absolute()
     reference = Reference.of(run, last_equal or 0)
     workers, devices = _recorded_topology(reference.entries.get(step))
-    read_only = tuple(os.path.realpath(path) for path in options.read_only)
-    program = DrilledProgram(
-        tuple(command),
-        WorkingDirectory(Path.cwd(), [place.parent], read_only),
-        environment={**options.environment, **allow_other_recipe(run, reference.start)},
-        read_only=read_only,
-        cache=None if default_cache() is None else place.parent / "compiled",
+    environment = {**options.environment, **allow_other_recipe(run, reference.start)}
+    program = DrilledProgram.here(
+        command, place.parent, read_only=options.read_only, environment=environment
     )
     topology = options.workers or workers, options.devices or devices
     return _Side(run, named == name, named, program, reference, step, topology, place)

@@ -17,7 +17,6 @@ from typing import Any
 from perdure.checkpoint.recipe import ALLOW
 from perdure.drill.execution import LOGS, DrilledProgram, log_tail, writable
 from perdure.drill.fault_injection import COPIES, PLAN, redirected
-from perdure.drill.step_parts import Part
 from perdure.drill.written_files import EVENTS
 from perdure.errors import LaunchError
 from perdure.store import LocalStorage, Run, fork_run
@@ -30,6 +29,9 @@ from perdure.supervise.console import Console
 from perdure.supervise.history import Summary
 from perdure.supervise.options import RunOptions
 from perdure.supervise.supervisor import Observer, Supervisor
+
+Part = tuple[str, int | None]
+"""The name of a part of a step, and the number of its logical replica (for generators, process)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Recomputed:
         recipe: The recipe that it gave its manager.
         last: The last step that it reported; None for none.
         parts: Digests of the leaves of each part of the traced step, by the name of the part and the
-            number of the logical replica (`step_parts`).
+            number of the logical replica (`step_causes`).
     """
 
     entries: dict[int, JournalEntry] = field(default_factory=dict)

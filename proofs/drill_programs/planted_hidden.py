@@ -224,6 +224,7 @@ with open("log.txt", "a") as file:
         after="""
 np.savez("final.npz", w=state["w"])
 Path("seconds.json").write_text(json.dumps(time.time() - began))
+Path("made.json").write_text(json.dumps(int(time.time()) // 20))
 """,
     ),
     "phases": numpy_program(

@@ -102,7 +102,7 @@ def test_the_command_exits_with_1_and_names_what_differs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(frameworks, "CONDITIONS", (AS_IT_IS,))
-    ended = CliRunner().invoke(main, ["doctor", "--directory", str(tmp_path / "runs" / "mine")])
+    ended = CliRunner().invoke(main, ["doctor", "--run", str(tmp_path / "runs" / "mine")])
     assert ended.exit_code == 1, ended.output
     # `killed` is among the kernels, after those that differ.
     assert f"{GROUP}: leaf float32: other bits in 5 of 5 results on b, process 1: gradient/x" in (
@@ -145,9 +145,9 @@ def test_without_a_framework_only_a_file_system_can_be_tried(
 ) -> None:
     monkeypatch.setattr(frameworks, "FRAMEWORKS", {"no_such_framework": "planted_kernels"})
     assert CliRunner().invoke(main, ["doctor"]).exit_code == 2
-    ended = CliRunner().invoke(main, ["doctor", "--directory", str(tmp_path)])
+    ended = CliRunner().invoke(main, ["doctor", "--run", str(tmp_path)])
     assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (0, "equal")
     (tmp_path / "file").touch()
-    ended = CliRunner().invoke(main, ["doctor", "--directory", str(tmp_path / "file")])
+    ended = CliRunner().invoke(main, ["doctor", "--run", str(tmp_path / "file")])
     assert ended.exit_code == 1
     assert "WRONG" in ended.stdout

@@ -54,6 +54,11 @@ class RunDifference:
     equal: tuple[str, ...] = ()
     unreadable: str = ""
 
+    @property
+    def is_of_export(self) -> bool:
+        """Whether it is a file that the program makes after its last step, and no checkpoint."""
+        return not self.run and bool(self.leaves)
+
 
 def reference(outcome: Outcome) -> dict[Key, Commit]:
     """The checkpoints of a run by run directory and step."""
@@ -104,7 +109,7 @@ def stable_exports(one: Outcome, two: Outcome) -> list[str]:
 
 def _export_difference(expected: Outcome, actual: Outcome) -> RunDifference | None:
     """The first file made after the last step that has other bytes, or is missing."""
-    for name, known in expected.exports.items():
+    for name, known in expected.exports.items() if actual.exports else ():
         if (found := actual.exports.get(name, "")) != known:
             what = f"the end: {name}, which the program writes after its last step, differs"
             leaf = LeafDifference(f"file {name}", known[:12], found[:12])

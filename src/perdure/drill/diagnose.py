@@ -119,7 +119,7 @@ def diagnose_run(
         return found
     if (found := _added(runner, _changes(runner, scenario))) is not None:
         return found
-    if scenario.place == LAST and (seen is None or not seen.leaves or not seen.run):
+    if scenario.place == LAST and (seen is None or not seen.leaves or seen.is_of_export):
         return _happens_again(runner, scenario, outcome, seen, "end")
     if seen is None or (outcome.problem and not seen.leaves):
         return _happens_again(runner, scenario, outcome, seen, "fails after a resume")

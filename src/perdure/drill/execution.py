@@ -351,10 +351,8 @@ def written_files(
     return found
 
 
-def observe(
-    program: DrilledProgram, outcome: Outcome, phases: Mapping[tuple[str, int], object]
-) -> Observed:
-    """Summarize an undisturbed run; `phases` are those of its checkpoints."""
+def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
+    """Summarize an undisturbed run."""
     chief = [event for event in outcome.events if event["w"] == 0]
     steps = [event for event in chief if event["e"] == "step"]
     end = outcome.began + outcome.seconds
@@ -385,7 +383,6 @@ def observe(
         before_commit=Counter(event["e"] for event in chief[: synced + 1]),
         versions=steps[0].get("versions", {}) if steps else {},
         recipe=dict(recipe),
-        phases=tuple(phases.get((event["run"], event["step"])) for event in committed),
     )
 
 

@@ -16,7 +16,7 @@ AFTER_COMMIT = "kill-after-commit"
 LAST = "the last checkpoint of a run directory"
 """The place of a restore after which nothing is left to do in that directory."""
 MOST_LAST = 8
-MOST_PHASES = 12
+MOST_PHASES = 8
 FAR_JUMP_S = 40 * 86400.0
 _RESTART_S = 0.2  # from the end of an attempt to the start of the next one
 
@@ -200,6 +200,12 @@ class _Places:
             return []
         return [kill_after_commit(self.rng.choice(usable))]
 
+    def restorable(self) -> list[int]:
+        """The commits, counted from 1, after which something is left to do."""
+        if not self.observed.restorable:
+            raise Impossible("no checkpoint is committed before the last step")
+        return self.observed.restorable
+
     def victim(self) -> int:
         """A worker."""
         return self.rng.randrange(self.observed.workers)
@@ -216,44 +222,45 @@ class _Places:
         return Launch((Fault(point, "kill", nth=nth),))
 
 
-def _sigkill(places: _Places) -> list[Launch]:
-    return [
-        Launch(
-            signal="SIGKILL",
-            after_s=places.moment(0.6 * places.observed.first_step_s, places.observed.seconds),
-            victim=places.victim(),
-        )
-    ]
+Kind = Callable[["_Places"], list[Launch]]
+"""Draws the attempts of a faulted run."""
 
 
-def _sigterm(places: _Places) -> list[Launch]:
-    return [
-        Launch(
-            signal="SIGTERM",
-            after_s=places.moment(0.6 * places.observed.first_step_s, places.observed.seconds),
-        )
+def _at(act: str, *points: str, late: bool = False) -> Kind:
+    """A fault inside of the program, at one of the points."""
+
+    def draw(places: _Places) -> list[Launch]:
+        point, nth = places.nth(*points, late=late)
+        return [Launch((Fault(point, act, nth=nth),))]
+
+    return draw
+
+
+def _signal(name: str, *, to_one: bool) -> Kind:
+    """A signal at a moment, to one worker or to all."""
+
+    def draw(places: _Places) -> list[Launch]:
+        seen = places.observed
+        moment = places.moment(0.6 * seen.first_step_s, seen.seconds)
+        victim = places.victim() if to_one else None
+        return [Launch(signal=name, after_s=moment, victim=victim)]
+
+    return draw
+
+
+def _at_step(act: str) -> Kind:
+    return lambda places: [
+        Launch((Fault("step", act, step=places.step(), worker=places.victim()),))
     ]
 
 
 def _kill_after_commit(places: _Places) -> list[Launch]:
-    if not (usable := places.observed.restorable):
-        raise Impossible("no checkpoint is committed before the last step")
-    return [kill_after_commit(places.rng.choice(usable))]
+    return [kill_after_commit(places.rng.choice(places.restorable()))]
 
 
 def _other_machine(places: _Places) -> list[Launch]:
-    if not (usable := places.observed.restorable):
-        raise Impossible("no checkpoint is committed before the last step")
     # The first, so that the other machine does as many steps as possible.
-    return [kill_after_commit(usable[0]), Launch(plants=PLANTS)]
-
-
-def _sigkill_at_step(places: _Places) -> list[Launch]:
-    return [places.kill()]
-
-
-def _sigterm_at_step(places: _Places) -> list[Launch]:
-    return [Launch((Fault("step", "term", step=places.step(), worker=places.victim()),))]
+    return [kill_after_commit(places.restorable()[0]), Launch(plants=PLANTS)]
 
 
 def _kill_in_startup(places: _Places) -> list[Launch]:
@@ -266,21 +273,6 @@ def _kill_in_startup(places: _Places) -> list[Launch]:
         *begin,
         Launch(signal="SIGKILL", after_s=places.moment(0.0, places.observed.first_step_s)),
     ]
-
-
-def _kill_in_save(places: _Places) -> list[Launch]:
-    point, nth = places.nth("pack.open", "pack.write", "pack.fsync", "pack.link")
-    return [Launch((Fault(point, "kill", nth=nth),))]
-
-
-def _kill_before_manifest(places: _Places) -> list[Launch]:
-    point, nth = places.nth("manifest.open", "manifest.link")
-    return [Launch((Fault(point, "kill", nth=nth),))]
-
-
-def _kill_in_prune(places: _Places) -> list[Launch]:
-    point, nth = places.nth("manifest.delete", "pack.delete")
-    return [Launch((Fault(point, "kill", nth=nth),))]
 
 
 def _torn_write(places: _Places) -> list[Launch]:
@@ -306,25 +298,11 @@ def _lost_pack(places: _Places) -> list[Launch]:
     return [places.kill_with_two(), Launch(damage="delete")]
 
 
-def _disk_full(places: _Places) -> list[Launch]:
-    point, nth = places.nth("pack.open", "pack.write", "manifest.open", "manifest.write", late=True)
-    return [Launch((Fault(point, "full", nth=nth),))]
-
-
-def _fsync_fails(places: _Places) -> list[Launch]:
-    point, nth = places.nth("pack.fsync", "pack.sync", "manifest.fsync", "manifest.sync", late=True)
-    return [Launch((Fault(point, "io", nth=nth),))]
-
-
 def _worker_lost(places: _Places) -> list[Launch]:
     if places.observed.workers < 2:
         raise Impossible("there is one worker; give --workers")
     worker = places.rng.randrange(1, places.observed.workers)
     return [Launch((Fault("step", "kill", step=places.step(), worker=worker),))]
-
-
-def _stopped(places: _Places) -> list[Launch]:
-    return [Launch((Fault("step", "stop", step=places.step(), worker=places.victim()),))]
 
 
 def _other_devices(places: _Places) -> list[Launch]:
@@ -360,23 +338,27 @@ def _double_kill(places: _Places) -> list[Launch]:
     return [places.kill(), Launch((Fault(point, "kill", worker=places.victim()),))]
 
 
-KINDS: Mapping[str, Callable[[_Places], list[Launch]]] = {
+KINDS: Mapping[str, Kind] = {
     AFTER_COMMIT: _kill_after_commit,
-    "sigkill": _sigkill,
-    "sigterm": _sigterm,
-    "sigkill-at-step": _sigkill_at_step,
-    "sigterm-at-step": _sigterm_at_step,
+    "sigkill": _signal("SIGKILL", to_one=True),
+    "sigterm": _signal("SIGTERM", to_one=False),
+    "sigkill-at-step": lambda places: [places.kill()],
+    "sigterm-at-step": _at_step("term"),
     "kill-in-startup": _kill_in_startup,
-    "kill-in-save": _kill_in_save,
-    "kill-before-manifest": _kill_before_manifest,
-    "kill-in-prune": _kill_in_prune,
+    "kill-in-save": _at("kill", "pack.open", "pack.write", "pack.fsync", "pack.link"),
+    "kill-before-manifest": _at("kill", "manifest.open", "manifest.link"),
+    "kill-in-prune": _at("kill", "manifest.delete", "pack.delete"),
     "torn-write": _torn_write,
     "bit-flip": _bit_flip,
     "lost-pack": _lost_pack,
-    "disk-full": _disk_full,
-    "fsync-fails": _fsync_fails,
+    "disk-full": _at(
+        "full", "pack.open", "pack.write", "manifest.open", "manifest.write", late=True
+    ),
+    "fsync-fails": _at(
+        "io", "pack.fsync", "pack.sync", "manifest.fsync", "manifest.sync", late=True
+    ),
     "worker-lost": _worker_lost,
-    "stopped": _stopped,
+    "stopped": _at_step("stop"),
     "other-devices": _other_devices,
     "other-workers": _other_workers,
     "other-machine": _other_machine,

@@ -58,8 +58,7 @@ def command(
     from rich.console import Console
 
     from perdure.demo.digits import load_digits, save_scans
-    from perdure.demo.display import DemoReporter
-    from perdure.demo.driver import DemoOptions, run_demo
+    from perdure.demo.driver import DemoOptions, DemoReporter, run_demo
 
     if find_spec(engine) is None:  # here, where the message is seen, and not in a worker
         raise missing_extra(f"demo,{engine}", ModuleNotFoundError(name=engine))

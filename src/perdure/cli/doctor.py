@@ -21,7 +21,7 @@ from perdure.cli.output import (
 
 if TYPE_CHECKING:
     from perdure.doctor.comparison import ResultComparison
-    from perdure.doctor.doctor_report import DoctorReport
+    from perdure.doctor.frameworks import DoctorReport
 
 _MOST_LEAVES = 8
 _MOST_LINES = 40
@@ -85,9 +85,8 @@ def command(
       perdure doctor
       perdure doctor -- python train.py
     """
-    from perdure.doctor.doctor_report import DoctorReport
     from perdure.doctor.file_system import check_file_system
-    from perdure.doctor.frameworks import check_framework
+    from perdure.doctor.frameworks import DoctorReport, check_framework
     from perdure.doctor.machine import describe_machine
     from perdure.doctor.program_check import ProgramOptions, check_program
 

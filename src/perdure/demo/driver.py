@@ -1,17 +1,20 @@
-"""Runs the demo: starts the training program phase by phase, sends the faults, compares the results."""
+"""Runs the demo phase by phase with its faults, compares the results, and shows all of it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
-from perdure.demo.display import DemoReporter
 from perdure.demo.phases import BATCH, Phase, plan
 from perdure.errors import NotARunError, PerdureError
 from perdure.store import Run
@@ -20,6 +23,7 @@ from perdure.supervise import WorkerGroup
 # How each worker may end, by fault. When workers are killed one after another, one of them may see that
 # another is lost before its own turn comes, and end by itself.
 ENDS = {"": (0,), "SIGTERM": (EXIT_PREEMPTED,), "SIGKILL": (-9, 1)}
+COLUMNS = ("phase", "topology", "steps", "ended", "resumed", "repeated", "fingerprint")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,52 @@ class DemoOptions:
     epochs: int
     seed: int
     without: str | None = None
+
+
+class DemoReporter:
+    """Prints to `console`; a quiet console prints nothing."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._total = total
+
+    @contextmanager
+    def phase(self, title: str) -> Iterator[Any]:
+        """Show a progress bar for one phase; yields the function that moves it to a step."""
+        title_and_note = TextColumn("{task.description:<28}"), TextColumn("{task.fields[note]}")
+        columns = title_and_note[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, title_and_note[1], console=self._console) as progress:
+            task = progress.add_task(title, total=self._total, note="starting")
+            yield lambda step, note="": progress.update(task, completed=step, note=note)
+
+    def table(self, document: Mapping[str, Any]) -> None:
+        """Print the phases as a table, then the verdict."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for column in COLUMNS:
+            numeric = column in ("resumed", "repeated")
+            table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+        for phase in document["phases"]:
+            table.add_row(
+                phase["phase"],
+                phase["topology"],
+                f"{phase['from']}-{phase['to']}",
+                phase["ended"],
+                "-" if phase["resumed_from"] is None else str(phase["resumed_from"]),
+                str(phase["repeated"]),
+                (phase["fingerprint"] or "-")[:12],
+            )
+        self._console.print(table)
+        first, last = document["accuracy"]
+        self._console.print(
+            f"test accuracy {first:.2%} uninterrupted, {last:.2%} with faults, on "
+            f"{document['test_examples']} digits; seed {document['seed']}"
+        )
+        if document["without"]:
+            self._console.print(f"guard removed: {document['without']}")
+        self._console.print(
+            f"[bold]{'PASS' if document['pass'] else 'FAIL'}[/bold]: the final fingerprints are "
+            f"{'equal' if document['pass'] else 'different'}"
+        )
 
 
 def run_demo(options: DemoOptions, examples: int, make_reporter: Any) -> dict[str, Any]:

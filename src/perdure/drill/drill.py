@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ from perdure.text import counted
 # Kinds of faults that have a probe of their own, and so a cause of their own.
 _OWN_PROBES = ("other-devices", "other-workers", "other-machine", "clock-jump")
 _OTHER_CLOCKS = ("clock-jump", "other-machine")
+_NUMBER = re.compile(r"run-[0-9]+(-[0-9]+)?")
 TRIES = 4
 """How often a scenario is drawn until its fault fires."""
 
@@ -277,8 +279,13 @@ class _Drill:
                 row.verdict,
                 row.scenario.kind if special else "",
                 seen and (bool(seen.unreadable), tuple(leaf.path for leaf in seen.leaves)),
-                # Without a leaf, the runs do not end alike, and the text is all that is known.
-                row.outcome.problem if seen is None else seen.what if not seen.leaves else "",
+                # Without a leaf, the runs do not end alike, and the text is all that is known. It may
+                # have the path of the run.
+                _NUMBER.sub("", row.outcome.problem)
+                if seen is None
+                else seen.what
+                if not seen.leaves
+                else "",
             )
             if (first := known.get(sort)) is not None:
                 text = f"like run {first}: {_what_differs(row)}; its cause was not looked for"

@@ -208,7 +208,7 @@ class Story:
             current[0] = following(current[0], ord(machine))
             step = current[0]["step"]
             leaves = flatten(current[0])
-            manager._saver.save_snapshot(step, leaves, {}, RankContext(), None, {})
+            manager._saver.save_snapshot(step, leaves, {}, RankContext(), {})
             self._reported[machine] = step
 
         with mock.patch.object(mirror, "notify"):

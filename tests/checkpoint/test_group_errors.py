@@ -302,7 +302,7 @@ def test_a_snapshot_that_fails_in_one_process_ends_the_save_in_all_at_once(
     real, fired = saver_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(value: Any, arena: Any, *rest: Any) -> Any:
-        if value.get("victim") == victim:
+        if value.state.get("victim") == victim:
             fired.append(victim)
             raise kind("no room for a snapshot")
         return real(value, arena, *rest)
@@ -373,7 +373,7 @@ def test_on_error_continue_means_the_same_in_every_process(
     real, fired = saver_module.snapshot, []  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(value: Any, arena: Any, *rest: Any) -> Any:
-        if value.get("victim") == 1:
+        if value.state.get("victim") == 1:
             fired.append(1)
             raise MemoryError
         return real(value, arena, *rest)

@@ -42,9 +42,8 @@ def test_a_state_that_does_not_fit_the_target_of_the_restore_is_refused_at_the_f
         with pytest.raises(MismatchError, match="could never be restored") as caught:
             manager.save(1, state)
         assert "step 1" in str(caught.value)
-        assert "log/0: the checkpoint has float, the target no such leaf" in str(caught.value)
+        assert "log" not in str(caught.value)  # a list may have any length
         assert "w: expected float32[2], found float64[2]" in str(caught.value)
-        assert "grows" in str(caught.value)
         manager.wait_until_finished()
         assert manager.all_steps() == []
         assert manager.save(1, {"w": np.ones(2, np.float32), "log": []})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -184,3 +185,36 @@ def test_the_target_is_kept_alive_only_until_the_state_is_taken(run: Path) -> No
         assert pickle.loads(pickle.dumps(restored)).step == 4
         gc.collect()
         assert gone() is None
+
+
+class Average:
+    """The moving average of most programs: it replaces the arrays of its dict."""
+
+    def __init__(self) -> None:
+        self.shadow: State = {"w": np.zeros(2)}
+
+    def update(self) -> None:
+        self.shadow["w"] = 0.5 * self.shadow["w"] + 0.5
+
+
+@pytest.mark.parametrize("is_rebound", [False, True])
+def test_an_average_that_keeps_the_dict_from_before_the_restore_is_named(
+    tmp_path: Path, is_rebound: bool
+) -> None:
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.save(1, {"ema": {"w": np.ones(2)}})
+    average = Average()
+    with (
+        CheckpointManager(tmp_path, recipe={}) as manager,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        state, _ = manager.restore_or_initialize({"ema": average.shadow})
+        if is_rebound:
+            average.shadow = state["ema"]
+        for step in range(2, 6):
+            average.update()
+            manager.save(step, state)
+    named = [str(line.message) for line in caught if "average.shadow" in str(line.message)]
+    assert len(named) == (not is_rebound)
+    assert all("ema: the program has changed" in text for text in named)

@@ -18,7 +18,6 @@ from perdure import CheckpointManager
 from perdure.checkpoint import Checkpoint
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state import flatten, restore, snapshot
-from perdure.store import Leaf
 
 
 class Holder:
@@ -268,9 +267,9 @@ def test_live_objects_in_the_state_of_an_object_are_restored_in_place() -> None:
     with pytest.raises(MismatchError, match=r"t/model: the state that was stored has a .*Averaged"):
         restore({"t": Holder(model=None)}, snapshot({"t": old}))
     other = make(1)
-    other.opt = optax.adam(1e-3).init({"w": jnp.zeros(3)})
-    with pytest.raises(MismatchError, match="t/opt/0/mu/w: expected float32"):
-        restore({"t": other}, snapshot({"t": old}))
+    other.opt = optax.adam(1e-3).init({"w": jnp.zeros(3)})  # a named tuple is plain data
+    restore({"t": other}, snapshot({"t": old}))
+    assert bits(other) == bits(old)
 
 
 class Failing(Holder):
@@ -411,21 +410,6 @@ def test_an_object_without_a_state_in_the_checkpoint_is_a_difference() -> None:
         restore({"o": Holder(a=1), "x": 1}, snapshot({"x": 1}))
 
 
-def test_a_checkpoint_without_containers_is_restored_with_the_types_of_the_target() -> None:
-    def make(k: int) -> dict[str, Any]:
-        state = members(k, lambda k: Holder(a=k))
-        state["holder"] = Holder(h=[k] * k, d={5: k}, t=(np.full(2, k), torch.ones(k)), e=[])
-        return state
-
-    old, new = make(3), make(2)
-    saved: dict[str, Leaf] = dict(snapshot(old))  # as an older perdure wrote it
-    restore(new, saved)
-    assert bits(new) == bits(old)
-    assert new["holder"].h == [3, 3, 3]
-    assert new["holder"].d == {5: 3}
-    assert isinstance(new["holder"].t[1], torch.Tensor)
-
-
 def test_the_members_of_a_checkpoint_object_are_strict() -> None:
     saved = snapshot(Checkpoint(model=torch.nn.Linear(2, 2), step=3, log=[1]))
     fresh = Checkpoint(model=torch.nn.Linear(2, 2), step=0, log=[0])
@@ -483,15 +467,15 @@ def test_objects_that_no_fresh_target_can_rebuild_are_refused_at_the_first_save(
     memory = Memory()
     with CheckpointManager(tmp_path, recipe={}) as manager:
         manager.restore_or_initialize({"memory": memory})
-        memory.records.append(Transition(1.0))
+        memory.records += [Holder(n=1), Holder(n=2)]
         with pytest.raises(
-            MismatchError, match=r"memory/records/0: would be saved as a .*Transition"
+            MismatchError, match=r"memory/records/0: would be saved as a .*Holder \(2 such values\)"
         ):
             manager.save(1, {"memory": memory})
         memory.records = [(1.0,)]
         manager.save(2, {"memory": memory})
         manager.wait_until_finished()
-        memory.records.append(Transition(2.0))
+        memory.records.append(Holder(n=3))
         manager.save(3, {"memory": memory})
         with pytest.warns(UserWarning, match="step 3: the structure of the state has changed"):
             manager.wait_until_finished()

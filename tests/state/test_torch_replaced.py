@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from perdure import CheckpointManager
+from perdure import CheckpointManager, MemoryStorage
 from perdure.errors import StateError
-from perdure.state import restore, snapshot
 
 
 def test_the_buffers_of_a_module_in_a_dict_are_not_saved_stale(tmp_path: Path) -> None:
@@ -27,30 +26,36 @@ def test_the_buffers_of_a_module_in_a_dict_are_not_saved_stale(tmp_path: Path) -
 
 
 def test_a_tensor_that_an_optimizer_steps_is_not_saved_stale() -> None:
-    saved = snapshot({"w": torch.zeros(3)})
     w = torch.ones(3)
     optimizer = torch.optim.SGD([w], 0.5)
-    state = restore({"w": w}, saved)
-    w.grad = torch.ones(3)
-    optimizer.step()
-    with pytest.raises(StateError, match=r"w: .*returned a new tensor"):
-        snapshot(state)
-    w = torch.ones(3, requires_grad=True)  # restored in place
-    assert restore({"w": w}, saved)["w"] is w
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        manager.save(1, {"w": torch.zeros(3)})
+        manager.wait_until_finished()
+        state = manager.restore(like={"w": w}).state
+        w.grad = torch.ones(3)
+        optimizer.step()
+        with pytest.raises(StateError, match=r"w: .*returned a new tensor"):
+            manager.save(2, state)
+        w = torch.ones(3, requires_grad=True)  # restored in place
+        assert manager.restore(like={"w": w}).state["w"] is w
 
 
 def test_programs_that_use_what_the_restore_returned_are_left_alone() -> None:
     like = {"w": torch.ones(3), "constant": torch.ones(2)}
-    saved = snapshot({"w": torch.zeros(3), "constant": torch.ones(2)})
-    state = restore(like, saved)
-    like["w"].add_(1)  # memory that the program uses for something else
-    state["w"].add_(1)
-    snapshot(state)
-    state = {**restore(like, saved)}
-    like["w"].add_(1)
-    state["w"] = state["w"] + 1
-    snapshot(state)
-    like["constant"].copy_(torch.ones(2))
-    snapshot(state)
-    other = restore(like, saved)  # two restores are two values
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        manager.save(1, {"w": torch.zeros(3), "constant": torch.ones(2)})
+        manager.wait_until_finished()
+        state = manager.restore(like=like).state
+        like["w"].add_(1)  # memory that the program uses for something else
+        state["w"].add_(1)
+        manager.save(2, state)
+        manager.wait_until_finished()
+        state = {**manager.restore(like=like).state}
+        like["w"].add_(1)
+        state["w"] = state["w"] + 1
+        manager.save(3, state)
+        like["constant"].copy_(torch.ones(2))
+        manager.save(4, state)
+        manager.wait_until_finished()
+        other = manager.restore(1, like=like).state  # two restores are two values
     assert other["w"].tolist() != state["w"].tolist()

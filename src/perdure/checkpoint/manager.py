@@ -34,6 +34,7 @@ from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerL
 from perdure.heartbeats import beat, committed, require_never_saved
 from perdure.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
+from perdure.state.walk import Unwalked
 from perdure.store import Run, Storage
 from perdure.store.manifest import RecipeValue
 from perdure.store.urls import name_at_step
@@ -123,7 +124,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self.journal = Journal(run, group, options)
         self._managed = managed = ManagedRun(run, self._mirror, group, recipe_check, self.journal)
         self._saver = saver = BackgroundSaver(managed, max_to_keep, options, self.preemption.grace)
-        self._restorer = Restorer(managed, saver.restore_check, saver.random)
+        self._restorer = Restorer(managed, saver.restore_check, saver.extras)
         # A manager that nobody refers to any more (a notebook cell that is run again) lets the next
         # writer in once its save has ended: the thread that saves refers to the saver.
         self._finalizer = weakref.finalize(saver, abandon, run, self.preemption, os.getpid())
@@ -222,6 +223,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     def _save(self, step: int, state: Any, metrics: Any, force: bool) -> bool:
         beat("step", step)
         self._managed.recipe.check_settings()
+        state = Unwalked(state)
         self._saver.begin_save(state)
         self.journal.record_saved(step, state, metrics)
         if not force and not self.should_save(step):
@@ -386,6 +388,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self._managed.recipe.check_settings()
         self._saver.settle_before_next()
         self.preemption.grace.before_saving(step)
+        state = Unwalked(state)
         self.journal.record_saved(step, state, metrics)
         self._saver.submit(step, state, metrics, preempted=True)
         self._saver.wait()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import Any
 
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.errors import MismatchError, StateError
 from perdure.state import Template, differences, format_differences
+from perdure.state.fresh_target import FreshTarget
 from perdure.state.inner_objects import inner_objects, lost_objects
 from perdure.state.leaf_spec import Difference, LeafSpec
-from perdure.state.leaf_values import is_plain
+from perdure.state.paths import nearest
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import state_dict_advice
-from perdure.state.template import TargetWalk, own_differences, same_specs
-from perdure.state.unsaved_attributes import UnsavedAttributes
+from perdure.state.template import own_differences, same_specs, template_of_walk
+from perdure.state.walk import Walk
 from perdure.store import Leaf
 from perdure.store.leaf import containers_of
 
@@ -30,13 +30,12 @@ class RestoreCheck:
     """
 
     def __init__(self) -> None:
-        self.plain: Collection[str] = ()
-        """Paths at which the target has NumPy arrays and numbers; none without a target."""
+        self.fresh = FreshTarget()
+        """What the target had at first; without a target, the state of the first save."""
         self._template: Template | None = None
         self._known: dict[str, LeafSpec] | None = None
         self._exact: int | None = None
         self._partial: int | None = None
-        self._attributes = UnsavedAttributes()
         # The objects inside those of the target; None if they are not known.
         self._inner: Collection[str] | None = None
         self.replaced = ReplacedMembers()
@@ -47,22 +46,34 @@ class RestoreCheck:
         """Whether the next save is the first one of the program."""
         return self._known is None
 
-    def expect(self, like: Any) -> None:
-        """The program restores into `like`, of which names, dtypes and shapes are remembered."""
+    def expect(self, like: Any, *, begins: bool = False) -> Walk | None:
+        """The program restores into `like`, of which names, dtypes and shapes are remembered.
+
+        Args:
+            begins: Whether the program begins with `like`: a value that no save takes is an error now,
+                and not only at the first save that is due.
+
+        Returns:
+            Its walk; None if a save would refuse it.
+        """
+        walk = None
         try:
-            walk = TargetWalk(like, None)
-            self._template = walk.template
-            self.plain = {path for path, value in walk.pairs() if is_plain(value)}
-        except StateError:  # the first save raises the same error
-            self._template, self.plain = None, ()
+            walk = Walk(like)
+            self._template = template_of_walk(walk)
+            self.fresh = FreshTarget(walk)
+        except StateError:
+            if begins:
+                raise
+            self._template, self.fresh = None, FreshTarget()
         else:
             self._inner = None
-            # An object of the program may raise any error; a save raises its own.
-            with suppress(Exception):
-                self._attributes.expect(like)
-            with suppress(Exception):
+            try:
                 self._inner = inner_objects(walk.objects)
+            except StateError:
+                if begins:
+                    raise
         self._known = self._partial = None
+        return walk
 
     def restored(self, leaves: Mapping[str, Leaf]) -> None:
         """The target accepted `leaves`: a later save of another structure is only warned about.
@@ -83,7 +94,7 @@ class RestoreCheck:
         if step != self._exact:
             self._partial = step
 
-    def check_used(self, where: str, state: Any, step: int) -> None:
+    def check_used(self, where: str, state: Walk, step: int) -> None:
         """Raise `StateError` if the program ignores the state that the restore before this save, the
         first one after it, has returned."""
         try:
@@ -91,13 +102,7 @@ class RestoreCheck:
         except StateError as error:
             raise StateError(f"{where}: {error}") from None
         self.replaced.forget()
-
-    def check_attributes(self, where: str, state: Any) -> None:
-        """Warn once about what the program changes in its modules, and no checkpoint has."""
-        notes: list[str] = []
-        with suppress(Exception):  # of an odd object of the program; advice stops no save
-            notes += self._attributes.notes(state)
-        for note in notes:
+        if note := self.replaced.changed_elsewhere(state):
             warn_caller(f"{where}: {note}")
 
     def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
@@ -106,6 +111,7 @@ class RestoreCheck:
             return
         if self._template is None:
             target, lines = "the state itself", own_differences(state, leaves)
+            self.fresh = FreshTarget(Walk.of(state))
         else:
             target = "the target that was given to the restore"
             lines = self._differences(self._template, leaves)
@@ -147,8 +153,14 @@ class RestoreCheck:
         )
 
     def _differences(self, template: Template, leaves: Mapping[str, Leaf]) -> list[Difference]:
-        lines = differences(template, leaves)
-        if self._inner is not None and containers_of(leaves):
+        containers = containers_of(leaves)
+        described = {path for path, entry in containers.items() if entry.grown}
+        lines = [
+            line
+            for line in differences(template, leaves)
+            if not described or nearest(line.path, described) is None
+        ]
+        if self._inner is not None and containers:
             lines += lost_objects(leaves, template.objects, self._inner)
         return lines
 

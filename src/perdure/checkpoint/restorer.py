@@ -18,17 +18,19 @@ from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.errors import MismatchError, StoreError
-from perdure.state.beside_state import begin_to_watch, restore_beside
 from perdure.state.epoch_ends import load_epoch_ends
+from perdure.state.extra_members import ExtraMembers, Restoring, StoredExtras
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
-from perdure.state.process_random import ProcessRandom, processes_of
+from perdure.state.process_random import processes_of
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_plan import StoredState
 from perdure.state.restore_report import RestoreReport
 from perdure.state.restore_request import RestoreRequest
 from perdure.state.shard_targets import needed_regions
+from perdure.state.shared_members import shared_groups
 from perdure.state.tree_restore import restore_requested, restore_without_target
+from perdure.state.walk import Walk
 from perdure.store import Loaded, Manifest, Run
 from perdure.store.format import DCP_LAYOUT
 from perdure.store.gc_pause import gc_paused
@@ -51,19 +53,19 @@ class Restorer:
     Args:
         managed: The run directory.
         check: Is told which targets the program restores into.
-        random: Gets back the random generators of this process; None to leave them alone.
+        extras: What is restored after the state.
     """
 
     def __init__(
         self,
         managed: ManagedRun,
         check: RestoreCheck,
-        random: ProcessRandom | None,
+        extras: ExtraMembers,
     ) -> None:
         self._managed = managed
         self._processes = managed.processes
         self._check = check
-        self._random = random
+        self._extras = extras
 
     def restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None.
@@ -107,28 +109,31 @@ class Restorer:
             self._check.restored_exactly(step)
             self._managed.journal.resume(step)
             self._managed.recipe.resumed(where, loaded.manifest.recipe)
-            renaming = request.renaming
-            index, own = self._processes.index, loaded.process_leaves
-            for note in restore_beside(state, own, renaming, where, index):
+            with rank_context(self._processes.index, self._processes.count):
+                walk = Walk(state)
+            own, renamed = loaded.process_leaves, request.renaming
+            for note in self._extras.put(Restoring(own, renamed, where, self._processes, walk)):
                 warn_caller(note)
-            self._restore_random(where, loaded)
             if has_shards:
                 self._warn_of_other_group(loaded)
         else:
             self._check.restored_in_part(step)
         return Restored(state, step, report).watch(replaced)
 
-    def expect(self, like: Any) -> None:
+    def expect(self, like: Any, *, begins: bool = False) -> None:
         """The program may begin with `like`, and later restore into it."""
         with rank_context(self._processes.index, self._processes.count):
-            self._check.expect(like)
-        begin_to_watch(like)
+            self._expect(like, begins=begins)
 
     def begin(self, like: Any) -> None:
         """The program begins with the fresh state `like`; random numbers count from here on."""
-        self.expect(like)
-        if self._random:
-            self._random.begin()
+        self.expect(like, begins=True)
+        self._extras.begin()
+
+    def _expect(self, like: Any, *, begins: bool = False) -> None:
+        walk = self._check.expect(like, begins=begins)
+        if walk is not None:
+            self._extras.see(walk)
 
     def _regions(self, like: Any, request: RestoreRequest) -> Any:
         """Finds what this process needs of arrays that are sharded over the group; None for all."""
@@ -159,10 +164,18 @@ class Restorer:
             if like is None:
                 return *restore_without_target(leaves, request, stored), False
             if request.is_strict:
-                self._check.expect(like)
+                self._expect(like)
             try:
+                own = loaded.process_leaves
+                extras = StoredExtras(own, request.renaming, where, self._processes)
                 state, report = restore_requested(
-                    like, leaves, request, stored, takes=True, replaced=replaced
+                    like,
+                    leaves,
+                    request,
+                    stored,
+                    takes=True,
+                    replaced=replaced,
+                    shared=shared_groups(extras),
                 )
             except MismatchError as error:
                 if any(leaf.path == DCP_LAYOUT for leaf in manifest.process_leaves):
@@ -173,13 +186,6 @@ class Restorer:
             if report.is_exact:
                 self._check.restored(request.renaming.rename(leaves))
             return state, report, rank.has_shards
-
-    def _restore_random(self, where: str, loaded: Loaded) -> None:
-        """The last part of a restore, because the others may draw random numbers."""
-        if self._random is None:
-            return
-        for note in self._random.restore(loaded.process_leaves, self._processes, where):
-            warn_caller(note)
 
     def _warn_of_one_device(self, state: Any) -> None:
         """Warn of leaves that were sharded in the run and are whole on one device in the target."""

@@ -33,18 +33,19 @@ from perdure.errors import (
     MismatchError,
     PruneError,
     SaveError,
+    StateError,
     StoreError,
     UnsupportedLeafError,
 )
 from perdure.heartbeats import committed, saving
 from perdure.process_group import Processes
 from perdure.state import snapshot
-from perdure.state.beside_state import leaves_beside, look_at_gradients
-from perdure.state.epoch_ends import store_epoch_ends
+from perdure.state.extra_members import ExtraMembers
 from perdure.state.per_rank import RankContext, rank_context
-from perdure.state.process_random import ProcessRandom, finish_callbacks
+from perdure.state.process_random import finish_callbacks
 from perdure.state.shards import copies_compared
 from perdure.state.snapshot_buffer import SnapshotBuffer
+from perdure.state.walk import Walk
 from perdure.store import Leaf
 from perdure.store.gc_pause import gc_paused
 from perdure.store.pack_part import LocalLeaves
@@ -61,7 +62,7 @@ class BackgroundSaver:
         grace: GracePeriod,
     ) -> None:
         self.restore_check = RestoreCheck()
-        self.random = ProcessRandom() if options.save_random_state else None
+        self.extras = ExtraMembers(save_random_state=options.save_random_state)
         self._managed = managed
         self._journal = managed.journal
         self._run = managed.run
@@ -111,15 +112,16 @@ class BackgroundSaver:
     def begin_save(self, state: Any) -> None:
         """What every call of `save` begins with, even if it is not due.
 
-        The first one looks at the gradients, so that the next one, which may be the first that is due,
-        sees whether the program keeps them.
+        The first one shows the state to the extra members, so that the first that is due sees what has
+        changed since.
         """
         if self._processes.count == 1:  # in a group only where all of them do: in a due save
             self.settle(wait=False)
             self._take_lock()
         if not self._has_looked:
-            look_at_gradients(state)
             self._has_looked = True
+            with suppress(StateError), rank_context(self._processes.index, self._processes.count):
+                self.extras.see(state)  # a save that is due raises the error
 
     def _take_lock(self) -> None:
         """Take the writer's lock alone, which costs less, in the first `save` even if it is not due.
@@ -174,16 +176,15 @@ class BackgroundSaver:
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             finish_callbacks()
-            generators = self.random.capture() if self.random else None
             index, count = self._processes.index, self._processes.count
             is_first = self.restore_check.is_first
             rank_of = rank_context(index, count, keeps_shards=count == 1)
             with rank_of as rank, gc_paused(), copies_compared(is_first):
-                leaves = snapshot(state, self._buffer, self.restore_check.plain)
+                walk = Walk.of(state)
+                leaves = snapshot(walk, self._buffer, self.restore_check.fresh)
                 _refuse_own_shards(rank, leaves)
-                self._check_restorable(step, state, leaves, preempted)
-                own = store_epoch_ends(leaves, index)
-            own |= leaves_beside(state, index)
+                self._check_restorable(step, walk, leaves, preempted)
+                own = self.extras.take(walk, leaves, index)
         except BaseException as error:
             if self._processes.count > 1:  # the others are saving, and must not wait for this one
                 self._background.submit(partial(self._decline, step, error))
@@ -191,7 +192,7 @@ class BackgroundSaver:
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
-        job = partial(self.save_snapshot, step, leaves, numbers, rank, generators, own)
+        job = partial(self.save_snapshot, step, leaves, numbers, rank, own)
         self._background.submit(self._grace.timed(job))
 
     def wait(self) -> None:
@@ -258,20 +259,13 @@ class BackgroundSaver:
         leaves: dict[str, Leaf],
         metrics: Mapping[str, float],
         rank: RankContext,
-        generators: Mapping[str, Any] | None,
-        own: Mapping[str, Leaf],
+        process_leaves: Mapping[str, Leaf],
     ) -> None:
-        """Commit a snapshot and apply the retention; durable on return.
-
-        `own` are leaves beside the state, to which those of the random generators are added.
-        """
+        """Commit a snapshot and apply the retention; durable on return."""
         saving(step)
         if note := self.restore_check.changed(f"{self._run.where}: step {step}", leaves):
             self._notes.append(note)
         try:
-            process_leaves = dict(own)
-            if self.random and generators is not None:
-                process_leaves |= self.random.leaves(generators, rank.index)
             if self._processes.count > 1:
                 self._save_in_group(step, leaves, metrics, rank, process_leaves)
                 committed(self._run.where, step)
@@ -317,11 +311,10 @@ class BackgroundSaver:
             self._channel = save_channel(self._processes, self._run.where)
 
     def _check_restorable(
-        self, step: int, state: Any, leaves: Mapping[str, Leaf], preempted: bool
+        self, step: int, state: Walk, leaves: Mapping[str, Leaf], preempted: bool
     ) -> None:
         where = f"{self._run.where}: step {step}"
         self.restore_check.check_used(where, state, step)
-        self.restore_check.check_attributes(where, state)
         try:
             self.restore_check.check_first(where, state, leaves)
         except MismatchError as error:

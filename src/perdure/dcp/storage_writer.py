@@ -34,6 +34,7 @@ from perdure.dcp.layout import (
 )
 from perdure.errors import ArgumentError, StateError
 from perdure.heartbeats import beat
+from perdure.state import process_random
 from perdure.state.leaf_errors import add_path
 from perdure.state.leaf_values import SCALARS, scalar_leaf
 from perdure.state.torch_state import ADAPTER
@@ -82,7 +83,7 @@ class Writer(StorageWriter):
         self._metrics = metric_numbers({} if metrics is None else metrics)
         self._max_to_keep = None if max_to_keep is None else positive("max_to_keep", max_to_keep)
         self._retention = retention
-        self._captured = generators.capture() if save_random_state else None
+        self._captured = process_random.capture() if save_random_state else None
         self._run: Run | None = None
         self._rank = DcpRank(0, 1)
         beat("step", self._step)

@@ -150,6 +150,10 @@ class ArrayTaker:
         """The sums of an array; None for a value whose adapter returns its bytes without a copy."""
         return None
 
+    def is_digest(self, value: Any) -> bool:
+        """Whether `value` stands for an array of which only the digest is here."""
+        return False
+
     def finish(self) -> None:
         """Bring all sums here. Called once, after the last `take`, before any `receive`."""
 
@@ -166,6 +170,7 @@ class _SummingAdapter(OneByOne):
     def __init__(self, inner: Adapter, taker: ArrayTaker) -> None:
         self._inner = inner
         self._take = taker.take
+        self._is_digest = taker.is_digest
         self.finish = taker.finish
 
     def leaf(self, value: Any) -> Leaf | None:
@@ -178,6 +183,8 @@ class _SummingAdapter(OneByOne):
         return _SummedLeaf(taken.dtype, taken.shape, _NOTHING, sums=taken)
 
     def spec(self, value: Any) -> LeafSpec | None:
+        if self._is_digest(value):
+            return LeafSpec(value.dtype, value.shape)
         return self._inner.spec(value)
 
     def load(self, like: Any, leaf: Leaf) -> Any:

@@ -88,14 +88,17 @@ class JaxTaker(ArrayTaker):
         self._on_device: list[tuple[int, jax.Array]] = []
         self._partial: list[int] = []
 
-    def take(self, value: Any) -> LeafSums | LaterSums | None:
-        if not isinstance(value, jax.Array):
-            return _described(value) if isinstance(value, ArrayDigest) else None
+    def is_digest(self, value: Any) -> bool:
         if isinstance(value, jax.core.Tracer):
             raise UnsupportedLeafError(
                 "a traced array has no bits yet. Inside of jax.jit return perdure.digests.jax_arrays."
                 "array_digest(x) from the compiled step, and call `digest` outside."
             )
+        return isinstance(value, ArrayDigest)
+
+    def take(self, value: Any) -> LeafSums | LaterSums | None:
+        if not isinstance(value, jax.Array):
+            return _described(value) if isinstance(value, ArrayDigest) else None
         if _is_in_memory(value.sharding):
             return None
         if value.is_deleted():

@@ -12,7 +12,6 @@ import torch.distributed
 
 from perdure.digests.digest import ArrayTaker, LaterSums
 from perdure.digests.memory_sums import LANES, lane_keys, row_keys, sums_by_slabs
-from perdure.state.torch_replaced import check_in_use
 from perdure.state.torch_shards import has_all_elements, is_dtensor, local_tensor, region
 from perdure.state.torch_state import ADAPTER
 from perdure.store.shard_plan import Region
@@ -34,7 +33,6 @@ class TorchTaker(ArrayTaker):
             return None
         spec = ADAPTER.spec(value)
         assert spec is not None
-        check_in_use(value)
         number = len(self._sums)
         indices = tuple((0, size) for size in value.shape)
         if is_dtensor(value) and not has_all_elements(value):

@@ -60,7 +60,7 @@ def run_faster(took_effect: Callable[[], None]) -> None:
 def _replace_timers(changed: Callable[[float], float]) -> None:
     """Give the program timers that are a function of the real ones, which it takes in seconds."""
     # Not above, because the fault injector needs `jump` alone.
-    from perdure.state.held import is_program_file
+    from perdure.state.program_code import is_program_file
 
     def replaced(real: Callable[..., Any], unit: int) -> Callable[..., Any]:
         def read(*clock: int) -> Any:

@@ -12,7 +12,8 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from perdure.state.held import Held, is_program_file
+from perdure.state.held import Held
+from perdure.state.program_code import is_program_file
 
 Head = tuple[str, str, int]
 """File, function and line of the head of a loop."""

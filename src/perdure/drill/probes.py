@@ -44,7 +44,7 @@ from types import ModuleType
 from typing import Any
 
 from perdure.drill.jumping_clock import count_time, install_jumps, run_faster
-from perdure.state.held import is_program_file
+from perdure.state.program_code import is_program_file
 
 PROBE = "PERDURE_DRILL_PROBE"
 PUT = "PERDURE_DRILL_PUT"

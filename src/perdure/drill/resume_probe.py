@@ -27,7 +27,8 @@ from perdure.drill.frozen import describe, freeze, have_one_seed, kind_of, put_b
 from perdure.drill.loop_readers import Head, loop_around, readers
 from perdure.drill.working_directory import LARGEST_COPY, MOST_ENTRIES
 from perdure.drill.written_files import EVENTS
-from perdure.state.held import frames_of_threads, held_values, program_frames, same_bits
+from perdure.state import bits
+from perdure.state.held import frames_of_threads, held_values, program_frames
 from perdure.store.format import MARKER
 
 HELD = "held"
@@ -177,7 +178,7 @@ class ResumeProbe:
                 continue  # assigned before it is read, or the program would fail
             then = pickle.loads(data)  # noqa: S301
             now = freeze(value := held[name].get())
-            if same_bits(now, then) or (type(value) is int and value == step):
+            if bits.same(now, then) or (type(value) is int and value == step):
                 continue  # the step that was restored is where the loop begins, and differs rightly
             unit = {"name": name, "kind": kind_of(then), "what": describe(then)}
             if unit["kind"] == "generator" and now is not None and now[0] == "generator":

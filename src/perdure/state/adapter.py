@@ -9,7 +9,7 @@ a framework to find out would take seconds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +28,9 @@ class Pairs:
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return zip(self._keys, self._values, strict=True)
 
+    def __len__(self) -> int:
+        return len(self._keys)
+
 
 class Node(NamedTuple):
     """An interior value: its children by key, and the function that rebuilds it from new children.
@@ -37,7 +40,7 @@ class Node(NamedTuple):
     leaves fit. In-place changes are made last, after everything has been compared and built.
     """
 
-    children: Iterable[tuple[str, Any]]
+    children: Collection[tuple[str, Any]] | Pairs
     rebuild: Callable[[list[Any]], Any]
     in_place: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import repeat
@@ -16,6 +16,7 @@ from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, NoVariables, Pairs
+from perdure.state.containers import describe_container
 from perdure.state.generators import generator_node
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.state.leaf_errors import type_name
@@ -31,6 +32,7 @@ from perdure.state.leaf_values import (
     scalar_leaf,
 )
 from perdure.state.paths import key_text
+from perdure.state.program_code import is_of_program
 from perdure.state.stateful import Stateful
 from perdure.store.leaf import Leaf
 
@@ -114,13 +116,14 @@ class Builtin(NoVariables):
             return _mapping_node(value)
         if isinstance(value, (list, tuple)):
             return _sequence_node(value)
+        if type(value) in (deque, set, frozenset):
+            described = describe_container(value)
+            assert described is not None
+            if type(value) is deque:
+                return Node(described[1], lambda new: deque(new, value.maxlen))
+            return Node(described[1], type(value))
         if isinstance(value, AttributeState):
-            names = list(vars(value))
-            return Node(
-                [(name, getattr(value, name)) for name in names],
-                lambda new: vars(value).update(zip(names, new, strict=True)),
-                in_place=True,
-            )
+            return _attributes_node(value)
         if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
             return Stateful(value)
         if is_positioned(value):
@@ -136,6 +139,8 @@ class Builtin(NoVariables):
             return _masked_array_node(value, stored)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return _dataclass_node(value)
+        if hasattr(value, "__dict__") and is_of_program(type(value)) and not callable(value):
+            return _attributes_node(value)
         return None
 
 
@@ -147,6 +152,16 @@ class _PositionedIterator(Stateful):
 
     def load(self, state: Any) -> None:
         reposition(self.target, state)
+
+
+def _attributes_node(value: Any) -> Node:
+    """An object whose attributes are its state, changed in place."""
+    names = list(vars(value))
+    return Node(
+        [(name, vars(value)[name]) for name in names],
+        lambda new: vars(value).update(zip(names, new, strict=True)),
+        in_place=True,
+    )
 
 
 def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:

@@ -6,6 +6,7 @@ rebuilt as an array of the library that it came from.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from perdure.errors import StateError, UnsupportedLeafError
+from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_values import leaf_array, scalar_text
 from perdure.state.paths import key_text
 from perdure.store.format import escape, unescape
@@ -79,6 +81,40 @@ def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]
     if kind.__qualname__ == "Size" and kind.__module__ == "torch":
         return Container("torch.Size"), [(str(i), child) for i, child in enumerate(value)]
     return None
+
+
+def describe_record(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:
+    """As `describe_container`, of a named tuple or a dataclass, by its class and fields."""
+    kind = type(value)
+    fields: Any = getattr(kind, "_fields", None) if isinstance(value, tuple) else None
+    if fields is None and dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value)]
+        if vars(value).keys() != set(fields) if hasattr(value, "__dict__") else True:
+            return None
+    if fields is None or record_class(type_name(value)) is not kind:
+        return None
+    entry = Container("object", keys=tuple(fields), type=type_name(value))
+    return entry, [(field, getattr(value, field)) for field in fields]
+
+
+def record_class(name: str) -> type | None:
+    """The class of a named tuple or a dataclass among the modules that are imported."""
+    module, _, qualified = name.rpartition(".")
+    found: Any = getattr(sys.modules.get(module), qualified, None)
+    if not isinstance(found, type):
+        return None
+    is_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
+    return found if is_tuple or dataclasses.is_dataclass(found) else None
+
+
+def build_record(kind: type, values: Mapping[str, Any]) -> Any:
+    """A named tuple or a dataclass with these fields. No code of the class runs."""
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, values.values())
+    instance = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def build_container(

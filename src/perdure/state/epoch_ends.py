@@ -15,15 +15,34 @@ from typing import Any
 import msgspec
 
 from perdure.errors import CorruptionError
+from perdure.state.extra_members import Restoring, Saving
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_key
+from perdure.state.walk import Walk
+from perdure.store.format import EPOCH_ENDS
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import LeafEntry
 
-_PATH = re.compile(r"process/[0-9]+/ended_epochs")
+_PATH = re.compile(rf"process/[0-9]+/{EPOCH_ENDS}")
 _ORDER = re.compile(r"([1-9][0-9]{0,18}) ([0-9a-f]*)")
 _NAMES = {"epoch", "batch", "step", "seed", "examples", "batches_per_epoch"}
 _decoder = msgspec.json.Decoder(list[str])
+
+
+class EpochEnds:
+    """See `perdure.state.extra_members.ExtraMember`."""
+
+    name = EPOCH_ENDS
+    of_process = True
+
+    def see(self, walk: Walk) -> None:
+        """A fresh state has no position."""
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        return store_epoch_ends(saving.leaves, saving.process)
+
+    def put(self, restoring: Restoring) -> list[str]:
+        return []  # `load_epoch_ends` is called before the state is restored
 
 
 def ended_order(batch: int, order: str) -> str:
@@ -51,7 +70,7 @@ def store_epoch_ends(leaves: Leaves, process: int) -> dict[str, Leaf]:
     if not ended:
         return {}
     text = msgspec.json.encode(sorted(ended)).decode()
-    return {f"process/{process}/ended_epochs": scalar_leaf(text)}
+    return {f"process/{process}/{EPOCH_ENDS}": scalar_leaf(text)}
 
 
 def load_epoch_ends(leaves: Leaves, process_leaves: Iterable[LeafEntry], where: str) -> None:

@@ -14,31 +14,26 @@ import gc
 import io
 import os
 import random
-import re
-import struct
 import sys
-import sysconfig
 import threading
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from perdure.state import process_random
+from perdure.state.bits import hash_of
+from perdure.state.program_code import is_program_file
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _DEEPEST = 6
 _MOST_ITEMS = 64  # of a container that is looked into
 _SAMPLE = 4096  # bytes of an array that a mark has
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
 _ENVIRONMENT = dict(os.environ)
 """The variables with which the process began, as far as this module knows."""
 _DEFAULTS = {
@@ -155,50 +150,7 @@ def _sample(array: np.ndarray[Any, Any]) -> bytes:
     return np.asarray(flat[:: max(1, array.size // most)]).tobytes()
 
 
-def hash_of(value: Any) -> int:
-    """A number that is the same for plain values, arrays and containers of them with the same bits."""
-    return hash(b"".join(_bytes_of(value)))
-
-
-def same_bits(one: Any, other: Any) -> bool:
-    """Whether two plain values, arrays or containers of them have the same bits."""
-    return b"".join(_bytes_of(one)) == b"".join(_bytes_of(other))
-
-
-def _bytes_of(value: Any) -> Iterator[bytes]:
-    yield type(value).__name__.encode()
-    if isinstance(value, (np.ndarray, np.generic)):
-        yield f"{value.dtype.str}{value.shape}".encode()
-        yield value.tobytes()
-    elif hasattr(value, "untyped_storage"):
-        import torch
-
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield flat.view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, float):
-        yield struct.pack("<d", value)
-    elif isinstance(value, complex):
-        yield struct.pack("<dd", value.real, value.imag)
-    elif isinstance(value, bytes):
-        yield value
-    elif isinstance(value, (dict, list, tuple, deque)):
-        yield f"{len(value)}:".encode()
-        for item in value.items() if isinstance(value, dict) else value:
-            yield from _bytes_of(item)
-    else:
-        yield str(value).encode()
-    yield b"\0"
-
-
 # ---------------------------------------------------------------- the code of the program
-
-
-def is_program_file(path: str) -> bool:
-    """Whether the file belongs to the program and neither to perdure nor to a library."""
-    if not path or path.startswith((_PACKAGE, _STANDARD, "<frozen")):
-        return False
-    return _LIBRARIES.search(path) is None
 
 
 def is_program_frame(frame: FrameType) -> bool:

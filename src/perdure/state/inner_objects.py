@@ -7,12 +7,14 @@ from typing import Any
 
 from perdure.state.adapter import Adapter, loaded_adapters
 from perdure.state.adapter_choice import leaf_adapter, node_of
-from perdure.state.containers import describe_container
+from perdure.state.containers import describe_container, describe_record
+from perdure.state.leaf_errors import PathInErrors
 from perdure.state.leaf_spec import Difference
 from perdure.state.object_flatten import read_state
 from perdure.state.paths import join_dotted, join_key, nearest
 from perdure.state.stateful import ModuleValues, Stateful
 from perdure.store.leaf import Leaf, containers_of
+from perdure.text import counted
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
@@ -41,32 +43,45 @@ def lost_objects(
         objects: The paths of the objects with `load_state_dict` in the target.
         present: Their `inner_objects`.
     """
+    lost = {
+        path: entry.type
+        for path, entry in containers_of(leaves).items()
+        if entry.type is not None and entry.keys is None
+        if path not in present and path not in objects
+        if nearest(path, objects) is not None
+    }
+    first: dict[tuple[str, str], list[str]] = {}
+    for path, kind in lost.items():
+        first.setdefault((path.rpartition("/")[0], str(kind)), []).append(path)
     return [
         Difference(
-            path,
-            reason=f"would be saved as a {entry.type}, of which the target has none there, and only an "
-            f"object of that class can rebuild it. Let the `state_dict` that returns it give plain "
-            f"values (tuples, lists, dicts, arrays), of which `load_state_dict` makes the objects",
+            paths[0],
+            reason=f"would be saved as a {kind} ({counted(len(paths), 'such value')}), of which the "
+            f"target has none there, and only an object of that class can rebuild it. Let the "
+            f"`state_dict` that returns it give plain values (tuples, lists, dicts, arrays), of which "
+            f"`load_state_dict` makes the objects",
         )
-        for path, entry in containers_of(leaves).items()
-        if entry.type is not None and path not in present and path not in objects
-        if nearest(path, objects) is not None
+        for (_, kind), paths in first.items()
     ]
 
 
 def _objects_in(value: Any, path: str, adapters: Sequence[Adapter]) -> Iterator[str]:
     if isinstance(value, ModuleValues):
         for name, child in value.items():
+            if type(child).__name__.startswith("Uninitialized"):
+                continue  # a lazy parameter, which has a shape before the first save
             yield from _objects_in(child, join_dotted(path, name), adapters)
         return
-    if isinstance(value, _PLAIN) or leaf_adapter(value, adapters) is not None:
-        return
-    described = describe_container(value)
+    with PathInErrors(path):
+        if isinstance(value, _PLAIN) or leaf_adapter(value, adapters) is not None:
+            return
+        described = describe_container(value) or describe_record(value)
+        node = None if described else node_of(value, path, adapters, None)
     if described is not None:
         children: Any = described[1]
     else:
         yield path
-        node = node_of(value, path, adapters, None)
+        assert node is not None
         if isinstance(node, Stateful):
             yield from _objects_in(read_state(node, path), path, adapters)
             return

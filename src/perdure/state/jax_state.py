@@ -60,15 +60,13 @@ class JaxState(NoVariables):
     def leaf(self, value: Any) -> Leaf | None:
         if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
             return None
-        try:
-            return self._leaf(value)
-        except (RuntimeError, BufferError):
-            if not isinstance(value, jax.Array) or not value.is_deleted():
-                raise
+        is_traced = isinstance(value, jax.core.Tracer)
+        if isinstance(value, jax.Array) and not is_traced and value.is_deleted():
             raise UnsupportedLeafError(
                 "the data of this array are deleted, because it was passed to a step that donates its "
                 "arguments. Save the state that the step returned, or save before the step."
-            ) from None
+            )
+        return self._leaf(value)
 
     def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
         # The training loop waits for this: arrays of one CPU device, which take it half as long.
@@ -78,11 +76,11 @@ class JaxState(NoVariables):
         names = list(map(BUFFER_DTYPES.get, map(_DTYPE, values)))
         shapes = list(map(_SHAPE, values))
         if (
-            type(sharding) is not SingleDeviceSharding
+            None in names  # keys, and dtypes of which NumPy shows no bytes
+            or type(sharding) is not SingleDeviceSharding
             or not _is_local(sharding)
             or values[0].is_deleted()  # `platform` of a deleted array ends the process
             or values[0].platform() != "cpu"
-            or None in names
             or any(map(_IS_WEAK, values))
             or any(0 in shape for shape in shapes)
         ):

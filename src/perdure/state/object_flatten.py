@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,12 @@ import msgspec
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter
 from perdure.state.adapter_choice import node_of
-from perdure.state.containers import SORTED_DICT, array_class_name, describe_container
+from perdure.state.containers import (
+    SORTED_DICT,
+    array_class_name,
+    describe_container,
+    describe_record,
+)
 from perdure.state.leaf_errors import PathInErrors, add_path, duplicate_path, type_name
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.stateful import ModuleValues, Stateful
@@ -19,32 +24,37 @@ from perdure.store.format import SCALAR_PREFIX
 from perdure.store.leaf import Leaves
 from perdure.store.manifest import Container
 
-FlattenChildren = Callable[[Iterable[tuple[str, Any]], str], None]
-"""Adds the leaves of children, given by key, of the value at a path."""
+FlattenLive = Callable[[Any, str], None]
+"""Adds the leaves of a live object at a path."""
 
 
 class ObjectFlattener:
     """Adds the leaves and the container entries of one object's state to `leaves`.
 
-    A state may contain values that are no plain containers (live objects). `flatten_children` adds
-    their children; without it they are left out. Their paths are in `live_paths` afterwards.
+    A state may contain values that are no plain containers (live objects). `flatten_live` adds them;
+    without it they are left out. Their paths are in `live_paths` afterwards.
     """
 
     def __init__(
         self,
         adapters: Sequence[Adapter],
         leaves: Leaves,
-        flatten_children: FlattenChildren | None = None,
+        flatten_live: FlattenLive | None = None,
     ) -> None:
         self._adapters = adapters
         self._leaves = leaves
-        self._flatten_children = flatten_children
+        self._flatten_live = flatten_live
         self._array_classes: dict[str, str] = {}
         self.live_paths: list[str] = []
 
     def flatten(self, stateful: Stateful, path: str, leave_out: Collection[str] = ()) -> None:
         """Add the state of the object at `path`, of a module without the values in `leave_out`."""
-        state = read_state(stateful, path)
+        self.add_state(stateful, path, read_state(stateful, path), leave_out)
+
+    def add_state(
+        self, stateful: Stateful, path: str, state: Any, leave_out: Collection[str] = ()
+    ) -> None:
+        """`flatten` of an object whose present state was read already."""
         try:
             if isinstance(state, ModuleValues):
                 common_class = stateful.arrays
@@ -85,7 +95,7 @@ class ObjectFlattener:
                     if leaf.dtype[:3] != SCALAR_PREFIX:
                         self._array_classes[path] = array_class_name(value)
                     return
-            described = describe_container(value)
+            described = describe_container(value) or describe_record(value)
             if described is None:
                 self._add_live(value, path)
                 return
@@ -99,16 +109,11 @@ class ObjectFlattener:
             self._add(child, join_key(path, key))
 
     def _add_live(self, value: Any, path: str) -> None:
-        node = node_of(value, path, self._adapters, None)
+        node_of(value, path, self._adapters, None)  # refuses what is no object of a framework
         self.live_paths.append(path)
-        if self._flatten_children is None:
+        if self._flatten_live is None:
             return
-        if isinstance(node, Stateful):
-            ObjectFlattener(self._adapters, self._leaves, self._flatten_children).flatten(
-                node, path
-            )
-        else:
-            self._flatten_children(node.children, path)
+        self._flatten_live(value, path)
         entry = self._leaves.containers.get(path) or Container("object")
         self._leaves.containers[path] = msgspec.structs.replace(entry, type=type_name(value))
 

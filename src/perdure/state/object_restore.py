@@ -12,7 +12,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from perdure.errors import MismatchError, StateError
@@ -23,18 +22,19 @@ from perdure.state.containers import (
     array_class_name,
     array_template,
     build_container,
+    build_record,
     describe_container,
+    record_class,
 )
 from perdure.state.leaf_errors import PathInErrors, type_name
 from perdure.state.leaf_spec import Difference, LeafSpec
 from perdure.state.leaf_values import plain_value, same_bits
 from perdure.state.object_flatten import ObjectFlattener, read_state
-from perdure.state.paths import is_below, join_dotted, join_part, key_text, nearest
+from perdure.state.paths import is_below, join_dotted, join_part, nearest
 from perdure.state.shards import cut, own_shards_only
 from perdure.state.stateful import ModuleValues, Stateful
-from perdure.store.format import SCALAR_PREFIX, children_of, unescape
+from perdure.store.format import children_of, escape, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
-from perdure.store.manifest import Container
 
 _MISSING: Any = object()
 
@@ -98,13 +98,16 @@ class ObjectStates:
             return self._module_values(present, path, stateful.arrays)
         if leaf_adapter(present, self._adapters) is None and describe_container(present) is None:
             return self._rebuild(present, path)  # the state is itself a live object
-        if path in self.containers or path in self.leaves:
+        if path in self.containers or path in self.leaves or path in self._parts:
             return self._value(path, present, stateful.arrays, root=True)
-        state = self._undescribed(path, present, stateful.arrays)
-        if path not in self._parts and _has_leaves(present):
+        if _has_leaves(present):
             expected = f"the state of a {type_name(stateful.target)}"
             self.missing.append(Difference(path, expected))
-        return state
+        return present
+
+    def value(self, path: str, like: Any) -> Any:
+        """The plain value at `path`; its tensors have the device of those of `like`."""
+        return self._value(path, like, "numpy", root=True)
 
     def named_values(self, path: str, arrays: str) -> dict[str, Any]:
         """The values of the module at `path` by dotted name, without the module."""
@@ -151,11 +154,10 @@ class ObjectStates:
         return sorted(differences, key=lambda line: line.path)
 
     def _module_values(self, present: ModuleValues, path: str, arrays: str) -> dict[str, Any]:
-        undescribed = {} if self.containers else self._module_containers(present, path, arrays)
-        values = dict(undescribed.values())
-        for value_path, name in self._dotted_names(path, ""):
-            if not is_below(value_path, tuple(undescribed)):
-                values[name] = self._value(value_path, present.get(name, _MISSING), arrays)
+        values = {
+            name: self._value(value_path, present.get(name, _MISSING), arrays)
+            for value_path, name in self._dotted_names(path, "")
+        }
         for name in present if self._keep else ():
             if join_dotted(path, name) in self._keep:
                 values[name] = present[name]
@@ -175,7 +177,7 @@ class ObjectStates:
         """The value at `path`; its arrays have the class `arrays` unless an entry names another."""
         entry = self.containers.get(path)
         if entry is not None and entry.type is not None and not root:
-            return self._live(path, like, entry.type)
+            return self._live(path, like, entry.type, arrays)
         if entry is not None and entry.arrays is not None:
             arrays = entry.arrays
         if path in self.leaves:
@@ -186,12 +188,26 @@ class ObjectStates:
             lambda key, part: self._value(join_part(path, part), _child(like, key), arrays),
         )
 
-    def _live(self, path: str, like: Any, stored_type: str) -> Any:
+    def _live(self, path: str, like: Any, stored_type: str, arrays: str) -> Any:
         if (
             like is _MISSING
             or leaf_adapter(like, self._adapters)
             or describe_container(like) is not None
+            or self.containers[path].keys is not None
         ):
+            if (kind := record_class(stored_type)) is not None:
+                names = self.containers[path].keys or self._parts.get(path, ())
+                return build_record(
+                    kind,
+                    {
+                        str(name): self._value(
+                            join_part(path, escape(str(name))),
+                            getattr(like, str(name), _MISSING),
+                            arrays,
+                        )
+                        for name in names
+                    },
+                )
             target = "nothing" if like is _MISSING else f"a {type_name(like)}"
             raise MismatchError(
                 f"{path}: the state that was stored has a {stored_type}, and the target has {target}; "
@@ -222,44 +238,6 @@ class ObjectStates:
             value = load_leaf(chosen[0], target, leaf) if take is None else take(target, leaf)
         return value.copy() if isinstance(value, np.ndarray) else value
 
-    # Checkpoints of format 2 and older do not describe containers. Their values get the containers
-    # that the present state of the object has.
-
-    def _module_containers(
-        self, present: ModuleValues, path: str, arrays: str
-    ) -> dict[str, tuple[str, Any]]:
-        """Name and value of the containers among the values of a module, by path."""
-        values = {}
-        for name, value in present.items():
-            if describe_container(value) is not None:
-                value_path = join_dotted(path, name)
-                values[value_path] = (name, self._undescribed(value_path, value, arrays))
-        return values
-
-    def _undescribed(self, path: str, like: Any, arrays: str) -> Any:
-        """The value at `path`, in containers such as those of `like`."""
-        if path in self.leaves:
-            present = None if like is _MISSING else leaf_adapter(like, self._adapters)
-            if present is not None and not present[1].dtype.startswith(SCALAR_PREFIX):
-                arrays = array_class_name(like)
-            return self._leaf(path, like, arrays)
-        parts = self._parts.get(path, [])
-        described = None if like is _MISSING else describe_container(like)
-        if described is not None:
-            entry = described[0]
-        elif like is not _MISSING and leaf_adapter(like, self._adapters) is None:
-            return self._rebuild(like, path)
-        else:
-            numbered = set(parts) == {str(i) for i in range(len(parts))}
-            entry = Container("list" if numbered else "dict")
-        if isinstance(like, Mapping):
-            entry = msgspec.structs.replace(entry, keys=_undescribed_keys(like, parts))
-        return build_container(
-            entry,
-            parts,
-            lambda key, part: self._undescribed(join_part(path, part), _child(like, key), arrays),
-        )
-
 
 _COMPARED = Leaf("", (), memoryview(b""))
 
@@ -286,21 +264,6 @@ class _ComparedLeaves(Leaves):
             self.differences.append(Difference(path, reason=reason))
 
 
-def _undescribed_keys(like: Mapping[Any, Any], parts: Sequence[str]) -> tuple[Any, ...]:
-    """The keys of a stored mapping: those of `like`, then the others, as numbers if all of `like`
-    are. A key without leaves stays if `like` has a container there, which may have been empty."""
-    texts = [unescape(part) for part in parts]
-    keys = {key_text(key): key for key in like}
-    numbers = not any(isinstance(key, str) for key in like)
-    for text in texts:
-        if text not in keys:
-            keys[text] = int(text) if numbers and text.isdigit() else text
-    stored = set(texts)
-    return tuple(
-        key for text, key in keys.items() if text in stored or _is_container(like.get(key))
-    )
-
-
 def _same_library(first: str, second: str) -> bool:
     """Whether two array classes differ at most in the device."""
     return first.partition("@")[0] == second.partition("@")[0]
@@ -315,10 +278,6 @@ def _child(like: Any, key: Any) -> Any:
         return like[key] if isinstance(like, (Mapping, Sequence)) else _MISSING
     except (KeyError, IndexError, TypeError):
         return _MISSING
-
-
-def _is_container(value: Any) -> bool:
-    return value is not None and describe_container(value) is not None
 
 
 def _has_leaves(value: Any) -> bool:

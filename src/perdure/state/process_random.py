@@ -12,30 +12,19 @@ import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from perdure.errors import CorruptionError, UnsupportedLeafError
+from perdure.state.extra_members import Group, Restoring, Saving
+from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 from perdure.text import counted
 
 _LOCAL = re.compile(r"process/([0-9]+)/random")
 _NAMES = {"python": "Python's random", "numpy": "numpy.random", "torch": "PyTorch's CPU generator"}
-
-
-class _GeneratorGroup(Protocol):
-    """The attributes of a group of processes that are used here."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def is_chief(self) -> bool: ...
 
 
 class SavedGenerator(msgspec.Struct, frozen=True, array_like=True):
@@ -49,7 +38,10 @@ _decoder = msgspec.msgpack.Decoder(dict[str, SavedGenerator])
 
 
 class ProcessRandom:
-    """The global generators of this process, for the manager that saves and restores them."""
+    """The global generators of this process; see `perdure.state.extra_members.ExtraMember`."""
+
+    name = "random"
+    of_process = True
 
     def __init__(self) -> None:
         self._drawn: set[str] = set()
@@ -59,9 +51,14 @@ class ProcessRandom:
         """From now on, a generator whose state changes counts as drawn from."""
         self._before = encode(capture())
 
-    def capture(self) -> dict[str, Any]:
-        """The present states of the generators, for `leaves`. Takes about 50 microseconds."""
-        return capture()
+    def see(self, walk: Walk) -> None:
+        """The generators do not belong to a state."""
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        return self.leaves(capture(), saving.process)
+
+    def put(self, restoring: Restoring) -> list[str]:
+        return self.restore(restoring.leaves, restoring.group, restoring.where)
 
     def leaves(self, captured: Mapping[str, Any], process: int) -> dict[str, Leaf]:
         """The leaf that holds the captured states in the checkpoint of process number `process`."""
@@ -75,9 +72,7 @@ class ProcessRandom:
         data = msgspec.msgpack.encode(by_name)
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
 
-    def restore(
-        self, process_leaves: Mapping[str, Leaf], group: _GeneratorGroup, where: str
-    ) -> list[str]:
+    def restore(self, process_leaves: Mapping[str, Leaf], group: Group, where: str) -> list[str]:
         """Restore the generators of this process.
 
         If the group has another size than the one that saved, only generators with the same state in

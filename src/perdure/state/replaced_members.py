@@ -6,18 +6,36 @@ continues with those of the target begins again from its fresh values, without a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import sys
+import weakref
+from typing import Any, NamedTuple
 
 from perdure.errors import StateError
-from perdure.state.adapter import loaded_adapters
-from perdure.state.adapter_choice import leaf_adapter, node_of
+from perdure.state.held import (
+    Held,
+    Mark,
+    changed_and_unsaved,
+    held_values,
+    marks,
+    program_frames,
+)
 from perdure.state.leaf_values import SCALARS, same_bits
-from perdure.state.paths import is_below, join_key
-from perdure.state.replaced_containers import ReplacedContainers
+from perdure.state.paths import is_below
 from perdure.state.shards import own_shards_only
 from perdure.state.stateful import Stateful
-from perdure.store.leaf import Leaf
+from perdure.state.walk import Branch, Walk, leaf_of
+
+_LOOKS = 3
+"""So many saves after a restore are compared: what a program changes, it changes in each step."""
+
+
+class _Tensor(NamedTuple):
+    """A PyTorch tensor in whose place a restore returned another one, with the version of each."""
+
+    old: weakref.ref[Any]
+    old_version: int
+    new: weakref.ref[Any]
+    new_version: int
 
 
 class ReplacedMembers:
@@ -31,7 +49,12 @@ class ReplacedMembers:
         self._numbers: set[str] = set()
         # By the `id` of a member, which is kept alive so that nothing else gets the same.
         self._old: dict[int, tuple[str, Any]] = {}
-        self._containers = ReplacedContainers()
+        # By the `id` of the returned tensor: PyTorch code changes tensors in place.
+        self._tensors: dict[int, _Tensor] = {}
+        # By the `id` of a dict or a list, which is not kept alive, its path and its keys.
+        self._containers: dict[int, tuple[str, list[Any]]] = {}
+        self._marks: dict[str, Mark] = {}
+        self._looks = 0
 
     def add_leaf(self, path: str, old: Any, new: Any) -> None:
         """`new` was returned in place of the number or array `old`."""
@@ -41,16 +64,18 @@ class ReplacedMembers:
             self._numbers.add(path)
         else:
             self._old[id(old)] = path, old
-            self._containers.add_array(path, old)
+            versions = _version(old), _version(new)
+            if None not in versions:
+                before, after = versions
+                self._tensors[id(new)] = _Tensor(weakref.ref(old), before, weakref.ref(new), after)
         self._new[path] = new
 
-    def add_container(
-        self, path: str, old: Any, children: Iterable[tuple[str, Any]], members: Sequence[Any]
-    ) -> None:
-        """A new container with `members` was returned in place of `old`, which had `children`."""
-        self._containers.add(path, old, children, members)
+    def add_container(self, path: str, old: Any) -> None:
+        """A new container was returned in place of `old`."""
         if not isinstance(old, tuple):  # the program may use an equal constant elsewhere
             self._old[id(old)] = path, old
+        if type(old) in (dict, list):
+            self._containers[id(old)] = path, list(old) if type(old) is dict else [len(old)]
 
     def drop(self, path: str) -> None:
         """The value at `path` was changed in place, so that the program has its new members."""
@@ -58,27 +83,80 @@ class ReplacedMembers:
             del self._new[inside]
 
     def forget(self) -> None:
-        """The program has taken the returned state. Only containers are watched further."""
+        """The program has taken the returned state. Tensors and containers are watched further."""
         self._new.clear()
         self._numbers.clear()
         self._old.clear()
-        self._containers.taken()
 
     def clear(self) -> None:
         """There is no returned state."""
         self.forget()
+        self._tensors.clear()
         self._containers.clear()
 
-    def check_unused(self, state: Any, step: int) -> None:
-        """Raise `StateError` if `state`, which is saved as `step`, has a member of the target.
+    def check_unused(self, walk: Walk, step: int) -> None:
+        """Raise `StateError` if the state that is saved as `step` has a member of the target.
 
         Left alone are numbers that did not change in the restore, arrays that are equal now, and an
         integer that is the step itself, which the program has set.
         """
-        if self._new:
-            with own_shards_only():
-                self._visit(state, "", None, step)
-        self._containers.check_unused(state)
+        with own_shards_only():
+            if self._new:
+                self._check(walk, walk.root, None, step)
+            if self._tensors:
+                self._check_tensors(walk)
+
+    def changed_elsewhere(self, walk: Walk) -> str | None:
+        """A warning about a dict or a list that the program has given to the restore, still has under
+        another name (`ema.shadow`), and changes, while it saves the restored one."""
+        if not self._containers or self._looks == _LOOKS:
+            return None
+        self._looks += 1
+        held = held_values(program_frames(sys._getframe()), unnamed=False)
+        paths = {name: path for name, each in held.items() if (path := self._path_of(each))}
+        now = marks({name: held[name] for name in paths})
+        saved = {id(branch.value) for branch in walk.branches}
+        names = changed_and_unsaved(self._marks, now, saved)
+        self._marks = now
+        if not names:
+            return None
+        self._looks = _LOOKS
+        name = names[0]
+        return (
+            f"{paths[name]}: the program has changed {name}, which it gave to the restore, and saves "
+            f"the restored one, so that every later checkpoint would have the restored value again. "
+            f"Continue with what the restore returned (`ema.shadow = state['ema']`), or make the "
+            f"object that has it a member of the state."
+        )
+
+    def _path_of(self, held: Held) -> str:
+        """The path of a value in the target, if it is one of its containers."""
+        value = held.get()
+        path, keys = self._containers.get(id(value), ("", []))
+        is_same = type(value) is dict and list(value) == keys
+        return path if is_same or (type(value) is list and [len(value)] == keys) else ""
+
+    def _check(self, walk: Walk, part: int | Branch, target_path: str | None, step: int) -> None:
+        """`target_path` is the path in the target of a value that lies in a container of it."""
+        if isinstance(part, int):
+            path, value = walk.paths[part], walk.values[part]
+            target_path, _ = self._old.get(id(value), (target_path, None))
+            if target_path in self._new and not self._is_fine(value, target_path, step):
+                raise StateError(
+                    f"{path or '(the state itself)'}: the restore returned a new value here, which "
+                    f"this program does not use: it saves what it gave to the restore, so that it has "
+                    f"begun again from the fresh value. Continue with the state that the restore "
+                    f"returns: `state, step = manager.restore_or_initialize(state)`."
+                )
+            return
+        target_path, _ = self._old.get(id(part.value), (target_path, None))
+        if isinstance(part.node, Stateful):
+            return
+        for child in part.parts:
+            inside = walk.paths[child] if isinstance(child, int) else child.path
+            last = inside[len(part.path) :].removeprefix("/")
+            above = f"{target_path}/" if target_path and last else target_path
+            self._check(walk, child, None if above is None else above + last, step)
 
     def _is_fine(self, value: Any, target_path: str, step: int) -> bool:
         """Whether the program has given a leaf of its target the value that it should have.
@@ -90,35 +168,31 @@ class ReplacedMembers:
             return type(value) is int and value == step
         return _same(value, self._new[target_path])
 
-    def _visit(self, value: Any, path: str, target_path: str | None, step: int) -> None:
-        """`target_path` is the path in the target of a value that lies in a container of it."""
-        target_path, _ = self._old.get(id(value), (target_path, None))
-        adapters = loaded_adapters()
-        if leaf_adapter(value, adapters) is not None:
-            if target_path in self._new and not self._is_fine(value, target_path, step):
+    def _check_tensors(self, walk: Walk) -> None:
+        for path, new in walk.pairs():
+            if (tensor := self._tensors.get(id(new))) is None or tensor.new() is not new:
+                continue
+            old = tensor.old()
+            if old is None or _version(new) != tensor.new_version:
+                del self._tensors[id(new)]
+            elif _version(old) != tensor.old_version and not _same(old, new):
                 raise StateError(
-                    f"{path or '(the state itself)'}: the restore returned a new value here, which "
-                    f"this program does not use: it saves what it gave to the restore, so that it has "
-                    f"begun again from the fresh value. Continue with the state that the restore "
-                    f"returns: `state, step = manager.restore_or_initialize(state)`."
+                    f"{path or '(the state itself)'}: the restore returned a new tensor here, and the "
+                    f"program has changed the tensor that it gave to the restore instead, so that "
+                    f"every save would store the restored value again. Use the tensors of the state "
+                    f"that the restore returns, or save the module that owns them: modules and "
+                    f"parameters are restored in place."
                 )
-            return
-        node = node_of(value, path, adapters, None)
-        if isinstance(node, Stateful):
-            return
-        for key, child in node.children:
-            child_path = None if target_path is None else join_key(target_path, key)
-            self._visit(child, join_key(path, key), child_path, step)
+
+
+def _version(value: Any) -> Any:
+    """The number of changes of a PyTorch tensor; None for any other value."""
+    try:
+        return getattr(value, "_version", None)
+    except RuntimeError:  # of an inference tensor
+        return None
 
 
 def _same(one: Any, other: Any) -> bool:
-    try:
-        first, second = _leaf(one), _leaf(other)
-    except StateError:  # PyTorch has seen that the program changes the old tensor
-        return False
+    first, second = leaf_of(one), leaf_of(other)
     return first is not None and second is not None and same_bits(first, second)
-
-
-def _leaf(value: Any) -> Leaf | None:
-    taken = leaf_adapter(value, loaded_adapters())
-    return None if taken is None else taken[0].leaf(value)

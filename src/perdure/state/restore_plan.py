@@ -5,9 +5,12 @@ Invariant: a plan changes nothing, and what a plan without `differences` restore
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from perdure.errors import MismatchError, StateError
 from perdure.state.cast import cast_leaf
@@ -19,9 +22,19 @@ from perdure.state.per_rank import current_rank_context, rank_context
 from perdure.state.restore_report import RestoreReport
 from perdure.state.restore_request import RestoreRequest
 from perdure.state.shard_targets import misplaced, shard_targets
-from perdure.state.template import TargetWalk, differences
+from perdure.state.template import differences, template_of_walk
+from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
+
+_WHOLE = (
+    random.Random,
+    np.random.RandomState,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.ma.MaskedArray,
+)
+"""Classes whose values are never restored in part, although each of their leaves has a path."""
 
 
 class StoredState(NamedTuple):
@@ -43,6 +56,7 @@ class RestorePlan:
     """What a restore does. All paths are those of the target, after a rename.
 
     Attributes:
+        walk: The target.
         leaves: What is restored.
         specs: Everything that the checkpoint has.
         keep: Leaves, values of modules and objects of the target that keep their value.
@@ -54,6 +68,7 @@ class RestorePlan:
         differences: Why it cannot be done; empty if it can.
     """
 
+    walk: Walk
     leaves: Leaves
     specs: Mapping[str, LeafSpec]
     keep: set[str]
@@ -90,7 +105,12 @@ def plan_restore(
         stored = StoredState(renaming.rename(stored.specs), renaming.rename(stored.containers))
     context = current_rank_context()
     with rank_context(context.index, context.count) as ranks:
-        walk = TargetWalk(like, stored.specs, selection=request.selection)
+        walk = Walk(
+            like,
+            stored.specs,
+            selection=request.selection,
+            containers=stored.containers,
+        )
     own = renaming.rename(leaves)
     if ranks.members:  # of a `PerRank` member, only the leaves of this process are restored
         own = {path: leaf for path, leaf in own.items() if not ranks.leaves_out(path)}
@@ -111,7 +131,7 @@ class _Planner:
 
     def __init__(
         self,
-        walk: TargetWalk,
+        walk: Walk,
         leaves: Leaves,
         request: RestoreRequest,
         stored: StoredState,
@@ -119,11 +139,13 @@ class _Planner:
     ) -> None:
         self._refusals = refusals
         self._walk, self._request, self._stored = walk, request, stored
-        self._plan = RestorePlan(leaves, stored.specs, set(walk.unselected), set(walk.pruned))
+        self._template = template_of_walk(walk)
+        unselected, pruned = set(walk.unselected), set(walk.pruned)
+        self._plan = RestorePlan(walk, leaves, stored.specs, unselected, pruned)
         self._parts: dict[str, Mapping[str, LeafSpec | None] | None] = {}
         if not request.is_strict:
             self._parts = {path: node.parts() for path, node in walk.objects.items()}
-            self._plan.expected.update(walk.template.leaves)
+            self._plan.expected.update(self._template.leaves)
         for path, parts in self._parts.items():
             for part, spec in (parts or {}).items():
                 self._plan.expected[join_part(path, part)] = spec
@@ -152,8 +174,8 @@ class _Planner:
             plan.leaves = self._without_kept()
             if not plan.leaves and not request.strict:
                 self._refuse_nothing()
-        lines = {line.path: line for line in differences(self._walk.template, plan.leaves)}
-        lines |= {line.path: line for line in misplaced(self._walk.values)}
+        lines = {line.path: line for line in differences(self._template, plan.leaves)}
+        lines |= {line.path: line for line in misplaced(self._walk.by_path)}
         kept = [path for path in lines if self._is_kept(path) or self._is_left_out(path)]
         plan.differences = sorted(
             ({**lines, **self._refused}[path])
@@ -326,7 +348,7 @@ class _Planner:
             elif states.is_missing(node, path):
                 expected = f"the state of a {type_name(node.target)}"
                 self._missing[path] = Difference(path, expected)
-            elif lines := self._walk.template.objects[path](below):
+            elif lines := self._template.objects[path](below):
                 self._mismatched[path] = lines[0]._replace(path=path)
             else:
                 continue
@@ -334,8 +356,9 @@ class _Planner:
 
     def _keep_wholes(self) -> None:
         """Keep each optimizer, generator or masked array in which some leaf differs."""
+        wholes = {branch.path for branch in self._walk.branches if _is_whole(branch.value)}
         for path in sorted(self._missing | self._unexpected | self._mismatched):
-            above = [whole for whole in ancestors(path) if whole in self._walk.wholes]
+            above = [whole for whole in ancestors(path) if whole in wholes]
             if above and (whole := above[-1]) not in self._kept_whole:
                 reason = f"keeps its whole state, because {path} cannot be restored"
                 self._kept_whole[whole] = Difference(whole, reason=reason)
@@ -375,7 +398,7 @@ class _Planner:
 
     def _values(self) -> dict[str, Any]:
         """The live values of the target by path: its leaves, and the parts of its objects."""
-        values = dict(self._walk.values)
+        values = dict(self._walk.by_path)
         for path, node in self._walk.objects.items():
             values |= {join_part(path, part): value for part, value in node.part_values().items()}
         return values
@@ -388,3 +411,24 @@ class _Planner:
 def _is_abstract(value: Any) -> bool:
     """Whether `value` is a `jax.ShapeDtypeStruct` or a tensor on the meta device."""
     return type(value).__name__ == "ShapeDtypeStruct" or getattr(value, "is_meta", False) is True
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether `value` is the state of an optimizer (optax, Flax, Keras), a random generator or a masked
+    array: half of it would be a state that no run ever had."""
+    return isinstance(value, _WHOLE) or _is_optax(value) or _is_optimizer(type(value))
+
+
+def _is_optax(value: Any) -> bool:
+    if type(value) is tuple:  # what `optax.chain` makes
+        return bool(value) and all(map(_is_optax, value))
+    return type(value).__module__.partition(".")[0] == "optax"
+
+
+def _is_optimizer(kind: type) -> bool:
+    """By name, because a framework may not be imported."""
+    return any(
+        base.__name__ in ("Optimizer", "BaseOptimizer")
+        and base.__module__.partition(".")[0] in ("flax", "keras")
+        for base in kind.__mro__
+    )

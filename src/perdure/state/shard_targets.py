@@ -12,7 +12,7 @@ from perdure.state.leaf_spec import Difference, LeafSpec
 from perdure.state.paths import join_part
 from perdure.state.per_rank import current_rank_context, rank_context
 from perdure.state.restore_request import RestoreRequest
-from perdure.state.template import TargetWalk
+from perdure.state.walk import Walk
 from perdure.store.shard_plan import Region
 
 
@@ -36,7 +36,7 @@ def needed_regions(
     context = current_rank_context()
     try:
         with rank_context(context.index, context.count):
-            walk = TargetWalk(like, specs, selection=request.selection)
+            walk = Walk(like, specs, selection=request.selection)
         targets = shard_targets(walk, specs)
     except StateError:
         return {}
@@ -57,12 +57,12 @@ def misplaced(values: Mapping[str, Any]) -> Iterator[Difference]:
                 yield Difference(path, reason=reason)
 
 
-def shard_targets(walk: TargetWalk, specs: Mapping[str, LeafSpec]) -> dict[str, ShardTarget]:
+def shard_targets(walk: Walk, specs: Mapping[str, LeafSpec]) -> dict[str, ShardTarget]:
     """The sharded arrays of a target by path; `specs` has the stored leaves by their paths there."""
     adapters = [adapter for adapter in loaded_adapters() if hasattr(adapter, "regions")]
     if not adapters:
         return {}
-    values = dict(walk.values)
+    values = dict(walk.by_path)
     for path, node in walk.objects.items():
         below = SpecsBelow(specs, path)
         for part, value in node.sharded_values(below).items():

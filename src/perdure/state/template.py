@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from operator import attrgetter, eq
 from typing import Any
 
-from perdure.errors import StateError, UnsupportedLeafError
-from perdure.state.adapter import Adapter, loaded_adapters
-from perdure.state.adapter_choice import leaf_adapter, node_of
-from perdure.state.leaf_errors import add_path, nested_too_deeply
 from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
-from perdure.state.paths import TOGETHER, join_keys, join_part, nearest
-from perdure.state.stateful import Stateful
-from perdure.state.wholes import is_whole
-from perdure.store.json_blocks import blocks
+from perdure.state.paths import join_part, nearest
+from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, containers_of
-from perdure.store.selection import Selection
 
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
@@ -51,142 +43,13 @@ def template_of(like: Any, stored: Mapping[str, LeafSpec] | None = None) -> Temp
     Raises:
         UnsupportedLeafError: a value cannot be restored exactly.
     """
-    return TargetWalk(like, stored).template
+    return template_of_walk(Walk(like, stored))
 
 
-class TargetWalk:
-    """The template of a target, and for as long as a restore takes, its values.
-
-    Args:
-        like, stored: as for `template_of`.
-        path: the path of `like` in its state.
-        selection: what to restore. Other branches are not entered, so that they may hold anything.
-
-    Attributes:
-        template: the part of the target that is selected.
-        objects: the objects with `load_state_dict` by path.
-        wholes: the paths of values that a restore replaces as a whole or not at all.
-        unselected: the paths of leaves and objects that are not selected.
-        pruned: the paths of the branches that were not entered.
-    """
-
-    def __init__(
-        self,
-        like: Any,
-        stored: Mapping[str, LeafSpec] | None,
-        path: str = "",
-        selection: Selection | None = None,
-    ) -> None:
-        self.template = Template()
-        self.objects: dict[str, Stateful] = {}
-        self.wholes: set[str] = set()
-        self.unselected: set[str] = set()
-        self.pruned: set[str] = set()
-        self._stored = stored
-        self._selection = selection
-        self._adapters = loaded_adapters()
-        self._takers: dict[type, Adapter] = {}
-        self._values: list[Any] = []
-        try:
-            self._visit(like, path)
-        except RecursionError:
-            raise nested_too_deeply() from None
-
-    @cached_property
-    def values(self) -> dict[str, Any]:
-        """The leaves by path."""
-        return dict(self.pairs())
-
-    def pairs(self) -> Iterator[tuple[str, Any]]:
-        """Path and value of each leaf."""
-        return zip(self.template.paths, self._values, strict=True)
-
-    def _visit(self, value: Any, path: str) -> None:
-        selection = self._selection
-        is_selected = selection is None or selection.matches(path)
-        if not is_selected and not self._may_hold(path):
-            self.pruned.add(path)
-            return
-        try:
-            if (spec := self._spec(value)) is not None:
-                if is_selected:
-                    self._add_leaves([path], [spec], [value])
-                else:
-                    self.unselected.add(path)
-                return
-            node = node_of(value, path, self._adapters, self._stored)
-        except StateError as error:
-            add_path(error, path)
-            if is_selected or not isinstance(error, UnsupportedLeafError):
-                raise
-            self.pruned.add(path)
-            return
-        if isinstance(node, Stateful):
-            if is_selected or self._selects_inside(node, path):
-                self.template.objects[path] = node.check()
-                self.objects[path] = node
-            else:
-                self.unselected.add(path)
-            return
-        if is_whole(value):
-            self.wholes.add(path)
-        self._visit_children(node.children, path)
-
-    def _visit_children(self, children: Iterable[tuple[str, Any]], path: str) -> None:
-        takers = self._takers if self._selection is None else {}
-        for block in blocks(children, TOGETHER):
-            keys, values = zip(*block, strict=True)
-            paths = join_keys(path, keys)
-            # There may be very many leaves of a type that was met before.
-            taker = takers.get(type(values[0]))
-            if taker is not None and (specs := taker.specs(values)) is not None:
-                self._add_leaves(paths, specs, values)
-                continue
-            for child_path, child in zip(paths, values, strict=True):
-                self._visit(child, child_path)
-
-    def _add_leaves(
-        self, paths: Sequence[str], specs: Sequence[LeafSpec], values: Sequence[Any]
-    ) -> None:
-        self.template.paths.extend(paths)
-        self.template.specs.extend(specs)
-        self._values.extend(values)
-
-    def _spec(self, value: Any) -> LeafSpec | None:
-        """dtype and shape of a leaf; None for an interior value."""
-        kind = type(value)
-        spec = self._takers[kind].spec(value) if kind in self._takers else None
-        if spec is None and (found := leaf_adapter(value, self._adapters)) is not None:
-            self._takers[kind], spec = found
-        return spec
-
-    def _may_hold(self, path: str) -> bool:
-        return self._selection is None or self._selection.may_hold(path)
-
-    def _selects_inside(self, node: Stateful, path: str) -> bool:
-        """Whether something inside an object is selected: in the checkpoint, or in the target."""
-        assert self._selection is not None
-        below = f"{path}/" if path else ""
-        inside = [leaf for leaf in self._stored or () if leaf.startswith(below)]
-        inside += [join_part(path, part) for part in node.parts() or ()]
-        return any(map(self._selection.matches, inside))
-
-
-class _Comparison(TargetWalk):
-    """Compares the leaves of a state with others as it meets them, and keeps nothing of them."""
-
-    def __init__(self, state: Any, leaves: Mapping[str, Leaf]) -> None:
-        self.is_same = True
-        self._expected = iter(leaves.items())
-        super().__init__(state, None)
-        self.is_same &= not self.template.objects and next(self._expected, None) is None
-
-    def _add_leaves(
-        self, paths: Sequence[str], specs: Sequence[LeafSpec], values: Sequence[Any]
-    ) -> None:
-        if self.is_same:
-            expected = dict(islice(self._expected, len(paths)))
-            self.is_same = same_specs(paths, specs, expected)
+def template_of_walk(walk: Walk) -> Template:
+    """The template of a target by its walk."""
+    checks = {path: node.check() for path, node in walk.objects.items()}
+    return Template(walk.paths, walk.specs, checks)
 
 
 def same_specs(
@@ -213,6 +76,7 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
         return []
     missing = dict(template.leaves)
     lines: list[Difference] = []
+    containers = containers_of(leaves)
     object_leaves: dict[str, dict[str, Leaf]] = {path: {} for path in template.objects}
     for path, leaf in leaves.items():
         if object_leaves and (parent := nearest(path, object_leaves)) is not None:
@@ -221,6 +85,8 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
         expected = missing.pop(path, None)
         if expected is None or (expected.dtype, expected.shape) != (leaf.dtype, leaf.shape):
             present = LeafSpec.of(leaf)
+            if expected is not None and expected.dtype == "py:none" and path in containers:
+                continue
             if expected is None or not fits(expected, present):
                 text = expected and expected.describe()
                 lines.append(Difference(path, text, present.describe()))
@@ -235,7 +101,9 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
 
 def own_differences(state: Any, leaves: Mapping[str, Leaf]) -> list[Difference]:
     """`differences` between a state as a target and the leaves that were made of it."""
+    walk = Walk.of(state)
     # There may be very many leaves, and nearly always all of them fit: no template is needed then.
-    if not containers_of(leaves) and _Comparison(state, leaves).is_same:
+    is_plain = not walk.objects and not containers_of(leaves)
+    if is_plain and same_specs(walk.paths, walk.specs, leaves):
         return []
-    return differences(template_of(state), leaves)
+    return differences(template_of_walk(walk), leaves)

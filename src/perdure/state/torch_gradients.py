@@ -15,12 +15,19 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
+from perdure.errors import CorruptionError
 from perdure.state.adapter import adapter
+from perdure.state.extra_members import Restoring, Saving
+from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_part
+from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 
+_KEPT = "torch/gradients"
+_decoder = msgspec.json.Decoder(dict[str, list[str]])
 _ACCUMULATED = re.compile(r"process/([0-9]+)/accumulated/([0-9]+)(?:/(.*))?", re.DOTALL)
 
 
@@ -41,6 +48,78 @@ class _Used(NamedTuple):
 
 _samples: weakref.WeakKeyDictionary[Any, _Sample] = weakref.WeakKeyDictionary()
 _used: weakref.WeakKeyDictionary[Any, _Used] = weakref.WeakKeyDictionary()
+
+
+class KeptGradients:
+    """Which parameters have a gradient, of a program that keeps them from step to step.
+
+    Two looks show whether a program keeps them. The first look is the first call of `save`, so that the
+    first save that is due knows it. See `perdure.state.extra_members.ExtraMember`.
+    """
+
+    name = "gradients"
+    of_process = False
+
+    def see(self, walk: Walk) -> None:
+        for _, optimizer in _optimizers(walk):
+            keeps_gradients(optimizer)
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        kept = {
+            path: kept_gradients(optimizer)
+            for path, optimizer in _optimizers(saving.walk)
+            if keeps_gradients(optimizer)
+        }
+        text = msgspec.json.encode(kept, order="sorted").decode()
+        return {_KEPT: scalar_leaf(text)} if kept else {}
+
+    def put(self, restoring: Restoring) -> list[str]:
+        leaf = restoring.leaves.get(_KEPT)
+        try:
+            stored = {} if leaf is None else _decoder.decode(plain_value(leaf))
+        except ValueError as error:  # of msgspec
+            raise CorruptionError(f"{restoring.where}: {_KEPT} cannot be read: {error}.") from error
+        ranges = {restoring.renamed(path): names for path, names in stored.items()}
+        for path, optimizer in _optimizers(restoring.walk):
+            if path in ranges:
+                give_gradients(optimizer, ranges[path])
+        return []
+
+
+class AccumulatedGradients:
+    """What `backward` has written since the last step of an optimizer.
+
+    See `perdure.state.extra_members.ExtraMember`.
+    """
+
+    name = "accumulated"
+    of_process = True
+
+    def see(self, walk: Walk) -> None:
+        watch_gradients(optimizer for _, optimizer in _optimizers(walk))
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        leaves: dict[str, Leaf] = {}
+        for path, optimizer in _optimizers(saving.walk):
+            leaves |= accumulated_leaves(path, optimizer, saving.process)
+        return leaves
+
+    def put(self, restoring: Restoring) -> list[str]:
+        stored = accumulated(restoring.leaves, restoring.group.index)
+        gradients = {restoring.renamed(path): leaves for path, leaves in stored.items()}
+        for path, optimizer in _optimizers(restoring.walk):
+            if path in gradients:
+                give_accumulated(optimizer, gradients[path])
+        self.see(restoring.walk)
+        return []
+
+
+def _optimizers(walk: Walk) -> Iterator[tuple[str, Any]]:
+    from torch.optim import Optimizer
+
+    for path, node in walk.objects.items():
+        if isinstance(node.target, Optimizer):
+            yield path, node.target
 
 
 def watch_gradients(optimizers: Iterable[Any]) -> None:

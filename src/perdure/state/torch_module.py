@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -97,7 +97,14 @@ class ModuleState(Stateful):
         reasons = _meta_reasons(self.target)
         if reasons and not self.can_fail:
             reasons = [line for line in reasons if line.path not in self.parts()]
-        check = _check_module(self.read(), whole=not self.can_fail)
+        state, cuts = self.read(), _cuts(self.target)
+        resized = {
+            _without(cuts, f"{prefix}.{name}" if prefix else name)
+            for prefix, part in self.target.named_modules()
+            if type(part)._load_from_state_dict not in (*_MODULE_CODE, *_COPYING_CODE)
+            for name in part._buffers
+        }
+        check = _check_module(state, resized, whole=not self.can_fail)
         return lambda stored: [*reasons, *check(stored)]
 
     def misfits(self, state: Mapping[str, Any]) -> list[Difference]:
@@ -337,14 +344,18 @@ def _give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
     torch.utils.swap_tensors(tensor, new)
 
 
-def _check_module(state: Mapping[str, Any], *, whole: bool) -> Check:
-    """Compares names, dtypes and shapes of the tensors; with `whole`, the names have to be equal."""
+def _check_module(state: Mapping[str, Any], resized: Collection[str], *, whole: bool) -> Check:
+    """Compares names, dtypes and shapes of the tensors; with `whole`, the names have to be equal.
+
+    The buffers in `resized` belong to modules with code of their own for loading, which may give them
+    another shape, as the observers of quantization do.
+    """
     expected: dict[str, LeafSpec | None] = {}  # None for a lazy tensor
     tied: dict[tuple[Any, ...], list[str]] = {}
     for name, value in state.items():
         path = join_dotted("", name)
         if isinstance(value, torch.Tensor) and not isinstance(value, LAZY):
-            expected[path] = tensor_spec(value)
+            expected[path] = None if name in resized else tensor_spec(value)
             local = local_tensor(value)
             if local.numel() and not value.is_meta:
                 tied.setdefault(_view(local), []).append(path)

@@ -16,7 +16,6 @@ from perdure.state.leaf_values import BUFFER_DTYPES
 from perdure.state.shards import compares_shards
 from perdure.state.stateful import Stateful
 from perdure.state.torch_module import ModuleState
-from perdure.state.torch_replaced import check_in_use, remember
 from perdure.state.torch_settings import optimizer_check, scheduler_check
 from perdure.state.torch_shards import (
     ALIGNMENT,
@@ -81,7 +80,6 @@ class TorchState(OneByOne):
             return None
         if value.is_meta:
             raise UnsupportedLeafError("a tensor on the meta device has no data.")
-        check_in_use(value)
         part = None
         if is_dtensor(value):
             if not has_all_elements(value):
@@ -132,9 +130,7 @@ class TorchState(OneByOne):
             target = torch.nn.Parameter(target, requires_grad=like.requires_grad)
         elif like.requires_grad:
             target.requires_grad_()
-        target = target if type(target) is type(like) else target.as_subclass(type(like))
-        remember(like, target)
-        return target
+        return target if type(target) is type(like) else target.as_subclass(type(like))
 
     @torch.inference_mode(mode=False)
     def take(self, like: Any, leaf: Leaf) -> Any:
@@ -228,6 +224,24 @@ class _Optimizer(Stateful):
 
     @torch.inference_mode(mode=False)
     def load(self, state: Any) -> None:
+        """Load a state into the list and the dicts of groups that the optimizer has: other optimizers
+        and schedulers may have the same ones."""
+        optimizer, groups = self.target, getattr(self.target, "param_groups", None)
+        present = [*groups] if isinstance(groups, list) else []
+        self._load(state)
+        if not isinstance(groups, list) or (new := optimizer.param_groups) is groups:
+            return
+        for group, loaded in zip(present, new, strict=True):
+            if group is not loaded:
+                group.clear()
+                group.update(loaded)
+        if self._is_standard:
+            groups[:] = present
+            optimizer.param_groups = groups
+        else:  # its own code may have given the new list to others
+            new[:] = present
+
+    def _load(self, state: Any) -> None:
         optimizer = self.target
         if not self._is_standard:
             stored = _tensor_states(state) if self._has_groups else {}
@@ -250,9 +264,14 @@ class _Optimizer(Stateful):
             return super().backup()
         # A load makes new dicts and new tensors, so that the old ones need no copy.
         state, groups = optimizer.state, optimizer.param_groups
+        before = [(group, dict(group)) for group in groups]
 
         def undo() -> None:
             optimizer.state, optimizer.param_groups = state, groups
+            groups[:] = [group for group, _ in before]
+            for group, values in before:
+                group.clear()
+                group.update(values)
 
         return undo
 

@@ -9,25 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, loaded_adapters
-from perdure.state.adapter_choice import leaf_adapter, load_leaf, node_of
+from perdure.state.adapter_choice import leaf_adapter, load_leaf
 from perdure.state.containers import array_template
 from perdure.state.leaf_errors import PathInErrors, add_path, type_name
 from perdure.state.leaf_spec import Difference, format_differences, mismatch_error
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
-from perdure.state.paths import join_key, join_part
+from perdure.state.paths import join_part
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import advice, ways_out
 from perdure.state.restore_plan import RestorePlan, StoredState, plan_restore
 from perdure.state.restore_report import RestoreReport
 from perdure.state.restore_request import RestoreRequest
 from perdure.state.stateful import Stateful
-from perdure.state.template import TargetWalk, differences
+from perdure.state.template import differences, template_of_walk
 from perdure.state.tree_flatten import unflatten
+from perdure.state.walk import Branch, Described, Walk
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Arrays
@@ -65,6 +67,7 @@ def restore_requested(
     *,
     takes: bool = False,
     replaced: ReplacedMembers | None = None,
+    shared: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Any, RestoreReport]:
     """`restore` of what `request` asks for; everything else in `like` stays the very same.
 
@@ -76,6 +79,7 @@ def restore_requested(
         takes: whether restored values may be in the memory of `leaves`, which the caller has just
             loaded and does not use afterwards.
         replaced: is given the members of `like` that are not in the returned state.
+        shared: by path, the number of an object that is at several paths.
 
     Returns:
         The state, and how it differs from the checkpoint.
@@ -91,9 +95,9 @@ def restore_requested(
             if plan.differences:
                 hints = ways_out(like, leaves, request, stored, plan)
                 raise mismatch_error(plan.differences, advice(plan.differences) + hints)
-            attempt = _Restore(plan, takes, replaced)
+            attempt = _Restore(plan, takes, replaced, shared)
             try:
-                return attempt.run(like), plan.report
+                return attempt.run(), plan.report
             except StateError as error:
                 path = attempt.refused_by_another()
                 if request.strict or path is None or path in refusals:
@@ -149,22 +153,29 @@ class _Backup(NamedTuple):
 class _Restore:
     """One restore: builds all new values, then changes the objects of the target in place."""
 
-    def __init__(self, plan: RestorePlan, takes: bool, replaced: ReplacedMembers) -> None:
+    def __init__(
+        self,
+        plan: RestorePlan,
+        takes: bool,
+        replaced: ReplacedMembers,
+        shared: Mapping[str, int],
+    ) -> None:
+        self._shared = shared
+        self._built: dict[int, Any] = {}  # by the number of a shared object
         self._replaced = replaced
         self._misfits: list[Difference] = []
         self._refused: tuple[str, Stateful] | None = None
-        self._leaves, self._specs = plan.leaves, plan.specs
+        self._walk, self._leaves, self._specs = plan.walk, plan.leaves, plan.specs
         self._keep, self._keep_branches = plan.keep, plan.keep_branches
         self._keeps_some = bool(plan.keep or plan.keep_branches)
         self._adapters = loaded_adapters()
         self._objects = ObjectStates(
             plan.leaves, self._build_inside_object, plan.keep, takes, plan.sharded
         )
-        self._takers: dict[type, Adapter] = {}
         self._changes: list[_Change] = []
 
-    def run(self, like: Any) -> Any:
-        restored = self._build(like, "")
+    def run(self) -> Any:
+        restored = self._build(self._walk, self._walk.root)
         if lines := self._objects.missing + self._misfits + self._conflicts():
             raise mismatch_error(lines, advice(lines))
         self._apply_changes()
@@ -182,42 +193,48 @@ class _Restore:
         is_alike = present is None or present.keys() == set(self._objects.leaf_paths(path))
         return None if is_alike else path
 
-    def _build(self, like: Any, path: str) -> Any:
-        """The new value for `like`; a change in place is added to `_changes`."""
-        if path in self._keep_branches:
-            return like
-        with PathInErrors(path):
-            taker = self._takers.get(type(like))
-            if taker is None and (found := leaf_adapter(like, self._adapters)) is not None:
-                taker = self._takers[type(like)] = found[0]
-            if taker is not None:
+    def _build(self, walk: Walk, part: int | Branch) -> Any:
+        """The new value for a part of a walk; a change in place is added to `_changes`."""
+        if not self._shared:
+            return self._build_one(walk, part)
+        path = walk.paths[part] if isinstance(part, int) else part.path
+        number = self._shared.get(path, -1)
+        if number not in self._built or path in self._keep:
+            value = self._build_one(walk, part)
+            if number >= 0 and value is not None:
+                self._built[number] = value
+            return value
+        value = self._built[number]
+        like = walk.values[part] if isinstance(part, int) else part.value
+        return value if type(value) is type(like) else self._build_one(walk, part)
+
+    def _build_one(self, walk: Walk, part: int | Branch) -> Any:
+        if isinstance(part, int):
+            like, path = walk.values[part], walk.paths[part]
+            taker = walk.takers[type(like)]
+            assert taker is not None
+            try:
                 return self._build_leaf(taker, like, path)
-            node = node_of(like, path, self._adapters, self._specs)
+            except StateError as error:
+                add_path(error, path)
+                raise
+        path, like, node = part.path, part.value, part.node
+        if node is None or path in self._keep_branches:
+            return like
+        if isinstance(node, Described):
+            return like if path in self._keep else self._objects.value(path, like)
         if isinstance(node, Stateful):
             if path not in self._keep:
                 self._changes.append(_Change(path, node, self._state(node, path)))
             return node.target
-        prefix = f"{path}/" if path else ""
-        takers, branches = self._takers, self._keep_branches
-        children = []
-        for key, child in node.children:
-            child_path = prefix + key if key.isalnum() else join_key(path, key)
-            # Leaves of a type that was met before, in line.
-            if (taker := takers.get(type(child))) is not None and child_path not in branches:
-                try:
-                    children.append(self._build_leaf(taker, child, child_path))
-                except StateError as error:
-                    add_path(error, child_path)
-                    raise
-            else:
-                children.append(self._build(child, child_path))
+        children = [self._build(walk, child) for child in part.parts]
         if self._keeps_some and _are_same(children, node):
             return like
         if node.in_place:
             self._replaced.drop(path)
             self._changes.append(_Change(path, node, children))
             return like
-        self._replaced.add_container(path, like, node.children, children)
+        self._replaced.add_container(path, like)
         with PathInErrors(path, f"a {type_name(like)} could not be rebuilt from its parts"):
             return node.rebuild(children)
 
@@ -226,7 +243,11 @@ class _Restore:
         if path in self._keep:
             return like
         containers = self._objects.containers
-        if containers and is_plain(like) and (entry := containers.get(path)) is not None:
+        if (
+            containers
+            and (like is None or is_plain(like))
+            and (entry := containers.get(path)) is not None
+        ):
             value, variable = self._load_as(entry.arrays, like, path), None
         else:
             value = load_leaf(taker, like, self._leaves[path])
@@ -257,9 +278,10 @@ class _Restore:
         leaves = {
             leaf_path: self._leaves[leaf_path] for leaf_path in self._objects.leaf_paths(path)
         }
-        if lines := differences(TargetWalk(like, self._specs, path).template, leaves):
+        walk = Walk(like, self._specs, path)
+        if lines := differences(template_of_walk(walk), leaves):
             raise mismatch_error(lines, advice(lines))
-        return self._build(like, path)
+        return self._build(walk, walk.root)
 
     def _load_as(self, array_class: Arrays | None, like: Any, path: str) -> Any:
         """The leaf at `path`, for which the target has a NumPy array or a number, and the run that

@@ -25,7 +25,7 @@ from perdure.store.contents import committed_steps, steps_from
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.failures import DamagedChunk
-from perdure.store.format import FORMAT, manifest_name
+from perdure.store.format import EPOCH_ENDS, FORMAT, manifest_name
 from perdure.store.free_space import ensure_free_space
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import AnyLeaf, Leaf, containers_of, total_bytes
@@ -94,9 +94,11 @@ class Committer:
         with gc_paused(len(leaves) if size <= SHORT_BYTES else 0):
             try:
                 self._session.begin()
-                present = self._committed(step, leaves)
-                is_committed = present is not None and (
-                    not process_leaves or _holds(present, process_leaves)
+                present, is_same = self._committed(step, leaves, process_leaves)
+                is_committed = (
+                    present is not None
+                    and is_same
+                    and (not process_leaves or _holds(present, process_leaves))
                 )
                 held = self._catalog.stored_chunks()
                 if not is_committed:
@@ -226,19 +228,25 @@ class Committer:
             create_whole(self._storage, manifest_name(manifest.step), *parts)
         return bytes(parts[0][:HEAD_BYTES])
 
-    def _committed(self, step: int, leaves: Mapping[str, AnyLeaf]) -> Manifest | None:
-        """The manifest of `step` if these bits are committed, None if the step continues the run.
+    def _committed(
+        self, step: int, leaves: Mapping[str, AnyLeaf], process_leaves: Mapping[str, AnyLeaf]
+    ) -> tuple[Manifest | None, bool]:
+        """The manifest of `step` if it is committed, None if the step continues the run; and whether
+        it has these bits.
+
+        It has not if it was saved in the last iteration of an epoch, and this save is after the loop:
+        what follows the loop may change the state, and this save takes the place of that one.
 
         Raises `HistoryError` for everything else.
         """
         if not (later := steps_from(self._storage, step)):
-            return None
+            return None, False
         steps = committed_steps(self._storage)
         if later[0] != step:
             if step < steps[-1]:
                 reason = f"step {step} cannot be saved: the newest checkpoint is step {steps[-1]}"
                 raise HistoryError(self._refused(step, reason, steps))
-            return None
+            return None, False
         try:
             present = read_manifest(self._storage, step)
         except CorruptionError as error:
@@ -246,12 +254,19 @@ class Committer:
                 reason = f"step {step} is older than step {steps[-1]}, and damaged ({error})"
                 raise HistoryError(self._refused(step, reason, steps)) from error
             self._damage.quarantine(step, str(error))
-            return None
+            return None, False
         rows = [(path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in leaves.items()]
         actual = fingerprint(rows)
-        if actual != present.fingerprint:
+        if actual != present.fingerprint and not self._follows(present, process_leaves):
             raise StepExistsError(self._other_bits(present, leaves, actual, steps))
-        return present if self._made_durable(present) else None
+        present = present if self._made_durable(present) else None
+        return present, present is not None and actual == present.fingerprint
+
+    def _follows(self, present: Manifest, process_leaves: Mapping[str, AnyLeaf]) -> bool:
+        """Whether an epoch has ended since this process has saved or read `present`."""
+        known = present.step in self._catalog.durable or present.step in self._catalog.loaded
+        ended = {leaf.path for leaf in present.process_leaves if leaf.path.endswith(EPOCH_ENDS)}
+        return known and not ended and any(path.endswith(EPOCH_ENDS) for path in process_leaves)
 
     def _made_durable(self, present: Manifest) -> bool:
         """Verify a committed checkpoint and make it durable; False if it was damaged and set aside."""
@@ -329,8 +344,7 @@ class Committer:
         return (
             f"{self._storage.where}: {reason}. This process has {before} step {step} before, and the "
             f"state has changed since. The checkpoint stays as it is, and a resume continues from it. "
-            f"Save once per step, after the last change of the state. For a `ResumableLoader` and a "
-            f"save after its loop: in the loop only `if loader.batch < len(loader)`."
+            f"Save once per step, after the last change of the state."
         )
 
     def _refused(self, step: int, reason: str, steps: list[int]) -> str:

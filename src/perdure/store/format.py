@@ -22,6 +22,9 @@ FORMAT = 1
 """The format of run directories, manifests and packs."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
+EPOCH_ENDS = "ended_epochs"
+"""The last part of the path of the process leaf that names the loops which have ended."""
+
 DCP_LAYOUT = "dcp/layout"
 """The local leaf of what DCP knows of a checkpoint beyond its leaves, as JSON."""
 

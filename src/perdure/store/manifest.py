@@ -98,6 +98,8 @@ class Container(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
         factory: The default factory of a `defaultdict`.
         maxlen: The greatest length of a `deque`.
         type: The name of a class, for "object".
+        grown: Whether the run has put this value in the place of another one of its fresh target, so
+            that no target decides its structure.
     """
 
     kind: Literal[
@@ -119,6 +121,7 @@ class Container(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     factory: Literal["bool", "dict", "float", "int", "list", "set", "str", "tuple"] | None = None
     maxlen: Natural | None = None
     type: str | None = None
+    grown: bool = False
 
 
 MAPPINGS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})

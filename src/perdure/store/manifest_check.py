@@ -228,10 +228,11 @@ def check_containers(manifest: Manifest, where: str) -> None:
 def _is_sound(container: Container, is_leaf: bool, below: Collection[str]) -> bool:
     """Whether a container can have these children, given as the last parts of their paths."""
     kind, keys = container.kind, container.keys
-    if kind in ("array", "object"):
-        named = container.arrays if kind == "array" else container.type
-        extras = (keys, container.factory, container.maxlen)
-        return named is not None and extras == (None,) * 3 and (is_leaf or kind == "object")
+    if kind == "array":
+        return is_leaf and (keys, container.factory, container.maxlen) == (None,) * 3
+    if kind == "object":
+        named = container.type is not None and (container.factory, container.maxlen) == (None,) * 2
+        return named and (keys is None or {escape(str(key)) for key in keys} == set(below))
     if (
         is_leaf
         or (keys is not None and kind not in MAPPINGS)

@@ -1,26 +1,28 @@
-"""What PyTorch programs keep beside `state_dict`: frozen parameters, attributes, inner optimizers."""
+"""What PyTorch programs keep outside of `state_dict`: frozen parameters, modes, gradients."""
 
 from __future__ import annotations
 
-import gc
-import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from perdure import CheckpointManager, MemoryStorage
-from perdure.checkpoint import saver
 from perdure.errors import MismatchError, StateError
-from perdure.state import beside_state, restore, snapshot
-from perdure.state.beside_state import leaves_beside
-from perdure.state.unsaved_attributes import UnsavedAttributes
+from perdure.state import restore, snapshot, torch_gradients
+from perdure.state.extra_members import ExtraMembers, Restoring
+from perdure.state.walk import Walk
+from perdure.store.leaf import Leaf, Leaves
 
 State = dict[str, Any]
+
+
+def leaves_beside(state: State, process: int = 0) -> dict[str, Leaf]:
+    extras = ExtraMembers(save_random_state=False)
+    return extras.take(Walk(state), Leaves(), process)
 
 
 def model() -> torch.nn.Sequential:
@@ -42,19 +44,23 @@ def test_a_layer_that_the_run_has_unfrozen_is_trained_after_a_resume(tmp_path: P
         manager.save(1, state)
     with CheckpointManager(tmp_path, recipe={}) as manager:
         wrapped = torch.nn.DataParallel(model())
-        with pytest.warns(UserWarning, match=r"net/0/weight to True.*net/1/bias to False"):
-            manager.restore_or_initialize({"net": wrapped})
+        manager.restore_or_initialize({"net": wrapped})
         assert flags(wrapped) == [True, True, True, False]
-        same = model()
-        same[0].requires_grad_(True)
-        same[1].bias.requires_grad_(False)
         other = model()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            manager.restore(like={"net": same})  # freezes the same
-            manager.restore(like={"net": other}, leaves="net")  # parts of a checkpoint
-        assert flags(same) == [True, True, True, False]
+        manager.restore(like={"net": other}, leaves="net")  # parts of a checkpoint
         assert flags(other) == [False, False, True, True]
+        manager.save(2, {"net": wrapped})
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.restore(like={"net": other})
+        assert flags(other) == [True, True, True, False]
+
+
+def test_what_no_step_has_frozen_stays_as_the_program_has_it(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.save(1, {"net": model()})
+        other = model().requires_grad_(True)
+        manager.restore(like={"net": other})
+    assert all(flags(other))
 
 
 class Backbone(torch.nn.Module):
@@ -62,18 +68,18 @@ class Backbone(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.module = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2)}).eval()
-        self.module.requires_grad_(False)
+        self.module = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2)})
         self.head = torch.nn.Linear(2, 2)
 
 
 def test_a_part_that_is_called_as_in_a_wrapper_keeps_its_own_flags(tmp_path: Path) -> None:
-    net, other = Backbone(), Backbone().requires_grad_(True)
-    other.module["head"].train()
+    net, other = Backbone(), Backbone()
     with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.restore_or_initialize({"net": net})
+        net.module.requires_grad_(False).eval()
         manager.save(1, {"net": net})
-        with pytest.warns(UserWarning, match="set as it was saved"):
-            manager.restore(like={"net": other})
+        manager.wait_until_finished()
+        manager.restore(like={"net": other})
     assert flags(other) == flags(net) == [False, False, True, True]
     assert modes(other) == modes(net)
 
@@ -93,36 +99,30 @@ def test_submodules_get_the_modes_that_they_were_saved_in(tmp_path: Path, is_wra
         return torch.nn.DataParallel(module) if is_wrapped else module
 
     saved, now = normalized(), normalized()
-    saved[0][0].eval()  # type: ignore[index]
-    now[1].eval()
     with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.restore_or_initialize({"net": wrapped(saved)})
+        saved[0][0].eval()  # type: ignore[index]
         manager.save(1, {"net": wrapped(saved)})
     with CheckpointManager(tmp_path, recipe={}) as manager:
-        with pytest.warns(
-            UserWarning, match=r"`training` is set.*: net/0/0 to False, net/1 to True\. To train"
-        ):
-            manager.restore(like={"net": now})
+        manager.restore(like={"net": now})
         assert modes(now) == modes(saved) == [True, True, False, True, True]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            manager.restore(like={"net": now})  # has the same
-            evaluated = normalized().eval()
-            manager.restore(like={"net": evaluated})  # inside an evaluation
-            parts = normalized()
-            manager.restore(like={"net": parts}, leaves="net")
+        evaluated = normalized().eval()
+        manager.restore(like={"net": evaluated})  # inside an evaluation
+        parts = normalized()
+        manager.restore(like={"net": parts}, leaves="net")
         assert not any(modes(evaluated))
         assert all(modes(parts))
 
 
 def test_modes_that_were_saved_in_an_evaluation_are_left_there(tmp_path: Path) -> None:
-    saved = normalized()
-    with CheckpointManager(tmp_path, recipe={}) as manager, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    saved, now = normalized(), normalized()
+    now[1].eval()
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        manager.restore_or_initialize({"net": saved})
         manager.save(1, {"net": saved.eval()})
-        now = normalized()
-        now[1].eval()
+        manager.wait_until_finished()
         manager.restore(like={"net": now})
-        assert modes(now) == [True, True, True, True, False]
+    assert modes(now) == [True, True, True, True, False]
 
 
 LOOPS = {  # (to None, where `zero_grad` is called)
@@ -162,7 +162,6 @@ def heads(
     return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}
 
 
-@pytest.mark.filterwarnings("ignore:.*has frozen other parameters")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_optimizer_moves_an_idle_layer_after_a_resume_if_the_run_does(
     loop: str,
@@ -187,13 +186,12 @@ def test_the_first_due_save_knows_whether_gradients_stay(
     whole = heads(MemoryStorage(), loop, 7, lambda _: None)
     heads(run := MemoryStorage(), loop, 2, lambda _: None, interval=2)
     assert heads(run, loop, 7, lambda _: None, interval=2) == whole
-    monkeypatch.setattr(saver, "look_at_gradients", lambda _: None)
+    monkeypatch.setattr(torch_gradients.KeptGradients, "see", lambda *_: None)
     heads(run := MemoryStorage(), loop, 2, lambda _: None, interval=2)
     is_same = heads(run, loop, 7, lambda _: None, interval=2) == whole
     assert is_same == LOOPS[loop][0]  # the negative control
 
 
-@pytest.mark.filterwarnings("ignore:.*has frozen other parameters")
 @pytest.mark.parametrize(
     ("loop", "name", "instead"),
     [
@@ -206,7 +204,7 @@ def test_without_zeros_or_with_zeros_for_all_the_idle_layer_differs(
 ) -> None:
     """Negative control of the test above."""
     whole = heads(MemoryStorage(), loop, 7, lambda _: None)
-    monkeypatch.setattr(beside_state, name, instead)
+    monkeypatch.setattr(torch_gradients, name, instead)
     heads(run := MemoryStorage(), loop, 5, lambda _: None)
     assert heads(run, loop, 7, lambda _: None) != whole
 
@@ -271,7 +269,7 @@ def test_gradients_that_no_step_has_used_are_those_of_the_save(loop: str) -> Non
 def test_without_accumulated_gradients_a_resume_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the test above."""
     whole = accumulating(MemoryStorage(), "tail", 9, [])
-    monkeypatch.setattr(beside_state, "accumulated_leaves", lambda *_: {})
+    monkeypatch.setattr(torch_gradients, "accumulated_leaves", lambda *_: {})
     accumulating(run := MemoryStorage(), "tail", 4, [])
     assert accumulating(run, "tail", 9, []) != whole
     accumulating(run := MemoryStorage(), "tail", 3, [])
@@ -282,7 +280,8 @@ def test_each_process_has_the_gradients_that_it_has_accumulated() -> None:
     value = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([value], 0.1)
     state, same = {"o": optimizer}, str
-    beside_state.begin_to_watch(state)
+    extras = ExtraMembers(save_random_state=False)
+    extras.see(state)
     value.sum().backward()
     leaves = leaves_beside(state, 0)
     value.sum().backward()
@@ -290,186 +289,12 @@ def test_each_process_has_the_gradients_that_it_has_accumulated() -> None:
     assert sorted(leaves) == ["process/0/accumulated/0/o", "process/1/accumulated/0/o"]
     for process, gradient in enumerate(([1.0, 1.0], [2.0, 2.0])):
         value.grad = None
-        beside_state.restore_beside(state, leaves, same, "here", process)
+        group: Any = SimpleNamespace(index=process, count=2, is_chief=not process)
+        extras.put(Restoring(leaves, same, "here", group, Walk(state)))
         assert value.grad is not None
         assert value.grad.tolist() == gradient
     optimizer.step()
     assert not leaves_beside(state, 1)
-
-
-class Module(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(1, 1)
-        self.scale = 1.0
-        self.name = "a"
-        self.hidden = torch.zeros(2)
-        self.later: Any = None
-        self.register_buffer("mean", torch.zeros(2), persistent=False)
-        self.register_buffer("total", torch.zeros(2))
-
-    def change(self, what: str) -> None:
-        if what == "scale":
-            self.scale *= 0.5
-        elif what == "name":
-            self.name = "b"
-        elif what == "later":
-            self.later = 3
-        elif what == "hidden":
-            self.hidden = self.hidden + 1
-        else:
-            self.get_buffer("mean").add_(1)
-
-
-@pytest.mark.parametrize("what", ["scale", "name", "later", "hidden", "mean"])
-def test_an_attribute_of_a_module_that_changes_is_warned_about_once(
-    tmp_path: Path, what: str
-) -> None:
-    net: Any = torch.nn.Sequential(Module())
-    with CheckpointManager(tmp_path, recipe={}) as manager:
-        manager.save(1, {"net": net})
-        net[0].change(what)
-        with pytest.warns(
-            UserWarning, match=f"step 2: attributes of modules.*: net/0/{what}. After"
-        ):
-            manager.save(2, {"net": net})
-        net[0].change(what)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            manager.save(3, {"net": net})
-
-
-def trains(net: Module) -> None:
-    """Changes what a checkpoint has, what PyTorch changes itself, and what this step computes."""
-    net.eval()
-    net.train()
-    net.total = net.get_buffer("total") + 1
-    net.later = net.inner(torch.ones(1))  # has a graph: an activation
-    net.hidden = torch.zeros(2)  # made again
-    net.scale = float("1.0")
-    net.mean = torch.zeros(2)
-    net.register_forward_hook(lambda *_: None)
-    net.inner.weight.data.add_(1)
-
-
-def test_a_module_that_changes_only_what_is_saved_is_left_alone(tmp_path: Path) -> None:
-    net = Module()
-    with CheckpointManager(tmp_path, recipe={}) as manager, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(1, 4):
-            manager.save(step, {"net": net})
-            trains(net)
-        manager.save(4, {"net": Module()})  # another object
-
-
-class WarmingUp(torch.optim.SGD):
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, 0.1)
-        self.calls = 0
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.calls += 1
-        return super().step(closure)
-
-
-class Whole(WarmingUp):
-    def state_dict(self) -> State:  # type: ignore[override]
-        return {**super().state_dict(), "calls": self.calls}
-
-    def load_state_dict(self, state_dict: State) -> None:  # type: ignore[override]
-        self.calls = state_dict.pop("calls")
-        super().load_state_dict(state_dict)
-
-
-@pytest.mark.parametrize(("kind", "names"), [(WarmingUp, ["o/calls"]), (Whole, [])])
-def test_a_counter_of_an_optimizer_is_warned_about(kind: Any, names: list[str]) -> None:
-    net, check = torch.nn.Linear(2, 1), UnsavedAttributes()
-    state = {"o": kind(net.parameters())}
-    torch.optim.lr_scheduler.StepLR(state["o"], 1)  # sets attributes, too
-    assert check.changed(state) is None
-    state["o"].step()
-    note = check.changed(state) or ""
-    assert [name for name in ("o/calls", "o/_opt_called") if name in note] == names
-
-
-@pytest.mark.parametrize("value", [np.float64(0.5), np.zeros(3)])
-def test_numbers_of_numpy_among_the_attributes_are_warned_about(value: Any) -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = value.copy()
-
-    state, check = {"net": Net()}, UnsavedAttributes()
-    assert check.changed(state) is None
-    state["net"].mean = value.copy()
-    assert check.changed(state) is None
-    state["net"].mean += 1
-    assert "net/mean" in (check.changed(state) or "")
-
-
-def test_the_paths_of_many_attributes_are_few_and_nothing_is_kept_alive() -> None:
-    state: Any = {"net": torch.nn.ModuleList(Module() for _ in range(20))}
-    gone = weakref.ref(state["net"][3])
-    check = UnsavedAttributes()
-    assert check.changed(state) is None
-    for number in range(10, 20):
-        state["net"][number].change("scale")
-    assert "net/10/scale" in (note := check.changed(state) or "")
-    assert "net/14/scale and 5 more" in note
-    del state
-    gc.collect()
-    assert gone() is None
-
-
-class Sharpness(torch.optim.Optimizer):
-    """Steps with an optimizer of its own, as common implementations of SAM do."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"rho": 0.1})
-        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
-        self.param_groups = self.base.param_groups
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["old"] = parameter.detach().clone()
-        self.base.step()
-
-
-class Complete(Sharpness):
-    def state_dict(self) -> State:
-        return {**super().state_dict(), "base": self.base.state_dict()["state"]}
-
-    def load_state_dict(self, state_dict: State) -> None:
-        raise NotImplementedError
-
-
-class Shared(Sharpness):
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters)
-        self.state = self.base.state
-
-
-def test_an_inner_optimizer_that_no_checkpoint_has_is_warned_about(tmp_path: Path) -> None:
-    makes: list[Callable[[Any], Any]] = [Sharpness, Complete, Shared]
-    for make in makes:
-        net = torch.nn.Linear(1, 1)
-        optimizer = make(net.parameters())
-        with (
-            CheckpointManager(tmp_path / make.__name__, recipe={}) as manager,
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            manager.save(0, {"optimizer": optimizer})  # nothing to lose yet
-            for step in (1, 2):
-                net(torch.ones(1)).sum().backward()
-                optimizer.step()
-                if make is Sharpness or step == 1:
-                    manager.save(step, {"optimizer": optimizer}, force=True)
-        found = [
-            str(line.message) for line in caught if "optimizer/base (SGD)" in str(line.message)
-        ]
-        assert len(found) == (make is Sharpness), make
 
 
 def lazy() -> State:

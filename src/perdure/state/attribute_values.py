@@ -1,0 +1,248 @@
+"""Values in attributes: of which kind they are, whether they have changed, how they are given back."""
+
+from __future__ import annotations
+
+import enum
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from perdure.state import bits
+from perdure.state.adapter import Node, loaded_adapters
+from perdure.state.adapter_choice import node_of
+from perdure.state.program_code import is_of_program
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_CONTAINERS = (tuple, list, dict, deque, set, frozenset)
+_MOST = 100_000
+"""A container of more elements is not compared: that would take milliseconds in each save."""
+_COPIED = 4096
+"""Elements of a tensor that is copied, so that an equal one that was made again is no change."""
+_HASHED = 64 * 1024 * 1024
+"""Bytes of a NumPy array that is read in each save; a larger one changes if it is another array."""
+
+
+_GENERATOR = "!generator"
+
+
+class Kind(enum.Enum):
+    """What a save does with a value in an attribute."""
+
+    PLAIN = "plain"  # numbers, strings, containers of these
+    ARRAY = "array"
+    GENERATOR = "generator"
+    OBJECT = "object"  # with `state_dict`
+    MIXED = "mixed"  # a container or an object of the program that has more than plain values
+    OTHER = "other"
+
+
+def kind_of(value: Any) -> Kind:
+    """What a value is."""
+    kind = type(value)
+    if kind in _SCALARS or isinstance(value, (np.generic, enum.Enum)):
+        return Kind.PLAIN
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return Kind.ARRAY if _is_kept(value) else Kind.OTHER
+    if isinstance(value, np.ndarray):
+        return Kind.OTHER if value.dtype.hasobject else Kind.ARRAY
+    if isinstance(value, _CONTAINERS):
+        return _kind_of_container(value)
+    if is_generator(value):
+        return Kind.GENERATOR
+    if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
+        return Kind.OBJECT
+    if is_of_program(kind) and hasattr(value, "__dict__"):
+        # An object that has modules is about the training, such as the one that runs the loop.
+        parts = vars(value).values()
+        if torch is not None and any(isinstance(part, torch.nn.Module) for part in parts):
+            return Kind.OTHER
+        return Kind.MIXED
+    return Kind.OTHER
+
+
+def _kind_of_container(value: Any) -> Kind:
+    nodes, count, kinds = [value], 0, set()
+    while nodes:
+        part = nodes.pop()
+        count += 1
+        if count > _MOST:  # it may also contain itself
+            return Kind.OTHER
+        if isinstance(part, _CONTAINERS):
+            nodes += part.values() if isinstance(part, dict) else part
+        elif type(part) not in _SCALARS:
+            kinds.add(type(part))
+            if not isinstance(part, (np.generic, enum.Enum)):
+                return Kind.MIXED
+    return Kind.PLAIN
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a random generator of Python, NumPy or PyTorch."""
+    torch = sys.modules.get("torch")
+    kinds = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds) or (torch is not None and isinstance(value, torch.Generator))
+
+
+def items_of(value: Any) -> Iterable[tuple[str | int, Any]]:
+    """What is in a container or in an object of the program, with keys that can be stored."""
+    if isinstance(value, dict):
+        return [(key, part) for key, part in value.items() if type(key) in (str, int)]
+    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)):
+        return list(zip(fields, value, strict=False))
+    if isinstance(value, (list, tuple, deque)):
+        return list(enumerate(value))
+    return list(getattr(value, "__dict__", {}).items())
+
+
+def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
+    """What shows, by `fresh == later`, whether a value has changed. It keeps no large array alive.
+
+    `is_fresh`: whether the mark is kept for later, so that it needs copies.
+    """
+    kind = type(value)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _FreshTensor(value) if is_fresh else _LaterTensor(value)
+    if isinstance(value, np.ndarray) and value.nbytes > _HASHED:
+        return kind, id(value), value.shape
+    if kind_of(value) in (Kind.PLAIN, Kind.ARRAY):
+        return kind, bits.hash_of(value)
+    if isinstance(value, dict):
+        parts = value.items()
+        return kind, [(repr(key), mark_of(part, is_fresh=is_fresh)) for key, part in parts]
+    if isinstance(value, (list, tuple, deque)):
+        return kind, [mark_of(part, is_fresh=is_fresh) for part in value]
+    form = stored_form(value)
+    return kind, id(value) if form is value else mark_of(form, is_fresh=is_fresh)
+
+
+class _LaterTensor:
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+class _FreshTensor:
+    """A tensor by its identity and version; of a small one also by its bits."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._reference = weakref.ref(tensor)
+        self._version = tensor._version
+        is_small = tensor.numel() <= _COPIED and not hasattr(tensor, "device_mesh")
+        self._copy = tensor.detach().clone() if is_small else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _LaterTensor):
+            return NotImplemented
+        tensor = other.tensor
+        if self._reference() is tensor and self._version == tensor._version:
+            return True
+        return self._copy is not None and bits.same(self._copy, tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def stored_form(value: Any) -> Any:
+    """The plain containers and arrays that stand for a value in a checkpoint."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if is_generator(value) or kind_of(value) is Kind.OBJECT:
+        node = node_of(value, "", loaded_adapters(), None)
+        if isinstance(node, Node):
+            ((_, state),) = [*node.children]
+            return {_GENERATOR: _class_of_generator(value), "state": state}
+        state = node.read()
+        return dict(state) if isinstance(state, Mapping) else state
+    return value
+
+
+def put_value(present: Any, stored: Any) -> Any:
+    """The stored value, in the object `present` if that can hold it, so that whoever else has that
+    object has the stored value too."""
+    if isinstance(stored, dict) and stored.keys() == {_GENERATOR, "state"}:
+        kind = stored[_GENERATOR]
+        has_one = is_generator(present) and _class_of_generator(present) == kind
+        generator = present if has_one else _new_generator(kind)
+        node: Any = node_of(generator, "", loaded_adapters(), None)
+        node.rebuild([stored["state"]])
+        return generator
+    if present is not None and kind_of(present) is Kind.OBJECT:
+        node = node_of(present, "", loaded_adapters(), None)
+        node.load(stored)
+        return present
+    if isinstance(present, enum.Enum) and isinstance(stored, str):
+        return type(present)[stored]
+    if hasattr(stored, "dtype"):
+        return _put_array(present, stored)
+    if type(present) is not type(stored):
+        return stored
+    return _put_container(present, stored)
+
+
+def _put_array(present: Any, stored: Any) -> Any:
+    if type(present) is not type(stored) or present.shape != stored.shape:
+        return stored
+    if present.dtype != stored.dtype:
+        return stored
+    if isinstance(present, np.ndarray):
+        if present.flags.writeable:
+            np.copyto(present, stored)
+            return present
+    elif getattr(present, "is_leaf", False) and present.device == stored.device:
+        from perdure.state.torch_tensors import copy_into
+
+        copy_into(present, stored)
+        return present
+    return stored
+
+
+def _put_container(present: Any, stored: Any) -> Any:
+    if isinstance(stored, dict):
+        values = {key: put_value(present.get(key), part) for key, part in stored.items()}
+        present.clear()
+        present.update(values)
+        return present
+    if isinstance(stored, list):
+        old = [*present, *[None] * len(stored)]
+        present[:] = [put_value(one, other) for one, other in zip(old, stored, strict=False)]
+        return present
+    if isinstance(stored, deque) and present.maxlen == stored.maxlen:
+        present.clear()
+        present.extend(stored)
+        return present
+    return stored
+
+
+def _class_of_generator(value: Any) -> str:
+    if isinstance(value, np.random.Generator):
+        return f"numpy.random.{type(value.bit_generator).__name__}"
+    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+
+
+def _new_generator(name: str) -> Any:
+    if name == "torch.Generator":
+        return sys.modules["torch"].Generator()
+    if name.startswith("numpy.random."):
+        kind = getattr(np.random, name.rpartition(".")[2])
+        return np.random.Generator(kind())
+    if name == "random.Random":
+        return random.Random()
+    raise ValueError(f"the program has no generator there, and a {name} cannot be made")
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether a value is a dense tensor that is no result of this step: without a graph."""
+    torch = sys.modules["torch"]
+    if value.is_inference() or value.layout != torch.strided:
+        return False
+    if value.is_quantized or value.is_nested or value.is_meta:
+        return False
+    try:
+        return value.grad_fn is None
+    except RuntimeError:  # a view of a parameter, which an optimizer has changed since
+        return False

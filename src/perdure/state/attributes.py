@@ -1,0 +1,418 @@
+"""What modules and optimizers of PyTorch hold outside of their `state_dict`, saved with their owner.
+
+Numbers, flags, strings, containers of these, tensors, arrays, generators and optimizers in attributes,
+buffers that are not persistent, `requires_grad`, modes, tensors that only an optimizer knows.
+Invariant: a value is stored exactly if it is not the fresh one, which the first look at its owner has
+seen (or if a restore has put it there). So what a run never changes costs nothing and stays code, and
+what is stored does not depend on when saves happen.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+
+from perdure.errors import CorruptionError, StateError
+from perdure.state.adapter import loaded_adapters
+from perdure.state.attribute_values import (
+    Kind,
+    items_of,
+    kind_of,
+    mark_of,
+    put_value,
+    stored_form,
+)
+from perdure.state.extra_members import Restoring, Saving
+from perdure.state.object_flatten import ObjectFlattener
+from perdure.state.object_restore import ObjectStates
+from perdure.state.paths import join_dotted, join_key
+from perdure.state.program_code import decides_its_state, is_owner
+from perdure.state.stateful import Stateful
+from perdure.state.static_fields import static_owners
+from perdure.state.walk import Walk
+from perdure.store.leaf import Leaf, Leaves
+from perdure.store.manifest import Container
+
+_OF_OPTIMIZERS = frozenset(["state", "param_groups", "defaults", "_opt_called", "_step_count"])
+"""What an optimizer saves, and what a learning rate scheduler sets in it."""
+_MODE, _TRAINED = "training", "requires_grad"
+_COMPUTED = ("_orig", "_v")
+"""The ends of the names of parameters from which a parametrization computes an attribute."""
+
+Key = tuple[str | int, ...]
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """What `process/<n>/attributes_index` says of the leaves of `process/<n>/attributes`."""
+
+    keys: dict[str, tuple[str | int, ...]]
+    """By the path of a value, the path of its owner and the names that lead from there to it."""
+
+    containers: dict[str, Container]
+    same: dict[str, str]
+    """Paths of values that are one object with the value at another path."""
+
+
+_decoder = msgspec.json.Decoder(_Stored)
+
+
+class _Owner(NamedTuple):
+    path: str
+    value: Any
+    root: Any
+    """The module of the state in which a module lies."""
+
+
+class _Fresh:
+    """The marks of an owner's values when it was first seen, and the values that a restore has put."""
+
+    def __init__(self, marks: dict[Key, Any]) -> None:
+        self.marks = marks
+        self.restored: set[Key] = set()
+
+
+_fresh: weakref.WeakKeyDictionary[Any, _Fresh] = weakref.WeakKeyDictionary()
+
+
+class Attributes:
+    """See `perdure.state.extra_members.ExtraMember`."""
+
+    name = "attributes"
+    of_process = True
+
+    def __init__(self) -> None:
+        self._static: dict[Key, Any] | None = None
+
+    def see(self, walk: Walk) -> None:
+        if self._static is None:  # by path, because these modules are made again in each step
+            self._static = {
+                (path, name): mark_of(getattr(value, name))
+                for path, value, names in static_owners(walk)
+                for name in names
+            }
+        known = _Known(walk)
+        for owner in _owners(walk):
+            if owner.value not in _fresh:
+                marks = {key: mark_of(value) for key, value in _values(owner, known)}
+                _fresh[owner.value] = _Fresh(marks)
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        self.see(saving.walk)
+        known = _Known(saving.walk)
+        leaves, top = Leaves(), f"process/{saving.process}/{self.name}"
+        keys: dict[str, Key] = {}
+        same: dict[str, str] = {}
+        first: dict[int, tuple[str, Any]] = {}
+        for owner in _owners(saving.walk):
+            fresh = _fresh[owner.value]
+            for key, value in _values(owner, known):
+                mark = mark_of(value, is_fresh=False)
+                if key in fresh.marks and fresh.marks[key] == mark and key not in fresh.restored:
+                    continue
+                path = _path(f"{top}/{owner.path}" if owner.path else top, key)
+                is_plain = kind_of(value) is Kind.PLAIN
+                if not is_plain and id(value) in first:
+                    same[path] = first[id(value)][0]
+                elif not _add(leaves, value, path):
+                    continue
+                elif not is_plain:
+                    first[id(value)] = path, value
+                keys[path] = (owner.path, *key)
+        for path, value, names in static_owners(saving.walk):
+            for name in names:
+                mark, before = mark_of(getattr(value, name)), (self._static or {}).get((path, name))
+                inside = _path(f"{top}/{path}" if path else top, (name,))
+                if before != mark and _add(leaves, getattr(value, name), inside):
+                    keys[inside] = (path, name)
+        if not keys:
+            return {}
+        text = msgspec.json.encode(_Stored(keys, leaves.containers, same), order="sorted")
+        copies = {path: leaf if leaf.frozen else leaf.copy() for path, leaf in leaves.items()}
+        return {**copies, f"{top}_index": Leaf("py:str", (), text, frozen=True)}
+
+    def put(self, restoring: Restoring) -> list[str]:
+        top = f"process/{restoring.group.index}/{self.name}"
+        if f"{top}_index" not in restoring.leaves:
+            top = f"process/0/{self.name}"  # saved by fewer processes
+        if (leaf := restoring.leaves.get(f"{top}_index")) is None:
+            return []
+        try:
+            stored = _decoder.decode(leaf.data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CorruptionError(
+                f"{restoring.where}: {top}_index cannot be read: {error}."
+            ) from error
+        states = ObjectStates(Leaves(restoring.leaves, stored.containers), _refuse)
+        owners = {owner.path: owner for owner in _owners(restoring.walk)}
+        static = {path: value for path, value, _ in static_owners(restoring.walk)}
+        put: dict[str, Any] = {}
+        for path, (first, *key) in stored.keys.items():
+            owner_path = restoring.renamed(str(first))
+            if (owner := owners.get(owner_path)) is None:
+                if (value := static.get(owner_path)) is not None:
+                    # Of a value that the restore has made: nothing else has it yet.
+                    object.__setattr__(value, str(key[0]), states.value(path, None))
+                continue
+            try:
+                if path in stored.same:
+                    if stored.same[path] in put:
+                        _set(owner, tuple(key), put[stored.same[path]], is_shared=True)
+                else:
+                    like = _get(owner, tuple(key))
+                    value = states.value(path, like)
+                    put[path] = _set(owner, tuple(key), value)
+            except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+                raise StateError(
+                    f"{restoring.where}: {path.removeprefix(top + '/')}: this attribute of a "
+                    f"{type(owner.value).__name__} cannot take the value that was stored: {error}. The "
+                    f"rest of the state is restored. Build the target with the code that saved it."
+                ) from error
+            if owner.value in _fresh:
+                _fresh[owner.value].restored.add(tuple(key))
+        return []
+
+
+def _owners(walk: Walk) -> Iterator[_Owner]:
+    """The modules and optimizers in a state, and the modules inside, whose attributes are saved."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    from perdure.state.torch_module import parts_by_name
+
+    seen: set[int] = set()
+    for path, node in walk.objects.items():
+        value = node.target
+        if isinstance(value, torch.nn.Module):
+            left_out: list[str] = []
+            for name, part in parts_by_name(value):
+                if id(part) in seen or any(name.startswith(f"{other}.") for other in left_out):
+                    continue
+                seen.add(id(part))
+                if decides_its_state(type(part)):
+                    left_out.append(name)
+                    if not name:
+                        break
+                elif is_owner(type(part)):
+                    yield _Owner(join_dotted(path, name) if name else path, part, value)
+        elif isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
+            seen.add(id(value))
+            yield _Owner(path, value, value)
+
+
+class _Known:
+    """The values that a state has, by identity, and the memory of its tensors."""
+
+    def __init__(self, walk: Walk) -> None:
+        torch = sys.modules.get("torch")
+        self._walk = walk
+        self._tensors: list[Any] = []
+        found: list[Any] = [node.target for node in walk.objects.values()]
+        optimizers: list[Any] = []
+        for target in [*found]:
+            if torch is not None and isinstance(target, torch.nn.Module):
+                for part in target.modules():
+                    found.append(part)
+                    self._tensors += part._parameters.values()
+                    lost = part._non_persistent_buffers_set
+                    self._tensors += [b for name, b in part._buffers.items() if name not in lost]
+            elif torch is not None and isinstance(target, torch.optim.Optimizer):
+                optimizers.append(target)
+        found += self._tensors
+        self._ids = set(map(id, found))
+        self._ids.update(map(id, walk.values), (id(branch.value) for branch in walk.branches))
+        self._ids -= {id(None), id(True), id(False)}
+        for optimizer in optimizers:
+            for values in getattr(optimizer, "state", {}).values():
+                self._tensors += values.values() if isinstance(values, dict) else ()
+        held = [stepped for optimizer in optimizers for _, stepped in _stepped(optimizer)]
+        self.has_stepped = any(map(self.has, held))
+        """Whether the state has a tensor of an optimizer. Without any, the program saves its model
+        elsewhere."""
+
+    def has(self, value: Any) -> bool:
+        """Whether the state has `value`, or the memory of this tensor."""
+        if id(value) in self._ids:
+            return True
+        torch = sys.modules.get("torch")
+        return (
+            torch is not None and isinstance(value, torch.Tensor) and _memory(value) in self._memory
+        )
+
+    @cached_property
+    def _memory(self) -> set[int]:
+        torch = sys.modules["torch"]
+        tensors = [*self._tensors, *self._walk.values]
+        for state in self._walk.states.values():
+            tensors += state.values() if isinstance(state, dict) else ()
+        return {_memory(each) for each in tensors if isinstance(each, torch.Tensor)} - {0}
+
+
+def _memory(tensor: Any) -> int:
+    """Where the elements of a tensor begin; 0 if they are in no memory of this process."""
+    try:
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # of a subclass, or sparse
+        return 0
+
+
+def _stepped(optimizer: Any) -> Iterator[tuple[Key, Any]]:
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for place, parameter in enumerate(group["params"]):
+            yield ("param_groups", number, "params", place), parameter
+
+
+def _values(owner: _Owner, known: _Known) -> Iterator[tuple[Key, Any]]:
+    """The values that an owner holds and no member of the state has, with the names that lead there."""
+    torch = sys.modules["torch"]
+    part = owner.value
+    if isinstance(part, torch.nn.Module):
+        root = owner.root.training
+        if part is not owner.root:
+            yield (_MODE,), (root, part.training)
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield (name, _TRAINED), parameter.requires_grad
+        for name in sorted(part._non_persistent_buffers_set):
+            yield from _inside((name,), part._buffers.get(name), known, {id(part)})
+    else:
+        if known.has_stepped:
+            yield from ((key, value) for key, value in _stepped(part) if not known.has(value))
+        if decides_its_state(type(part)) or not is_owner(type(part)):
+            return
+    skipped = _of_modules() if isinstance(part, torch.nn.Module) else _OF_OPTIMIZERS
+    for name, value in list(vars(part).items()):
+        if name in skipped or name.startswith("_optimizer_"):
+            continue
+        if isinstance(part, torch.nn.Module) and any(
+            name + end in part._parameters for end in _COMPUTED
+        ):
+            if not _is_pruned(part, name):
+                continue
+            # The next pruning ranks what the last forward pass has computed.
+            value = value.detach() if value is not None else None
+        yield from _inside((name,), value, known, {id(part)})
+
+
+def _inside(key: Key, value: Any, known: _Known, seen: set[int]) -> Iterator[tuple[Key, Any]]:
+    """A value that is stored as a whole, or what is stored of those inside it."""
+    kind = kind_of(value)
+    if kind is Kind.OTHER or (kind is not Kind.PLAIN and known.has(value)):
+        return
+    if kind is Kind.MIXED:
+        if id(value) in seen or len(key) > _DEEPEST:
+            return
+        seen = seen | {id(value)}
+        inside = [
+            pair
+            for name, child in items_of(value)
+            for pair in _inside((*key, name), child, known, seen)
+        ]
+        parts = list(items_of(value))
+        # A container whose elements are all stored is stored as a whole, so that it may grow.
+        is_whole = not hasattr(value, "__dict__") and len(inside) == len(parts)
+        if is_whole and all(kind_of(each) in (Kind.PLAIN, Kind.ARRAY) for _, each in inside):
+            yield key, value
+        else:
+            yield from inside
+        return
+    yield key, value
+
+
+_DEEPEST = 6
+
+
+def _is_pruned(module: Any, name: str) -> bool:
+    prune = sys.modules.get("torch.nn.utils.prune")
+    hooks = module._forward_pre_hooks.values() if prune is not None else ()
+    return any(
+        isinstance(hook, prune.BasePruningMethod) and hook._tensor_name == name  # type: ignore[union-attr]
+        for hook in hooks
+    )
+
+
+@cache
+def _of_modules() -> frozenset[str]:
+    """The attributes of every module."""
+    return frozenset(vars(sys.modules["torch"].nn.Module()))
+
+
+def _path(path: str, key: Key) -> str:
+    for part in key:
+        path = join_key(path, str(part) or "''")
+    return path
+
+
+def _add(leaves: Leaves, value: Any, path: str) -> bool:
+    """Add the leaves of a value; False if it has no exact form."""
+    found = Leaves()
+    try:
+        flattener = ObjectFlattener(loaded_adapters(), found)
+        flattener.add_state(_Value(value), path, stored_form(value))
+    except StateError:
+        return False
+    if flattener.live_paths or any(leaf.shards is not None for leaf in found.values()):
+        return False
+    leaves.update(found)
+    leaves.containers.update(found.containers)
+    return True
+
+
+class _Value(Stateful):
+    """A value in the place of an object, of which `ObjectFlattener` asks for the class of arrays."""
+
+
+def _refuse(_: Any, path: str) -> Any:
+    raise StateError(f"{path}: only the object that saved this can rebuild it.")
+
+
+def _get(owner: _Owner, key: Key) -> Any:
+    """The present value that a key leads to; None without one."""
+    value = owner.value
+    for name in key:
+        try:
+            value = _child(value, name)
+        except (KeyError, IndexError, AttributeError, TypeError):
+            return None
+    return value
+
+
+def _child(value: Any, name: str | int) -> Any:
+    if isinstance(value, (dict, list, tuple)) and not hasattr(value, "_fields"):
+        return value[name]  # type: ignore[index]
+    return getattr(value, str(name))
+
+
+def _set(owner: _Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
+    """Give a value to the place that a key leads to, in place if possible; returns what is there."""
+    *above, last = key
+    if last == _MODE and not above:
+        root, is_training = value
+        if owner.root.training == root:  # else one of the two is in an evaluation
+            owner.value.training = is_training
+        return value
+    if last == _TRAINED and len(above) == 1:
+        parameter = owner.value._parameters.get(above[0])
+        if parameter is not None and parameter.is_leaf:
+            parameter.requires_grad_(value)
+        return value
+    parent = _get(owner, tuple(above))
+    if parent is None:
+        raise KeyError(".".join(map(str, above)))
+    try:
+        present = _child(parent, last)
+    except (KeyError, IndexError, AttributeError):
+        present = None
+    result = value if is_shared else put_value(present, value)
+    if result is present:
+        return result
+    if isinstance(parent, (dict, list)):
+        parent[last] = result  # type: ignore[index]
+    elif (buffers := getattr(parent, "_buffers", None)) is not None and last in buffers:
+        buffers[last] = result
+    else:
+        vars(parent)[last] = result
+    return result

@@ -1,0 +1,48 @@
+"""Whether plain values, arrays and containers of them have the same bits. 0.0 is not -0.0."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values have the same types, dtypes, shapes and bits, wherever tensors are."""
+    return one is other or b"".join(_bytes_of(one)) == b"".join(_bytes_of(other))
+
+
+def hash_of(value: Any) -> int:
+    """A number that is equal for values that are the `same`, in this process."""
+    return hash(b"".join(_bytes_of(value)))
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    yield type(value).__name__.encode()
+    if isinstance(value, (np.ndarray, np.generic)):
+        yield f"{value.dtype.str}{value.shape}".encode()
+        yield value.tobytes()
+    elif hasattr(value, "untyped_storage"):
+        import torch
+
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    elif isinstance(value, float):
+        yield struct.pack("<d", value)
+    elif isinstance(value, complex):
+        yield struct.pack("<dd", value.real, value.imag)
+    elif isinstance(value, bytes):
+        yield value
+    elif isinstance(value, (dict, list, tuple, deque)):
+        yield f"{len(value)}:".encode()
+        for item in value.items() if isinstance(value, dict) else value:
+            yield from _bytes_of(item)
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted(b"".join(_bytes_of(item)) for item in value)
+    else:
+        yield str(value).encode()
+    yield b"\0"

@@ -1,0 +1,51 @@
+"""Which files and classes are the program's own."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_SAVING = ("state_dict", "get_extra_state", "_save_to_state_dict")
+
+
+def is_program_file(path: str) -> bool:
+    """Whether the file belongs to the program and neither to perdure nor to a library."""
+    if not path or path.startswith((_PACKAGE, _STANDARD, "<frozen")):
+        return False
+    return _LIBRARIES.search(path) is None
+
+
+@cache
+def is_of_program(kind: type) -> bool:
+    """Whether a class is a namespace, or from a file of the program."""
+    if kind is SimpleNamespace:
+        return True
+    if issubclass(kind, (enum.Enum, type)) or kind.__module__ == "builtins":
+        return False
+    if kind.__module__ == "__main__":
+        return True
+    return is_program_file(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
+@cache
+def is_owner(kind: type) -> bool:
+    """Whether the attributes of a module or an optimizer are saved: of the program, or of a layer of
+    PyTorch, in whose attributes are settings and what a program adds. Other libraries keep what
+    belongs to the process in theirs."""
+    return is_of_program(kind) or kind.__module__.startswith("torch.nn.modules.")
+
+
+@cache
+def decides_its_state(kind: type) -> bool:
+    """Whether a class of the program says itself what is saved of a module or an optimizer."""
+    own = [vars(base) for base in kind.__mro__ if is_of_program(base)]
+    return any(name in attributes for attributes in own for name in _SAVING)

@@ -1,0 +1,215 @@
+"""What modules and optimizers hold outside of `state_dict` is saved and restored with its owner."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perdure import CheckpointManager, MemoryStorage
+from perdure.errors import MismatchError
+from perdure.state import snapshot
+from perdure.state.attributes import Attributes
+
+State = dict[str, Any]
+
+
+class Codebook(torch.nn.Module):
+    """Is initialised by its first batch, and counts how long it has not used each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(3, 2))
+        self.inited = False
+        self.age = torch.zeros(3)
+
+    def forward(self, x: Any) -> Any:
+        if not self.inited:
+            self.inited = True
+            with torch.no_grad():
+                self.table.copy_(x[:3] * 0.5)
+        nearest = torch.cdist(x, self.table).argmin(1)
+        self.age += 1
+        self.age[nearest] = 0
+        return self.table[nearest] * (1 + 0.01 * self.age[nearest, None] + self.age.sum() * 1e-3)
+
+
+class Queue(torch.nn.Module):
+    """MoCo: a queue with a place in it, and an average of the weights in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.register_buffer("queue", torch.zeros(4, 2))
+        self.ptr = 0
+        self.average = [value.detach().clone() for value in self.layer.parameters()]
+
+    def forward(self, x: Any) -> Any:
+        out = self.layer(x)
+        with torch.no_grad():
+            self.get_buffer("queue")[self.ptr] = out[0]
+            self.ptr = (self.ptr + 1) % 4
+            for old, new in zip(self.average, self.layer.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+        return out + self.get_buffer("queue").sum() + self.average[0].sum()
+
+
+class Recurrent(torch.nn.Module):
+    """Keeps its hidden state, a schedule, a generator, counters and a log from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = torch.nn.LSTM(2, 2)
+        self.hidden: Any = None
+        self.temperature = 1.0
+        self.noise = torch.Generator().manual_seed(3)
+        self.counters = SimpleNamespace(batches=0, seen=deque(maxlen=2))
+        self.draws = {"numpy": np.random.default_rng(1), "python": random.Random(1)}
+        self.drop = torch.nn.Dropout(0.5)
+        self.register_buffer("mean", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        out, hidden = self.cell(x[None], self.hidden)
+        self.hidden = tuple(part.detach() for part in hidden)
+        self.temperature *= 0.9
+        self.counters.batches += 1
+        self.counters.seen.append(float(out.detach().sum()))
+        self.drop.p = 0.5 / (1 + self.counters.batches)
+        self.get_buffer("mean").add_(out.detach().mean((0, 1)))
+        noise = torch.rand(2, generator=self.noise) + self.draws["python"].random()
+        noise = noise + float(self.draws["numpy"].random()) + sum(self.counters.seen)
+        return self.drop(out[0] * self.temperature + noise + self.get_buffer("mean"))
+
+
+class SAM(torch.optim.Optimizer):
+    """Steps with another optimizer, whose groups are its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, 0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["weight_decay"] = 0.01 * self.calls
+        return self.base_optimizer.step()
+
+
+def run(
+    kind: Callable[[], torch.nn.Module],
+    where: MemoryStorage,
+    stop: int,
+    interval: int = 1,
+    optimizer: Callable[[Any], Any] = SAM,
+    members: Callable[[State], State] = dict,
+) -> dict[str, bytes]:
+    torch.manual_seed(0)
+    net = kind()
+    steps = optimizer(net.parameters())
+    state = members({"net": net, "opt": steps})
+    schedule = torch.optim.lr_scheduler.StepLR(steps, 2, 0.5)
+    state["schedule"] = schedule
+    with CheckpointManager(where, save_interval_steps=interval, recipe={}) as manager:
+        state, start = manager.restore_or_initialize(state)
+        for step in range(start, stop):
+            x = torch.randn(4, 2, generator=torch.Generator().manual_seed(step))
+            steps.zero_grad()
+            net(x).square().mean().backward()
+            steps.step()
+            schedule.step()
+            manager.save(step + 1, state)
+    return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent])
+def test_a_resume_continues_with_what_the_module_holds(kind: Any, interval: int) -> None:
+    whole = run(kind, MemoryStorage(), 6, interval)
+    for stop in (2, 4):
+        run(kind, where := MemoryStorage(), stop, interval)
+        run(kind, where, stop + 1, interval)  # a process that restores, and saves at most once
+        assert run(kind, where, 6, interval) == whole
+
+
+@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent])
+def test_without_the_attributes_a_resume_differs(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the test above."""
+    monkeypatch.setattr(Attributes, "put", lambda *_: [])
+    whole = run(kind, MemoryStorage(), 6)
+    run(kind, where := MemoryStorage(), 4)
+    assert run(kind, where, 6) != whole
+
+
+SHARING: dict[str, Callable[[State], State]] = {
+    "owner": lambda state: state,
+    "owner first": lambda state: {**state, "base": state["opt"].base_optimizer},
+    "base first": lambda state: {"base": state["opt"].base_optimizer, **state},
+    "base alone": lambda state: {"net": state["net"], "base": state["opt"].base_optimizer},
+}
+
+
+@pytest.mark.parametrize("members", SHARING)
+def test_optimizers_that_share_their_groups_share_them_after_a_restore(members: str) -> None:
+    kind = Queue
+    whole = run(kind, MemoryStorage(), 6, members=SHARING[members])
+    run(kind, where := MemoryStorage(), 3, members=SHARING[members])
+    resumed = run(kind, where, 6, members=SHARING[members])
+    if members != "base alone":  # whose own counter no member reaches
+        assert resumed == whole
+    optimizer = SAM(torch.nn.Linear(2, 2).parameters())
+    state = {"opt": optimizer, "base": optimizer.base_optimizer}
+    groups, group = optimizer.param_groups, optimizer.param_groups[0]
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        manager.save(1, state)
+        manager.wait_until_finished()
+        manager.restore(like=state)
+    assert optimizer.param_groups is groups is optimizer.base_optimizer.param_groups
+    assert groups[0] is group
+
+
+def shared() -> State:
+    array, tensor, log = np.zeros(2), torch.zeros(2), [0.0]
+    return {
+        "log": log,
+        "again": {"log": log, "array": array},
+        "arrays": [array, np.zeros(2)],
+        "tensors": (tensor, tensor),
+    }
+
+
+def test_members_that_are_one_object_are_one_after_a_restore() -> None:
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(shared())
+        state["log"].append(1.0)
+        state["arrays"][0] += 1
+        manager.save(1, state)
+    target = shared()
+    target["again"]["log"] = [0.0]  # the run that saved decides
+    with CheckpointManager(where, recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(target)
+    assert state["log"] is state["again"]["log"]
+    assert state["log"] == [0.0, 1.0]
+    assert state["arrays"][0] is state["again"]["array"]
+    assert state["arrays"][1] is not state["arrays"][0]
+    assert state["tensors"][0] is state["tensors"][1]
+
+
+def test_optimizers_that_no_longer_share_their_groups_are_refused() -> None:
+    sam = SAM(torch.nn.Linear(1, 1).parameters())
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        manager.save(1, {"opt": sam, "base": sam.base_optimizer})
+        manager.wait_until_finished()
+        other = SAM(torch.nn.Linear(1, 1).parameters())
+        other.base_optimizer.param_groups = [dict(group) for group in other.param_groups]
+        with pytest.raises(MismatchError, match="one list of `param_groups`"):
+            manager.restore(like={"opt": other, "base": other.base_optimizer})

@@ -1,0 +1,185 @@
+"""Containers of plain values and arrays come back as they were, whatever the fresh target holds."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from perdure import CheckpointManager, MemoryStorage
+from perdure.errors import MismatchError, UnsupportedLeafError
+from perdure.state import snapshot
+
+State = dict[str, Any]
+
+
+class Transition(NamedTuple):
+    observation: Any
+    reward: float
+
+
+@dataclass
+class Progress:
+    best: float | None = None
+    hidden: Any = None
+    log: list[float] = field(default_factory=list)
+
+
+class Memory:
+    """A replay buffer of the program's own class, with a `state_dict`."""
+
+    def __init__(self) -> None:
+        self.items: deque[Any] = deque(maxlen=3)
+
+    def state_dict(self) -> State:
+        return {"items": self.items}
+
+    def load_state_dict(self, state: State) -> None:
+        self.items = state["items"]
+
+
+class Notes:
+    """A plain object of the program."""
+
+    def __init__(self) -> None:
+        self.best = float("inf")
+        self.epsilon = 1.0
+        self.hidden: Any = None
+
+
+def fresh() -> State:
+    return {
+        "replay": deque(maxlen=4),
+        "history": [],
+        "metrics": {},
+        "seen": set(),
+        "hidden": None,
+        "last": (0.0, 0.0),
+        "memory": Memory(),
+        "progress": Progress(),
+        "notes": Notes(),
+        "namespace": SimpleNamespace(count=0),
+        "named": [],
+    }
+
+
+def change(state: State, step: int) -> None:
+    array = np.full(2, float(step), np.float32)
+    state["replay"].append((array, torch.full((2,), step)))
+    state["history"].append({"loss": step / 3, "weights": torch.ones(step % 3 + 1)})
+    state["metrics"][f"m{step}"] = [step, array]
+    state["seen"].add(step)
+    state["hidden"] = None if step == 3 else (torch.ones(step), array)
+    state["last"] = None if step % 2 else (float(step), 1.0)
+    state["memory"].items.append(Transition(torch.ones(2) * step, step / 7))
+    progress = state["progress"]
+    progress.best, progress.hidden = step / 9, torch.ones(step) * 2
+    progress.log.append(step / 2)
+    state["notes"].best, state["notes"].hidden = step / 5, [array, step]
+    state["notes"].epsilon *= 0.9
+    state["namespace"].count += 1
+    state["named"].append(Transition(array, step))
+
+
+def run(where: MemoryStorage, stop: int, interval: int = 1) -> tuple[dict[str, bytes], State]:
+    with CheckpointManager(where, save_interval_steps=interval, recipe={}) as manager:
+        state, start = manager.restore_or_initialize(fresh())
+        for step in range(start, stop):
+            change(state, step + 1)
+            manager.save(step + 1, state)
+    return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}, state
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_resume_has_the_containers_that_the_run_had(interval: int) -> None:
+    whole, expected = run(MemoryStorage(), 8, interval)
+    for stop in (2, 3, 4, 6):
+        run(where := MemoryStorage(), stop, interval)
+        again, state = run(where, 8, interval)
+        assert again == whole, stop
+    assert state["replay"].maxlen == 4
+    assert type(state["memory"].items[0]) is type(state["named"][0]) is Transition
+    for path in ("replay", "history", "metrics", "seen", "named", "progress"):
+        assert repr(state[path]) == repr(expected[path])
+
+
+def test_objects_of_the_program_are_changed_in_place() -> None:
+    run(where := MemoryStorage(), 2)
+    state = fresh()
+    notes, namespace, memory = state["notes"], state["namespace"], state["memory"]
+    with CheckpointManager(where, recipe={}) as manager:
+        restored, _ = manager.restore_or_initialize(state)
+    assert restored["notes"] is notes
+    assert notes.best == 2 / 5
+    assert namespace.count == 2
+    assert memory.items[1].reward == 2 / 7
+
+
+def test_a_structure_that_the_run_has_not_changed_has_to_fit() -> None:
+    """Negative control: only what has grown since the fresh target is described."""
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize({"layers": [np.ones(2), np.ones(2)]})
+        manager.save(1, state)
+    with (
+        CheckpointManager(where, recipe={}) as manager,
+        pytest.raises(MismatchError, match="layers"),
+    ):
+        manager.restore_or_initialize({"layers": [np.ones(2)]})
+
+
+def test_what_no_save_takes_is_refused_before_the_first_step() -> None:
+    for value in (lambda: 0, Memory.state_dict, object()):
+        memory = Memory()
+        memory.items.extend([value] * 3)
+        for state in ({"x": [value]}, {"memory": memory}):
+            with (
+                CheckpointManager(MemoryStorage(), recipe={}) as manager,
+                pytest.raises(
+                    UnsupportedLeafError, match=r"^(x/0|memory/items/0): .*no exact form"
+                ),
+            ):
+                manager.restore_or_initialize(state)
+
+
+def quantized() -> torch.nn.Module:
+    from torch.ao.quantization import (
+        FakeQuantize,
+        MovingAveragePerChannelMinMaxObserver,
+    )
+
+    torch.manual_seed(0)
+    fake = FakeQuantize(
+        MovingAveragePerChannelMinMaxObserver,
+        quant_min=-128,
+        quant_max=127,
+        dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric,
+    )
+    return torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 3), "fake": fake})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_observers_of_each_channel_are_resumed() -> None:
+    def train(where: MemoryStorage, stop: int) -> dict[str, bytes]:
+        net: Any = quantized()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        state = {"net": net, "optimizer": optimizer}
+        with CheckpointManager(where, recipe={}) as manager:
+            state, start = manager.restore_or_initialize(state)
+            for step in range(start, stop):
+                optimizer.zero_grad()
+                weight = net["fake"](net["layer"].weight)
+                (weight @ torch.tensor([1.0, step])).square().sum().backward()
+                optimizer.step()
+                manager.save(step + 1, state)
+        return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}
+
+    whole = train(MemoryStorage(), 5)
+    for stop in (1, 3):
+        train(where := MemoryStorage(), stop)
+        assert train(where, 5) == whole

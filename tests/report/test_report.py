@@ -319,6 +319,24 @@ def test_two_runs_stand_side_by_side(killed: Path, tmp_path: Path) -> None:
     assert text.index("Side by side") < text.index("Metrics") < text.index("Its life")
 
 
+@pytest.mark.parametrize("recipe", [None, {"seed": 1}])
+def test_runs_of_two_learning_rates_are_never_called_equal(
+    recipe: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    for name, rate in (("one", 0.1), ("two", 0.2)):
+        metrics = {step: {"rate": rate, "same": 1.0} for step in STEPS}
+        save(tmp_path / name, states(STEPS), recipe=recipe, metrics=metrics)
+    done = report(tmp_path / "one", tmp_path / "two")
+    comparison = done.document["comparison"]
+    assert comparison["metrics"] == {"rate": {"step": 10, "values": [0.1, 0.2]}}
+    assert comparison["recipe_fields"] == sorted(recipe or {})
+    part = require_alone(done.html).text.partition("What differs")[2].partition("Metrics")[0]
+    assert re.search(r"rate\s*metric at step 10\s*0.1\s*0.2", part)
+    assert "are equal" not in part
+    assert ("the same seed" in part) == (recipe is not None)
+    assert ("not compared" in part) == (recipe is None)
+
+
 def test_the_keys_of_a_legend_have_the_dashes_of_their_lines(tmp_path: Path) -> None:
     for n in range(8):
         save(tmp_path / f"r{n}", states((1, 2)), metrics={1: {"loss": 1.0}, 2: {"loss": 2.0 + n}})

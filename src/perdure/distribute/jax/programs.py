@@ -75,7 +75,7 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
         if not jax.tree.leaves(contributions):
             raise StateError(f"{_called(fn)} returned no contributions: expected a tree of arrays")
         _refuse_keys(contributions)
-        return contributions
+        return jax.tree.map(jnp.asarray, contributions)  # numbers of Python, under `disable_jit`
 
     return grad
 

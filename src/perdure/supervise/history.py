@@ -31,7 +31,7 @@ FAILURES = ("failed", "full", "killed", "hung", "stopped", "port", "corrupt", "r
 class AttemptRecord:
     """One attempt of the group. Times are seconds of the monotonic clock.
 
-    The names of the fields are also the keys of `attempt_end` in `record.jsonl` and, most of them, of
+    The names of the fields are also the keys of `attempt` in the log of a run and, most of them, of
     `--json`, so they stay. `start`, `end`, `first_step` and `last_step` are steps; `began`,
     `first_time`, `last_time` and `noticed` are times.
 

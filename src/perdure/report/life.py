@@ -111,7 +111,7 @@ def _document(logs: Path, starts: Sequence[RecordedRun], unreadable: int) -> dic
         summary = start.summary()
         attempts = []
         for attempt in summary.attempts:
-            names = ("number", "workers", "kind", "cause", "last_line", "start", "end")
+            names = ("number", "workers", "kind", "cause", "explanation", "start", "end")
             fields = {name: getattr(attempt, name) for name in names}
             began = round(attempt.began - summary.attempts[0].began, 3)
             seconds = round(attempt.seconds, 3)

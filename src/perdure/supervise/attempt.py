@@ -41,6 +41,7 @@ class AttemptEnd:
     cause: str
     worker: Worker | None = None
     last_line: str = ""
+    exception: str = ""
     corruption: CorruptionReport | None = None
 
 
@@ -163,6 +164,7 @@ class Attempt:
             last_step=newest if end.worker is None else self._steps.get(end.worker, (None,))[0],
             made_progress=end.worker in self._firsts,
             last_line=end.last_line,
+            exception=end.exception,
             corrupt_devices=() if end.corruption is None else end.corruption.devices,
             devices_left=None if end.corruption is None else end.corruption.left,
             saved={path: step for worker in self.workers for path, step in worker.saved().items()},
@@ -297,15 +299,14 @@ class Attempt:
         assert status is not None
         worker.listen()  # its last lines may say why
         kind: Kind = "killed" if _is_outside(status) else "failed"
-        cause, last_line = f"worker {worker.index}: {_describe_status(status)}", worker.last_line()
-        if kind == "failed":
-            if worker.found_full_disk():
-                kind = "full"
-            if status > 0 and (exception := worker.exception()):
-                cause, last_line = f"{cause}: {exception}", ""
+        cause = f"worker {worker.index}: {_describe_status(status)}"
+        # A killed worker may have caught the exception that it wrote.
+        exception = worker.exception() if kind == "failed" and status > 0 else ""
+        if kind == "failed" and worker.found_full_disk():
+            kind = "full"
         if out_of_memory := worker.memory_kills():
             cause += f", {out_of_memory}"
-        return AttemptEnd(kind, cause, worker, last_line)
+        return AttemptEnd(kind, cause, worker, worker.last_line(), exception)
 
     def _find_silent(self) -> AttemptEnd | None:
         now, limits = self._now, self._options.limits

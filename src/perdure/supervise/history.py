@@ -41,7 +41,7 @@ class AttemptRecord:
         kind: How the attempt ended; "full" is a failure for lack of space on a disk, and "corrupt" one
             of a device that an audit found to compute wrong numbers; "refused" is one of a program that
             must not begin again where it was saved.
-        cause: The same for people: a status or a signal, with what the kernel or an exception says.
+        cause: The same for people: a status or a signal, with what the kernel says.
         place: The place of the worker that failed first; None if no single worker did.
         statuses: Exit status of each worker, -n for one that signal n ended.
         start: The step that it resumed at, if a heartbeat reported it.
@@ -53,7 +53,8 @@ class AttemptRecord:
         seconds: Its duration.
         last_step: The last step of the worker that failed first, or of all if no single worker did.
         made_progress: Whether the worker that failed first finished a step.
-        last_line: The last line that this worker wrote, if the cause has no exception.
+        last_line: The last line that this worker wrote.
+        exception: The exception of the traceback with which it exited.
         first_step: The new step that a heartbeat reported first.
         corrupt_devices: Numbers of the devices of its worker that compute wrong numbers.
         saved: The newest step that it saved, by run directory.
@@ -76,6 +77,7 @@ class AttemptRecord:
     last_step: int | None = None
     made_progress: bool = False
     last_line: str = ""
+    exception: str = ""
     first_step: int | None = None
     corrupt_devices: tuple[int, ...] = ()
     devices_left: int | None = None
@@ -88,7 +90,9 @@ class AttemptRecord:
 
     @property
     def explanation(self) -> str:
-        """The cause, and what the worker that failed first wrote last, which may be about anything."""
+        """The cause with its exception; else with what the worker wrote last, about whatever it was."""
+        if self.exception:
+            return f"{self.cause}: {self.exception}"
         return f"{self.cause} (last line: {self.last_line})" if self.last_line else self.cause
 
     @property

@@ -35,7 +35,9 @@ def make_checkpoints(storage: Storage, count: int) -> None:
         arrays = _arrays(step)
         hashes = [hash_bytes(data) for data in arrays]
         chunks = [(digest, len(data)) for digest, data in zip(hashes, arrays, strict=True)]
-        pack = b"".join(arrays) + encode_pack_tail(chunks)
+        pack = b"".join(arrays) + encode_pack_tail(
+            [(digest, length, length) for digest, length in chunks]
+        )
         name = pack_name(step, 0, f"{step:08x}")
         entries = []
         offset = 0

@@ -63,7 +63,7 @@ def test_blocks_give_the_bytes_of_the_whole(block: int, count: int) -> None:
     chunks = [(hash_bytes(b"%d" % i), i) for i in range(count)]
     rows = [(digest, length, length) for digest, length in chunks]
     index = msgspec.json.encode({"format": 1, "chunks": rows})
-    assert encode_pack_tail(chunks).startswith(index + len(index).to_bytes(8, "little"))
+    assert encode_pack_tail(rows).startswith(index + len(index).to_bytes(8, "little"))
 
 
 @pytest.mark.parametrize("number", [0, 2, 5])
@@ -133,7 +133,7 @@ def test_groups_of_small_chunks_keep_every_leaf_and_write_no_bytes_twice(
         len(encode_pack_tail([*placed]))
         for placed in (
             {
-                (chunk.hash, chunk.length)
+                (chunk.hash, chunk.length, chunk.length)
                 for leaf in manifests[step].leaves
                 for chunk in leaf.chunks
                 if manifests[step].packs[chunk.pack].name.startswith(f"{step:012d}")

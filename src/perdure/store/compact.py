@@ -52,7 +52,7 @@ def relocated_size(live: Mapping[str, LiveChunks]) -> int:
     chunks = _smallest(live)
     if not chunks:
         return 0
-    return sum(length for _, length, _ in chunks) + len(_tail(chunks))
+    return sum(length for _, length, _ in chunks) + len(encode_pack_tail(chunks))
 
 
 def compact(
@@ -103,13 +103,6 @@ def _smallest(live: Mapping[str, LiveChunks]) -> list[PackedChunk]:
             if chunk[0] not in chunks or chunk[1] < chunks[chunk[0]][1]:
                 chunks[chunk[0]] = chunk
     return list(chunks.values())
-
-
-def _tail(chunks: Sequence[PackedChunk]) -> bytes:
-    return encode_pack_tail(
-        [(digest, length) for digest, length, _ in chunks],
-        {digest: size for digest, length, size in chunks if length < size},
-    )
 
 
 class UnreadChunk(Exception):

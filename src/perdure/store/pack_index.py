@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from blake3 import blake3
@@ -35,25 +35,16 @@ PackedChunk = tuple[str, int, int]
 """Hash, stored length, and size once decoded; both are equal for a chunk that is not encoded."""
 
 
-def encode_pack_tail(
-    chunks: Iterable[tuple[str, int]], sizes: Mapping[str, int] | None = None
-) -> bytes:
+def encode_pack_tail(chunks: Iterable[PackedChunk]) -> bytes:
     """`pack_tail` in one piece."""
-    return b"".join(pack_tail(chunks, sizes))
+    return b"".join(pack_tail(chunks))
 
 
-def pack_tail(
-    chunks: Iterable[tuple[str, int]], sizes: Mapping[str, int] | None = None
-) -> Iterator[bytes | memoryview]:
-    """Index and trailer that follow the chunks [(hash, stored length)] of a pack, in parts.
-
-    `sizes` has the size of each encoded chunk by its hash.
-    """
-    sizes = sizes or {}
-    rows = ((digest, length, sizes.get(digest, length)) for digest, length in chunks)
+def pack_tail(chunks: Iterable[PackedChunk]) -> Iterator[bytes | memoryview]:
+    """Index and trailer that follow the chunks of a pack, in parts."""
     frame = {"format": FORMAT, "chunks": PLACEHOLDER}
     length, hasher = 0, blake3()
-    for part in json_parts(map(msgspec.json.encode, blocks(rows)), msgspec.json.encode(frame)):
+    for part in json_parts(map(msgspec.json.encode, blocks(chunks)), msgspec.json.encode(frame)):
         length += len(part)
         hasher.update(part)
         yield part

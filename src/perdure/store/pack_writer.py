@@ -308,8 +308,9 @@ class NewPack:
         """Make the pack durable, if there is one."""
         if self._sink is None:
             return
-        lengths = map(attrgetter("length"), self.located.values())
-        for part in pack_tail(zip(self.located, lengths, strict=True), self._encoded):
+        lengths = [place.length for place in self.located.values()]
+        sizes = map(self._encoded.get, self.located, lengths) if self._encoded else lengths
+        for part in pack_tail(zip(self.located, lengths, sizes, strict=True)):
             self._sink.write(memoryview(part))
             self.size += len(part)
         self._sink.commit()

@@ -350,7 +350,9 @@ def test_a_manager_and_a_checkpoint_take_a_codec(tmp_path: Path) -> None:
         restored = manager.restore(1)
         assert restored.state["zeros"].tobytes() == bytes(400_000)
     group = Checkpoint(**state)
-    assert group.save(tmp_path / "c", 1, CODEC) == Run(tmp_path / "m").manifest(1).fingerprint
+    group.save(tmp_path / "c", 1, CODEC)
+    m, c = (Run(tmp_path / place).manifest(1).fingerprint for place in "mc")
+    assert m == c
     for place in ("m", "c"):
         (pack,) = (tmp_path / place / "packs").iterdir()
         assert pack.stat().st_size < 1000

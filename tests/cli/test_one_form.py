@@ -194,10 +194,13 @@ def test_a_step_is_named_by_the_run_and_an_at(name: str, step: str) -> None:
         ["show", "RUN", "--tree"],
         ["show", "RUN", "--stats"],
         ["diff", "RUN@1", "RUN@2"],
+        ["status"],
     ],
     ids=" ".join,
 )
 def test_a_narrow_terminal_shows_no_broken_table(arguments: list[str]) -> None:
+    if arguments == ["status"]:
+        assert perdure("run", "--json", *TRAIN).exit_code == 0
     wide, narrow = (perdure(*arguments, COLUMNS=width).stdout for width in ("400", "40"))
     rows = [line for line in wide.splitlines() if len(re.split(r"\S {2,}", line)) > 3]
     assert rows

@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from perdure.cli.output import EXIT_STATUS, document, json_option, printable
+from perdure.cli.output import EXIT_STATUS, document, json_option, printable, table
 from perdure.errors import NotARunError, UnreachableError
-from perdure.supervise.console import attempt_table
 from perdure.supervise.record import FILE, RecordedRun, read_runs
 from perdure.supervise.supervisor import DEFAULT_LOGS
 from perdure.text import counted
@@ -70,13 +69,19 @@ def _print(run: RecordedRun) -> None:
     click.echo(f"started  {printable(start.get('time', 'unknown'))} on {printable(place)}")
     click.echo(f"logs     {printable(str(start.get('logs')))}")
     click.echo(printable(f"state    {_state(run)}"))
-    for line in attempt_table(summary.attempts, summary.repeated):
-        click.echo(printable(line))
-    if run.running:
-        step = run.running.get("step", "none yet")
-        attempt, workers = run.running.get("attempt", "-"), run.running.get("workers", "-")
-        recorded = f"has not ended; step {step}, recorded {run.running['time']}"
-        click.echo(printable(f"{attempt!s:>8} {workers!s:>7} {recorded}"))
+    rows: list[tuple[object, ...]] = [
+        (
+            *(attempt.number, attempt.workers),
+            "-" if attempt.start is None else f"{attempt.start}-{attempt.end}",
+            *(again, round(attempt.seconds, 1), attempt.cause),
+        )
+        for attempt, again in zip(summary.attempts, summary.repeated, strict=True)
+    ]
+    if now := run.running:
+        recorded = f"has not ended; step {now.get('step', 'none yet')}, recorded {now['time']}"
+        rows.append((now.get("attempt"), now.get("workers"), None, None, None, recorded))
+    if rows:
+        table(("attempt", "workers", "steps", "repeated", "s", "ended by"), rows)
     if summary.goodput is not None:
         click.echo(
             f"goodput  {summary.goodput:.3f}, {counted(sum(summary.repeated), 'step')} repeated"

@@ -196,7 +196,8 @@ def test_values_of_numpy_and_frameworks_in_a_recipe_are_exact(tmp_path: Path) ->
     with CheckpointManager(tmp_path, recipe=EXACT_RECIPE) as manager:
         manager.save(1, state(1))
     held = Run(tmp_path).manifest(1).recipe
-    assert held == {name: np.asarray(value).item() for name, value in EXACT_RECIPE.items()}
+    given = {name: held[name] for name in EXACT_RECIPE}  # beside the settings of the frameworks
+    assert given == {name: np.asarray(value).item() for name, value in EXACT_RECIPE.items()}
     json.dumps(held)
     with CheckpointManager(tmp_path, recipe=EXACT_RECIPE) as manager:
         assert manager.restore().step == 1

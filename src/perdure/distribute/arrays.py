@@ -44,6 +44,10 @@ class _NumPy:
     def __init__(self, module: Any) -> None:
         self._np = module
 
+    def __getattr__(self, name: str) -> Any:
+        """`where`, `log`, `stack` and `concatenate`, which all of them have."""
+        return getattr(self._np, name)
+
     def array(self, value: Any, dtype: str | None = None) -> Any:
         return self._np.asarray(value, dtype)
 
@@ -69,23 +73,11 @@ class _NumPy:
         """In the dtype of the value, also for small integers."""
         return self._np.asarray(self._np.sum(value, axis, dtype=value.dtype))
 
-    def where(self, condition: Any, one: Any, other: Any) -> Any:
-        return self._np.where(condition, one, other)
-
     def argmax(self, value: Any) -> Any:
         return self._np.argmax(value, -1)
 
     def amax(self, value: Any) -> Any:
         return self._np.max(value, -1)
-
-    def stack(self, values: list[Any]) -> Any:
-        return self._np.stack(values)
-
-    def concatenate(self, values: list[Any], axis: int) -> Any:
-        return self._np.concatenate(values, axis)
-
-    def log(self, value: Any) -> Any:
-        return self._np.log(value)
 
     def is_finite(self, value: Any) -> Any:
         return self._np.isfinite(value).all()
@@ -97,6 +89,9 @@ class _Torch:
     def __init__(self, torch: Any, device: Any) -> None:
         self._torch = torch
         self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
 
     def array(self, value: Any, dtype: str | None = None) -> Any:
         kind = None if dtype is None else getattr(self._torch, dtype)
@@ -122,23 +117,11 @@ class _Torch:
     def sum(self, value: Any, axis: int | None = None) -> Any:
         return self._torch.sum(value, axis, dtype=value.dtype)
 
-    def where(self, condition: Any, one: Any, other: Any) -> Any:
-        return self._torch.where(condition, one, other)
-
     def argmax(self, value: Any) -> Any:
         return self._torch.argmax(value, -1)
 
     def amax(self, value: Any) -> Any:
         return self._torch.amax(value, -1)
-
-    def stack(self, values: list[Any]) -> Any:
-        return self._torch.stack(values)
-
-    def concatenate(self, values: list[Any], axis: int) -> Any:
-        return self._torch.cat(values, axis)
-
-    def log(self, value: Any) -> Any:
-        return self._torch.log(value)
 
     def is_finite(self, value: Any) -> Any:
         return self._torch.isfinite(value).all()

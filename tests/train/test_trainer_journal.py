@@ -10,7 +10,7 @@ from problem import STEPS, data, trainer
 
 from perdure.errors import JournalMismatchError, TrainError
 from perdure.store import LocalStorage
-from perdure.store.run_log import LOG_FILE, read_journal
+from perdure.store.run_log import read_journal
 from perdure.train import CheckpointConfig, Hook
 
 
@@ -77,7 +77,7 @@ def test_a_resumed_run_of_several_steps_at_a_time_records_the_same_steps(tmp_pat
 
 def test_without_the_option_there_is_no_journal(tmp_path: Path) -> None:
     trainer(tmp_path / "none").train(4)
-    assert not (tmp_path / "none" / LOG_FILE).exists()
+    assert [*read_journal(LocalStorage(tmp_path / "none"))] == []
     trainer(tmp_path / "group", checkpoint=CheckpointConfig(journal_every=4)).train(4)
     assert [step for step, *_ in bits(tmp_path / "group")] == [0, 4]
     with pytest.raises(TrainError, match="journal_every"):

@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ FIRST_HASH = "0" * 32
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 
+_HASH_BYTES = len(FIRST_HASH) // 2
 _BEGINNING = b'{"hash":"'
 _REST = len(_BEGINNING) + len(FIRST_HASH) + len(b'",')
 T = TypeVar("T")
@@ -67,10 +69,6 @@ class Line(Struct, frozen=True, gc=False):
         """By which another file refers to the line."""
         return LineReference(self.number, self.hash)
 
-    def is_of(self, kind: str) -> bool:
-        """Whether the event has this kind; costs less than to decode it."""
-        return self.rest.startswith(b'"kind":"%b"' % kind.encode())
-
     def decode(self, decoder: msgspec.json.Decoder[T], where: str) -> T:
         """The event; raises `CorruptionError` if it does not fit."""
         try:
@@ -92,7 +90,7 @@ def read_lines(file: BinaryIO, where: str) -> Iterator[Line]:
     Raises `CorruptionError` if a line was changed, or lines are missing before it.
     """
     previous, end = FIRST_HASH, 0
-    for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+    for number, text in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
         if not text.endswith(b"\n") and len(text) < MAX_LINE_BYTES:
             return
         end += len(text)
@@ -269,6 +267,7 @@ class _LogFile:
         if is_new:
             self._storage.sync_parent(self._name)
         status = os.fstat(self._descriptor)
+        self._identity = status.st_dev, status.st_ino
         if status.st_nlink > 1:
             self._copy()
         elif status.st_size > self._end:
@@ -276,13 +275,12 @@ class _LogFile:
 
     def _require_same_file(self) -> None:
         """Raise `OSError` unless the open file is still at its path, with the lines of this writer."""
-        assert self._descriptor is not None
-        there, ours = os.stat(self._path), os.fstat(self._descriptor)
-        if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino) or ours.st_size != self._end:
+        there = os.stat(self._path)
+        if (there.st_dev, there.st_ino, there.st_size) != (*self._identity, self._end):
             raise OSError(
                 errno.ESTALE, "the file was replaced or changed while it was open", self._path
             )
-        if ours.st_nlink > 1:
+        if there.st_nlink > 1:
             self._copy()
 
     def _copy(self) -> None:
@@ -339,4 +337,4 @@ def _object(name: str, number: int) -> str:
 
 
 def _hash(previous: str, rest: bytes) -> str:
-    return blake3(previous.encode() + rest).hexdigest(len(FIRST_HASH) // 2)
+    return blake3(previous.encode() + rest).hexdigest(_HASH_BYTES)

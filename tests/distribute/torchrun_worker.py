@@ -35,6 +35,7 @@ def main() -> None:
     limits = ClusterOptions(leave_timeout=3600)  # nobody may wait for it
     processes = perdure.initialize_distributed("torch", options=limits)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # as torchrun sets it, in a process without torchrun too
     net = torch.nn.Linear(4, 4)
     if options.wrapper == "ddp":
         model = DistributedDataParallel(net)

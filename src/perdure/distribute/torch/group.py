@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.key_value_group import KeyValueProcesses, late, lost, time_left, unreachable
 from perdure.distribute.lifeline import Lifeline
 from perdure.errors import ClusterError
+from perdure.framework_group import innermost_store
 from perdure.process_group import Processes, SingleProcess
 
 _joined: dict[Cluster, Processes] = {}
@@ -107,7 +109,7 @@ def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
     _exchange.timeout = wait
     watch = _LossWatch(wait, options.heartbeat)
     if cluster.is_chief:
-        host = own_host()
+        host = _address_of_this(known)
         served = _serve_store(host, 0, cluster, wait, wait_for_workers=False)
         port = served.port
         watch.start(_client(host, port, wait), 0, host)
@@ -138,6 +140,14 @@ def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
         cluster.num_processes,
         channel=f"attempt-{_ATTEMPT}",
     )
+
+
+def _address_of_this(store: Any) -> str:
+    """The address at which the other processes reach this one, which has reached `store`."""
+    address = own_host()
+    named = getattr(innermost_store(store), "host", None)
+    # The store is on this machine, and its name means the loopback here and not on other machines.
+    return named if named and ipaddress.ip_address(address).is_loopback else address
 
 
 def _serve_store(

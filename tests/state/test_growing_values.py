@@ -183,3 +183,35 @@ def test_observers_of_each_channel_are_resumed() -> None:
     for stop in (1, 3):
         train(where := MemoryStorage(), stop)
         assert train(where, 5) == whole
+
+
+class Dataset:
+    """Draws from a generator of its own, as a data set with augmentation does."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(1)
+        self.torch = torch.Generator().manual_seed(2)
+        self.examples = np.arange(4.0)
+
+    def __getitem__(self, index: int) -> float:
+        noise = float(torch.rand(1, generator=self.torch))
+        return float(self.examples[index % 4] + self.generator.random() + noise)
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+def test_the_generators_of_a_member_continue(is_member: bool) -> None:
+    def train(where: MemoryStorage, stop: int) -> list[float]:
+        dataset = Dataset()
+        state = {"sum": 0.0} | ({"data": dataset} if is_member else {})
+        with CheckpointManager(where, recipe={}) as manager:
+            state, start = manager.restore_or_initialize(state)
+            drawn = []
+            for step in range(start, stop):
+                drawn.append(dataset[step])
+                manager.save(step + 1, state)
+        return drawn
+
+    whole = train(MemoryStorage(), 6)
+    first = train(where := MemoryStorage(), 3)
+    is_same = first + train(where, 6) == whole
+    assert is_same == is_member  # the negative control

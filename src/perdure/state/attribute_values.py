@@ -106,6 +106,8 @@ def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
     `is_fresh`: whether the mark is kept for later, so that it needs copies.
     """
     kind = type(value)
+    if kind in (bool, int, str, type(None)):  # nearly every value
+        return kind, value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _FreshTensor(value) if is_fresh else _LaterTensor(value)

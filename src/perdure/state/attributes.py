@@ -97,19 +97,18 @@ class Attributes:
             }
         known = _Known(walk)
         for owner in _owners(walk):
-            if owner.value not in _fresh:
-                marks = {key: mark_of(value) for key, value in _values(owner, known)}
-                _fresh[owner.value] = _Fresh(marks)
+            _fresh_of(owner, known)
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
-        self.see(saving.walk)
+        if self._static is None:
+            self.see(saving.walk)
         known = _Known(saving.walk)
         leaves, top = Leaves(), f"process/{saving.process}/{self.name}"
         keys: dict[str, Key] = {}
         same: dict[str, str] = {}
         first: dict[int, tuple[str, Any]] = {}
         for owner in _owners(saving.walk):
-            fresh = _fresh[owner.value]
+            fresh = _fresh_of(owner, known)
             for key, value in _values(owner, known):
                 mark = mark_of(value, is_fresh=False)
                 if key in fresh.marks and fresh.marks[key] == mark and key not in fresh.restored:
@@ -175,6 +174,15 @@ class Attributes:
             if owner.value in _fresh:
                 _fresh[owner.value].restored.add(tuple(key))
         return []
+
+
+def _fresh_of(owner: _Owner, known: _Known) -> _Fresh:
+    """The fresh values of an owner, which are those of now if it was not seen before."""
+    fresh = _fresh.get(owner.value)
+    if fresh is None:
+        marks = {key: mark_of(value) for key, value in _values(owner, known)}
+        fresh = _fresh[owner.value] = _Fresh(marks)
+    return fresh
 
 
 def _owners(walk: Walk) -> Iterator[_Owner]:

@@ -64,6 +64,9 @@ def test_the_order_of_operations_is_durable_and_the_check_sees_a_missing_sync(
     case = CASES[name]
     done = operations_of(prepared(tmp_path, case), case).paths
     kept = [entry for entry in done if entry[0] != left_out]
+    if name == "rules" and left_out == "fsync_dir":
+        assert kept == done, "a line is appended"
+        return
     if name in ("delete", "prune", "undo") and left_out == "fsync":
         assert kept == done, "deleting writes no file"
         return

@@ -205,5 +205,5 @@ def _locked_here_since(error: BlockingIOError) -> str | None:
     try:
         owner = json.loads(error.strerror or "")
         return str(owner["since"]) if owner["process"] == _process_token() else None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None

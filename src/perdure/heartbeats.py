@@ -15,8 +15,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,21 +106,25 @@ def saved_before(directory: str) -> int | None:
 
 
 def require_never_saved(directory: str) -> None:
-    """Raise `HistoryError` if an earlier attempt saved in a run directory without a checkpoint.
+    """Raise `HistoryError` if an earlier attempt saved in a run directory without a checkpoint."""
+    if (step := saved_before(directory)) is not None:
+        raise HistoryError(
+            f"{directory}: no checkpoint is there; `perdure run` knows that step {step} was saved. It "
+            f"may be not mounted, moved or set aside. A start at step 0 was refused, and nothing was "
+            f"changed. Bring it back; to begin again on purpose, call `restore_or_initialize(..., "
+            f"start_over=True)`, or give `perdure run` another --log-dir."
+        )
 
-    `perdure run` then ends with that error, and does not restart the program.
-    """
-    step = saved_before(directory)
-    if step is None:
-        return
-    text = (
-        f"{directory}: no checkpoint is there; `perdure run` knows that step {step} was saved. It "
-        f"may be not mounted, moved or set aside. A start at step 0 was refused, and nothing was "
-        f"changed. Bring it back; to begin again on purpose, give `perdure run` another --log-dir"
-    )
-    with suppress(OSError):
-        report("refused", {"text": text})
-    raise HistoryError(f"{text}.")
+
+@contextmanager
+def reporting_refusal() -> Iterator[None]:
+    """Report a `HistoryError`: `perdure run` ends with it, and does not restart the program."""
+    try:
+        yield
+    except HistoryError as error:
+        with suppress(OSError):
+            report("refused", {"text": str(error)})
+        raise
 
 
 def report(name: str, document: dict[str, Any]) -> bool:

@@ -31,7 +31,7 @@ from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.saver import BackgroundSaver
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
-from perdure.heartbeats import beat, committed, require_never_saved
+from perdure.heartbeats import beat, committed, reporting_refusal, require_never_saved
 from perdure.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
 from perdure.state.walk import Unwalked
@@ -333,22 +333,24 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                 or are gone.
 
         Raises:
-            HistoryError: The run has had checkpoints and has none now, without `start_over`.
+            HistoryError: The run has had checkpoints, or `perdure run` knows of one, and it has none
+                now, without `start_over`. `perdure run` then does not restart the program.
             CorruptionError, UnreachableError, MismatchError: As `restore`.
-            HistoryError: There is no checkpoint, and an earlier attempt of `perdure run` saved one.
             LockedError: Another process writes there.
             SaveError: The directory cannot be written to (a warning under `on_error="continue"`).
         """
         self.require_open("restore_or_initialize")
-        self._begin_training(start_over)
+        with reporting_refusal():
+            self._begin_training(start_over)
         init = self._checkpoint if init is None else init
         # Not in turn with other calls: it is the caller's function.
         like = together(GroupCall(self._processes, "init"), init) if makes_state(init) else init
         restored = self._restore(None, like, RestoreRequest())
         if restored is None:
             if not start_over:
-                together(self._processes, self._run.require_new, by_chief=NoneType)
-                require_never_saved(self.directory)
+                with reporting_refusal():
+                    together(self._processes, self._run.require_new, by_chief=NoneType)
+                    require_never_saved(self.directory)
             self._restorer.begin(like)
             self._interval.record(0)
             restored = Restored(like, 0)

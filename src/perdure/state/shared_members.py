@@ -71,7 +71,10 @@ class SharedMembers:
 
 def shared_groups(stored: StoredExtras) -> dict[str, int]:
     """The number of the object that is at a path and at others, by the path."""
-    leaf = stored.leaves.get(path := f"process/{stored.group.index}/{SharedMembers.name}")
+    path = f"process/{stored.group.index}/{SharedMembers.name}"
+    leaf = stored.leaves.get(path)
+    if leaf is None:  # perhaps saved by fewer processes, whose members are alike
+        leaf = stored.leaves.get(f"process/0/{SharedMembers.name}")
     try:
         groups = [] if leaf is None else _decoder.decode(plain_value(leaf))
     except ValueError as error:  # of msgspec

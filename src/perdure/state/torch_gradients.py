@@ -141,7 +141,7 @@ def accumulated_leaves(path: str, optimizer: Any, process: int) -> dict[str, Lea
     """
     if (used := _used.get(optimizer)) is None:
         return {}
-    held, versions = list(_held(optimizer)), used.versions
+    held, versions = list(_parameters(optimizer)), used.versions
     if used.first is None or used.first() is not _first(held) or len(versions) != len(held):
         versions = [-1] * len(held)
     leaves: dict[str, Leaf] = {}
@@ -170,7 +170,7 @@ def give_accumulated(optimizer: Any, stored: Mapping[int, Leaf]) -> None:
     """Give the parameters of an optimizer the gradients that had been accumulated at the save."""
     import torch
 
-    for number, value in enumerate(_held(optimizer)):
+    for number, value in enumerate(_parameters(optimizer)):
         local = _shards().local_tensor(value.detach())
         if (leaf := stored.get(number)) is not None and leaf.shape == tuple(local.shape):
             gradient = adapter("torch").load(torch.empty_like(local), leaf)
@@ -189,7 +189,7 @@ def keeps_gradients(optimizer: Any) -> bool:
     old = _samples.get(optimizer)
     before = None if old is None else old.gradient()
     sample = None
-    for value in _held(optimizer):
+    for value in _parameters(optimizer):
         if (gradient := _gradient(value)) is None:
             continue
         if sample is None:
@@ -217,7 +217,7 @@ def give_gradients(optimizer: Any, ranges: list[str]) -> None:
     import torch
     from torch.utils.weak import TensorWeakRef
 
-    held = list(_held(optimizer))
+    held = list(_parameters(optimizer))
     for text in ranges:
         start, _, end = text.partition("-")
         for value in held[int(start) : int(end or start) + 1]:
@@ -231,7 +231,7 @@ def give_gradients(optimizer: Any, ranges: list[str]) -> None:
 
 def kept_gradients(optimizer: Any) -> list[str]:
     """The numbers of the parameters that have a gradient, as ranges."""
-    held = enumerate(_held(optimizer))
+    held = enumerate(_parameters(optimizer))
     return _ranges(number for number, value in held if _gradient(value) is not None)
 
 
@@ -242,7 +242,7 @@ def _ranges(numbers: Iterator[int]) -> list[str]:
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in members]
 
 
-def _held(optimizer: Any) -> Iterator[Any]:
+def _parameters(optimizer: Any) -> Iterator[Any]:
     """The parameters of an optimizer, in the order in which its `state_dict` numbers them."""
     for group in getattr(optimizer, "param_groups", ()):
         yield from group["params"]
@@ -264,7 +264,7 @@ def _note_step(optimizer: Any, *_: Any) -> None:
 
     if is_compiling():  # their versions would be constants of the program
         return
-    held = list(_held(optimizer))
+    held = list(_parameters(optimizer))
     first = _first(held)
     versions = [-1 if (grad := value.grad) is None else grad._version for value in held]
     _used[optimizer] = _Used(None if first is None else TensorWeakRef(first), versions)

@@ -117,7 +117,7 @@ class RestoreCheck:
             lines = self._differences(self._template, leaves)
         if lines:
             grown = (
-                " A list or a dict that grows belongs in an object with `state_dict` and "
+                " A dict that gains keys belongs in an object with `state_dict` and "
                 "`load_state_dict`."
             )
             raise MismatchError(

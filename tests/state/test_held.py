@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from perdure.state.bits import same
-from perdure.state.held import changed_and_unsaved, held_by, mark, marks
+from perdure.state.held import Held, changed_and_unsaved, held_values, mark, marks
 
 PROGRAM = """
 import functools, os, random, sys, threading
@@ -80,13 +79,21 @@ class Module:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    # The objects of this file count as those of a program.
-    monkeypatch.setattr(sys.modules[__name__], "__file__", os.path.abspath("program.py"))
-    return Module()
+    """A variable of this file, which counts as a program."""
+    made = Module()
+    monkeypatch.setattr(sys.modules[__name__], "MODULE", made, raising=False)
+    return made
+
+
+def held_here() -> dict[str, Held]:
+    """What the variable reaches, by name."""
+    prefix = f"{__name__}.MODULE"
+    held = held_values([], unnamed=False)
+    return {name.replace(prefix, "module"): held[name] for name in held if prefix in name}
 
 
 def test_what_has_changed_and_is_not_saved_is_named(module: Module) -> None:
-    held = held_by({"module": module})
+    held = held_here()
     before = marks(held)
     assert changed_and_unsaved(before, marks(held), ()) == [], "the control: nothing has changed"
     module.pointer += 1

@@ -201,15 +201,6 @@ def held_values(frames: Sequence[FrameType], *, unnamed: bool = True) -> dict[st
     return found
 
 
-def held_by(values: Mapping[str, Any]) -> dict[str, Held]:
-    """What the given objects reach, by name: of a module, what is in its attributes."""
-    found: dict[str, Held] = {}
-    seen: set[int] = set()
-    for name, value in values.items():
-        _expand(_fixed(name, value), found, seen, depth=0)
-    return found
-
-
 def _variables(frames: Sequence[FrameType]) -> Iterator[Held]:
     """The variables of the program: of its modules and of the functions that run now."""
     for frame in frames:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from perdure import CheckpointManager, MemoryStorage
 from perdure.errors import MismatchError
 from perdure.state import snapshot
 from perdure.state.attributes import Attributes
+from pretend import Pretend, play
 
 State = dict[str, Any]
 
@@ -213,3 +215,28 @@ def test_optimizers_that_no_longer_share_their_groups_are_refused() -> None:
         other.base_optimizer.param_groups = [dict(group) for group in other.param_groups]
         with pytest.raises(MismatchError, match="one list of `param_groups`"):
             manager.restore(like={"opt": other, "base": other.base_optimizer})
+
+
+class Counting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.zeros(1))
+        self.count = 0
+        self.hidden: Any = None
+
+
+def test_each_process_of_a_group_has_its_own_attributes(tmp_path: Path) -> None:
+    def counts(processes: Pretend) -> Any:
+        with CheckpointManager(tmp_path, processes=processes, recipe={}) as manager:
+            net = Counting()
+            _, step = manager.restore_or_initialize({"net": net})
+            found = net.count, None if net.hidden is None else net.hidden.tolist()
+            net.count += 1 + processes.index
+            net.hidden = torch.full((1,), float(net.count))
+            manager.save(step + 1, {"net": net})
+            manager.wait_until_finished()
+            return found
+
+    assert play(2, counts) == [(0, None), (0, None)]
+    assert play(2, counts) == [(1, [1.0]), (2, [2.0])]
+    assert play(1, counts) == [(2, [2.0])]  # that of process 0

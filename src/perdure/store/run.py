@@ -373,7 +373,7 @@ class Run:
             raise OutdatedPlanError(
                 f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
             )
-        if plan.steps and not held.manifests.keys() - set(plan.steps) and not held.unreadable:
+        if plan.steps and not (held.manifests.keys() | held.unreadable.keys()) - set(plan.steps):
             with suppress(OSError):
                 self.log.append(Saved())  # whoever starts again does so on purpose
         try:

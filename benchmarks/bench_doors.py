@@ -35,17 +35,17 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "DCP async": (TORCH, LAYOUTS, ("torch",)),
     "Orbax": (JAX, LAYOUTS, ("orbax.checkpoint",)),
     "perdure": (TORCH, LAYOUTS, ("torch",)),
-    "perdure.dcp": (TORCH, LAYOUTS, ("torch",)),
-    "perdure.dcp async": (TORCH, LAYOUTS, ("torch",)),
-    "perdure.lightning": (TORCH, ("DDP",), ("lightning",)),
+    "perdure.plugins.dcp": (TORCH, LAYOUTS, ("torch",)),
+    "perdure.plugins.dcp async": (TORCH, LAYOUTS, ("torch",)),
+    "perdure.plugins.lightning": (TORCH, ("DDP",), ("lightning",)),
     "perdure on JAX": (JAX, LAYOUTS, ("jax",)),
 }
 """The program of each subject, its layouts, and the modules without which it is not installed."""
 
 PLUG_INS = {
-    "perdure.dcp": "DCP",
-    "perdure.dcp async": "DCP async",
-    "perdure.lightning": "Lightning",
+    "perdure.plugins.dcp": "DCP",
+    "perdure.plugins.dcp async": "DCP async",
+    "perdure.plugins.lightning": "Lightning",
     "perdure on JAX": "Orbax",
 }
 """What each of these takes the place of."""

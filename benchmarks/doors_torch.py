@@ -132,9 +132,9 @@ class PerdureLightning(Lightning):
 
     def __init__(self, path: Path, layout: str) -> None:
         super().__init__(path, layout)
-        import perdure.lightning
+        import perdure.plugins.lightning
 
-        self.io = perdure.lightning.CheckpointIO()
+        self.io = perdure.plugins.lightning.CheckpointIO()
 
 
 class Dcp(Training):
@@ -176,14 +176,14 @@ class _PerdureStorage(Dcp):
     is_durable = True
 
     def _writer(self, step: int) -> dict[str, Any]:
-        import perdure.dcp
+        import perdure.plugins.dcp
 
-        return {"storage_writer": perdure.dcp.Writer(self.path / "run", step)}
+        return {"storage_writer": perdure.plugins.dcp.Writer(self.path / "run", step)}
 
     def _reader(self, step: int) -> dict[str, Any]:
-        import perdure.dcp
+        import perdure.plugins.dcp
 
-        return {"storage_reader": perdure.dcp.Reader(self.path / "run", step)}
+        return {"storage_reader": perdure.plugins.dcp.Reader(self.path / "run", step)}
 
 
 class PerdureDcp(_PerdureStorage):
@@ -225,9 +225,9 @@ SUBJECTS: dict[str, type[Any]] = {
     "DCP": Dcp,
     "DCP async": DcpAsync,
     "perdure": Manager,
-    "perdure.dcp": PerdureDcp,
-    "perdure.dcp async": PerdureDcpAsync,
-    "perdure.lightning": PerdureLightning,
+    "perdure.plugins.dcp": PerdureDcp,
+    "perdure.plugins.dcp async": PerdureDcpAsync,
+    "perdure.plugins.lightning": PerdureLightning,
 }
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from perdure.ports import free_ports
+from perdure.runtime.ports import free_ports
 
 HERE = Path(__file__).parent
 

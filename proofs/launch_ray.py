@@ -18,7 +18,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
-from perdure.ray import JaxConfig
+from perdure.plugins.ray import JaxConfig
 
 WORKERS = 2
 

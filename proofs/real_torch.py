@@ -296,10 +296,10 @@ LIGHTNING = Program(
     ),
     prepare=_wikitext,
     edits=(
-        after("import lightning as L", "import perdure.lightning"),
+        after("import lightning as L", "import perdure.plugins.lightning"),
         replace(
             "trainer.fit(model, train_dataloader, val_dataloader)",
-            "perdure.lightning.fit(trainer, 'run', model, train_dataloader, val_dataloader, "
+            "perdure.plugins.lightning.fit(trainer, 'run', model, train_dataloader, val_dataloader, "
             "every_n_train_steps=4)",
         ),
     ),
@@ -337,8 +337,8 @@ TRAINER = Program(
     ),
     prepare=_alpaca,
     edits=(
-        after("from transformers import Trainer", "import perdure.transformers"),
-        replace("    trainer.train()", '    perdure.transformers.train(trainer, "run")'),
+        after("from transformers import Trainer", "import perdure.plugins.transformers"),
+        replace("    trainer.train()", '    perdure.plugins.transformers.train(trainer, "run")'),
     ),
     own="resume_from_checkpoint, every 4 steps",
     own_edits=(

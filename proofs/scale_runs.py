@@ -22,7 +22,7 @@ import scale_program
 from scale_model import Outcome, Plan, lives, simulate
 
 from perdure import load_checkpoint
-from perdure.heartbeats import Beat
+from perdure.runtime.heartbeats import Beat
 from perdure.supervise import Observer, RunOptions, Summary, Supervisor
 from perdure.supervise.console import Console
 from perdure.supervise.worker import Worker

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from perdure.heartbeats import PHASES, Beat
+from perdure.runtime.heartbeats import PHASES, Beat
 from perdure.store import Run
 from perdure.supervise import AttemptRecord, Limits, Observer, RunOptions, Summary, Supervisor
 from perdure.supervise.console import Console

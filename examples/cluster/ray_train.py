@@ -15,7 +15,7 @@ from typing import Any
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
-from perdure.ray import JaxConfig
+from perdure.plugins.ray import JaxConfig
 
 
 def loop(config: dict[str, Any]) -> None:

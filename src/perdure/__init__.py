@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from perdure.data import ArrayDataset
     from perdure.distribute import initialize_distributed
     from perdure.errors import PerdureError
-    from perdure.heartbeats import heartbeat
+    from perdure.runtime.heartbeats import heartbeat
     from perdure.store import LocalStorage, MemoryStorage, verify_run
     from perdure.train import RunConfig, Trainer
 
@@ -49,7 +49,7 @@ _HOMES = {
     "TerminationConfig": "perdure.checkpoint",
     "Trainer": "perdure.train",
     "verify_run": "perdure.store",
-    "heartbeat": "perdure.heartbeats",
+    "heartbeat": "perdure.runtime.heartbeats",
     "initialize_distributed": "perdure.distribute",
     "latest_checkpoint": "perdure.checkpoint",
     "load_checkpoint": "perdure.checkpoint",
@@ -89,4 +89,4 @@ def __dir__() -> list[str]:
 
 
 if "PERDURE_HEARTBEAT_FILE" in os.environ:  # under `perdure run` this import is the first heartbeat
-    import_module("perdure.heartbeats")
+    import_module("perdure.runtime.heartbeats")

@@ -25,7 +25,7 @@ from perdure.distribute import (
 )
 from perdure.distribute.initialize import initialize_distributed
 from perdure.errors import ClusterError, StateError, missing_extra
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 from perdure.store import Storage
 from perdure.store.selection import WantedLeaves
 

@@ -9,7 +9,7 @@ import pytest
 
 from perdure import CheckpointManager, MemoryStorage
 from perdure.checkpoint.managed_run import SaveInterval
-from perdure.heartbeats import listeners
+from perdure.runtime.heartbeats import listeners
 
 
 def run(

@@ -272,14 +272,14 @@ NEEDS = {
 
 
 NAME_NEEDS = {
-    "perdure.accelerate": "accelerate",
-    "perdure.dcp": "torch",
+    "perdure.plugins.accelerate": "accelerate",
+    "perdure.plugins.dcp": "torch",
     "perdure.jax": "jax",
     "perdure.keras": "keras",
-    "perdure.lightning": "lightning",
-    "perdure.ray": "ray",
+    "perdure.plugins.lightning": "lightning",
+    "perdure.plugins.ray": "ray",
     "perdure.torch": "torch",
-    "perdure.transformers": "transformers",
+    "perdure.plugins.transformers": "transformers",
 }
 """Modules whose names need an extra."""
 

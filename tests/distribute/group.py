@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import LIMIT_S, TOPOLOGY, Ended, events, run_forked
-from perdure.ports import free_ports
+from perdure.runtime.ports import free_ports
 
 HERE = Path(__file__).parent
 

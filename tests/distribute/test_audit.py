@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from numpy_engine import NumpyEngine
 
-from perdure import excluded_devices, heartbeats
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 from perdure.distribute.audit import AuditOptions
@@ -21,6 +20,7 @@ from perdure.distribute.audit_vote import ComputedContribution, Draw, draw, judg
 from perdure.distribute.engine import Stream
 from perdure.distribute.topology import split
 from perdure.errors import SilentCorruptionError, StateError, TopologyError, TrainError
+from perdure.runtime import excluded_devices, heartbeats
 from perdure.train import RunConfig, Trainer
 from pretend import Pretend, play
 

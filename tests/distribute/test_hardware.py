@@ -14,7 +14,7 @@ from forked import run_forked
 from perdure import ArrayDataset
 from perdure.distribute.jax.xla_settings import ask_for_determinism, check_determinism
 from perdure.errors import TopologyError
-from perdure.process_group import SingleProcess
+from perdure.runtime.process_group import SingleProcess
 from perdure.state.environment import XLA_DETERMINISTIC as FLAG
 from perdure.state.environment import instruction_set, variables
 
@@ -182,7 +182,7 @@ def test_a_step_warns_if_pytorch_is_no_longer_deterministic() -> None:
 PRECISIONS = """
 import sys
 import torch
-from perdure.process_group import SingleProcess
+from perdure.runtime.process_group import SingleProcess
 from perdure.state import environment as e
 from perdure.distribute.torch.engine import TorchEngine
 engine = TorchEngine(None, SingleProcess(), None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forked import TOPOLOGY, events, run_forked
-from perdure.ports import free_ports
+from perdure.runtime.ports import free_ports
 from perdure.supervise.worker_environment import tf_config
 
 WORKER = Path(__file__).parent / "matrix_worker.py"

@@ -19,7 +19,7 @@ from perdure.distribute.jax import group as jax_group
 from perdure.distribute.key_value_group import KeyValueProcesses, late
 from perdure.distribute.torch import group as torch_group
 from perdure.errors import WorkerLostError
-from perdure.process_group import SingleProcess
+from perdure.runtime.process_group import SingleProcess
 
 
 class Shelf:

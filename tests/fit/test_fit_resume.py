@@ -14,9 +14,9 @@ import pytest
 import torch
 from cases import BATCH, BATCHES, EPOCHS, ROWS, End, Fault, arrays, network, same, train
 
-from perdure import heartbeats
 from perdure.errors import ArgumentError, TrainError
 from perdure.keras import BackupAndRestore, ModelCheckpoint, open_managers
+from perdure.runtime import heartbeats
 from perdure.store import Run
 
 ALL = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]

@@ -23,7 +23,7 @@ from manifest_schema import errors
 
 from perdure import EXIT_PREEMPTED
 from perdure.distribute.cluster.schedulers import from_kubernetes
-from perdure.ports import free_ports
+from perdure.runtime.ports import free_ports
 from perdure.store import Run
 from perdure.testing import check_run
 
@@ -263,7 +263,7 @@ def test_the_arguments_after_dashes_reach_the_program_of_ray(
         JaxConfig=dict,
         JaxTrainer=lambda *_, **options: calls.append(options) or trainer,
     )
-    for name in ("ray", "ray.train", "ray.train.v2", "ray.train.v2.jax", "perdure.ray"):
+    for name in ("ray", "ray.train", "ray.train.v2", "ray.train.v2.jax", "perdure.plugins.ray"):
         monkeypatch.setitem(sys.modules, name, played)
     monkeypatch.setattr(sys, "argv", ["ray_train.py", str(tmp_path), "--workers", "2", *given])
     runpy.run_path(str(EXAMPLE / "ray_train.py"), run_name="__main__")

@@ -1,4 +1,4 @@
-"""perdure.ray, with Ray played by a few lines: what each worker is told, and how a group ends.
+"""perdure.plugins.ray, with Ray played by a few lines: what each worker is told, and how a group ends.
 
 Ray itself is tried by `make proof-drill`.
 """
@@ -46,7 +46,7 @@ class Workers:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What perdure.ray is made of, imported above the play of Ray."""
+    """What perdure.plugins.ray is made of, imported above the play of Ray."""
     played = ModuleType("ray")
     backend = ModuleType("ray.train.backend")
     backend.Backend = type("Backend", (), {})  # pyright: ignore[reportAttributeAccessIssue]
@@ -56,10 +56,10 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, each in (("ray", played), ("ray.train", ModuleType("ray.train"))):
         monkeypatch.setitem(sys.modules, name, each)
     monkeypatch.setitem(sys.modules, "ray.train.backend", backend)
-    ours = ("perdure.ray", "perdure.distribute.jax.ray_backend")
+    ours = ("perdure.plugins.ray", "perdure.distribute.jax.ray_backend")
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    public = importlib.import_module("perdure.ray")
+    public = importlib.import_module("perdure.plugins.ray")
     found = importlib.import_module("perdure.distribute.jax.ray_backend")
     assert public.JaxConfig is found.JaxConfig
     yield found

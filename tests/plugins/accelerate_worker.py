@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import DataLoader, TensorDataset
 
-import perdure.accelerate
+import perdure.plugins.accelerate
 from perdure import CheckpointManager
 
 EPOCHS, PER_EPOCH, KILLED_AT = 3, 6, 9
@@ -74,7 +74,7 @@ def main() -> None:
             train(step, batch)
     else:
         with CheckpointManager(directory, save_interval_steps=4) as manager:
-            for step, (batch,) in perdure.accelerate.batches(
+            for step, (batch,) in perdure.plugins.accelerate.batches(
                 accelerator, loader, manager, epochs=EPOCHS
             ):
                 train(step, batch)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import perdure.dcp
+import perdure.plugins.dcp
 
 # DCP warns that there is no process group.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -50,7 +50,7 @@ def train(directory: str, own_storage: bool, kill: bool) -> None:
         dcp.load(state, storage_reader=dcp.FileSystemReader(f"{directory}/{newest}"))
         start = newest
     elif Path(directory, "checkpoints").is_dir():
-        reader = perdure.dcp.Reader(directory)
+        reader = perdure.plugins.dcp.Reader(directory)
         dcp.load(state, storage_reader=reader)
         assert reader.step is not None
         start = reader.step
@@ -63,7 +63,7 @@ def train(directory: str, own_storage: bool, kill: bool) -> None:
         if step % EVERY == 0:
             state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
             path = f"{directory}/{step}"
-            writer = perdure.dcp.Writer(directory, step)
+            writer = perdure.plugins.dcp.Writer(directory, step)
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path) if own_storage else writer)
         if kill and step == KILLED_AT:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -92,16 +92,16 @@ def as_rank(action: str, directory: str, rank: int, ranks: int) -> None:
     torch.manual_seed(rank)
     if action == "save":
         state = sharded(mesh, Shard(0), fill=True)
-        dcp.save(state, storage_writer=perdure.dcp.Writer(directory, 4))
-        dcp.save(state, storage_writer=perdure.dcp.Writer(directory, 5, max_to_keep=1))
+        dcp.save(state, storage_writer=perdure.plugins.dcp.Writer(directory, 4))
+        dcp.save(state, storage_writer=perdure.plugins.dcp.Writer(directory, 5, max_to_keep=1))
         try:
             other = {**state, "plain": torch.full((2,), 9)}  # bits that would be written
-            dcp.save(other, storage_writer=perdure.dcp.Writer(directory, 6 + rank))
+            dcp.save(other, storage_writer=perdure.plugins.dcp.Writer(directory, 6 + rank))
         except CheckpointException as error:
             answer["steps"] = str(error)
     else:
         state = sharded(mesh, Shard(1), fill=False)
-        dcp.load(state, storage_reader=perdure.dcp.Reader(directory))
+        dcp.load(state, storage_reader=perdure.plugins.dcp.Reader(directory))
         whole = sharded(mesh, Shard(1), fill=True)
         answer["equal"] = state["step"] == 4 and all(
             torch.equal(state["model"][name].full_tensor(), whole["model"][name].full_tensor())

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_worker import Model
 from torch.utils.data import DataLoader, Dataset
 
-import perdure.lightning
+import perdure.plugins.lightning
 import perdure.torch
 
 warnings.simplefilter("ignore")  # Lightning advises on workers, logging and resumable loaders
@@ -123,12 +123,12 @@ def run(variant: Variant, directory: Path, start: Path | None = None) -> Any:
         save_on_train_epoch_end=True if variant.every == "epoch end" else None,
     )
     spy = Spy()
-    exact = [perdure.lightning.ExactResume()] if variant.exact else []
+    exact = [perdure.plugins.lightning.ExactResume()] if variant.exact else []
     trainer = Trainer(
         max_epochs=3,
         accelerator="cpu",
         callbacks=[saver, spy, *exact],
-        plugins=[perdure.lightning.CheckpointIO()],
+        plugins=[perdure.plugins.lightning.CheckpointIO()],
         accumulate_grad_batches=variant.accumulates,
         limit_train_batches=variant.limit,
         num_sanity_val_steps=0,

@@ -1,7 +1,7 @@
 """A Lightning module with dropout and a shuffled DataLoader: `lightning_worker.py HOW DIRECTORY`.
 
-HOW: `plugin` or `fit` (`perdure.lightning.fit`); with `-SIGKILL` or `-SIGTERM` for that signal in the
-eighth step, in the second epoch of four steps.
+HOW: `plugin` or `fit` (`perdure.plugins.lightning.fit`); with `-SIGKILL` or `-SIGTERM` for that signal
+in the eighth step, in the second epoch of four steps.
 The last line of the output is JSON.
 """
 
@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-import perdure.lightning
+import perdure.plugins.lightning
 
 KILLED_AT = 8
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
@@ -64,7 +64,7 @@ def main() -> None:
     loader = DataLoader(TensorDataset(rows[:, :4], rows[:, 4:]), batch_size=2, shuffle=True)
     saver = ModelCheckpoint(directory, every_n_train_steps=2, save_last=True)
     begin = Begin()
-    callbacks: list[Callback] = [saver, perdure.lightning.ExactResume(), begin]
+    callbacks: list[Callback] = [saver, perdure.plugins.lightning.ExactResume(), begin]
     way, _, fault = how.partition("-")
     if way == "fit":
         callbacks = [begin]
@@ -75,13 +75,13 @@ def main() -> None:
         default_root_dir=directory,
         accelerator="cpu",
         callbacks=callbacks,
-        plugins=[perdure.lightning.CheckpointIO()] if way == "plugin" else None,
+        plugins=[perdure.plugins.lightning.CheckpointIO()] if way == "plugin" else None,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     if way == "fit":
-        perdure.lightning.fit(trainer, directory, model, loader, every_n_train_steps=2)
+        perdure.plugins.lightning.fit(trainer, directory, model, loader, every_n_train_steps=2)
     else:
         trainer.fit(model, loader, ckpt_path="last")
     assert not fault, "the signal did not end the run"

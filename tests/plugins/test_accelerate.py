@@ -55,7 +55,7 @@ def test_accelerate_alone_ends_with_other_bits(tmp_path: Path) -> None:
 def test_loaders_that_cannot_be_resumed_exactly_are_refused(tmp_path: Path) -> None:
     from accelerate import Accelerator
 
-    from perdure.accelerate import batches
+    from perdure.plugins.accelerate import batches
 
     def plain(**options: Any) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.zeros(4, 5)), shuffle=True, **options)
@@ -77,7 +77,7 @@ def test_loaders_that_cannot_be_resumed_exactly_are_refused(tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore")  # of the import of accelerate
 def test_several_processes_are_refused(tmp_path: Path) -> None:
-    from perdure.accelerate import batches
+    from perdure.plugins.accelerate import batches
 
     accelerator: Any = SimpleNamespace(num_processes=2)
     with pytest.raises(StateError) as caught:

@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 import perdure
-import perdure.dcp
+import perdure.plugins.dcp
 from damage import flip
 from forked import events, run_forked
-from perdure import heartbeats
 from perdure.errors import (
     ArgumentError,
     MismatchError,
@@ -33,7 +32,8 @@ from perdure.errors import (
     NotARunError,
     StateError,
 )
-from perdure.host import require_version
+from perdure.plugins.host import require_version
+from perdure.runtime import heartbeats
 from perdure.store import Run
 
 WORKER = Path(__file__).with_name("dcp_worker.py")
@@ -55,11 +55,11 @@ def work(action: str, directory: Path, ranks: int = 1) -> list[tuple[int, Any]]:
 
 
 def save(directory: Path, step: int, state: dict[str, Any], **options: Any) -> None:
-    dcp.save(state, storage_writer=perdure.dcp.Writer(directory, step, **options))
+    dcp.save(state, storage_writer=perdure.plugins.dcp.Writer(directory, step, **options))
 
 
 def load(directory: Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    dcp.load(state, storage_reader=perdure.dcp.Reader(directory, **options))
+    dcp.load(state, storage_reader=perdure.plugins.dcp.Reader(directory, **options))
     return state
 
 
@@ -113,15 +113,15 @@ def test_two_ranks_save_shards_that_other_layouts_load(tmp_path: Path) -> None:
     like = {"model": {"rows": torch.zeros(5, 4)}}
     with perdure.CheckpointManager(run) as manager, pytest.raises(MismatchError) as caught:
         manager.restore(like=like, leaves="model/rows")
-    assert "was saved by perdure.dcp.Writer" in str(caught.value)
-    assert "perdure.dcp.Reader" in str(caught.value)
+    assert "was saved by perdure.plugins.dcp.Writer" in str(caught.value)
+    assert "perdure.plugins.dcp.Reader" in str(caught.value)
 
 
 def test_steps_are_compared_at_the_end_where_plans_may_be_those_of_an_earlier_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SavePlanner, "_cached_all_plans", {"planner": []}, raising=False)
-    writer = perdure.dcp.Writer(tmp_path, 2)
+    writer = perdure.plugins.dcp.Writer(tmp_path, 2)
     plans = [SavePlan([], storage_data=step) for step in (1, 2)]
     assert writer.prepare_global_plan(plans) == plans
     results = [[WriteResult(MetadataIndex(step), 0, None)] for step in ("2", "3")]
@@ -190,7 +190,7 @@ def test_objects_of_every_kind_come_back(tmp_path: Path) -> None:
 def test_async_save_stores_the_state_of_its_call(tmp_path: Path) -> None:
     value = torch.ones(4)
     torch.manual_seed(5)
-    done = dcp.async_save({"x": value}, storage_writer=perdure.dcp.Writer(tmp_path, 1))
+    done = dcp.async_save({"x": value}, storage_writer=perdure.plugins.dcp.Writer(tmp_path, 1))
     value.zero_()
     expected = torch.rand(1)
     done.result()  # type: ignore[union-attr]
@@ -248,7 +248,7 @@ def test_refusals_name_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as caught:
         save(tmp_path, 4, {"x": torch.zeros(1)})
     assert "the newest checkpoint is step 5" in str(caught.value)
-    writer = perdure.dcp.Writer(tmp_path, 6)
+    writer = perdure.plugins.dcp.Writer(tmp_path, 6)
     with pytest.raises(ArgumentError) as refused:
         dcp.save({"x": torch.zeros(1)}, storage_writer=writer, checkpoint_id="a")
     assert "named by its step" in str(refused.value)
@@ -278,7 +278,7 @@ def test_another_writer_and_another_checkpoint_in_a_rank(tmp_path: Path) -> None
     assert "LockedError" in str(caught.value)
     plans = []
     for step in (1, 2):
-        reader = perdure.dcp.Reader(tmp_path, step)
+        reader = perdure.plugins.dcp.Reader(tmp_path, step)
         reader.read_metadata()
         plans.append(reader.prepare_local_plan(dcp.LoadPlan([])))
     with pytest.raises(perdure.errors.StateError) as differing:

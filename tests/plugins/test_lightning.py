@@ -95,7 +95,7 @@ def test_every_checkpoint_is_resumed_exactly_and_those_of_resumed_runs(tmp_path:
 
 
 def test_checkpoints_are_exact_verified_and_replaced(tmp_path: Path) -> None:
-    from perdure.lightning import CheckpointIO
+    from perdure.plugins.lightning import CheckpointIO
 
     plugin = CheckpointIO()
     path = tmp_path / "last.ckpt"
@@ -130,7 +130,7 @@ def test_checkpoints_are_exact_verified_and_replaced(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_manager_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    from perdure.lightning import CheckpointIO
+    from perdure.plugins.lightning import CheckpointIO
 
     with perdure.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"w": torch.ones(2)})
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_a_manager_is_refused_with_the_way_out(tmp_path: Path) -
 
 
 def test_a_loaded_tensor_is_in_the_memory_that_was_read(tmp_path: Path) -> None:
-    from perdure.lightning import CheckpointIO
+    from perdure.plugins.lightning import CheckpointIO
 
     large = torch.arange(100_000.0)
     CheckpointIO().save_checkpoint({"global_step": 1, "w": large}, tmp_path / "a.ckpt")
@@ -153,7 +153,7 @@ def test_a_checkpoint_is_removed_after_a_save_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`AsyncCheckpointIO` saves in one thread and removes in another."""
-    from perdure.lightning import CheckpointIO
+    from perdure.plugins.lightning import CheckpointIO
 
     path = tmp_path / "a.ckpt"
     remover = threading.Thread(target=lambda: CheckpointIO().remove_checkpoint(path))
@@ -211,7 +211,7 @@ def test_loaders_that_cannot_be_resumed_exactly_are_refused(
 ) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
-    from perdure.lightning import fit
+    from perdure.plugins.lightning import fit
 
     class Model(LightningModule):
         def __init__(self) -> None:
@@ -244,7 +244,7 @@ def test_loaders_that_cannot_be_resumed_exactly_are_refused(
 def test_several_processes_are_refused() -> None:
     from types import SimpleNamespace
 
-    from perdure.lightning import ExactResume
+    from perdure.plugins.lightning import ExactResume
 
     with pytest.raises(StateError) as caught:
         ExactResume().setup(SimpleNamespace(world_size=2), None, "fit")  # type: ignore[arg-type]

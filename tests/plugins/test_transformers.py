@@ -117,7 +117,7 @@ def test_another_batch_size_is_refused(killed: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_exact_is_refused(
     tmp_path: Path, settings: dict[str, Any], fsdp: bool, arguments: dict[str, Any], found: str
 ) -> None:
-    from perdure.transformers import train
+    from perdure.plugins.transformers import train
 
     usual = {
         "world_size": 1,
@@ -138,7 +138,7 @@ def test_what_cannot_be_exact_is_refused(
 def test_a_loader_of_a_subclass_that_keeps_its_workers_is_refused(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
-    from perdure.transformers import train
+    from perdure.plugins.transformers import train
 
     class Keeping(Trainer):
         def get_train_dataloader(self) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-import perdure.transformers
+import perdure.plugins.transformers
 from perdure import CheckpointManager, ManagerOptions
 
 KILLED_AT = 5
@@ -77,9 +77,9 @@ def main() -> None:
     elif how.startswith("no-random"):
         options = ManagerOptions(save_random_state=False)
         with CheckpointManager(directory, save_interval_steps=2, options=options) as manager:
-            perdure.transformers.train(trainer, manager)
+            perdure.plugins.transformers.train(trainer, manager)
     else:
-        perdure.transformers.train(trainer, directory)
+        perdure.plugins.transformers.train(trainer, directory)
     assert not killer, "the kill did not happen"
     bits = [value.tolist() for value in model.state_dict().values()]
     losses = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from supervised import Run, cli, gone, loop
 
-from perdure.heartbeats import Beat
+from perdure.runtime.heartbeats import Beat
 from perdure.supervise import Observer, Supervisor, memory_limit
 from perdure.supervise.memory_limit import MemoryLimit
 from perdure.supervise.orphan_reaper import end_marked, marked

@@ -20,7 +20,7 @@ PROGRAM = """
 import json, os, time
 from pathlib import Path
 from perdure import heartbeat
-from perdure.excluded_devices import excluded_devices, report_corruption
+from perdure.runtime.excluded_devices import excluded_devices, report_corruption
 attempt, rank = int(os.environ["PERDURE_ATTEMPT"]), int(os.environ["RANK"])
 told = [rank, int(os.environ["WORLD_SIZE"]), sorted(excluded_devices())]
 Path(f"told-{attempt}-{rank}").write_text(json.dumps(told))

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perdure import CheckpointManager, heartbeat, heartbeats
-from perdure.heartbeats import Beat, read
+from perdure import CheckpointManager, heartbeat
+from perdure.runtime import heartbeats
+from perdure.runtime.heartbeats import Beat, read
 
 
 @pytest.fixture
@@ -119,19 +120,19 @@ def test_a_child_that_imports_perdure_does_not_write_over_the_loop(path: str) ->
     heartbeat(0)
     heartbeat(1)
     before = last(path)
-    subprocess.run([sys.executable, "-c", "import perdure.heartbeats"], check=True)
+    subprocess.run([sys.executable, "-c", "import perdure.runtime.heartbeats"], check=True)
     assert last(path) == before
     # The control: in a file that nobody owns, that import is a heartbeat.
     free = f"{path}-free"
     environment = {**os.environ, heartbeats.VARIABLE: free}
-    line = [sys.executable, "-c", "import perdure.heartbeats"]
+    line = [sys.executable, "-c", "import perdure.runtime.heartbeats"]
     subprocess.run(line, check=True, env=environment)
     assert (last(free).phase, last(free).step) == ("start", None)
 
 
 def test_the_import_of_perdure_alone_is_the_first_heartbeat(path: str) -> None:
     free = f"{path}-free"
-    code = "import sys, perdure; print('perdure.heartbeats' in sys.modules)"
+    code = "import sys, perdure; print('perdure.runtime.heartbeats' in sys.modules)"
     shown = []
     for environment in ({**os.environ, heartbeats.VARIABLE: free}, _without_variable()):
         run = subprocess.run(

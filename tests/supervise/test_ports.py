@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from perdure import ports
 from perdure.errors import LaunchError
+from perdure.runtime import ports
 
 
 @pytest.mark.parametrize("host", [ports.HOST, ""])

@@ -18,7 +18,7 @@ from supervised import HOLDS, Run, cli, environment, held, loop
 
 from perdure.cli import main
 from perdure.errors import LaunchError
-from perdure.heartbeats import Beat
+from perdure.runtime.heartbeats import Beat
 from perdure.supervise import Observer, RunOptions, Supervisor, supervisor
 from perdure.supervise.record import FILE, RecordedRun, RunLog, describe_process, read_runs
 from perdure.supervise.worker import Worker
@@ -98,7 +98,7 @@ def test_steps_are_logged_now_and_then_only() -> None:
 
 
 SAVES = """
-from perdure import heartbeats
+from perdure.runtime import heartbeats
 assert heartbeats.saved_before("runs/a") == (None if ATTEMPT == 1 else 9)
 def fault(step):
     if step == 10:

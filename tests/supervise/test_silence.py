@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from perdure.heartbeats import Beat
+from perdure.runtime.heartbeats import Beat
 from perdure.supervise.options import Limits
 from perdure.supervise.silence import BUSY, DEFAULT_S, WINDOW_S, Silence
 

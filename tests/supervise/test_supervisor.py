@@ -23,8 +23,8 @@ import pytest
 from supervised import HOLDS, Full, LoopObserver, Run, cli, environment, gone, held, loop, pids
 
 from perdure.errors import LaunchError
-from perdure.heartbeats import Beat
-from perdure.ports import free_ports
+from perdure.runtime.heartbeats import Beat
+from perdure.runtime.ports import free_ports
 from perdure.supervise import (
     Limits,
     Observer,
@@ -861,7 +861,7 @@ def test_a_child_that_imports_perdure_does_not_make_a_crash_one_of_the_start() -
     fault = """
 def fault(step):
     if ATTEMPT == 1 and step == 8:
-        subprocess.run([sys.executable, "-c", "import perdure.heartbeats"])
+        subprocess.run([sys.executable, "-c", "import perdure.runtime.heartbeats"])
         sys.exit(3)
 """
     run = Run(loop(fault))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from perdure.checkpoint.preemption import EXIT_PREEMPTED, TerminationConfig
     from perdure.checkpoint.preemption_handler import PreemptionCheckpointHandler
     from perdure.checkpoint.retention import Retention
-    from perdure.process_group import Processes, SingleProcess
+    from perdure.runtime.process_group import Processes, SingleProcess
     from perdure.state.per_rank import PerRank
     from perdure.state.restore_report import RestoreReport
 
@@ -24,11 +24,11 @@ _HOMES = {
     "ManagerOptions": "perdure.checkpoint.manager_options",
     "PerRank": "perdure.state.per_rank",
     "PreemptionCheckpointHandler": "perdure.checkpoint.preemption_handler",
-    "Processes": "perdure.process_group",
+    "Processes": "perdure.runtime.process_group",
     "RestoreReport": "perdure.state.restore_report",
     "Restored": "perdure.checkpoint.manager_options",
     "Retention": "perdure.checkpoint.retention",
-    "SingleProcess": "perdure.process_group",
+    "SingleProcess": "perdure.runtime.process_group",
     "TerminationConfig": "perdure.checkpoint.preemption",
     "latest_checkpoint": "perdure.checkpoint.checkpoint",
     "load_checkpoint": "perdure.checkpoint.checkpoint",

@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from perdure import errors
 from perdure.errors import ClusterError, CorruptionError, StoreError, WorkerLostError
-from perdure.framework_group import framework_group
-from perdure.process_group import ByAgreement, Processes
+from perdure.runtime.framework_group import framework_group
+from perdure.runtime.process_group import ByAgreement, Processes
 
 _MOST_CALLS = 20
 

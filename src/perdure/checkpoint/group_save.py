@@ -38,7 +38,7 @@ from perdure.checkpoint.shard_layouts import (
 )
 from perdure.checkpoint.slice_exchange import SliceExchange
 from perdure.errors import ArgumentError, PerdureError, SaveError, StateError, WorkerLostError
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 from perdure.store import Leaf, Run
 from perdure.store.catalog import Catalog
 from perdure.store.entry_builder import StoredChunk

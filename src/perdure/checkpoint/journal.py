@@ -37,8 +37,8 @@ from perdure.errors import (
     UnsupportedLeafError,
     WorkerLostError,
 )
-from perdure.heartbeats import beat
-from perdure.process_group import Processes
+from perdure.runtime.heartbeats import beat
+from perdure.runtime.process_group import Processes
 from perdure.store import LocalStorage, Run
 from perdure.store.drill_hook import drill_hook
 from perdure.store.manifest import plain_metrics

@@ -11,7 +11,7 @@ from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.mirror import Mirror
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.recipe import RecipeCheck
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 from perdure.store import Run
 
 

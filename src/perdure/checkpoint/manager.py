@@ -31,8 +31,8 @@ from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.saver import BackgroundSaver
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
-from perdure.heartbeats import beat, committed, reporting_refusal, require_never_saved
-from perdure.process_group import Processes, group_of
+from perdure.runtime.heartbeats import beat, committed, reporting_refusal, require_never_saved
+from perdure.runtime.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
 from perdure.state.walk import Unwalked
 from perdure.store import Run, Storage

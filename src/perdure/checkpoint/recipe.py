@@ -23,7 +23,7 @@ from perdure.checkpoint.arguments import is_text, require_name, shown
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import GroupCall, SentError, caught, decoded, together
 from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 from perdure.state.environment import of_process
 from perdure.store.manifest import RecipeValue
 from perdure.text import few

@@ -23,7 +23,7 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 from perdure.store import Loaded, Run, Storage
 from perdure.store.loading import EVERYTHING, Needs
 

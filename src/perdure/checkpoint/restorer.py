@@ -40,7 +40,7 @@ from perdure.text import counted, few
 
 _LOAD_WITH_DCP = (
     "where each shard of a tensor is a leaf, and an optimizer has DCP's form: load it with "
-    "`dcp.load(state_dict, storage_reader=perdure.dcp.Reader(RUN))`."
+    "`dcp.load(state_dict, storage_reader=perdure.plugins.dcp.Reader(RUN))`."
 )
 
 _MOST_SHOWN = 300
@@ -179,7 +179,9 @@ class Restorer:
                 )
             except MismatchError as error:
                 if any(leaf.path == DCP_LAYOUT for leaf in manifest.process_leaves):
-                    text = f"{error} {where} was saved by perdure.dcp.Writer, {_LOAD_WITH_DCP}"
+                    text = (
+                        f"{error} {where} was saved by perdure.plugins.dcp.Writer, {_LOAD_WITH_DCP}"
+                    )
                     raise MismatchError(text) from error
                 raise
             self._warn_of_one_device(state)

@@ -37,8 +37,8 @@ from perdure.errors import (
     StoreError,
     UnsupportedLeafError,
 )
-from perdure.heartbeats import committed, saving
-from perdure.process_group import Processes
+from perdure.runtime.heartbeats import committed, saving
+from perdure.runtime.process_group import Processes
 from perdure.state import snapshot
 from perdure.state.extra_members import ExtraMembers
 from perdure.state.per_rank import RankContext, rank_context

@@ -31,7 +31,7 @@ from perdure.checkpoint.shared_memory import (
     send_memory,
     shared_memory,
 )
-from perdure.framework_group import framework_group
+from perdure.runtime.framework_group import framework_group
 from perdure.store.format import CHUNK_BYTES
 from perdure.store.shard_chunks import Fetch
 

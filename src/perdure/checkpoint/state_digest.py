@@ -11,7 +11,7 @@ from blake3 import blake3
 from perdure.digests import Digest, combined, digests_of_leaves, leaf_digests
 from perdure.digests.digest import leaf_digests_of_each
 from perdure.errors import UnsupportedLeafError
-from perdure.process_group import Processes, group_of
+from perdure.runtime.process_group import Processes, group_of
 from perdure.state import flatten
 from perdure.state.per_rank import rank_context
 from perdure.store.drill_hook import drill_hook

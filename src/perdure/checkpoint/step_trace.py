@@ -10,7 +10,7 @@ from typing import Any
 
 from perdure.checkpoint.state_digest import digests_by_path
 from perdure.errors import UnsupportedLeafError
-from perdure.process_group import Processes, SingleProcess
+from perdure.runtime.process_group import Processes, SingleProcess
 from perdure.store.drill_hook import drill_hook
 
 

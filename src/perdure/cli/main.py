@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from perdure import __version__, heartbeats
+from perdure import __version__
 from perdure.cli.output import discard_unwritten, is_output_error, report
 from perdure.errors import ArgumentError, NotARunError, PerdureError, StepNotFoundError
+from perdure.runtime import heartbeats
 
 GROUPS = {
     "Train": ("run", "status", "demo"),

@@ -218,7 +218,7 @@ def _cache(named: Path | None) -> Path | None:
 
 
 def _audit(rate: float | None, on_corruption: str | None) -> dict[str, str]:
-    from perdure.excluded_devices import AUDIT, ON_CORRUPTION
+    from perdure.runtime.excluded_devices import AUDIT, ON_CORRUPTION
 
     variables = {AUDIT: rate, ON_CORRUPTION: on_corruption}
     return {name: str(value) for name, value in variables.items() if value is not None}

@@ -29,7 +29,7 @@ from perdure.distribute.run.context import (
 )
 from perdure.distribute.strategy import Strategy, get_strategy
 from perdure.distribute.values import PerReplica, ReduceOp
-from perdure.process_group import Processes, SingleProcess
+from perdure.runtime.process_group import Processes, SingleProcess
 
 __all__ = [
     "Cluster",

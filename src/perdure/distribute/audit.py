@@ -29,8 +29,8 @@ from perdure.errors import (
     StateError,
     TopologyError,
 )
-from perdure.excluded_devices import AUDIT, ON_CORRUPTION, named_numbers, report_corruption
-from perdure.process_group import Processes
+from perdure.runtime.excluded_devices import AUDIT, ON_CORRUPTION, named_numbers, report_corruption
+from perdure.runtime.process_group import Processes
 from perdure.state import flatten, restore
 from perdure.store.leaf import Leaf
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from perdure.distribute.arrays import namespace
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 
 Scalar = str | int | float | bool
 

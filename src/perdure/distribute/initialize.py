@@ -7,7 +7,7 @@ from importlib import import_module
 
 from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.errors import ClusterError, missing_extra
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 
 ENGINES = ("jax", "torch")
 

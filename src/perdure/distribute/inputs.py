@@ -17,7 +17,7 @@ from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute.engine import Scalar
 from perdure.distribute.values import PerReplica
 from perdure.errors import DataError
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 
 
 class StepDataset(Protocol):

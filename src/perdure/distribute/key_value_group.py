@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Protocol
 
 from perdure.errors import WorkerLostError
-from perdure.process_group import ByAgreement, given
+from perdure.runtime.process_group import ByAgreement, given
 
 # gRPC refuses messages above 4 MiB.
 _PIECE = 2**20

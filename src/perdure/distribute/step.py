@@ -19,7 +19,7 @@ from perdure.distribute.step_check import step_check
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import ArgumentError, StateError, TopologyError
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 from perdure.state import flatten
 
 

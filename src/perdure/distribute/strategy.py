@@ -37,7 +37,7 @@ from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica, ReduceOp
 from perdure.distribute.watching_engines import FiniteEngine, traced_engine
 from perdure.errors import DataError, TopologyError
-from perdure.process_group import Processes
+from perdure.runtime.process_group import Processes
 from perdure.tensorflow_names import TensorFlowNames
 
 # In the recipe. It changes with the order of additions, the addition itself, the derivation of keys and

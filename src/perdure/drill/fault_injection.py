@@ -41,10 +41,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
 
-from perdure import heartbeats
 from perdure.drill.jumping_clock import jump
 from perdure.drill.working_directory import ROOT
 from perdure.drill.written_files import EVENTS, LineSigns
+from perdure.runtime import heartbeats
 from perdure.state import process_random
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes
 from perdure.store.local import LocalStorage

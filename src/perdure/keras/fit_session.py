@@ -19,12 +19,12 @@ from keras.callbacks import Callback
 from perdure.checkpoint import Checkpoint, CheckpointManager
 from perdure.checkpoint.recipe import allowed, check_resume
 from perdure.errors import TrainError
-from perdure.heartbeats import beat
 from perdure.keras import fit_arguments, fit_inputs, model_state, packing
 from perdure.keras.callback_state import CallbackState
 from perdure.keras.fit_batches import FitBatches
 from perdure.keras.fit_internals import RunningFit
 from perdure.keras.open_managers import close_manager, finish_others
+from perdure.runtime.heartbeats import beat
 from perdure.state import flatten, restore, snapshot, unflatten
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 from msgspec import Struct
 
-from perdure.process_stat import START, STATE, stat_fields
+from perdure.runtime.process_stat import START, STATE, stat_fields
 from perdure.store.bucket import Bucket, version_of
 from perdure.store.format import TEMP_SUFFIX
 from perdure.store.storage import LostLock

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from perdure.excluded_devices import CorruptionReport
-from perdure.heartbeats import Beat
-from perdure.ports import is_taken
+from perdure.runtime.excluded_devices import CorruptionReport
+from perdure.runtime.heartbeats import Beat
+from perdure.runtime.ports import is_taken
 from perdure.supervise.history import AttemptRecord, Kind
 from perdure.supervise.options import RunOptions
 from perdure.supervise.silence import Silence

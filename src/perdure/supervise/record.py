@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from perdure.errors import CorruptionError
-from perdure.process_stat import START, stat_fields
+from perdure.runtime.process_stat import START, stat_fields
 from perdure.store.local import LocalStorage
 from perdure.store.log import LogWriter, read_lines
 from perdure.store.regular_file import open_regular

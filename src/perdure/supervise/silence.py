@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
-from perdure.heartbeats import Beat
+from perdure.runtime.heartbeats import Beat
 from perdure.supervise.options import Limits
 
 DEFAULT_S = {

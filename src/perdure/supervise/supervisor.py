@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from perdure import heartbeats
 from perdure.errors import LaunchError
-from perdure.heartbeats import Beat
-from perdure.ports import free_ports
+from perdure.runtime import heartbeats
+from perdure.runtime.heartbeats import Beat
+from perdure.runtime.ports import free_ports
 from perdure.supervise.attempt import PREEMPTED, Attempt
 from perdure.supervise.cache import cache_variables, drop_recent
 from perdure.supervise.console import Console

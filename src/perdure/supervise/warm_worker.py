@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from perdure import heartbeats
 from perdure.errors import LaunchError
+from perdure.runtime import heartbeats
 from perdure.supervise.worker_environment import ATTEMPT, DESCRIPTIONS
 
 BECOME_WORKER = "from perdure.supervise.warm_worker import become_worker; become_worker()"

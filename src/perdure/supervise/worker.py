@@ -14,10 +14,10 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from perdure import heartbeats
-from perdure.excluded_devices import CorruptionReport, read_report
-from perdure.heartbeats import Beat
-from perdure.process_stat import SESSION, STATE, TIMES, stat_fields
+from perdure.runtime import heartbeats
+from perdure.runtime.excluded_devices import CorruptionReport, read_report
+from perdure.runtime.heartbeats import Beat
+from perdure.runtime.process_stat import SESSION, STATE, TIMES, stat_fields
 from perdure.supervise.memory_limit import MemoryLimit
 from perdure.supervise.worker_log import WorkerLog
 

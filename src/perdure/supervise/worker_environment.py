@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from perdure.errors import LaunchError
-from perdure.excluded_devices import EXCLUDED, excluded_devices
-from perdure.ports import HOST
+from perdure.runtime.excluded_devices import EXCLUDED, excluded_devices
+from perdure.runtime.ports import HOST
 
 ATTEMPT = "PERDURE_ATTEMPT"
 # These are removed from the environment first; another description would contradict this one.

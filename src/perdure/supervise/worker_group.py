@@ -19,9 +19,9 @@ from json import JSONDecoder
 from pathlib import Path
 from typing import Any
 
-from perdure import heartbeats
 from perdure.errors import ClusterError
-from perdure.ports import free_ports
+from perdure.runtime import heartbeats
+from perdure.runtime.ports import free_ports
 from perdure.supervise.worker import Worker
 from perdure.supervise.worker_environment import tf_config
 

@@ -24,7 +24,7 @@ from operator import or_
 from typing import Any, NoReturn
 
 from perdure.checkpoint.preemption import Interrupted
-from perdure.heartbeats import beat
+from perdure.runtime.heartbeats import beat
 from perdure.train.batch_source import BatchSource, IteratorBatchSource, evaluation_batches
 from perdure.train.computation import Computation
 from perdure.train.metrics import Means, is_finite, scalars

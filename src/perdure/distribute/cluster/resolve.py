@@ -14,7 +14,7 @@ from perdure.distribute.cluster.schedulers import from_kubernetes, from_open_mpi
 from perdure.distribute.cluster.tf_config import from_tf_config
 from perdure.distribute.cluster.variables import from_jax, from_torchrun
 from perdure.errors import ClusterError
-from perdure.framework_group import framework_group
+from perdure.runtime.framework_group import framework_group
 
 # Names one of several sources, for a program that takes no argument.
 SOURCE = "PERDURE_CLUSTER"

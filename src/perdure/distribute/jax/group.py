@@ -34,7 +34,7 @@ from perdure.distribute.key_value_group import (
     unreachable,
 )
 from perdure.errors import ClusterError, UnsupportedLeafError, WorkerLostError
-from perdure.process_group import Processes, SingleProcess
+from perdure.runtime.process_group import Processes, SingleProcess
 from perdure.state.jax_state import weaken
 
 # Shape, dtype and weak type of each leaf.

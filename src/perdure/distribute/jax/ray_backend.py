@@ -19,9 +19,9 @@ from ray.train.backend import Backend, BackendConfig
 from perdure.distribute.cluster import Cluster, ClusterOptions
 from perdure.distribute.cluster.variables import ADDRESS, COUNT, INDEX, join_address
 from perdure.errors import ClusterError
-from perdure.ports import free_ports
+from perdure.runtime.ports import free_ports
 
-# Without Ray, type checkers would take perdure.ray for it.
+# Without Ray, type checkers would take perdure.plugins.ray for it.
 ray: Any = importlib.import_module("ray")
 
 logger = logging.getLogger(__name__)

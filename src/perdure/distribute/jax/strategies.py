@@ -10,7 +10,7 @@ from perdure.distribute.jax import group
 from perdure.distribute.jax.engine import Devices, JaxEngine
 from perdure.distribute.jax.xla_settings import pin
 from perdure.distribute.strategy import Strategy
-from perdure.process_group import SingleProcess
+from perdure.runtime.process_group import SingleProcess
 
 
 class MirroredStrategy(Strategy):

@@ -42,8 +42,8 @@ from perdure.distribute.torch.first_step import FirstStep
 from perdure.distribute.torch.random_streams import make_generator, seed
 from perdure.distribute.torch.state_view import StateView
 from perdure.errors import StateError, TopologyError
-from perdure.excluded_devices import without_excluded
-from perdure.process_group import Processes
+from perdure.runtime.excluded_devices import without_excluded
+from perdure.runtime.process_group import Processes
 from perdure.state.environment import of_torch, torch_not_deterministic
 
 # Threads inside an operation. Processes gain more on a CPU than threads inside operations do, and

@@ -30,8 +30,8 @@ from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.key_value_group import KeyValueProcesses, late, lost, time_left, unreachable
 from perdure.distribute.lifeline import Lifeline
 from perdure.errors import ClusterError
-from perdure.framework_group import innermost_store
-from perdure.process_group import Processes, SingleProcess
+from perdure.runtime.framework_group import innermost_store
+from perdure.runtime.process_group import Processes, SingleProcess
 
 _joined: dict[Cluster, Processes] = {}
 _subgroups: dict[tuple[int, ...], Processes] = {}

@@ -8,7 +8,7 @@ from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_
 from perdure.distribute.strategy import Strategy
 from perdure.distribute.torch import group
 from perdure.distribute.torch.engine import TorchEngine
-from perdure.process_group import SingleProcess
+from perdure.runtime.process_group import SingleProcess
 
 
 class MirroredStrategy(Strategy):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from perdure import heartbeats
 from perdure.errors import TopologyError
+from perdure.runtime import heartbeats
 
 AUDIT = "PERDURE_AUDIT"
 ON_CORRUPTION = "PERDURE_ON_CORRUPTION"

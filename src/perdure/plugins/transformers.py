@@ -1,8 +1,8 @@
 """For users of the Hugging Face Trainer: `train`, which resumes by itself, also within an epoch.
 
-    perdure.transformers.train(trainer, "runs/a")  # in place of trainer.train()
+    perdure.plugins.transformers.train(trainer, "runs/a")  # in place of trainer.train()
 
-Inside the package this module is `perdure.transformers`; `import transformers` still means the library.
+In this module, too, `import transformers` means the library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
 from perdure.errors import ArgumentError, StateError, missing_extra
-from perdure.host import (
+from perdure.plugins.host import (
     GeneratorStates,
     generator_states,
     has_persistent_workers,
@@ -174,18 +174,19 @@ class _Checkpoints(TrainerCallback):
 def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
     if "resume_from_checkpoint" in arguments:
         raise ArgumentError(
-            "resume_from_checkpoint: expected none, because `perdure.transformers.train` resumes from "
-            "the run directory; call `trainer.train` to start from a folder of the Trainer."
+            "resume_from_checkpoint: expected none, because `perdure.plugins.transformers.train` "
+            "resumes from the run directory; `trainer.train` starts from a folder of the Trainer."
         )
     if trainer.args.world_size > 1:
         raise StateError(
-            f"perdure.transformers: expected one process, found {trainer.args.world_size}. The data "
-            f"position of several has not been proved; use the Trainer's own checkpoints."
+            f"perdure.plugins.transformers: expected one process, found {trainer.args.world_size}. The "
+            f"data position of several has not been proved; use the Trainer's own checkpoints."
         )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise StateError(
             "the Trainer shards its model (FSDP or DeepSpeed): expected a whole model in each process. "
-            "Save with the Trainer's own checkpoints, or train with a loop of your own and perdure.dcp."
+            "Save with the Trainer's own checkpoints, or train with a loop of your own and "
+            "perdure.plugins.dcp."
         )
     if trainer.args.ignore_data_skip:
         raise StateError(

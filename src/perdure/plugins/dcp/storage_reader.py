@@ -22,7 +22,14 @@ from torch.futures import Future
 from perdure.checkpoint.address import find_step
 from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.dcp.layout import (
+from perdure.errors import (
+    CorruptionError,
+    MismatchError,
+    NoGoodCheckpointError,
+    StateError,
+    StepNotFoundError,
+)
+from perdure.plugins.dcp.layout import (
     DcpLayout,
     DcpRank,
     Place,
@@ -32,14 +39,7 @@ from perdure.dcp.layout import (
     refuse_id,
     saved_bytes,
 )
-from perdure.errors import (
-    CorruptionError,
-    MismatchError,
-    NoGoodCheckpointError,
-    StateError,
-    StepNotFoundError,
-)
-from perdure.heartbeats import beat
+from perdure.runtime.heartbeats import beat
 from perdure.state.leaf_values import plain_value
 from perdure.store import Storage
 from perdure.store.format import DCP_LAYOUT, WEAK_PREFIX, decode_json, steps_text

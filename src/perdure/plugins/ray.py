@@ -1,9 +1,9 @@
 """For users of Ray Train: a backend with which `jax.distributed` works with and without GPUs.
 
     from ray.train.v2.jax import JaxTrainer
-    JaxTrainer(loop, jax_config=perdure.ray.JaxConfig(), scaling_config=...).fit()
+    JaxTrainer(loop, jax_config=perdure.plugins.ray.JaxConfig(), scaling_config=...).fit()
 
-Inside the package this module is `perdure.ray`; `import ray` still means the framework.
+Inside the package this module is `perdure.plugins.ray`; `import ray` still means the framework.
 """
 
 from perdure.errors import missing_extra

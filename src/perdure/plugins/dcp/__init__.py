@@ -1,19 +1,19 @@
 """For users of PyTorch's distributed checkpoint (DCP): a storage that writes run directories.
 
-    dcp.save(state_dict, storage_writer=perdure.dcp.Writer("runs/a", step))
-    dcp.load(state_dict, storage_reader=perdure.dcp.Reader("runs/a"))
+    dcp.save(state_dict, storage_writer=perdure.plugins.dcp.Writer("runs/a", step))
+    dcp.load(state_dict, storage_reader=perdure.plugins.dcp.Reader("runs/a"))
 
 Invariant: a checkpoint is committed by its manifest, after all ranks have made their packs durable, and
 no byte is loaded unverified.
 """
 
 from perdure.errors import missing_extra
-from perdure.host import require_version
+from perdure.plugins.host import require_version
 
 require_version("torch", "torch", "2.6", "3")
 try:
-    from perdure.dcp.storage_reader import Reader
-    from perdure.dcp.storage_writer import Writer
+    from perdure.plugins.dcp.storage_reader import Reader
+    from perdure.plugins.dcp.storage_writer import Writer
 except ModuleNotFoundError as error:
     raise missing_extra("torch", error) from error
 

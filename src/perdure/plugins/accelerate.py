@@ -1,8 +1,8 @@
 """For users of Accelerate: a loop over batches that resumes by itself, in the middle of an epoch too.
 
-    for step, batch in perdure.accelerate.batches(accelerator, loader, "runs/a", epochs=3):
+    for step, batch in perdure.plugins.accelerate.batches(accelerator, loader, "runs/a", epochs=3):
 
-Inside the package this module is `perdure.accelerate`; `import accelerate` still means the library.
+In this module, too, `import accelerate` means the library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
 from perdure.errors import StateError, missing_extra
-from perdure.host import (
+from perdure.plugins.host import (
     GeneratorStates,
     generator_states,
     has_persistent_workers,
@@ -66,14 +66,14 @@ def batches(
     """
     if accelerator.num_processes > 1:
         raise StateError(
-            f"perdure.accelerate: expected one process, found {accelerator.num_processes}. The data "
-            f"position of several has not been proved; use `accelerator.save_state`, or a "
-            f"loop of your own with perdure.dcp."
+            f"perdure.plugins.accelerate: expected one process, found {accelerator.num_processes}. "
+            f"The data position of several has not been proved; use `accelerator.save_state`, or a "
+            f"loop of your own with perdure.plugins.dcp."
         )
     if not any(loader is prepared for prepared in accelerator._dataloaders):
         raise StateError(
-            f"perdure.accelerate: expected the loader that `accelerator.prepare` has returned for a "
-            f"DataLoader, found a {type(loader).__qualname__} that it has not prepared."
+            f"perdure.plugins.accelerate: expected the loader that `accelerator.prepare` has returned "
+            f"for a DataLoader, found a {type(loader).__qualname__} that it has not prepared."
         )
     if has_persistent_workers(accelerator._dataloaders):
         raise persistent_workers_error("Make each DataLoader with persistent_workers=False.")

@@ -23,7 +23,8 @@ from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.retention import Retention
 from perdure.checkpoint.retention_rules import lost_rules, recorded_retention
-from perdure.dcp.layout import (
+from perdure.errors import ArgumentError, StateError
+from perdure.plugins.dcp.layout import (
     DcpRank,
     done,
     generators,
@@ -32,8 +33,7 @@ from perdure.dcp.layout import (
     refuse_id,
     saved_bytes,
 )
-from perdure.errors import ArgumentError, StateError
-from perdure.heartbeats import beat
+from perdure.runtime.heartbeats import beat
 from perdure.state import process_random
 from perdure.state.leaf_errors import add_path
 from perdure.state.leaf_values import SCALARS, scalar_leaf

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.errors import HistoryError
-from perdure.process_stat import PARENT, STATE, stat_fields
+from perdure.runtime.process_stat import PARENT, STATE, stat_fields
 
 VARIABLE = "PERDURE_HEARTBEAT_FILE"
 SAVED = "PERDURE_SAVED"

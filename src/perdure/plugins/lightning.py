@@ -1,8 +1,8 @@
 """For users of Lightning: verified checkpoints, and a resume within an epoch that is exact.
 
-    perdure.lightning.fit(trainer, "runs/a", model, loader)  # in place of trainer.fit(model, loader)
+    perdure.plugins.lightning.fit(trainer, "runs/a", model, loader)  # in place of trainer.fit
 
-Inside the package this module is `perdure.lightning`; `import lightning` still means the library.
+In this module, too, `import lightning` means the library.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from perdure.errors import (
     UnsupportedLeafError,
     missing_extra,
 )
-from perdure.heartbeats import beat
-from perdure.host import (
+from perdure.plugins.host import (
     GeneratorStates,
     generator_states,
     has_persistent_workers,
@@ -36,6 +35,7 @@ from perdure.host import (
     require_version,
     restore_generators,
 )
+from perdure.runtime.heartbeats import beat
 from perdure.state import flatten
 from perdure.state.object_restore import ObjectStates
 from perdure.state.stateful import Stateful
@@ -84,7 +84,7 @@ def fit(
         ArgumentError: `ckpt_path` is given, or `every_n_train_steps` is not a positive integer.
         CorruptionError: All checkpoints are damaged.
         StateError: There are several processes, a loader has `persistent_workers=True`, the loader of
-            the validation is a `ResumableLoader`, or another perdure.lightning.fit of this trainer had
+            the validation is a `ResumableLoader`, or another `fit` of this trainer had
             another directory.
     """
     if "ckpt_path" in arguments:

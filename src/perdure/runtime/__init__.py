@@ -1,0 +1,1 @@
+"""What several rooms need of the machine and its processes: ports, heartbeats, devices, groups."""

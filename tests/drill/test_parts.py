@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -27,7 +29,13 @@ from perdure.drill.compare import (
 )
 from perdure.drill.damage import damage
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
-from perdure.drill.execution import DrilledProgram, _FaultObserver, phases_of, written_files
+from perdure.drill.execution import (
+    DrilledProgram,
+    _FaultObserver,
+    execute,
+    phases_of,
+    written_files,
+)
 from perdure.drill.fault_plan import (
     KINDS,
     LAST,
@@ -41,6 +49,7 @@ from perdure.drill.fault_plan import (
 )
 from perdure.drill.scenario import (
     Commit,
+    Fault,
     Launch,
     LaunchOutcome,
     Observed,
@@ -334,6 +343,51 @@ def test_a_restore_counts_for_the_phase_whose_steps_follow_it(tmp_path: Path) ->
         done = LaunchOutcome("exit 0", 1.0, 1, None)
         _FaultObserver(program, tmp_path, (), {}, phases=False)._collect(1, done)
         assert (done.restored, done.continued) == (counted, continued)
+
+
+# As torchrun: its own status is 1, whatever ended its process.
+LAUNCHER = """
+import signal, subprocess, sys
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]) != 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [Launch(signal="SIGTERM"), Launch((Fault("open", "kill"),))],
+    ids=["outside", "inside"],
+)
+def test_a_signal_of_the_drill_is_no_failure_before_the_first_step(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a launcher makes a failure of it; the control is a program that fails by itself."""
+    source = tmp_path / "source"
+    source.mkdir()
+    monkeypatch.chdir(source)
+    (source / "launch.py").write_text(LAUNCHER)
+    (source / "wrong.py").write_text("1 / 0")
+    shutil.copy(Path(__file__).parent / "programs" / "right.py", source)
+
+    def run(script: str) -> Outcome:
+        program = DrilledProgram(
+            (sys.executable, "launch.py", script), WorkingDirectory(source), cache=None
+        )
+        return execute(program, tmp_path / script, [launch])
+
+    # A worker inherits the mask, so that no signal comes before the launcher handles it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        right, wrong = run("right.py"), run("wrong.py")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert not right.problem
+    assert [attempt.ended for attempt in right.attempts] == ["worker 0: exit 1", "exit 0"]
+    assert right.attempts[0].first is None
+    assert "no fault had hit it" in wrong.problem
+    assert len(wrong.attempts) == (2 if launch.signal else 1)
 
 
 def test_an_end_that_is_missing_is_a_difference() -> None:

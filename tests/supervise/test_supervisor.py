@@ -35,6 +35,7 @@ from perdure.supervise import (
     supervisor,
 )
 from perdure.supervise.console import Console
+from perdure.supervise.history import AttemptRecord
 from perdure.supervise.orphan_reaper import MARK, marked
 from perdure.supervise.record import FILE
 from perdure.supervise.worker import Worker
@@ -377,8 +378,9 @@ class Marks(Observer):
             self.during.append(len(marked(self.mark)))
             worker.send(signal.SIGKILL)
 
-    def ended(self, attempt: Any) -> None:
+    def ended(self, attempt: AttemptRecord) -> AttemptRecord:
         self.after.append(len(marked(self.mark)))
+        return attempt
 
 
 def test_children_that_left_their_session_are_ended_with_their_attempt() -> None:

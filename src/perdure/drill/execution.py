@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ LOGS = "logs"
 STOPPED_S = 0.5
 _SPARE_RESTARTS = 2
 _TAIL = 12
+_ENDING = ("kill", "term", "torn")  # faults inside the program that are signals
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -227,8 +228,8 @@ class _FaultObserver(Observer):
             self._timer.daemon = True
             self._timer.start()
 
-    def ended(self, attempt: history.AttemptRecord) -> None:
-        """Read the events of the attempt."""
+    def ended(self, attempt: history.AttemptRecord) -> history.AttemptRecord:
+        """Read the events of the attempt; one that a signal of the drill hit counts as killed."""
         self.close()
         outcome = self.outcome
         before = len(outcome.fired)
@@ -242,6 +243,10 @@ class _FaultObserver(Observer):
         self._collect(attempt.number, done)
         done.faults, self._happened = self._happened, []
         hit = before < len(outcome.fired) or self._hit
+        # A launcher such as torchrun exits with 1 whatever ended its processes, and a program that
+        # fails before its first step is not started again.
+        if attempt.kind == "failed" and self._hit:
+            attempt = replace(attempt, kind="killed")
         self._hit = False
         if attempt.failure and attempt.kind != "port" and not hit and not outcome.problem:
             outcome.problem = (
@@ -249,6 +254,7 @@ class _FaultObserver(Observer):
             )
             outcome.log = log_tail(self._directory / LOGS, [attempt])
         outcome.attempts.append(done)
+        return attempt
 
     def close(self) -> None:
         """Cancel a signal that was not sent yet."""
@@ -257,7 +263,7 @@ class _FaultObserver(Observer):
             self._timer.join()
             self._timer = None
 
-    _hit = False
+    _hit = False  # a signal of the drill
 
     def _send(self) -> None:
         now = self._now
@@ -295,6 +301,7 @@ class _FaultObserver(Observer):
             outcome.events.append(event)
             kind, step = event["e"], event.get("step")
             if kind == "fired":
+                self._hit = self._hit or event["act"] in _ENDING
                 self._fired(f"{event['act']} at {event['at']}", event["t"])
             elif kind == "planted" and event["what"] not in done.planted:
                 done.planted.append(event["what"])

@@ -80,8 +80,9 @@ class Observer:
     def beat(self, worker: Worker, beat: Beat) -> None:
         """Is called with every new heartbeat of a worker; see `RunOptions.poll`."""
 
-    def ended(self, attempt: AttemptRecord) -> None:
-        """Is called after an attempt, when none of its processes is left."""
+    def ended(self, attempt: AttemptRecord) -> AttemptRecord:
+        """Return the record of an attempt of which no process is left, as it shall be judged."""
+        return attempt
 
 
 class Supervisor:
@@ -161,13 +162,12 @@ class Supervisor:
                 if self._signal is not None:
                     decision = self._decide_end()
                     break
-                attempt = self._attempt(logs, beats)
+                attempt = self._observer.ended(self._attempt(logs, beats))
                 self._history.append(attempt)
                 self._saved |= attempt.saved
                 self._add_to_log(
                     "attempt_end", attempt=asdict(attempt), longest=self._silence.longest
                 )
-                self._observer.ended(attempt)
                 decision = self._decide()
                 if not decision.again:
                     break

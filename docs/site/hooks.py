@@ -104,12 +104,26 @@ def file_page(path: str) -> str:
 
 @cache
 def public_names() -> dict[str, list[str]]:
-    """Module -> names, as tests/frozen/names.txt has them; a test compares that with the source."""
+    """Module -> names, as tests/frozen/names.txt has them; a test compares that with the source.
+
+    A module that is itself such a name, as `perdure.jax.metrics`, has the names of its `__all__`.
+    """
     names: dict[str, list[str]] = {}
     for line in (ROOT / "tests/frozen/names.txt").read_text().splitlines():
         module, _, name = line.partition(": ")
         names.setdefault(module, []).append(name)
+    homes = [home(module, name) for module in names for name in names[module]]
+    for module in sorted({module for module, original in homes if not original} - names.keys()):
+        names[module] = exported(module)
     return names
+
+
+def exported(module: str) -> list[str]:
+    """The names of its `__all__`."""
+    for node in parsed(module).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
 
 
 @cache

@@ -15,7 +15,8 @@ from perdure.drill.replay import ReplayOptions, StretchResult, replay_run
 from perdure.drill.step_bisect import BisectOptions, StepBisected, bisect_step
 from perdure.look.journal_bisect import Bisected, bisect_runs
 from perdure.store import LocalStorage
-from perdure.store.run_log import JournalEntry, first_difference, read_journal
+from perdure.store.run_events import JournalEntry, first_difference
+from perdure.store.run_log import read_journal
 from report import Row
 
 PROGRAMS = Path(__file__).absolute().parent / "audit_programs"

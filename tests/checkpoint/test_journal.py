@@ -26,7 +26,9 @@ from perdure.errors import (
     UnsupportedLeafError,
 )
 from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
-from perdure.store.run_log import LOG_FILE, JournalEntry, read_journal
+from perdure.store.log_view import LOG_FILE
+from perdure.store.run_events import JournalEntry
+from perdure.store.run_log import read_journal
 from pretend import Pretend, play
 
 EVERY = ManagerOptions(journal_every=1)

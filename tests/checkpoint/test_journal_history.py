@@ -18,7 +18,8 @@ from perdure.cli import main
 from perdure.errors import CorruptionError, HistoryError, SaveError, StoreError
 from perdure.look import diff
 from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
-from perdure.store.run_log import LOG_FILE, read_journal
+from perdure.store.log_view import LOG_FILE
+from perdure.store.run_log import read_journal
 
 EVERY = ManagerOptions(journal_every=1)
 

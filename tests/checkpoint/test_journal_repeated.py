@@ -14,7 +14,8 @@ from perdure.checkpoint import SingleProcess
 from perdure.checkpoint.state_digest import batch_digest, state_digest
 from perdure.errors import JournalMismatchError, UnsupportedLeafError
 from perdure.store import LocalStorage, Run
-from perdure.store.run_log import JournalEntry, read_journal
+from perdure.store.run_events import JournalEntry
+from perdure.store.run_log import read_journal
 from pretend import Pretend, play
 
 EVERY = ManagerOptions(journal_every=1)

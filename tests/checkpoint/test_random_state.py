@@ -140,7 +140,7 @@ def test_generators_are_no_part_of_the_fingerprint(tmp_path: Path) -> None:
     assert stored.fingerprint == bare.fingerprint
     assert stored.leaves[0].path == "x"
     assert [leaf.path for leaf in stored.process_leaves] == ["process/0/random"]
-    assert (stored.format, bare.format, bare.process_leaves) == (3, 1, ())
+    assert bare.process_leaves == ()
     with CheckpointManager(tmp_path / "with") as manager:
         assert list(manager.restore(1).state) == ["x"]
 

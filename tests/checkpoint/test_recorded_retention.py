@@ -12,7 +12,8 @@ import pytest
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
 from perdure.checkpoint.retention_rules import RecordedRetention, recorded_retention
 from perdure.store import PruneRequest, Run, repair, verify_run
-from perdure.store.run_log import LOG_FILE, line_references
+from perdure.store.log_view import LOG_FILE
+from perdure.store.run_log import line_references
 
 BEST = Retention(best_metric="loss", best_mode="min", keep_period=5)
 

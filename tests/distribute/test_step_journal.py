@@ -15,7 +15,8 @@ from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 from perdure.errors import ArgumentError, JournalMismatchError
 from perdure.store import LocalStorage
-from perdure.store.run_log import JournalEntry, read_journal
+from perdure.store.run_events import JournalEntry
+from perdure.store.run_log import read_journal
 from pretend import play
 
 V = 6

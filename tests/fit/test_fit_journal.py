@@ -11,7 +11,8 @@ from cases import BATCHES, EPOCHS, Fault, train
 
 from perdure.errors import JournalMismatchError
 from perdure.store import LocalStorage
-from perdure.store.run_log import JournalEntry, read_journal
+from perdure.store.run_events import JournalEntry
+from perdure.store.run_log import read_journal
 
 
 class OtherRate(keras.callbacks.Callback):

@@ -44,7 +44,9 @@ from perdure.store import (
 )
 from perdure.store.copy import copy_checkpoint
 from perdure.store.format import MAX_STEP
-from perdure.store.run_log import LOG_FILE, JournalEntry, read_journal
+from perdure.store.log_view import LOG_FILE
+from perdure.store.run_events import JournalEntry
+from perdure.store.run_log import read_journal
 
 SIZES = (3000, 40, 0)
 RULES = RecordedRetention(2, Retention(keep_period=3))

@@ -42,7 +42,7 @@ from perdure.runtime.process_group import Processes
 from perdure.store import LocalStorage, Run
 from perdure.store.drill_hook import drill_hook
 from perdure.store.manifest import plain_metrics
-from perdure.store.run_log import JournalEntry, first_difference
+from perdure.store.run_events import JournalEntry, first_difference
 
 _ATTEMPT = "PERDURE_ATTEMPT"  # set by `perdure run`
 
@@ -234,7 +234,7 @@ class Journal:
         """Make all lines durable; nothing is recorded any more."""
         with self._guard:
             self._is_closed = True
-            note = self._sync()
+            note = self._sync() if self._is_used else None
         if note is not None:
             warn_caller(note)
 

@@ -18,7 +18,8 @@ from perdure.checkpoint.retention import MonitoredRetention, Retention, decide
 from perdure.errors import CorruptionError, StoreError
 from perdure.store import Run
 from perdure.store.format import steps_text
-from perdure.store.run_log import LogView, Rules
+from perdure.store.log_view import LogView
+from perdure.store.run_events import Rules
 
 
 @dataclass(frozen=True)

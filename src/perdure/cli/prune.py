@@ -24,7 +24,8 @@ from perdure.cli.output import (
     table,
 )
 from perdure.store.format import PACKS, span_text
-from perdure.store.run_log import Dropped, StepRange
+from perdure.store.log_view import StepRange
+from perdure.store.run_events import Dropped
 from perdure.text import counted
 
 

@@ -17,7 +17,8 @@ from perdure.errors import ArgumentError, CorruptionError, LaunchError, StepNotF
 from perdure.store import Run
 from perdure.store.format import span_text
 from perdure.store.manifest import Manifest
-from perdure.store.run_log import JournalEntry, first_difference, line_references, read_journal
+from perdure.store.run_events import JournalEntry, first_difference
+from perdure.store.run_log import line_references, read_journal
 from perdure.supervise.options import checked_command
 
 Verdict = Literal["reproduced", "differs", "not comparable"]

@@ -24,7 +24,7 @@ from perdure.drill.step_causes import (
 from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recompute
 from perdure.errors import LaunchError
 from perdure.store import Run
-from perdure.store.run_log import JournalEntry, first_difference
+from perdure.store.run_events import JournalEntry, first_difference
 from perdure.supervise.options import checked_command
 
 _OF_TOPOLOGY = ("contribution", "total", "update", "state")

@@ -24,7 +24,8 @@ from perdure.store.drill_hook import DRILL
 from perdure.store.format import span_text
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
-from perdure.store.run_log import JournalEntry, read_journal
+from perdure.store.run_events import JournalEntry
+from perdure.store.run_log import read_journal
 from perdure.supervise.console import Console
 from perdure.supervise.history import Summary
 from perdure.supervise.options import RunOptions

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.store import Run
-from perdure.store.run_log import JournalEntry, first_difference, line_references, read_journal
+from perdure.store.run_events import JournalEntry, first_difference
+from perdure.store.run_log import line_references, read_journal
 
 
 @dataclass(frozen=True)

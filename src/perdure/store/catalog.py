@@ -53,18 +53,7 @@ class Catalog:
     def __init__(self, storage: Storage, log: RunLog | None = None) -> None:
         self.storage = storage
         self.log = RunLog(storage) if log is None else log
-        self._summaries: dict[int, ManifestSummary] = {}
-        self._decoded: dict[int, Manifest] = {}
-        self._aside: dict[str, tuple[ManifestSummary, Manifest]] = {}
-        self._unread: dict[int, str] = {}
-        self._sizes: dict[str, int] = {}
-        self._unknown: dict[int, str] = {}
-        self._stored_chunks: dict[str, StoredChunk] | None = None
-        self._names: _Names | None = None
-        self._notes_read = False
-        self._index = ManifestIndex(storage)
-        self._rows: dict[int, ManifestSummary] = {}
-        self._unindexed: set[int] = set()
+        self.forget()
         self._misled: set[int] = set()
         self.indexed = False
         """Whether the index is used, as the writer does. It saves reading most of the manifests."""
@@ -84,17 +73,18 @@ class Catalog:
 
     def forget(self) -> None:
         """Forget everything, after another writer or an operation that stopped in the middle."""
-        self._stored_chunks = self._names = None
+        self._summaries: dict[int, ManifestSummary] = {}
+        self._decoded: dict[int, Manifest] = {}
+        self._aside: dict[str, tuple[ManifestSummary, Manifest]] = {}
+        self._unread: dict[int, str] = {}
+        self._sizes: dict[str, int] = {}
+        self._unknown: dict[int, str] = {}
+        self._stored_chunks: dict[str, StoredChunk] | None = None
+        self._names: _Names | None = None
         self._notes_read = False
-        self._summaries = {}
-        self._decoded = {}
-        self._aside = {}
-        self._unread = {}
-        self._unknown = {}
-        self._sizes = {}
-        self._rows = {}
-        self._unindexed = set()
         self._index = ManifestIndex(self.storage)
+        self._rows: dict[int, ManifestSummary] = {}
+        self._unindexed: set[int] = set()
 
     def list_again(self) -> None:
         """Note that pins, or names in quarantine, changed."""

@@ -36,7 +36,7 @@ from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, encode_checked
 from perdure.store.pack_writer import Written, write_pack
 from perdure.store.reader import verify_leaves
-from perdure.store.run_log import Saved
+from perdure.store.run_events import Saved
 from perdure.store.storage import LostLock, create_whole
 from perdure.store.writer_session import WriterSession
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from perdure.errors import CorruptionError, PruneError
+from perdure.errors import CorruptionError, HistoryError, PruneError
 from perdure.store.format import (
     INDEX,
     MANIFESTS,
     PACKS,
     PINS,
     QUARANTINE,
+    TEMP_SUFFIX,
     manifest_name,
     pack_step,
     step_of,
@@ -21,6 +22,7 @@ from perdure.store.format import (
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import HEAD_BYTES
 from perdure.store.storage import ListingStorage, Storage, entries_of
+from perdure.text import few
 
 START_OVER = (
     "To begin this run again from step 0 on purpose, call `restore_or_initialize(..., "
@@ -184,7 +186,32 @@ def lost_manifests(storage: Storage, saved: int | None) -> str | None:
     return f"{lost}; {PACKS} holds data of {len(steps)} saves"
 
 
+def require_new(storage: Storage, saved: int | None) -> None:
+    """Raise `HistoryError` if a run without a checkpoint had one: nothing begins again by itself.
+
+    Args:
+        storage: The run directory.
+        saved: A step that was committed, by the log.
+    """
+    if aside := [name for name in quarantined(storage) if name.endswith(".json")]:
+        why = f"{storage.where}: no checkpoint is left, and {few(aside)} are set aside"
+    elif (lost := lost_manifests(storage, saved)) is not None:
+        why = lost
+    else:
+        return
+    raise HistoryError(
+        f"{why}. A start at step 0 was refused, and nothing was changed. `perdure verify "
+        f"{storage.where}` shows what is there; `perdure rollback {storage.where} --undo` returns what "
+        f"a rollback set aside. {START_OVER}"
+    )
+
+
 def pinned_steps(storage: Storage) -> frozenset[int]:
     """Steps that no deletion may touch."""
     names = (name.removeprefix(PINS) for name in storage.list(PINS))
     return frozenset(int(name) for name in names if name.isdecimal())
+
+
+def quarantined(storage: Storage) -> list[str]:
+    """Names of what is in quarantine: manifests, packs and logs that a repair set aside."""
+    return sorted(name for name in storage.list(QUARANTINE) if not name.endswith(TEMP_SUFFIX))

@@ -44,7 +44,8 @@ from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
 from perdure.store.run import Run
-from perdure.store.run_log import JournalEntry, read_journal
+from perdure.store.run_events import JournalEntry
+from perdure.store.run_log import read_journal
 from perdure.store.storage import Storage
 
 LINK_SHARE = 0.5

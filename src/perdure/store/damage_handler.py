@@ -24,11 +24,10 @@ from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.loading import read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.pack_writer import write_pack
-from perdure.store.quarantine import set_aside
 from perdure.store.reader import damaged_chunks, verify_leaves
 from perdure.store.reread import Cursor
 from perdure.store.rollback import rolled_back
-from perdure.store.run_log import Damaged
+from perdure.store.run_events import Damaged
 from perdure.store.run_marker import require_folders
 from perdure.store.shard_chunks import whole
 
@@ -120,7 +119,7 @@ class DamageHandler:
         self._catalog.list_again()
         try:
             require_folders(self._storage, self._log.run)
-            return set_aside(self._storage, self._log, name, reason, self._now())
+            return self._log.set_aside(name, reason, self._now())
         except (OSError, CorruptionError) as error:
             raise SaveError(
                 f"{self._storage.where}: {name} cannot be moved aside: {error}"

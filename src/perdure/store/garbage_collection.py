@@ -18,7 +18,8 @@ from perdure.store.contents import Contents
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import PACKS, manifest_name, pack_step
 from perdure.store.manifest import Manifest
-from perdure.store.run_log import Removed, RunLog
+from perdure.store.run_events import Removed
+from perdure.store.run_log import RunLog
 from perdure.store.storage import LostLock, Storage
 
 DEAD_SHARE = 0.5

@@ -18,10 +18,10 @@ from perdure.store.failures import read_error
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves
+from perdure.store.log_view import LogView
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.store.reader import load_entries, verify_leaves
-from perdure.store.run_log import LogView
 from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.shard_plan import Region
 from perdure.store.shard_reader import SharedReads, load_shards

@@ -16,8 +16,9 @@ from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store.format import MARKER, MAX_STEP, PACKS
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.log import log_place
+from perdure.store.log_view import LOG, REPAIR_ADVICE
 from perdure.store.run import Run
-from perdure.store.run_log import LOG, REPAIR_ADVICE, line_references
+from perdure.store.run_log import line_references
 from perdure.store.verify import VerifyReport, examine
 
 

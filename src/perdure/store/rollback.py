@@ -19,22 +19,14 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store.catalog import Catalog
-from perdure.store.contents import committed_steps
+from perdure.store.contents import committed_steps, quarantined
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
 from perdure.store.loading import list_pins, list_steps, read_manifest
+from perdure.store.log_view import Aside, LogView, ReturningLines
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
-from perdure.store.quarantine import free_name, quarantined
-from perdure.store.run_log import (
-    Aside,
-    Cut,
-    LogView,
-    Returned,
-    ReturningLines,
-    RolledBack,
-    RolledBackCheckpoint,
-    RunLog,
-)
+from perdure.store.run_events import Cut, Returned, RolledBack, RolledBackCheckpoint
+from perdure.store.run_log import RunLog, free_name
 from perdure.store.run_marker import require_folders
 from perdure.store.storage import Storage
 

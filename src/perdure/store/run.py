@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 
-from perdure.errors import CorruptionError, HistoryError, StepNotFoundError, StoreError
+from perdure.errors import CorruptionError, StepNotFoundError, StoreError
 from perdure.store.catalog import Catalog
 from perdure.store.codec import encoder
 from perdure.store.committer import Committer, PreparedSave
-from perdure.store.contents import START_OVER, Contents, OutdatedPlanError, lost_manifests
+from perdure.store.contents import Contents, OutdatedPlanError, quarantined, require_new
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.drill_hook import drilled_clock
 from perdure.store.entry_builder import StoredChunk
@@ -41,20 +41,13 @@ from perdure.store.loading import (
 )
 from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
 from perdure.store.pack_writer import Written
-from perdure.store.quarantine import quarantined
-from perdure.store.rollback import (
-    AsideCheckpoint,
-    moving,
-    roll_back,
-    rolled_back,
-    undo_rollback,
-)
-from perdure.store.run_log import Removed, RunLog, Saved
+from perdure.store.rollback import AsideCheckpoint, moving, roll_back, rolled_back, undo_rollback
+from perdure.store.run_events import Removed, Saved
+from perdure.store.run_log import RunLog
 from perdure.store.run_marker import read_marker
 from perdure.store.storage import Storage
 from perdure.store.urls import open_storage
 from perdure.store.writer_session import WriterSession, leftovers
-from perdure.text import few
 
 
 class Run:
@@ -322,21 +315,7 @@ class Run:
 
     def require_new(self) -> None:
         """Raise `HistoryError` if the run, which has no checkpoint, had one: nothing begins again."""
-        if why := self.earlier_progress():
-            raise HistoryError(
-                f"{why}. A start at step 0 was refused, and nothing was changed. `perdure verify "
-                f"{self.where}` shows what is there; `perdure rollback {self.where} --undo` returns "
-                f"what a rollback set aside. {START_OVER}"
-            )
-
-    def earlier_progress(self) -> str | None:
-        """What shows that a run without a checkpoint had one; None if nothing does.
-
-        A program must not begin at step 0 then unless its user says that this is meant.
-        """
-        if aside := [name for name in self.quarantined() if name.endswith(".json")]:
-            return f"{self.where}: no checkpoint is left, and {few(aside)} are set aside"
-        return lost_manifests(self.storage, self.log.view.saved)
+        require_new(self.storage, self.log.view.saved)
 
     def contents(self, *, fresh: bool = True) -> Contents:
         """A snapshot of what is held now. Every manifest that changed is read, and no pack.
@@ -465,7 +444,7 @@ class Run:
         return rolled_back(self.storage, self.log.view)
 
     def quarantine(self, step: int, reason: str) -> str:
-        """Move a damaged manifest to quarantine, with the reason beside it; durable on return.
+        """Move a damaged manifest to quarantine; the log has the reason. Durable on return.
 
         Its packs stay: parts of them may be good, and other checkpoints may read from them. Returns the
         new name; raises `SaveError` if the manifest cannot be moved.

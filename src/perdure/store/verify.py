@@ -17,11 +17,12 @@ from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, pack_step, step_of
 from perdure.store.json_blocks import batches
 from perdure.store.log import log_place
+from perdure.store.log_view import LOG, REPAIR_ADVICE
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import UNTIL_VERIFIED
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.run import Run
-from perdure.store.run_log import LOG, REPAIR_ADVICE, line_references, read_journal
+from perdure.store.run_log import line_references, read_journal
 from perdure.store.run_marker import FOLDER_MARK, folder_problem
 from perdure.store.storage import confirmed
 

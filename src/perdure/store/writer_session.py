@@ -26,7 +26,7 @@ from perdure.store.format import (
 )
 from perdure.store.loading import list_steps, read_manifest
 from perdure.store.rollback import finish_moves
-from perdure.store.run_log import Removed, Started
+from perdure.store.run_events import Removed, Started
 from perdure.store.run_marker import (
     claim_folders,
     encode_marker,

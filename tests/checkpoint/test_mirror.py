@@ -169,6 +169,28 @@ def test_the_mirror_has_the_same_retention_and_the_same_pins(
     assert check_run(remote).good == check_run(run_path).good
 
 
+def test_a_pin_that_is_removed_while_the_mirror_is_busy_is_removed_there(
+    run_path: Path, remote: Remote
+) -> None:
+    with CheckpointManager(run_path, mirror=remote, max_to_keep=1) as manager:
+        save(manager, 1)
+        manager.pin(1)
+        save(manager, 2)
+        assert Run(remote).pinned() == {1}
+        remote.gate = threading.Event()
+        remote.waiting.clear()
+        manager.save(3, state(3))
+        assert remote.waiting.wait(WAIT_S)
+        manager.unpin(1)
+        manager.save(4, state(4))
+        manager.wait_until_finished()
+        assert 1 not in manager.all_steps(), "its retention deletes it before the mirror looks"
+        remote.gate.set()
+        manager.wait_until_finished(mirror=True)
+        assert Run(remote).pinned() == frozenset()
+        assert 1 not in Run(remote).steps()
+
+
 def test_saves_do_not_wait_for_the_mirror_and_it_catches_up(run_path: Path, remote: Remote) -> None:
     remote.gate = threading.Event()
     with CheckpointManager(run_path, mirror=remote, max_to_keep=2) as manager:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from helpers import Crash, make_leaves
 
 from perdure import CheckpointManager
 from perdure.cli import main
 from perdure.errors import CorruptionError, HistoryError, PerdureError
-from perdure.store import Run, repair, verify_run
+from perdure.store import LocalStorage, Run, repair, verify_run
 
 
 def train(where: Path, last: int, **options: Any) -> int:
@@ -77,6 +78,26 @@ def test_a_run_that_never_saved_or_was_emptied_on_purpose_begins(tmp_path: Path)
     with CheckpointManager(tmp_path) as manager:
         for step in manager.all_steps():
             manager.delete(step)
+    assert train(tmp_path, 2) == 0
+
+
+def test_a_run_whose_first_saves_were_killed_begins_if_the_log_is_whole(tmp_path: Path) -> None:
+    def kill_before_the_commit(_: str, path: str) -> None:
+        if "checkpoints/0" in path:
+            raise Crash
+
+    for step in (3, 4, 5):
+        storage = LocalStorage(tmp_path, kill_before_the_commit)
+        with pytest.raises(Crash), Run(storage, create=True) as run:
+            run.save(step, make_leaves(step, (40,)))
+    assert len(packs(tmp_path)) == 3
+    assert verify_run(Run(tmp_path)).ok
+    log = tmp_path / "log.jsonl"
+    log.rename(tmp_path / "away")  # the control: nothing shows that none was committed
+    with pytest.raises(HistoryError, match="holds data of 3 saves"):
+        train(tmp_path, 2)
+    assert len(packs(tmp_path)) == 3
+    (tmp_path / "away").rename(log)
     assert train(tmp_path, 2) == 0
 
 

@@ -151,7 +151,8 @@ class ManagedDirectory(CallGuard):
     def unpin(self, step: int) -> None:
         """Let retention decide about `step` again. May be called twice."""
         self._change("unpin", step, self._run.unpin)
-        self._managed.update_mirror()
+        if (mirror := self._managed.mirror) is not None and self._managed.processes.is_chief:
+            mirror.unpin(step_number(step))
 
     @exclusive
     def rollback(self, step: int) -> list[int]:

@@ -69,6 +69,7 @@ class Mirror:
         self._damaged: dict[int, str] = {}
         self._unreadable: set[int] = set()
         self._deleted: set[int] = set()
+        self._unpinned: set[int] = set()
         self._changed = threading.Condition()
         self._reached = -1
         self._notes: list[str] = []
@@ -120,6 +121,12 @@ class Mirror:
         """Delete `step` in the mirror too; done by the next `catch_up`."""
         with self._changed:
             self._deleted.add(step)
+        self.notify()
+
+    def unpin(self, step: int) -> None:
+        """Unpin `step` in the mirror too, also if the source deletes it meanwhile."""
+        with self._changed:
+            self._unpinned.add(step)
         self.notify()
 
     def wait(self, seconds: float) -> bool:
@@ -240,9 +247,10 @@ class Mirror:
         pinned, source_pinned = target.pinned(), self._source.pinned()
         for step in source_pinned & steps - pinned:
             target.pin(step)
-        for step in pinned & source_steps - source_pinned:
+        deleted, unpinned = set(self._deleted), set(self._unpinned)
+        # A source that has lost a step has lost its pin, too: that says nothing.
+        for step in pinned & (source_steps | unpinned) - source_pinned:
             target.unpin(step)
-        deleted = set(self._deleted)
         removed = set(self._removed_in_source(target))
         for step in removed & pinned:
             target.unpin(step)
@@ -250,6 +258,7 @@ class Mirror:
             target.delete(unwanted)
         with self._changed:
             self._deleted -= deleted
+            self._unpinned -= unpinned
 
     def _removed_in_source(self, target: Run) -> list[int]:
         """The steps of the mirror whose checkpoints were rolled back or deleted in the source."""

@@ -15,7 +15,7 @@ import msgspec
 
 from perdure.checkpoint.pruning import candidates
 from perdure.checkpoint.retention import MonitoredRetention, Retention, decide
-from perdure.errors import CorruptionError, StoreError
+from perdure.errors import CorruptionError, StoreError, UnreachableError
 from perdure.store import Run
 from perdure.store.format import steps_text
 from perdure.store.log_view import LogView
@@ -95,7 +95,11 @@ class RetentionRules:
         self._run.begin_writing()
         self._before = before = recorded_retention(self._run)
         if self.retention is None:
-            if why := lost_rules(self._run.log.check()):
+            try:
+                why = lost_rules(self._run.log.check())
+            except UnreachableError:
+                return []  # nothing is deleted until the next save, which asks again
+            if why is not None:
                 if self.max_to_keep is None:
                     return []  # nothing is deleted anyway
                 advice = "until one is: ManagerOptions(retention=Retention(...))."

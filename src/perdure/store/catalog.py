@@ -20,7 +20,6 @@ from perdure.store.contents import (
     Manifests,
     ManifestSummary,
     PackSizes,
-    lost_manifests,
     pinned_steps,
     summarize,
 )
@@ -240,7 +239,7 @@ class Catalog:
             if complete:
                 packs = self._sized(packs, unknown)
         is_empty = not summaries and not self._unread
-        if is_empty and (why := lost_manifests(self.storage, self.log.view.saved)):
+        if is_empty and (why := self.log.view.lost_manifests(self.storage)):
             unknown.append(why)
         names = _Names(packs, pinned_steps(self.storage), aside)
         self._names = None if unknown or lost or self._unread else names

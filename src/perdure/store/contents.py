@@ -7,28 +7,19 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from perdure.errors import CorruptionError, HistoryError, PruneError
+from perdure.errors import CorruptionError, PruneError
 from perdure.store.format import (
     INDEX,
     MANIFESTS,
-    PACKS,
     PINS,
     QUARANTINE,
     TEMP_SUFFIX,
     manifest_name,
-    pack_step,
     step_of,
 )
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import HEAD_BYTES
 from perdure.store.storage import ListingStorage, Storage, entries_of
-from perdure.text import few
-
-START_OVER = (
-    "To begin this run again from step 0 on purpose, call `restore_or_initialize(..., "
-    "start_over=True)`, or use another run directory."
-)
-"""What to do about a run that has lost its checkpoints."""
 
 
 class ManifestSummary(Struct, frozen=True, array_like=True, gc=False):
@@ -166,44 +157,6 @@ def newest_step(storage: Storage) -> int | None:
     if newest is None:  # there is none, or another name comes last
         newest = max((step for name in names if (step := step_of(name)) is not None), default=None)
     return newest
-
-
-def lost_manifests(storage: Storage, saved: int | None) -> str | None:
-    """Why a run without a manifest has lost its manifests; None if it need not have had any.
-
-    Args:
-        storage: The run directory.
-        saved: A step that was committed, by the log.
-    """
-    if any(name.endswith(".json") for name in storage.list(QUARANTINE)):
-        return None  # that is where they are
-    lost = f"{storage.where}: no checkpoint is in {MANIFESTS}, which may be moved or not mounted"
-    if saved is not None:
-        return f"{lost}; step {saved} was saved, by the log of the run"
-    names = (name.removeprefix(PACKS) for name in storage.list(PACKS))
-    if len(steps := {step for name in names if (step := pack_step(name)) >= 0}) < 2:
-        return None  # the leftovers of a first save
-    return f"{lost}; {PACKS} holds data of {len(steps)} saves"
-
-
-def require_new(storage: Storage, saved: int | None) -> None:
-    """Raise `HistoryError` if a run without a checkpoint had one: nothing begins again by itself.
-
-    Args:
-        storage: The run directory.
-        saved: A step that was committed, by the log.
-    """
-    if aside := [name for name in quarantined(storage) if name.endswith(".json")]:
-        why = f"{storage.where}: no checkpoint is left, and {few(aside)} are set aside"
-    elif (lost := lost_manifests(storage, saved)) is not None:
-        why = lost
-    else:
-        return
-    raise HistoryError(
-        f"{why}. A start at step 0 was refused, and nothing was changed. `perdure verify "
-        f"{storage.where}` shows what is there; `perdure rollback {storage.where} --undo` returns what "
-        f"a rollback set aside. {START_OVER}"
-    )
 
 
 def pinned_steps(storage: Storage) -> frozenset[int]:

@@ -11,10 +11,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from perdure.errors import CorruptionError
-from perdure.store.contents import newest_step
+from perdure.errors import CorruptionError, HistoryError
+from perdure.store.contents import newest_step, quarantined
 from perdure.store.failures import read_error
-from perdure.store.format import PACKS, pack_step
+from perdure.store.format import MANIFESTS, PACKS, QUARANTINE, pack_step
 from perdure.store.log import Line, LineReference, broken, log_place, read_log
 from perdure.store.manifest import Manifest
 from perdure.store.run_events import (
@@ -35,6 +35,7 @@ from perdure.store.run_events import (
     entry_decoder,
 )
 from perdure.store.storage import Storage
+from perdure.text import few
 
 LOG = "log"
 LOG_FILE = f"{LOG}.jsonl"
@@ -48,6 +49,12 @@ REPAIR_ADVICE = (
 StepRange = tuple[int, int]
 """The first and the last step of some lines."""
 
+
+START_OVER = (
+    "To begin this run again from step 0 on purpose, call `restore_or_initialize(..., "
+    "start_over=True)`, or use another run directory."
+)
+"""What to do about a run that has lost its checkpoints."""
 
 _STEP = b'"kind":"step","step":'
 """How the event of a step begins. Its step is read without the rest, because a log has millions."""
@@ -124,7 +131,9 @@ class LogView:
         self.last: Line | None = None
         self.run: str | None = None
         self.saved: int | None = None
-        """The first step that was committed; None if none was, as far as the log goes."""
+        """The first step that was committed; None if none was, or all were deleted on purpose."""
+        self.knows_saves = True
+        """Whether no line that says so was lost in a repair."""
         self.rules: Rules | None = None
         self.knows_rules = True
         """Whether no rules were lost in a repair since they were last recorded."""
@@ -186,7 +195,7 @@ class LogView:
             case Started():
                 self.run = event.run
             case Saved():
-                self.saved = event.step
+                self.saved, self.knows_saves = event.step, True
             case Rules():
                 self.rules, self.knows_rules = event, True
             case Removed():
@@ -214,6 +223,7 @@ class LogView:
                 self._cuts.clear()
             case Lost():
                 self.knows_rules = self.knows_rules and not event.rules
+                self.knows_saves = self.knows_saves and not event.rules
             case _:
                 pass
 
@@ -253,6 +263,39 @@ class LogView:
         size = len(line.hash) // 2
         end = line.number * size
         return line.number > 0 and self._hashes[end - size : end].hex() == line.hash
+
+    def lost_manifests(self, storage: Storage) -> str | None:
+        """Why a run without a manifest has lost its manifests; None if it need not have had any.
+
+        Packs say so only where the log does not know: each first save that was killed leaves one.
+        """
+        if any(name.endswith(".json") for name in storage.list(QUARANTINE)):
+            return None  # that is where they are
+        lost = (
+            f"{storage.where}: no checkpoint is in {MANIFESTS}, which may be moved or not mounted"
+        )
+        if self.saved is not None:
+            return f"{lost}; step {self.saved} was saved, by the log of the run"
+        if self.problem is None and self.knows_saves:
+            return None
+        names = (name.removeprefix(PACKS) for name in storage.list(PACKS))
+        if len(steps := {step for name in names if (step := pack_step(name)) >= 0}) < 2:
+            return None  # the leftovers of a first save
+        return f"{lost}; {PACKS} holds data of {len(steps)} saves"
+
+    def require_new(self, storage: Storage) -> None:
+        """Raise `HistoryError` if the run, which has no checkpoint, had one: nothing begins again."""
+        if aside := [name for name in quarantined(storage) if name.endswith(".json")]:
+            why = f"{storage.where}: no checkpoint is left, and {few(aside)} are set aside"
+        elif (lost := self.lost_manifests(storage)) is not None:
+            why = lost
+        else:
+            return
+        raise HistoryError(
+            f"{why}. A start at step 0 was refused, and nothing was changed. `perdure verify "
+            f"{storage.where}` shows what is there; `perdure rollback {storage.where} --undo` returns "
+            f"what a rollback set aside. {START_OVER}"
+        )
 
     # ------------------------------------------------------------ the journal
 

@@ -16,7 +16,7 @@ from perdure.errors import CorruptionError, StepNotFoundError, StoreError
 from perdure.store.catalog import Catalog
 from perdure.store.codec import encoder
 from perdure.store.committer import Committer, PreparedSave
-from perdure.store.contents import Contents, OutdatedPlanError, quarantined, require_new
+from perdure.store.contents import Contents, OutdatedPlanError, quarantined
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.drill_hook import drilled_clock
 from perdure.store.entry_builder import StoredChunk
@@ -315,7 +315,7 @@ class Run:
 
     def require_new(self) -> None:
         """Raise `HistoryError` if the run, which has no checkpoint, had one: nothing begins again."""
-        require_new(self.storage, self.log.view.saved)
+        self.log.view.require_new(self.storage)
 
     def contents(self, *, fresh: bool = True) -> Contents:
         """A snapshot of what is held now. Every manifest that changed is read, and no pack.

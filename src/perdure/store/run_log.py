@@ -64,16 +64,28 @@ class RunLog:
         return self._view or LogView.read(self._storage, self.run)
 
     def begin(self) -> None:
-        """Read the log, as its writer from now on."""
+        """Read the log, as its writer from now on, and compare it with the newest checkpoint.
+
+        If that cannot be read now, it is compared before the next line is written.
+        """
         self.close()
         self._is_checked, self._lost = False, None
         self._view = LogView.read(self._storage, self.run)
+        with suppress(OSError):
+            self._compare()
 
     def check(self) -> LogView:
-        """What the log says, compared with the newest readable checkpoint; once, for the writer.
+        """What the log says, compared with the newest readable checkpoint, for the writer.
 
-        `perdure verify` and every deletion compare it with all checkpoints.
+        `perdure verify` and every deletion compare it with all checkpoints. Raises `UnreachableError`
+        if the newest one cannot be read.
         """
+        try:
+            return self._compare()
+        except OSError as error:
+            raise read_error(error, f"{self._storage.where}: its newest checkpoint") from error
+
+    def _compare(self) -> LogView:
         view = self._view
         assert view is not None, "only the writer asks"
         if not self._is_checked and view.problem is None:
@@ -91,7 +103,7 @@ class RunLog:
             OSError: The line could not be written; nothing of it is left.
         """
         with self._turn:
-            view = self.check()
+            view = self._compare()
             if view.problem is not None:
                 view.require()
             if self._writer is None:
@@ -145,14 +157,15 @@ class RunLog:
             text, previous = encode_line(event, previous)
             renewed.append(text)
         rewrite_log(storage, LOG, renewed)
-        self.begin()
+        self.close()
+        self._view, self._lost = LogView.read(storage, self.run), None
         return aside
 
     def sync(self) -> LineReference | None:
         """Make the lines durable that are there now; returns the last one, None for none."""
         if self._view is None or (last := self._view.last) is None:
             return None
-        if self._view.problem:
+        if self._compare().problem:
             return self._lost  # a later start has to see the loss, too
         if self._writer is not None:
             self._writer.sync()
@@ -214,11 +227,8 @@ def _salvaged(texts: Sequence[bytes]) -> dict[int, Event | None]:
 
 def _newest_reference(storage: Storage) -> dict[int, LineReference]:
     """The line to which the newest readable checkpoint refers."""
-    try:
-        for step in reversed(committed_steps(storage)):
-            with suppress(CorruptionError, FileNotFoundError):
-                name = manifest_name(step)
-                return line_references([decode_manifest(storage.read(name), name, step)])
-    except OSError as error:
-        raise read_error(error, f"{storage.where}: its newest checkpoint") from error
+    for step in reversed(committed_steps(storage)):
+        with suppress(CorruptionError, FileNotFoundError):
+            name = manifest_name(step)
+            return line_references([decode_manifest(storage.read(name), name, step)])
     return {}

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from perdure.errors import CorruptionError, StepNotFoundError, StoreError, UnreachableError
 from perdure.store.chunk_read import read_chunks
-from perdure.store.contents import lost_manifests
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, pack_step, step_of
 from perdure.store.json_blocks import batches
@@ -237,7 +236,7 @@ def examine(run: Run) -> Findings:
     problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
     problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
     if why := folder_problem(run.storage, run.log.run) or (
-        None if good or bad or unread else lost_manifests(run.storage, run.log.view.saved)
+        None if good or bad or unread else run.log.view.lost_manifests(run.storage)
     ):
         problems.append(Problem(MANIFESTS, why))
     if not unreadable and not held.unknown:

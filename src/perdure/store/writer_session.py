@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
-from perdure.errors import HistoryError, LockedError, SaveError, StoreError
+from perdure.errors import CorruptionError, HistoryError, LockedError, SaveError, StoreError
 from perdure.store.catalog import Catalog
-from perdure.store.contents import START_OVER, committed_steps, lost_manifests
+from perdure.store.contents import committed_steps
 from perdure.store.damage_handler import DamageHandler
 from perdure.store.format import (
     LOCK,
@@ -25,8 +25,9 @@ from perdure.store.format import (
     is_temporary,
 )
 from perdure.store.loading import list_steps, read_manifest
+from perdure.store.log_view import START_OVER
 from perdure.store.rollback import finish_moves
-from perdure.store.run_events import Removed, Started
+from perdure.store.run_events import Removed, Saved, Started
 from perdure.store.run_marker import (
     claim_folders,
     encode_marker,
@@ -101,13 +102,19 @@ class WriterSession:
         assert log.run is not None
         require_folders(storage, log.run)
         claim_folders(storage, log.run)
-        is_lost = not self.starts_over and not committed_steps(storage)
-        if is_lost and (why := lost_manifests(storage, log.view.saved)):
+        steps = committed_steps(storage)
+        is_lost = not self.starts_over and not steps
+        if is_lost and (why := log.view.lost_manifests(storage)):
             raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
         if isinstance(storage, FolderStorage):
             storage.make_folder(MANIFESTS)
         if log.view.last is None and log.view.problem is None:
             log.append(Started(run=log.run))
+        if steps and log.view.saved is None and log.view.problem is None:
+            with suppress(
+                OSError, CorruptionError
+            ):  # whoever committed the first one was killed before this line
+                log.append(Saved(step=steps[0]))
 
     def committed_again(self, step: int) -> None:
         """Note that a checkpoint that was removed has been committed again with the same bits."""

@@ -36,6 +36,7 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store import LocalStorage, Run
+from perdure.store.format import manifest_name
 from perdure.testing import check_run
 from perdure.train import CheckpointConfig
 from pretend import Pretend, play
@@ -217,6 +218,29 @@ def test_a_deleted_checkpoint_does_not_come_back_from_the_mirror(
         assert manager.restore().step == 2
         manager.save(3, state(3, noise=1))
     assert prints(remote) == prints(run_path)
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_the_mirror_deletes_nothing_on_the_word_of_a_damaged_log(
+    run_path: Path, remote: Remote, is_damaged: bool
+) -> None:
+    with CheckpointManager(run_path, mirror=remote) as manager:
+        save(manager, 1, 2)
+        manager.delete(2)
+        save(manager, 2)  # with the bits that were deleted, as the last line of the log says
+    log = run_path / "log.jsonl"
+    lines = log.read_bytes()
+    (run_path / manifest_name(2)).unlink()
+    log.write_bytes(lines.replace(b'"again":true', b'"again":1'))
+    if not is_damaged:  # the control: it was deleted on purpose
+        *kept, last = lines.splitlines(keepends=True)
+        assert b'"again":true' in last
+        log.write_bytes(b"".join(kept))
+    with CheckpointManager(run_path, mirror=remote) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager.pin(1)
+        manager.wait_until_finished(mirror=True)
+    assert Run(remote).steps() == ([1, 2] if is_damaged else [1])
 
 
 def test_a_rolled_back_checkpoint_does_not_come_back_from_the_mirror(

@@ -7,10 +7,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
 from perdure.checkpoint.retention_rules import RecordedRetention, recorded_retention
+from perdure.errors import CorruptionError
 from perdure.store import PruneRequest, Run, repair, verify_run
 from perdure.store.log_view import LOG_FILE
 from perdure.store.run_log import line_references
@@ -83,6 +85,35 @@ def test_rules_that_were_damaged_or_lost_delete_nothing(tmp_path: Path, change: 
     # The control, with the log as it was. What was saved meanwhile refers to no line.
     path.write_bytes(data)
     assert saved(tmp_path, range(11, 12), 1, None) == [3, 5, 10, 11]
+
+
+def test_a_save_without_a_manager_does_not_hide_that_lines_are_lost(tmp_path: Path) -> None:
+    data = whole(tmp_path)
+    cut = data[: data.index(b"\n") + 1]
+    (tmp_path / LOG_FILE).write_bytes(cut)
+    with Run(tmp_path) as run:
+        run.save(8, run.load(7).leaves)
+    assert (tmp_path / LOG_FILE).read_bytes() == cut, "nothing is added to a log that lacks lines"
+    with pytest.warns(UserWarning, match=r"the log ends before it"):
+        assert saved(tmp_path, range(9, 10), 1, None) == [3, 5, 6, 7, 8, 9]
+    (tmp_path / LOG_FILE).write_bytes(data)
+    assert saved(tmp_path, range(10, 11), 1, None) == [3, 5, 10]  # the control
+
+
+def test_a_deletion_is_refused_if_an_older_checkpoint_refers_to_a_line_that_is_lost(
+    tmp_path: Path,
+) -> None:
+    data = whole(tmp_path)
+    with Run(tmp_path) as run:  # as after a copy: the newest refers to no line
+        newest = msgspec.structs.replace(run.manifest(7), log=None)
+        run.commit_manifest(newest, {}, replace=True)
+    (tmp_path / LOG_FILE).write_bytes(data[: data.index(b"\n") + 1])
+    with Run(tmp_path) as run, pytest.raises(CorruptionError, match="nothing is deleted"):
+        run.delete([3])
+    assert Run(tmp_path).steps() == [3, 5, 6, 7]
+    (tmp_path / LOG_FILE).write_bytes(data)
+    with Run(tmp_path) as run:
+        assert run.delete([3]) == [3]  # the control
 
 
 def test_each_flipped_byte_of_a_small_log_is_seen_before_anything_is_deleted(

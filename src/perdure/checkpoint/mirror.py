@@ -263,6 +263,8 @@ class Mirror:
     def _removed_in_source(self, target: Run) -> list[int]:
         """The steps of the mirror whose checkpoints were rolled back or deleted in the source."""
         removed: dict[int, set[str]] = {}
+        if self._source.log.view.problem is not None:
+            return []
         for rolled_back in self._source.rolled_back():
             manifest = rolled_back.manifest
             removed.setdefault(manifest.step, set()).add(manifest.fingerprint)

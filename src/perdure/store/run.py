@@ -296,12 +296,13 @@ class Run:
 
         Raises:
             StoreError: A step is pinned; nothing was deleted.
-            CorruptionError: The log is damaged; nothing was deleted.
+            CorruptionError: The log or a folder is damaged, or another run's; nothing was deleted.
             PruneError: Deleting stopped in the middle.
         """
         self.begin_writing()
         plan = self.plan(PruneRequest(frozenset(steps)))
-        self.log.view.require()
+        if plan.is_frozen:
+            raise CorruptionError(f"{self.where}: {plan.held_back}")
         for step in plan.steps if leave_word else ():
             with suppress(CorruptionError, StepNotFoundError, OSError):
                 fingerprint = self.manifest(step).fingerprint

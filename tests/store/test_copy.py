@@ -34,8 +34,9 @@ from perdure.store import (
     copy_run,
     fork_run,
 )
-from perdure.store.copy import CopyStoppedError, copy_checkpoint
+from perdure.store.copy import copy_checkpoint
 from perdure.store.format import MAX_STEP
+from perdure.store.transfer import CopyStoppedError
 from perdure.testing import check_run
 
 LARGE = 9 * 1024 * 1024

@@ -25,8 +25,9 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store import Run, Storage
-from perdure.store.copy import CopyStoppedError, copy_checkpoint, refuse_same_place
+from perdure.store.copy import copy_checkpoint, refuse_same_place
 from perdure.store.run_marker import read_marker
+from perdure.store.transfer import CopyStoppedError
 from perdure.store.urls import open_storage
 
 EXIT_WAIT_S = 20.0

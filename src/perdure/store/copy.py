@@ -8,12 +8,10 @@ share no file name and no lock, and nothing in the source changes.
 from __future__ import annotations
 
 import os
-import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import msgspec
@@ -28,18 +26,9 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store.compact import (
-    LiveChunks,
     UnreadChunk,
-    check_chunks,
-    copy_chunks,
-    live_chunks,
-    relocated,
-    relocated_size,
 )
-from perdure.store.entry_builder import StoredChunk
-from perdure.store.failures import DamagedChunk
-from perdure.store.format import MAX_STEP, PACKS, pack_name
-from perdure.store.free_space import BYTES_PER_SAVE, ensure_free_bytes
+from perdure.store.format import MAX_STEP, PACKS
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
@@ -47,17 +36,7 @@ from perdure.store.run import Run
 from perdure.store.run_events import JournalEntry
 from perdure.store.run_log import read_journal
 from perdure.store.storage import Storage
-
-LINK_SHARE = 0.5
-"""A fork links a pack when it needs at least this share of its bytes, and copies chunks otherwise."""
-
-
-def _never() -> bool:
-    return False
-
-
-class CopyStoppedError(StoreError):
-    """A copy was asked to stop; nothing of the checkpoint was committed."""
+from perdure.store.transfer import ChunksToCopy, never, transfer
 
 
 @dataclass(frozen=True)
@@ -194,7 +173,7 @@ def copy_checkpoint(
     target: Run,
     *,
     link: bool = False,
-    stopped: Callable[[], bool] = _never,
+    stopped: Callable[[], bool] = never,
 ) -> int:
     """Copy one checkpoint of `source` into `target`, whose writer this process is or becomes.
 
@@ -229,8 +208,8 @@ def copy_checkpoint(
         if present is not None and _is_whole(target, present):
             _renew(target, present, manifest)
             return 0
-        chunks = _ChunksToCopy(source, manifest, {} if present else target.stored_chunks(), stopped)
-        return _transfer(chunks, source, target, link=link, replace=present is not None)
+        chunks = ChunksToCopy(source, manifest, {} if present else target.stored_chunks(), stopped)
+        return transfer(chunks, source, target, link=link, replace=present is not None)
     except UnreadChunk as error:
         raise UnreachableError(
             f"{source.where}: step {step} was not copied: {error} Correct the cause, then copy again."
@@ -246,29 +225,6 @@ def copy_checkpoint(
             f"checkpoint there is unchanged. Correct the cause (free space, permissions, network), "
             f"then copy again."
         ) from error
-
-
-def _transfer(chunks: _ChunksToCopy, source: Run, target: Run, *, link: bool, replace: bool) -> int:
-    """Link or copy the chunks that the target lacks, then commit; returns the bytes written."""
-    step = chunks.manifest.step
-    new = _link(source, target, step, chunks.live()) if link else {}
-    chunks.stored |= new
-    live = chunks.live()
-    written = 0
-    if live:
-        ensure_free_bytes(target.storage, relocated_size(live) + BYTES_PER_SAVE)
-        _, copied = copy_chunks(chunks, target.storage, step, live, chunks.find_again)
-        written = sum(place.length for place in copied.values())
-        new |= copied
-    places = chunks.stored | new
-    manifest = relocated(
-        chunks.manifest,
-        lambda _, chunk: places[chunk.hash],
-        cache(lambda pack: target.storage.size(PACKS + pack)),
-    )
-    # The log of the target is another chain.
-    target.commit_manifest(msgspec.structs.replace(manifest, log=None), new, replace=replace)
-    return written
 
 
 def lines_to_carry(source: Run, step: int, target: Run) -> list[JournalEntry]:
@@ -355,7 +311,7 @@ def _plan(source: Run, step: int, target: Run, planned: set[str]) -> Copied:
         present = _present(target, step)
         if present is not None and _is_whole(target, present):
             return Copied(step, "present")
-        live = _ChunksToCopy(source, manifest, {} if present else target.stored_chunks()).live()
+        live = ChunksToCopy(source, manifest, {} if present else target.stored_chunks()).live()
     except OSError as error:
         raise UnreachableError(f"{target.where}: {error}. Nothing was changed.") from error
     except (StepNotFoundError, CorruptionError) as error:
@@ -433,99 +389,3 @@ def _renew(target: Run, present: Manifest, manifest: Manifest) -> None:
     if metrics != present.metrics or present.step == target.steps()[-1]:
         renewed = msgspec.structs.replace(present, metrics=metrics)
         target.commit_manifest(renewed, {}, replace=True)
-
-
-class _ChunksToCopy:
-    """The chunks of one checkpoint in the source, also if a compaction moves them meanwhile.
-
-    `held` are the places of chunks that the target has; they are not copied.
-    """
-
-    def __init__(
-        self,
-        source: Run,
-        manifest: Manifest,
-        held: Mapping[str, StoredChunk],
-        stopped: Callable[[], bool] = _never,
-    ) -> None:
-        self.where = source.where
-        self.manifest = manifest
-        needed = {chunk.hash for leaf in manifest.every_leaf() for chunk in leaf.chunks}
-        self.stored = {digest: held[digest] for digest in needed if digest in held}
-        self._source = source
-        self._stopped = stopped
-
-    def live(self) -> dict[str, LiveChunks]:
-        """The places of the chunks that the target lacks."""
-        lacking = {
-            name: {offset: chunk for offset, chunk in chunks.items() if chunk[0] not in self.stored}
-            for name, chunks in _live(self.manifest).items()
-        }
-        return {name: chunks for name, chunks in lacking.items() if chunks}
-
-    def find_again(self, error: DamagedChunk) -> dict[str, LiveChunks]:
-        """The new places after a chunk was not found; raises if the manifest did not change."""
-        again = self._source.manifest(self.manifest.step)
-        if again == self.manifest:
-            raise CorruptionError(str(error)) from error
-        if again.fingerprint != self.manifest.fingerprint:
-            raise StepNotFoundError(
-                f"{self.where}: step {again.step} was deleted and saved again during the copy. Copy it "
-                f"again."
-            )
-        self.manifest = again
-        return self.live()
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        if self._stopped():
-            raise CopyStoppedError(
-                f"{self.where}: the copy of step {self.manifest.step} was stopped."
-            )
-        try:
-            return self._source.storage.read_into(name, offset, target)
-        except FileNotFoundError:
-            raise
-        except ConnectionError as error:
-            raise UnreachableError(f"{self.where}: step {self.manifest.step}: {error}.") from error
-        except OSError as error:
-            raise StoreError(
-                f"{self.where}/{name}: cannot be read: {error}. Nothing of step {self.manifest.step} "
-                f"was copied. Correct the cause, then copy again."
-            ) from error
-
-
-def _live(manifest: Manifest) -> dict[str, LiveChunks]:
-    return live_chunks([manifest], {pack.name for pack in manifest.packs})
-
-
-def _link(
-    source: Run, target: Run, step: int, live: Mapping[str, LiveChunks]
-) -> dict[str, StoredChunk]:
-    """Make hard links of packs that are mostly needed; returns the places of their chunks."""
-    places: dict[str, StoredChunk] = {}
-    origin, storage = source.storage, target.storage
-    if not (isinstance(origin, LocalStorage) and isinstance(storage, LocalStorage)):
-        return places
-    for pack, chunks in live.items():
-        name = pack_name(step, 0, secrets.token_hex(4))
-        try:
-            size = origin.size(PACKS + pack)
-            needed = sum(length for _, length, _ in chunks.values())
-            linked = needed >= LINK_SHARE * size and storage.link_from(
-                origin, PACKS + pack, PACKS + name
-            )
-        except FileNotFoundError:
-            linked = False  # compacted meanwhile; its chunks are copied from their new places
-        if linked:
-            try:
-                check_chunks(storage, {name: chunks})
-            except DamagedChunk as error:
-                raise CorruptionError(
-                    f"{source.where}: step {step} cannot be forked, {PACKS}{pack} is damaged: {error} "
-                    f"`perdure verify {source.where}` lists what is damaged."
-                ) from error
-            places |= {
-                digest: StoredChunk(name, offset, length)
-                for offset, (digest, length, _) in chunks.items()
-            }
-    return places

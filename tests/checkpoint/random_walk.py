@@ -74,6 +74,8 @@ class Place(Protocol):
     def packs(self) -> dict[str, bytes]: ...
     def manifest(self, step: int) -> bytes: ...
     def write_pack(self, name: str, data: bytes) -> None: ...
+    def log(self) -> list[bytes]: ...
+    def write_log(self, lines: list[bytes]) -> None: ...
 
 
 class Disk:
@@ -101,6 +103,12 @@ class Disk:
         path = self.path / "packs" / name
         path.unlink()
         path.write_bytes(data)
+
+    def log(self) -> list[bytes]:
+        return (self.path / "log.jsonl").read_bytes().splitlines(keepends=True)
+
+    def write_log(self, lines: list[bytes]) -> None:
+        (self.path / "log.jsonl").write_bytes(b"".join(lines))
 
 
 class CrashingStorage:
@@ -160,6 +168,15 @@ class Memory:
     def write_pack(self, name: str, data: bytes) -> None:
         self._objects.objects[f"packs/{name}"] = data
 
+    def log(self) -> list[bytes]:
+        return [self._objects.read(name) for name in sorted(self._objects.list("log/"))]
+
+    def write_log(self, lines: list[bytes]) -> None:
+        for name in [*self._objects.list("log/")]:
+            self._objects.delete(name)
+        for number, line in enumerate(lines, 1):
+            self._objects.replace(f"log/{number:012d}.json", line)
+
 
 class Bucket:
     crash_within = 8
@@ -183,6 +200,17 @@ class Bucket:
 
     def write_pack(self, name: str, data: bytes) -> None:
         self._server.write(self._url, f"packs/{name}", data)
+
+    def log(self) -> list[bytes]:
+        storage = self.storage()
+        return [storage.read(name) for name in sorted(storage.list("log/"))]
+
+    def write_log(self, lines: list[bytes]) -> None:
+        storage = self.storage()
+        for name in sorted(storage.list("log/")):
+            storage.delete(name)
+        for number, line in enumerate(lines, 1):
+            self._server.write(self._url, f"log/{number:012d}.json", line)
 
 
 class Walk:
@@ -221,6 +249,7 @@ class Walk:
             (1, self.second_manager),
             (2, self.flip_a_bit),
             (1, self.put_the_bit_back),
+            (1, self.damage_the_log),
             (1, self.repair),
             (1, self.reopen),
         ]
@@ -420,6 +449,45 @@ class Walk:
                 self.place.write_pack(name, good)
                 self.scarred = False
             self.damage = None
+
+    def damage_the_log(self) -> None:
+        """Nothing is deleted, set aside or brought back then, and saves continue."""
+        if not self.expected or self.damage is not None:
+            return
+        self.manager.close()
+        good = self.place.log()
+        self.place.write_log(self.harmed(good))
+        with Run(self.place.storage()) as run:
+            run.begin_writing()
+            execute_prune(run, plan_prune(run, 1, Retention()))
+            for change in (
+                lambda: run.delete([min(self.expected)]),
+                lambda: run.rollback(min(self.expected)),
+                run.undo_rollback,
+            ):
+                with contextlib.suppress(PerdureError):
+                    assert not change(), "the log is damaged"
+        self.manager = self.open()
+        step, state = self.new_state()
+        self.manager.save(step, state, force=True)
+        self.manager.close()
+        self.expected[step] = bits(state)
+        assert self.present().keys() == self.expected.keys(), "deleted on the word of a damaged log"
+        self.place.write_log(good)
+        self.manager = self.open()
+        self.undo_gives = {}
+        self.seen["log"] += 1
+
+    def harmed(self, lines: list[bytes]) -> list[bytes]:
+        """A flipped bit, or missing lines, up to the line to which the newest checkpoint refers."""
+        newest = msgspec.json.decode(self.place.manifest(max(self.expected)))
+        count = newest["log"][0] if newest.get("log") else 1
+        if self.random.random() < 0.5:
+            return lines[: self.random.randrange(count)]
+        number = self.random.randrange(count)
+        line = bytearray(lines[number])
+        line[self.random.randrange(len(line))] ^= 1 << self.random.randrange(8)
+        return [*lines[:number], bytes(line), *lines[number + 1 :]]
 
     def repair(self) -> None:
         if not self.expected:

@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from random_walk import Memory, walk, walk_in_bucket, walk_in_memory, walk_on_disk
 
 from object_stores import ObjectServer
+from perdure.store.log_view import LogView
 
 
 def together(walk_once: Callable[[int], Counter[str]], seeds: range) -> Counter[str]:
     return sum(map(walk_once, seeds), Counter())
 
 
-ACTS = ("save", "restore", "rollback", "fork", "prune", "locked", "damage", "crash in save")
+ACTS = ("save", "restore", "rollback", "fork", "prune", "locked", "damage", "crash in save", "log")
 
 
 def test_random_walks_on_a_disk_lose_nothing() -> None:
@@ -56,3 +58,11 @@ def test_control_a_store_that_loses_a_checkpoint_fails_a_walk() -> None:
         except AssertionError:
             caught += 1
     assert caught >= 3
+
+
+def test_control_a_store_that_believes_a_damaged_log_fails_a_walk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LogView, "problem_with", lambda *_: None)
+    with pytest.raises(AssertionError, match="on the word of a damaged log"):
+        together(walk_in_memory, range(3000, 3020))

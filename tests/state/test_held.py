@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +76,8 @@ class Module:
         self.sizes = [1, 2]
         self.noise = np.random.default_rng(0)
         self.constant = {"rate": 0.1, "name": "a"}
+        self.backend: Any = None
+        self.backends: list[Any] = []
 
 
 @pytest.fixture
@@ -105,6 +108,24 @@ def test_what_has_changed_and_is_not_saved_is_named(module: Module) -> None:
     assert changed == ["module.pointer", "module.weights", "module.sizes", "module.noise"]
     saved = {id(module.weights), "module.pointer"}
     assert changed_and_unsaved(before, marks(held), saved) == ["module.sizes", "module.noise"]
+
+
+class Missing(type):
+    """As Transformers has it for a class whose library is not installed."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        raise ImportError(f"{cls.__name__} requires a library that is not installed")
+
+
+def test_a_value_that_refuses_to_be_asked_hides_no_other(module: Module) -> None:
+    """Nor does one in a container or an attribute."""
+    missing = Missing("Backend", (), {})
+    module.backend, module.backends = missing, [missing]
+    names = held_here().keys()
+    assert {"module.pointer", "module.weights", "module.noise"} <= names
+    assert "module.backend" not in names
 
 
 def test_a_new_container_of_saved_arrays_is_saved() -> None:

@@ -283,27 +283,34 @@ def _fixed(name: str, value: Any) -> Held:
 
 
 def _expand(held: Held, found: dict[str, Held], seen: set[int], depth: int) -> None:
-    """Add the value, or what belongs to it if it is an object or a function of the program."""
-    value = held.get()
-    if isinstance(value, SCALARS):
-        found.setdefault(held.name, held)
+    """Add the value, or what belongs to it if it is an object or a function of the program.
+
+    A value that raises when it is asked for an attribute is left out, such as a class that stands for a
+    library which is not installed.
+    """
+    try:
+        value = held.get()
+        if isinstance(value, SCALARS):
+            found.setdefault(held.name, held)
+            return
+        if id(value) in seen or depth > _DEEPEST or isinstance(value, (ModuleType, io.IOBase)):
+            return
+        if not (isinstance(value, tuple) or hasattr(value, "addressable_shards")):
+            seen.add(id(value))  # what cannot change in place is put back under each of its names
+        parts = _parts(value, held.name)
+        if parts is None or is_whole(value):
+            found.setdefault(held.name, held)
+        if parts is None and isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            parts = (
+                _fixed(f"{held.name}[{key!r}]", item)
+                for key, item in items
+                if _attributes(item) is not None
+            )
+        for part in parts or ():
+            _expand(part, found, seen, depth + 1)
+    except Exception:  # noqa: BLE001 (objects of any library, read where they do not expect it)
         return
-    if id(value) in seen or depth > _DEEPEST or isinstance(value, (ModuleType, io.IOBase)):
-        return
-    if not (isinstance(value, tuple) or hasattr(value, "addressable_shards")):
-        seen.add(id(value))  # what cannot change in place is put back under each of its names
-    parts = _parts(value, held.name)
-    if parts is None or is_whole(value):
-        found.setdefault(held.name, held)
-    if parts is None and isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        parts = (
-            _fixed(f"{held.name}[{key!r}]", item)
-            for key, item in items
-            if _attributes(item) is not None
-        )
-    for part in parts or ():
-        _expand(part, found, seen, depth + 1)
 
 
 def _parts(value: Any, name: str) -> Iterable[Held] | None:

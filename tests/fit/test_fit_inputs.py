@@ -156,6 +156,18 @@ def test_a_dataset_that_changes_warns_at_the_start(tmp_path: Path) -> None:
         train(tmp_path / "run", x=Changing, shuffle=False)
 
 
+def test_a_state_that_a_backup_cannot_hold_is_refused(tmp_path: Path) -> None:
+    class Set(keras.callbacks.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": {1, 2}}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    with pytest.raises(TrainError, match=r"Set.state_dict\(\): expected .* of type set"):
+        train(tmp_path / "run", callbacks=[Set()])
+
+
 def test_an_interrupted_fit_does_not_lock_the_next(tmp_path: Path) -> None:
     begun(tmp_path / "run")
     begun(tmp_path / "run")

@@ -154,6 +154,29 @@ class Indexed(keras.utils.PyDataset):
         return self._x[rows] + np.float32(noise), self._y[rows]
 
 
+class Reordered(Indexed):
+    """Another order in each epoch, from a generator of its own; both are its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random, self._rows = np.random.default_rng(3), np.arange(ROWS)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        rows = self._rows[index * BATCH : (index + 1) * BATCH]
+        return self._x[rows], self._y[rows]
+
+    def _shuffle(self) -> None:
+        self._rows = self._random.permutation(self._rows)
+
+    on_epoch_begin = on_epoch_end = _shuffle
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self._rows, "random": self._random.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rows, self._random.bit_generator.state = state["rows"], state["random"]
+
+
 def loader(**options: Any) -> Any:
     x, y = arrays()
     data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
@@ -177,6 +200,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "in order": {"shuffle": False},
     "PyDataset": {"x": Indexed},
     "PyDataset with workers": {"x": lambda: Indexed(workers=2), "shuffle": True},
+    "PyDataset with a state": {"x": Reordered, "shuffle": False},
     "DataLoader": {"x": lambda: loader(shuffle=True), "shuffle": False},
     "DataLoader with a generator": {
         "x": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(5)),

@@ -56,6 +56,11 @@ class Background:
             if job.done():
                 self._job = None
 
+    def join(self) -> None:
+        """Wait for the job under way; its error stays for the next call."""
+        if self.busy and (job := self._job) is not None:
+            job.exception()
+
     def check(self) -> None:
         """Raise the error of a finished job, once; never waits."""
         if not self.busy:

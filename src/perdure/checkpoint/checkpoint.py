@@ -186,6 +186,7 @@ class Checkpoint(AttributeState, TensorFlowNames):
         run, number = find_step(directory, step)
         manager = managers[self]() if self in managers else None
         if manager is not None and manager.directory == run.where:
+            manager.wait_until_finished()  # `number` may be the step of the save under way
             newest = run.newest_step() if number is None else number
             paths = () if newest is None else (leaf.path for leaf in run.manifest(newest).leaves)
             unused = [path for path in paths if not self._takes(split_path(path))]
@@ -216,15 +217,21 @@ managers: WeakKeyDictionary[Checkpoint, ref[Any]] = WeakKeyDictionary()
 
 
 def latest_checkpoint(directory: Directory) -> str | None:
-    """The newest committed checkpoint of a run directory as `RUN@STEP`; None if there is none.
+    """The newest checkpoint of a run directory as `RUN@STEP`; None if there is none.
+
+    If a manager of this process that was made for a `Checkpoint` saves there, it is the newest after
+    the save under way.
 
     Raises:
         ArgumentError: `directory` is no run directory, and has one below it.
     """
+    storage = open_storage(directory)
+    for manager in [reference() for reference in managers.values()]:
+        if manager is not None and manager.directory == storage.where:
+            return manager.latest_checkpoint
     try:
         run = Run(directory)
     except NotARunError:
-        storage = open_storage(directory)
         if isinstance(storage, LocalStorage) and os.path.isdir(storage.where):
             with os.scandir(storage.where) as entries:
                 below = [e.path for e in entries if os.path.exists(os.path.join(e.path, MARKER))]

@@ -54,16 +54,18 @@ class ManagedDirectory(CallGuard):
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The newest committed checkpoint as `RUN@STEP`, None before the first.
+        """The newest checkpoint as `RUN@STEP`, after the save under way; None before the first.
 
         `restore`, `Checkpoint.restore` and `perdure.load_checkpoint` accept that name.
         """
+        self._saver.join()
         step = self.latest_step()
         return None if step is None else name_at_step(self.directory, step)
 
     @property
     def checkpoints(self) -> list[str]:
-        """The committed checkpoints as `RUN@STEP`, oldest first."""
+        """The checkpoints as `RUN@STEP`, oldest first, after the save under way."""
+        self._saver.join()
         return [name_at_step(self.directory, step) for step in self.all_steps()]
 
     def all_steps(self) -> list[int]:

@@ -200,6 +200,10 @@ class BackgroundSaver:
         self._background.wait()
         self._raise_failed()
 
+    def join(self) -> None:
+        """Wait for the save under way; its error stays for the next call."""
+        self._background.join()
+
     def settle_before_next(self) -> None:
         """`settle`, before the next save begins. In a group an error is raised once that has begun.
 

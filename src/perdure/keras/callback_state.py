@@ -54,7 +54,8 @@ class CallbackState:
         states = {}
         for name, callback in self._named.items():
             if is_stateful(callback):
-                states[name] = {"own": callback.state_dict()}
+                own = packing.copy_plain(callback.state_dict(), f"{name}.state_dict()")
+                states[name] = {"own": own}
             elif changed := self._changed(name, callback):
                 states[name] = {"changed": changed, "operator": has_direction(callback)}
         self._warn_of_lost()

@@ -17,6 +17,7 @@ between, and both draw from the generators.
 | `started` | the generators at its first batch; None if they were not recorded then |
 | `random` | the generators now |
 | `batches` | batches of a whole pass; None if that is not known |
+| `dataset` | what `state_dict` of a `PyDataset` returned; None if it has none |
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class FitBatches:
             "started": self._random_when_started if in_pass else None,
             "random": random,
             "batches": self._iterator.batches_per_pass,
+            "dataset": self._order.dataset_state(),
         }
 
     def random(self) -> dict[str, Any]:
@@ -113,6 +115,7 @@ class FitBatches:
         self._passes, self._taken = position["made"], position["taken"]
         self._random_when_made = position["begin"]
         restore_random(position["random"], self._generators)
+        self._order.restore_dataset(position["dataset"], in_epoch=position["executions"] > 0)
         if self._iterator.batches_per_pass is None:
             self._iterator.batches_per_pass = position["batches"]
 

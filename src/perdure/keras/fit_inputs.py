@@ -11,6 +11,7 @@ import numpy as np
 
 from perdure.data.sources import ArraySource
 from perdure.errors import PerdureError, TrainError
+from perdure.keras import packing
 from perdure.keras.fit_internals import (
     FitData,
     FitIterator,
@@ -27,6 +28,13 @@ class DataOrder:
         """A pass begins that resumes after `skip` batches; returns how many the reader must drop."""
         return skip
 
+    def dataset_state(self) -> Any:
+        """What the dataset returns as its state, as a plain value; None if it has no state."""
+        return None
+
+    def restore_dataset(self, state: Any, *, in_epoch: bool) -> None:
+        """Restore what `dataset_state` returned, before the epoch begins that it was called in."""
+
 
 class PyDatasetOrder(DataOrder):
     """Replaces a `PyDataset`: draws the order when Keras would, and reads no finished batch again."""
@@ -37,6 +45,7 @@ class PyDatasetOrder(DataOrder):
         self._shuffle = data.shuffles
         self._order: list[int] | None = None
         self._skip = 0
+        self._has_begun_epoch = False
         data.replace_py_dataset(self)
 
     def begin_pass(self, skip: int) -> int:
@@ -46,6 +55,24 @@ class PyDatasetOrder(DataOrder):
             self._order = list(range(count))
             random.shuffle(self._order)
         return 0
+
+    def dataset_state(self) -> Any:
+        if not is_stateful(self._dataset):
+            return None
+        return packing.copy_plain(
+            self._dataset.state_dict(), f"{type(self._dataset).__name__}.state_dict()"
+        )
+
+    def restore_dataset(self, state: Any, *, in_epoch: bool) -> None:
+        if is_stateful(self._dataset) and state is not None:
+            self._dataset.load_state_dict(state)
+            self._has_begun_epoch = in_epoch
+
+    def on_epoch_begin(self) -> None:
+        """The dataset has begun the epoch already if its state is one from inside of it."""
+        if not self._has_begun_epoch:
+            self._dataset.on_epoch_begin()
+        self._has_begun_epoch = False
 
     @property
     def num_batches(self) -> int | None:

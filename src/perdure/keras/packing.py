@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from perdure.errors import TrainError
+
 _TAG = "perdure"
 
 
@@ -41,6 +43,18 @@ def is_plain(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def copy_plain(value: Any, what: str) -> Any:
+    """A copy of a plain value. Raises `TrainError`, which begins with `what`, if it is not plain."""
+    try:
+        return unpack(pack(value))
+    except TypeError as error:
+        raise TrainError(
+            f"{what}: expected numbers, strings, arrays, and lists, tuples and dicts of them with keys "
+            f"that are strings, found a value of type {error}, which a backup cannot hold. Turn it "
+            f"into such values there, and back in `load_state_dict`."
+        ) from None
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

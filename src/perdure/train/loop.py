@@ -269,7 +269,8 @@ class Loop:
             self._write_summary(numbers, _prefixed(metrics))
             self._checkpoints.save(training.step, {**numbers, **_prefixed(metrics)})
         self._evaluated = _Evaluated(training.step, metrics)
-        self._call_evaluation_hooks()
+        if training.due(every):  # as after the execution: the last one of a call is for its caller
+            self._call_evaluation_hooks()
 
     def _call_evaluation_hooks(self) -> None:
         """Call `after_evaluate`. An infinity comes back from a checkpoint as NaN, so hooks see NaN."""

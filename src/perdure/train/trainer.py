@@ -196,7 +196,8 @@ class Trainer(TrainingState, TensorFlowNames):
         """Train as `train` does, and evaluate on `data` after each `every` steps and at the end.
 
         Every evaluation is saved with the state of its step, under names such as `eval/accuracy`
-        (for `Retention(best_metric=...)`), and passed to the hooks.
+        (for `Retention(best_metric=...)`). The hooks get those after each `every` steps; one at the end
+        that is none of these is only returned, because a run to more steps would not have it.
 
         Args:
             data: What to evaluate on.

@@ -33,6 +33,7 @@ FORMS: dict[str, dict[str, str]] = {
         "EstimatorSpec": "perdure.Trainer(step_fn, state, data, config, eval_fn=eval_fn)",
         "TrainSpec": "trainer.train_and_evaluate(data, max_steps, every=steps)",
         "EvalSpec": "trainer.train_and_evaluate(data, max_steps, every=steps)",
+        "estimator": "perdure.Trainer and perdure.RunConfig",
         "train_and_evaluate": "trainer.train_and_evaluate(data, max_steps, every=steps)",
         "SessionRunHook": "perdure.train.Hook",
         "CheckpointSaverListener": "perdure.train.Hook, with before_save and after_save.",
@@ -51,6 +52,15 @@ FORMS: dict[str, dict[str, str]] = {
             ("TPUStrategy", "ParameterServerStrategy", "CentralStorageStrategy"),
             f"{_STRATEGIES} There is none for TPUs or parameter servers.",
         ),
+    },
+    "perdure.train": {
+        name: f"perdure.{name}"
+        for name in ("Checkpoint", "CheckpointManager", "latest_checkpoint", "load_checkpoint")
+    },
+    "perdure.distribute": {},
+    "perdure.keras": {
+        "callbacks": "perdure.keras.BackupAndRestore and perdure.keras.ModelCheckpoint; all other "
+        "callbacks are Keras's."
     },
     "Checkpoint": {
         "read": "checkpoint.restore(directory)",
@@ -93,6 +103,7 @@ FORMS: dict[str, dict[str, str]] = {
         "params": "The step function closes over its parameters.",
         "model_fn": "step_fn, the first argument of Trainer.",
         "eval_dir": "Evaluations are in the summaries of model_dir, under `eval/`.",
+        "get_variable_value": "perdure.load_checkpoint(run, leaves=name)",
         "export_saved_model": "`perdure export RUN --to saved_model`",
         "experimental_export_all_saved_models": "`perdure export RUN --to saved_model`",
     },
@@ -139,7 +150,8 @@ def names_forms(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def missing(owner: str, name: str) -> AttributeError:
     """The error for a name that `owner`, a module or a class of `FORMS`, does not have."""
     text = f"{owner} has no attribute {name!r}"
-    form = FORMS[owner].get(name)
+    forms = FORMS["perdure"] if owner.startswith("perdure.") else {}
+    form = (forms | FORMS[owner]).get(name)
     return AttributeError(f"{text}. In place of TensorFlow's: {form}" if form else text, name=name)
 
 

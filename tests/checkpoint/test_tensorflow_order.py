@@ -211,6 +211,36 @@ def test_a_name_that_is_not_carried_over_says_the_form_to_use(tmp_path: Path) ->
         Manager(ckpt, tmp_path, nothing=1)
 
 
+def test_the_names_of_checkpoints_come_after_the_save_under_way(tmp_path: Path) -> None:
+    run = f"{tmp_path}/run"
+    ckpt: Any = Checkpoint(w=np.zeros(500_000), step=0)
+    manager = Manager(ckpt, run, max_to_keep=2)
+    asks = [
+        lambda: manager.latest_checkpoint,
+        lambda: manager.checkpoints[-1],
+        lambda: perdure.latest_checkpoint(run),
+    ]
+    for step, ask in enumerate(asks, 1):
+        ckpt.step, ckpt.w = step, ckpt.w + 1
+        saved = manager.save()
+        assert ask() == saved
+        assert not manager.is_saving_in_progress()
+    ckpt.step = 9
+    saved = manager.save()
+    ckpt.step = 0
+    assert ckpt.restore(saved) == len(asks) + 1
+    assert ckpt.step == 9
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [((object(), "run", 3), {}), ((object(),), {"directory": "run"})]
+)
+def test_another_object_in_the_place_of_the_checkpoint_is_named(given: Any, named: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"Checkpoint and then the directory, found object"):
+        Manager(*given, **named)
+
+
 def test_the_page_for_people_has_every_name() -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/from-tf-train.md").read_text()
     table = page.partition("## All names")[2].partition("\n## ")[0]

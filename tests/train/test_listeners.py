@@ -14,6 +14,7 @@ import pytest
 from problem import Spy, data, fresh, prints, step_fn, trainer
 from problem import config as problem_config
 
+import perdure
 from perdure import (
     LocalStorage,
     RunConfig,
@@ -209,6 +210,10 @@ def test_the_names_of_an_estimator(tmp_path: Path) -> None:
     assert np.array([row["y"] for row in predicted[:8]]).tobytes() == first.tobytes()
     for use, form in (
         (lambda: made.export_saved_model("x"), "perdure export"),
+        (lambda: made.get_variable_value("w"), "load_checkpoint"),
+        (lambda: perdure.train.Checkpoint, "perdure.Checkpoint"),  # type: ignore[attr-defined]
+        (lambda: perdure.train.SessionRunHook, "Hook"),  # type: ignore[attr-defined]
+        (lambda: perdure.distribute.MirroredStrategy, "perdure.jax"),  # type: ignore[attr-defined]
         (lambda: made.config.cluster_spec, "cluster_resolver"),
     ):
         with pytest.raises(AttributeError, match=form):
@@ -248,6 +253,10 @@ def test_a_config_knows_its_place_in_the_group(
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     other = config.replace(save_checkpoints_steps=5)
     assert (other.save_checkpoints_steps, other.seed, other.model_dir) == (5, 1, tmp_path)
+    timed = other.replace(save_checkpoints_secs=30)  # the new interval takes the place of the other
+    assert (timed.save_checkpoints_steps, timed.save_checkpoints_secs) == (None, 30)
+    with pytest.raises(TrainError, match="expected one of save_checkpoints_steps"):
+        config.replace(save_checkpoints_steps=5, save_checkpoints_secs=30)
     assert place(other) == (False, "worker", 1, 3)
     assert place(config) == (True, "worker", 0, 1)  # read once
 

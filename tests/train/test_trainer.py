@@ -160,6 +160,28 @@ def test_a_second_call_continues_and_a_reached_max_steps_is_logged(tmp_path: Pat
     )  # the first trainer continues from the others' checkpoint
 
 
+@pytest.mark.parametrize(("max_steps", "evaluated"), [(9, [4, 8]), (8, [4, 8])])
+def test_a_finished_run_that_is_started_again_ends_in_the_state_of_the_first_call(
+    tmp_path: Path, max_steps: int, evaluated: list[int]
+) -> None:
+    """Hooks may change the state after an evaluation that is due; the last of a call may be none."""
+
+    class Halve(Hook):
+        def after_evaluate(self, trainer: Trainer, metrics: Any) -> None:
+            trainer.state["rate"] /= 2
+
+    def ended() -> tuple[Any, Any, list[int]]:
+        made = trainer(tmp_path, [Halve(), spy := Spy()])
+        metrics = made.train_and_evaluate(data(), max_steps, every=4)
+        return made.state["rate"], metrics, [call[1] for call in spy.calls if call[0] == "evaluate"]
+
+    first = ended()
+    assert first[2] == evaluated
+    again = ended()
+    assert again[:2] == first[:2]
+    assert again[2] == [step for step in evaluated if step == max_steps]
+
+
 def test_a_hook_that_raises_ends_the_others_and_leaves_a_good_run(tmp_path: Path) -> None:
     class Bad(Hook):
         def end(self, trainer: Trainer) -> None:

@@ -252,6 +252,13 @@ def takes_tensorflow_order(init: Init) -> Init:
     def init_in_either_order(self: Any, *given: Any, **named: Any) -> None:
         if (given and isinstance(given[0], Checkpoint)) or "checkpoint" in named:
             given, named = given[len(_ORDER) :], {**dict(zip(_ORDER, given, strict=False)), **named}
+        elif given[1:] or (given and "directory" in named):
+            raise ArgumentError(
+                f"expected CheckpointManager(directory, ...) with all others by name, or a "
+                f"perdure.Checkpoint and then the directory, found {type(given[0]).__name__} first. A "
+                f"model, or the members of a Checkpoint of TensorFlow, become "
+                f"perdure.Checkpoint(model=model)."
+            )
         refuse_arguments("CheckpointManager", named.keys() - {"checkpoint"})
         if (interval := named.pop("checkpoint_interval", None)) is not None:
             named["save_interval_steps"] = interval

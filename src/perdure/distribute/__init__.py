@@ -3,6 +3,8 @@
 The strategies themselves are made by an engine: `perdure.jax` and `perdure.torch`.
 """
 
+from typing import Any
+
 from perdure.distribute import metrics
 from perdure.distribute.cluster import (
     Cluster,
@@ -30,6 +32,7 @@ from perdure.distribute.run.context import (
 from perdure.distribute.strategy import Strategy, get_strategy
 from perdure.distribute.values import PerReplica, ReduceOp
 from perdure.runtime.process_group import Processes, SingleProcess
+from perdure.tensorflow_names import missing
 
 __all__ = [
     "Cluster",
@@ -41,3 +44,7 @@ __all__ = [
     "TFConfigClusterResolver",
     "resolve",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("perdure.distribute", name)

@@ -4,7 +4,10 @@
 PyTorch backend; `Stateless` brings a model into a strategy of `perdure.jax` or `perdure.torch`.
 """
 
+from typing import Any
+
 from perdure.errors import missing_extra
+from perdure.tensorflow_names import missing
 
 try:
     from perdure.keras.backup import BackupAndRestore
@@ -14,3 +17,7 @@ except ModuleNotFoundError as error:
     raise missing_extra("keras", error) from error
 
 __all__ = ["BackupAndRestore", "ModelCheckpoint", "Stateless", "load_weights"]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("perdure.keras", name)

@@ -1,5 +1,8 @@
 """The ready-made training loop: `Trainer`, `RunConfig` and hooks."""
 
+from typing import Any
+
+from perdure.tensorflow_names import missing
 from perdure.train.config import CheckpointConfig, OutputConfig, RunConfig
 from perdure.train.hooks import EarlyStopping, ReduceLROnPlateau
 from perdure.train.interval import AutoInterval
@@ -15,3 +18,7 @@ __all__ = [
     "Profiler",
     "ReduceLROnPlateau",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("perdure.train", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -102,6 +102,7 @@ class RunConfig(TensorFlowNames):
     """
 
     model_dir: str | os.PathLike[str] | Storage
+    _: KW_ONLY  # TensorFlow has these in another order
     save_checkpoints_steps: int | None = None
     save_checkpoints_secs: float | Literal["auto"] | AutoInterval | None = None
     keep_checkpoint_max: int | None = 5
@@ -167,7 +168,13 @@ class RunConfig(TensorFlowNames):
         _require_type("output", self.output, OutputConfig, "an OutputConfig")
 
     def replace(self, **changes: Any) -> RunConfig:
-        """This configuration with other values for some fields."""
+        """This configuration with other values for some fields.
+
+        A new interval between saves, in steps or in seconds, takes the place of the other one.
+        """
+        intervals = ("save_checkpoints_steps", "save_checkpoints_secs")
+        if any(changes.get(name) is not None for name in intervals):
+            changes = dict.fromkeys(intervals) | changes
         return replace(self, **changes)
 
     @cached_property

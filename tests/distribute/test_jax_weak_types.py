@@ -71,7 +71,7 @@ def test_a_step_inside_of_jit_is_refused(inside: str) -> None:
     calls: dict[str, Any] = {
         "state": lambda: jax.jit(lambda s: step(s, batch)[0])(state),
         "closure": lambda: jax.jit(lambda: step(state, batch)[0])(),
-        "grad": lambda: jax.grad(lambda s: step(s, batch)[0]["turns"])({**state, "steps": 0.0}),
+        "grad": lambda: jax.grad(lambda x: step({**state, "turns": x}, batch)[0]["turns"])(1.0),
     }
     with pytest.raises(StateError, match="inside jit"):
         calls[inside]()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from perdure.checkpoint import Checkpoint
 from perdure.data import ArrayDataset
+from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
 from perdure.jax import MirroredStrategy as JaxStrategy
 from perdure.torch import MirroredStrategy
@@ -55,6 +56,21 @@ def test_keys_in_reduce_are_refused_by_path() -> None:
     with pytest.raises(StateError, match="k: values of the replicas are added, and random keys"):
         strategy.reduce("sum", values)
     assert jax.random.key_data(values.values[0]["k"]).shape == (2,)
+
+
+@pytest.mark.parametrize("returned", ["grad", "state", "logs"])
+def test_what_is_no_number_in_what_a_function_returns_is_refused_by_path(returned: str) -> None:
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        return {"s": batch.sum(), "of": {"text": "x" if returned == "grad" else 1}}
+
+    def update(state: Any, total: Any) -> Any:
+        new = {"n": "x"} if returned == "state" else {"n": state["n"] + total["s"]}
+        return new, {"of": {"text": "x" if returned == "logs" else 1}}
+
+    step = JaxStrategy(1, 2).step(grad, update)
+    path = "n" if returned == "state" else "of/text"
+    with pytest.raises(StateError, match=f"{path}: expected arrays and numbers .* found str"):
+        step({"n": jnp.zeros(())}, PerReplica((np.ones(2, np.float32),) * 2, (0, 1), 0))
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ def first_state() -> dict[str, Any]:
         "strong": np.float32(0.7),
         "steps": 0,
         "turns": 1.0,  # becomes a strong type in the first step
+        "key": jax.random.key(5),  # has no weak type
     }
 
 
@@ -55,16 +56,19 @@ def update(state: Any, total: Any) -> Any:
         "rows": state["rows"] * 1.1,
         "steps": state["steps"] + 1,
         "turns": state["turns"] * jnp.float32(1.5),
+        "key": jax.random.split(state["key"])[0],
     }
     logs = {"weight": total["weight"], "g": g, "wide": g * state["strong"], "constant": 2.5}
     return new, logs
 
 
 def described(tree: Any) -> list[str]:
-    return [
-        f"{leaf.dtype}{list(leaf.shape)} {leaf.weak_type} {np.asarray(leaf).tobytes().hex()}"
-        for leaf in jax.tree.leaves(tree)
-    ]
+    def described_one(leaf: Any) -> str:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return f"{leaf.dtype} {np.asarray(jax.random.key_data(leaf)).tobytes().hex()}"
+        return f"{leaf.dtype}{list(leaf.shape)} {leaf.weak_type} {np.asarray(leaf).tobytes().hex()}"
+
+    return [described_one(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def trained(step: Any, replicas: int, local: Any, *, interrupted: bool = False) -> list[str]:

@@ -502,6 +502,21 @@ def test_a_dtype_that_changed_since_the_target_is_refused_with_the_remedy() -> N
     assert restore(drifted, leaves)["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("number", [3, 0.1, True, 1 - 2j])
+def test_the_abstract_value_of_a_number_takes_what_the_number_takes(number: Any) -> None:
+    like = jax.eval_shape(lambda: {"n": number, "w": jnp.ones(2)})
+    restored = restore(like, snapshot({"n": number, "w": jnp.ones(2)}))["n"]
+    assert (type(restored), restored) == (type(number), number)
+    array = jnp.asarray(number)  # what it is after the first compiled step
+    assert restore(like, snapshot({"n": array, "w": jnp.ones(2)}))["n"].aval == array.aval
+    strong = jnp.zeros((), jnp.float32 if isinstance(number, int) else jnp.int32)
+    with pytest.raises(MismatchError, match="n: expected"):  # the control: another kind
+        restore(like, snapshot({"n": strong, "w": jnp.ones(2)}))
+    like["n"] = jax.ShapeDtypeStruct((2,), array.dtype)
+    with pytest.raises(MismatchError, match="n: expected"):  # and an array
+        restore(like, snapshot({"n": number, "w": jnp.ones(2)}))
+
+
 # ---------------------------------------------------------------- Equinox
 
 

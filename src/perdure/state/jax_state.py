@@ -19,7 +19,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Node, NoVariables
 from perdure.state.leaf_spec import LeafSpec
-from perdure.state.leaf_values import BUFFER_DTYPES, array_bytes, key_words, leaf_array
+from perdure.state.leaf_values import (
+    BUFFER_DTYPES,
+    array_bytes,
+    key_words,
+    leaf_array,
+    plain_value,
+)
 from perdure.state.per_rank import current_rank_context
 from perdure.state.shards import compares_copies, compares_shards
 from perdure.store.dtypes import numpy_dtype
@@ -30,6 +36,7 @@ from perdure.store.shard_plan import Region
 
 _BUILTIN = {dict, list, tuple, type(None), OrderedDict, defaultdict}
 _WEAK = {"int32": 0, "int64": 0, "float32": 0.0, "float64": 0.0, "complex64": 0j, "complex128": 0j}
+_NUMBERS = {"b": "py:bool", "i": "py:int", "f": "py:float", "c": "py:complex"}
 
 
 _SHARDING, _DTYPE, _SHAPE, _IS_WEAK, _IS_DELETED = map(
@@ -55,6 +62,13 @@ class JaxState(NoVariables):
         if name in _WIDE and isinstance(value, jax.ShapeDtypeStruct) and not _x64():
             raise _truncated(name, value.shape)
         _require_processes(value.sharding)
+        if (
+            isinstance(value, jax.ShapeDtypeStruct)
+            and value.shape == ()
+            and (value.weak_type or name == "bool")
+        ):
+            # `jax.eval_shape` makes these of Python numbers: such a target takes what those take.
+            name = _NUMBERS.get(value.dtype.kind, name)
         return LeafSpec(f"key<{_impl(value)}>" if name is None else name, tuple(value.shape))
 
     def leaf(self, value: Any) -> Leaf | None:
@@ -122,6 +136,8 @@ class JaxState(NoVariables):
         return ""
 
     def load(self, like: Any, leaf: Leaf) -> Any:
+        if leaf.is_scalar:  # the target is the abstract value of a Python number
+            return plain_value(leaf)
         if leaf.shards is not None:
             return _place_shards(like, leaf, leaf.shards)
         if leaf.dtype.startswith("key<"):

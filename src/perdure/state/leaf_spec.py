@@ -72,7 +72,12 @@ def fits(expected: LeafSpec, stored: LeafSpec) -> bool:
     checkpoint a zero-dimensional array of that kind: a counter that starts as `0` is an array after
     the first compiled step.
     """
-    kinds = {"py:int": ("int", "uint"), "py:float": ("float", "bfloat"), "py:bool": ("bool",)}
+    kinds = {
+        "py:int": ("int", "uint"),
+        "py:float": ("float", "bfloat"),
+        "py:complex": ("complex",),
+        "py:bool": ("bool",),
+    }
     return (
         expected == stored
         or (expected.dtype.startswith("py:") and stored.dtype.startswith("py:"))

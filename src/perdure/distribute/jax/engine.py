@@ -168,7 +168,8 @@ class JaxEngine:
 
     def _joined(self, column: tuple[Any, ...]) -> Any:
         """Equal arrays of all local devices as one array."""
-        if column[0].weak_type:  # `make_array` would make it a strong one
+        # `make_array` would make it a strong one. An array of keys has no such attribute.
+        if getattr(column[0], "weak_type", False):
             return jax.device_put(column[0], self._everywhere)
         return jax.make_array_from_single_device_arrays(
             column[0].shape, self._everywhere, list(column)

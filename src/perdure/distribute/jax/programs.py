@@ -74,8 +74,9 @@ def grad_program(fn: Grad) -> Callable[..., Any]:
             raise
         if not jax.tree.leaves(contributions):
             raise StateError(f"{_called(fn)} returned no contributions: expected a tree of arrays")
+        contributions = _arrays(fn, contributions)
         _refuse_keys(contributions)
-        return jax.tree.map(jnp.asarray, contributions)  # numbers of Python, under `disable_jit`
+        return contributions
 
     return grad
 
@@ -89,7 +90,7 @@ def update_program(fn: Update) -> Callable[..., Any]:
             raise StateError(
                 f"{_called(fn)}: expected (state, logs) as its result, found {type(result).__name__}"
             )
-        new, logs = jax.tree.map(jnp.asarray, result)
+        new, logs = _arrays(fn, result[0]), _arrays(fn, result[1])
         _same_form(fn, state, new)
         return new, logs
 
@@ -100,6 +101,21 @@ def update_program(fn: Update) -> Callable[..., Any]:
 def add_program(left: Any, right: Any) -> Any:
     _refuse_keys(left)
     return jax.tree.map(plus, left, right)
+
+
+def _arrays(fn: Callable[..., Any], values: Any) -> Any:
+    """What a function returned with arrays in place of numbers."""
+
+    def array(path: Any, leaf: Any) -> Any:
+        try:
+            return jnp.asarray(leaf)
+        except (TypeError, ValueError) as error:
+            raise StateError(
+                f"{_called(fn)}: {name_of(path)}: expected arrays and numbers in what it returns, "
+                f"found {type(leaf).__name__}. Keep other values outside of the step"
+            ) from error
+
+    return jax.tree_util.tree_map_with_path(array, values)
 
 
 def _refuse_keys(values: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,51 @@ class Recurrent(torch.nn.Module):
         return self.drop(out[0] * self.temperature + noise + self.get_buffer("mean"))
 
 
+class Phase(enum.Enum):
+    COLD, HOT = 1, 2
+
+
+class Meter:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Agent(torch.nn.Module):
+    """A replay memory of tuples with dicts, tables by place, a log of activations, an average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.last: Any = None
+        self.memory: list[Any] = []
+        self.recent: deque[Any] = deque(maxlen=2)
+        self.visits: Any = defaultdict(int)
+        self.visited: set[Any] = set()
+        self.logs: Any = defaultdict(lambda: [0])
+        self.losses: list[Any] = []
+        self.phases: list[Any] = []
+        self.meter = Meter()
+
+    def forward(self, x: Any) -> Any:
+        out = self.layer(x)
+        count = len(self.visited)
+        scale = 0.1 if self.last is None else self.last[1]["mean"] + self.memory[0][2]["at"][0]
+        scale = scale + sum(value["out"][0] for value in self.recent) + self.visits[0, "a"]
+        self.last = out.detach(), {"mean": out.detach().mean()}
+        self.memory = [*self.memory, (out.detach(), count, {"at": [out.detach()[0]]})][-2:]
+        self.recent.append({"out": out.detach()[1]})
+        self.visits[count % 2, "a"] += 1
+        self.visited.add((count, -count))
+        self.logs[count % 2].append(count)
+        self.losses.append((out.sum(), count))  # with a graph: not stored, and no error
+        self.phases.append((Phase.HOT if count % 2 else Phase.COLD, count))
+        self.meter.count += 1
+        scale = scale + self.meter.count + sum(phase.value * n for phase, n in self.phases)
+        return out * (scale + sum(self.logs[0]) + len(self.visited))
+
+
 class SAM(torch.optim.Optimizer):
     """Steps with another optimizer, whose groups are its own."""
 
@@ -132,7 +178,7 @@ def run(
 
 
 @pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent])
+@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent, Agent])
 def test_a_resume_continues_with_what_the_module_holds(kind: Any, interval: int) -> None:
     whole = run(kind, MemoryStorage(), 6, interval)
     for stop in (2, 4):
@@ -141,7 +187,7 @@ def test_a_resume_continues_with_what_the_module_holds(kind: Any, interval: int)
         assert run(kind, where, 6, interval) == whole
 
 
-@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent])
+@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent, Agent])
 def test_without_the_attributes_a_resume_differs(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import operator
 import random
 import sys
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,10 +16,11 @@ import numpy as np
 from perdure.state import bits
 from perdure.state.adapter import Node, loaded_adapters
 from perdure.state.adapter_choice import node_of
+from perdure.state.leaf_errors import type_name
 from perdure.state.program_code import is_of_program
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
-_CONTAINERS = (tuple, list, dict, deque, set, frozenset)
+CONTAINERS = (tuple, list, dict, deque, set, frozenset)
 _MOST = 100_000
 """A container of more elements is not compared: that would take milliseconds in each save."""
 _COPIED = 4096
@@ -28,6 +30,7 @@ _HASHED = 64 * 1024 * 1024
 
 
 _GENERATOR = "!generator"
+_LISTED = "!listed"
 
 
 class Kind(enum.Enum):
@@ -51,16 +54,15 @@ def kind_of(value: Any) -> Kind:
         return Kind.ARRAY if _is_kept(value) else Kind.OTHER
     if isinstance(value, np.ndarray):
         return Kind.OTHER if value.dtype.hasobject else Kind.ARRAY
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return _kind_of_container(value)
     if is_generator(value):
         return Kind.GENERATOR
     if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
         return Kind.OBJECT
-    if is_of_program(kind) and hasattr(value, "__dict__"):
+    if is_of_program(kind) and (parts := attributes_of(value)):
         # An object that has modules is about the training, such as the one that runs the loop.
-        parts = vars(value).values()
-        if torch is not None and any(isinstance(part, torch.nn.Module) for part in parts):
+        if torch is not None and any(isinstance(p, torch.nn.Module) for p in parts.values()):
             return Kind.OTHER
         return Kind.MIXED
     return Kind.OTHER
@@ -73,7 +75,7 @@ def _kind_of_container(value: Any) -> Kind:
         count += 1
         if count > _MOST:  # it may also contain itself
             return Kind.OTHER
-        if isinstance(part, _CONTAINERS):
+        if isinstance(part, CONTAINERS):
             nodes += part.values() if isinstance(part, dict) else part
         elif type(part) not in _SCALARS:
             kinds.add(type(part))
@@ -97,7 +99,28 @@ def items_of(value: Any) -> Iterable[tuple[str | int, Any]]:
         return list(zip(fields, value, strict=False))
     if isinstance(value, (list, tuple, deque)):
         return list(enumerate(value))
-    return list(getattr(value, "__dict__", {}).items())
+    return list(attributes_of(value).items())
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in `__slots__` too."""
+    slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    found = {name: part for name, part in found.items() if not name.startswith("__")}
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def has_others(value: Any) -> bool:
+    """Whether a value of a kind that is not stored is in a container, at any depth."""
+    nodes, count = [value], 0
+    while nodes and (count := count + 1) <= _MOST:
+        part = nodes.pop()
+        if isinstance(part, CONTAINERS):
+            nodes += part.values() if isinstance(part, dict) else part
+        elif type(part) not in _SCALARS and kind_of(part) is Kind.OTHER:
+            return True
+    return False
 
 
 def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
@@ -160,7 +183,69 @@ def stored_form(value: Any) -> Any:
             return {_GENERATOR: _class_of_generator(value), "state": state}
         state = node.read()
         return dict(state) if isinstance(state, Mapping) else state
-    return value
+    return _with_pairs(value)
+
+
+def _with_pairs(value: Any) -> Any:
+    """A container in which dicts and sets whose keys have no text, such as tuples, are lists, and
+    members of enumerations are names."""
+    if isinstance(value, enum.Enum) and _enumeration(type_name(value)) is type(value):
+        return {_LISTED: value.name, "in": type_name(value)}
+    if not isinstance(value, CONTAINERS) or not value:
+        return value
+    if isinstance(value, (set, frozenset)):
+        if all(type(part) in _SCALARS for part in value):
+            return value
+        return {
+            _LISTED: [_with_pairs(part) for part in sorted(value, key=repr)],
+            "in": type(value)(),
+        }
+    if not isinstance(value, dict):
+        parts = [_with_pairs(part) for part in value]
+        if all(map(operator.is_, parts, value)):
+            return value
+        if isinstance(value, deque):
+            return deque(parts, value.maxlen)
+        return type(value)._make(parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[attr-defined]
+    pairs = [(key, _with_pairs(part)) for key, part in value.items()]
+    is_named = all(type(key) in (str, int) and key != "" for key in value)
+    if is_named and len(set(map(str, value))) == len(value):
+        if all(map(operator.is_, [part for _, part in pairs], value.values())):
+            return value
+        return _like(value, pairs)
+    return {_LISTED: pairs, "in": _like(value, [])}
+
+
+def plain_form(stored: Any) -> Any:
+    """What a container was before `_with_pairs`."""
+    if isinstance(stored, dict):
+        if stored.keys() == {_LISTED, "in"}:
+            parts, like = stored[_LISTED], stored["in"]
+            if isinstance(like, str):
+                return _enumeration(like)[parts]
+            if isinstance(like, dict):
+                return _like(like, [(key, plain_form(part)) for key, part in parts])
+            return type(like)(map(plain_form, parts))
+        for key, part in stored.items():
+            stored[key] = plain_form(part)
+    elif isinstance(stored, (list, deque)):
+        for place, part in enumerate(stored):
+            stored[place] = plain_form(part)
+    elif type(stored) is tuple:
+        return tuple(map(plain_form, stored))
+    return stored
+
+
+def _enumeration(name: str) -> Any:
+    module, _, kind = name.rpartition(".")
+    return getattr(sys.modules.get(module), kind, None)
+
+
+def _like(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> Any:
+    """A dict of the same class with other pairs."""
+    if isinstance(value, defaultdict):
+        return type(value)(value.default_factory, pairs)
+    return type(value)(dict(pairs))
 
 
 def put_value(present: Any, stored: Any) -> Any:

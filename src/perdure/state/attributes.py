@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -20,10 +21,13 @@ import msgspec
 from perdure.errors import CorruptionError, StateError
 from perdure.state.adapter import loaded_adapters
 from perdure.state.attribute_values import (
+    CONTAINERS,
     Kind,
+    has_others,
     items_of,
     kind_of,
     mark_of,
+    plain_form,
     put_value,
     stored_form,
 )
@@ -109,15 +113,21 @@ class Attributes:
         first: dict[int, tuple[str, Any]] = {}
         for owner in _owners(saving.walk):
             fresh = _fresh_of(owner, known)
-            for key, value in _values(owner, known):
+            values, others = deque(_values(owner, known)), dict[int, bool]()
+            while values:
+                key, value = values.popleft()
                 mark = mark_of(value, is_fresh=False)
                 if key in fresh.marks and fresh.marks[key] == mark and key not in fresh.restored:
+                    continue
+                if key not in fresh.marks and _is_beside_others(owner, key, others):
                     continue
                 path = _path(f"{top}/{owner.path}" if owner.path else top, key)
                 is_plain = kind_of(value) is Kind.PLAIN
                 if not is_plain and id(value) in first:
                     same[path] = first[id(value)][0]
                 elif not _add(leaves, value, path):
+                    if isinstance(value, dict) and len(key) <= _DEEPEST:
+                        values.extendleft([((*key, name), part) for name, part in items_of(value)])
                     continue
                 elif not is_plain:
                     first[id(value)] = path, value
@@ -155,7 +165,7 @@ class Attributes:
             if (owner := owners.get(owner_path)) is None:
                 if (value := static.get(owner_path)) is not None:
                     # Of a value that the restore has made: nothing else has it yet.
-                    object.__setattr__(value, str(key[0]), states.value(path, None))
+                    object.__setattr__(value, str(key[0]), plain_form(states.value(path, None)))
                 continue
             try:
                 if path in stored.same:
@@ -163,7 +173,7 @@ class Attributes:
                         _set(owner, tuple(key), put[stored.same[path]], is_shared=True)
                 else:
                     like = _get(owner, tuple(key))
-                    value = states.value(path, like)
+                    value = plain_form(states.value(path, like))
                     put[path] = _set(owner, tuple(key), value)
             except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
                 raise StateError(
@@ -314,15 +324,15 @@ def _inside(key: Key, value: Any, known: _Known, seen: set[int]) -> Iterator[tup
         if id(value) in seen or len(key) > _DEEPEST:
             return
         seen = seen | {id(value)}
-        inside = [
-            pair
-            for name, child in items_of(value)
-            for pair in _inside((*key, name), child, known, seen)
-        ]
         parts = list(items_of(value))
-        # A container whose elements are all stored is stored as a whole, so that it may grow.
-        is_whole = not hasattr(value, "__dict__") and len(inside) == len(parts)
-        if is_whole and all(kind_of(each) in (Kind.PLAIN, Kind.ARRAY) for _, each in inside):
+        inside = [
+            pair for name, child in parts for pair in _inside((*key, name), child, known, seen)
+        ]
+        # A container whose elements are all stored, each as a whole, is stored as a whole, so that it
+        # may grow.
+        is_whole = isinstance(value, CONTAINERS) and len(parts) == len(value)
+        is_whole = is_whole and [name for name, _ in inside] == [(*key, name) for name, _ in parts]
+        if is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
             yield key, value
         else:
             yield from inside
@@ -331,6 +341,20 @@ def _inside(key: Key, value: Any, known: _Known, seen: set[int]) -> Iterator[tup
 
 
 _DEEPEST = 6
+_WHOLE = (Kind.PLAIN, Kind.ARRAY, Kind.MIXED)
+
+
+def _is_beside_others(owner: _Owner, key: Key, others: dict[int, bool]) -> bool:
+    """Whether a value lies in a list or a tuple with activations or other values that are not stored,
+    so that the list of a new process has no such place."""
+    for length in range(1, len(key)):
+        above = _get(owner, key[:length])
+        if isinstance(above, (list, tuple, deque)):
+            if id(above) not in others:
+                others[id(above)] = has_others(above)
+            if others[id(above)]:
+                return True
+    return False
 
 
 def _is_pruned(module: Any, name: str) -> bool:
@@ -389,7 +413,7 @@ def _get(owner: _Owner, key: Key) -> Any:
 
 
 def _child(value: Any, name: str | int) -> Any:
-    if isinstance(value, (dict, list, tuple)) and not hasattr(value, "_fields"):
+    if isinstance(value, (dict, list, tuple, deque)) and not hasattr(value, "_fields"):
         return value[name]  # type: ignore[index]
     return getattr(value, str(name))
 
@@ -417,10 +441,10 @@ def _set(owner: _Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any
     result = value if is_shared else put_value(present, value)
     if result is present:
         return result
-    if isinstance(parent, (dict, list)):
+    if isinstance(parent, (dict, list, deque)):
         parent[last] = result  # type: ignore[index]
     elif (buffers := getattr(parent, "_buffers", None)) is not None and last in buffers:
         buffers[last] = result
     else:
-        vars(parent)[last] = result
+        object.__setattr__(parent, str(last), result)
     return result

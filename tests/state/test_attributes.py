@@ -116,6 +116,7 @@ class Agent(torch.nn.Module):
         self.losses: list[Any] = []
         self.phases: list[Any] = []
         self.meter = Meter()
+        self.norms: Any = {}
 
     def forward(self, x: Any) -> Any:
         out = self.layer(x)
@@ -131,6 +132,9 @@ class Agent(torch.nn.Module):
         self.losses.append((out.sum(), count))  # with a graph: not stored, and no error
         self.phases.append((Phase.HOT if count % 2 else Phase.COLD, count))
         self.meter.count += 1
+        for part in (self.layer, self.layer.weight):  # as a K-FAC has its factors
+            self.norms[part] = self.norms.get(part, 0) + self.layer.weight.detach().norm()
+        scale = scale + self.norms[self.layer] + self.norms[self.layer.weight]
         scale = scale + self.meter.count + sum(phase.value * n for phase, n in self.phases)
         return out * (scale + sum(self.logs[0]) + len(self.visited))
 

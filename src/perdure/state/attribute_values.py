@@ -8,7 +8,7 @@ import random
 import sys
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -91,10 +91,18 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, kinds) or (torch is not None and isinstance(value, torch.Generator))
 
 
-def items_of(value: Any) -> Iterable[tuple[str | int, Any]]:
-    """What is in a container or in an object of the program, with keys that can be stored."""
+def items_of(
+    value: Any, name_of: Callable[[Any], str | None] = lambda _: None
+) -> Iterable[tuple[str | int, Any]]:
+    """What is in a container or in an object of the program, with keys that can be stored.
+
+    `name_of` gives the name of a parameter or a module that is a key of a dict.
+    """
     if isinstance(value, dict):
-        return [(key, part) for key, part in value.items() if type(key) in (str, int)]
+        named = (
+            (key if type(key) in (str, int) else name_of(key), part) for key, part in value.items()
+        )
+        return [(key, part) for key, part in named if key is not None]
     if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)):
         return list(zip(fields, value, strict=False))
     if isinstance(value, (list, tuple, deque)):

@@ -48,6 +48,9 @@ _MODE, _TRAINED = "training", "requires_grad"
 _COMPUTED = ("_orig", "_v")
 """The ends of the names of parameters from which a parametrization computes an attribute."""
 
+_NAMED = "!of:"
+"""Begins the name of a parameter or a module that is a key of a dict."""
+
 Key = tuple[str | int, ...]
 
 
@@ -119,7 +122,7 @@ class Attributes:
                 mark = mark_of(value, is_fresh=False)
                 if key in fresh.marks and fresh.marks[key] == mark and key not in fresh.restored:
                     continue
-                if key not in fresh.marks and _is_beside_others(owner, key, others):
+                if key not in fresh.marks and _is_beside_others(owner, known.real(key), others):
                     continue
                 path = _path(f"{top}/{owner.path}" if owner.path else top, key)
                 is_plain = kind_of(value) is Kind.PLAIN
@@ -127,7 +130,9 @@ class Attributes:
                     same[path] = first[id(value)][0]
                 elif not _add(leaves, value, path):
                     if isinstance(value, dict) and len(key) <= _DEEPEST:
-                        values.extendleft([((*key, name), part) for name, part in items_of(value)])
+                        values.extendleft(
+                            [((*key, name), part) for name, part in items_of(value, known.name_of)]
+                        )
                     continue
                 elif not is_plain:
                     first[id(value)] = path, value
@@ -158,6 +163,7 @@ class Attributes:
             ) from error
         states = ObjectStates(Leaves(restoring.leaves, stored.containers), _refuse)
         owners = {owner.path: owner for owner in _owners(restoring.walk)}
+        known = _Known(restoring.walk)
         static = {path: value for path, value, _ in static_owners(restoring.walk)}
         put: dict[str, Any] = {}
         for path, (first, *key) in stored.keys.items():
@@ -168,13 +174,14 @@ class Attributes:
                     object.__setattr__(value, str(key[0]), plain_form(states.value(path, None)))
                 continue
             try:
+                place = known.real(tuple(key))
                 if path in stored.same:
                     if stored.same[path] in put:
-                        _set(owner, tuple(key), put[stored.same[path]], is_shared=True)
+                        _set(owner, place, put[stored.same[path]], is_shared=True)
                 else:
-                    like = _get(owner, tuple(key))
+                    like = _get(owner, place)
                     value = plain_form(states.value(path, like))
-                    put[path] = _set(owner, tuple(key), value)
+                    put[path] = _set(owner, place, value)
             except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
                 raise StateError(
                     f"{restoring.where}: {path.removeprefix(top + '/')}: this attribute of a "
@@ -260,6 +267,31 @@ class _Known:
             torch is not None and isinstance(value, torch.Tensor) and _memory(value) in self._memory
         )
 
+    def name_of(self, value: Any) -> str | None:
+        """The name of a parameter or a module that is a key of a dict; None for anything else."""
+        return self._names.get(id(value))
+
+    def real(self, key: Key) -> Key:
+        """A key with the parameters and modules in place of their names."""
+        if not any(str(name).startswith(_NAMED) for name in key):
+            return key
+        return tuple(self._named.get(str(name), name) for name in key)
+
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        """The parameters and modules of the state by name."""
+        torch, named = sys.modules["torch"], dict[str, Any]()
+        for path, node in self._walk.objects.items():
+            if isinstance(module := node.target, torch.nn.Module):
+                parts = [*module.named_modules(), *module.named_parameters()]
+                named.update((f"{_NAMED}{path}:{name}", part) for name, part in parts)
+        tensors = [(path, each) for path, each in self._walk.pairs() if torch.is_tensor(each)]
+        return {**named, **{f"{_NAMED}{path}": each for path, each in tensors}}
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(part): name for name, part in self._named.items()}
+
     @cached_property
     def _memory(self) -> set[int]:
         torch = sys.modules["torch"]
@@ -324,13 +356,13 @@ def _inside(key: Key, value: Any, known: _Known, seen: set[int]) -> Iterator[tup
         if id(value) in seen or len(key) > _DEEPEST:
             return
         seen = seen | {id(value)}
-        parts = list(items_of(value))
+        parts = list(items_of(value, known.name_of))
         inside = [
             pair for name, child in parts for pair in _inside((*key, name), child, known, seen)
         ]
         # A container whose elements are all stored, each as a whole, is stored as a whole, so that it
         # may grow.
-        is_whole = isinstance(value, CONTAINERS) and len(parts) == len(value)
+        is_whole = isinstance(value, CONTAINERS) and len(list(items_of(value))) == len(value)
         is_whole = is_whole and [name for name, _ in inside] == [(*key, name) for name, _ in parts]
         if is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
             yield key, value

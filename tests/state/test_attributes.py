@@ -117,6 +117,7 @@ class Agent(torch.nn.Module):
         self.phases: list[Any] = []
         self.meter = Meter()
         self.norms: Any = {}
+        self.table: Any = {}
 
     def forward(self, x: Any) -> Any:
         out = self.layer(x)
@@ -127,6 +128,7 @@ class Agent(torch.nn.Module):
         self.memory = [*self.memory, (out.detach(), count, {"at": [out.detach()[0]]})][-2:]
         self.recent.append({"out": out.detach()[1]})
         self.visits[count % 2, "a"] += 1
+        self.table[count % 2, None] = self.table.get((count % 2, None), 0) + out.detach()[0]
         self.visited.add((count, -count))
         self.logs[count % 2].append(count)
         self.losses.append((out.sum(), count))  # with a graph: not stored, and no error
@@ -134,7 +136,7 @@ class Agent(torch.nn.Module):
         self.meter.count += 1
         for part in (self.layer, self.layer.weight):  # as a K-FAC has its factors
             self.norms[part] = self.norms.get(part, 0) + self.layer.weight.detach().norm()
-        scale = scale + self.norms[self.layer] + self.norms[self.layer.weight]
+        scale = scale + self.norms[self.layer] + self.norms[self.layer.weight] + self.table[0, None]
         scale = scale + self.meter.count + sum(phase.value * n for phase, n in self.phases)
         return out * (scale + sum(self.logs[0]) + len(self.visited))
 

@@ -357,16 +357,20 @@ def _inside(key: Key, value: Any, known: _Known, seen: set[int]) -> Iterator[tup
             return
         seen = seen | {id(value)}
         parts = list(items_of(value, known.name_of))
+        has_keys = isinstance(value, dict) and all(kind_of(each) is Kind.PLAIN for each in value)
+        if has_keys and len(parts) < len(value):  # keys without a name in a path, such as tuples
+            parts = list(enumerate(value.values()))
         inside = [
             pair for name, child in parts for pair in _inside((*key, name), child, known, seen)
         ]
         # A container whose elements are all stored, each as a whole, is stored as a whole, so that it
         # may grow.
-        is_whole = isinstance(value, CONTAINERS) and len(list(items_of(value))) == len(value)
+        is_whole = has_keys or (isinstance(value, CONTAINERS) and not isinstance(value, dict))
+        is_whole = is_whole and len(parts) == len(value)
         is_whole = is_whole and [name for name, _ in inside] == [(*key, name) for name, _ in parts]
         if is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
             yield key, value
-        else:
+        elif not has_keys or all(type(each) in (str, int) for each in value):
             yield from inside
         return
     yield key, value

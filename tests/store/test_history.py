@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
+from perdure import CheckpointManager, ManagerOptions
 from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.restore_source import load_good
 from perdure.checkpoint.retention import Retention
@@ -22,7 +24,6 @@ from perdure.errors import (
     SaveError,
     StepExistsError,
     StepNotFoundError,
-    StoreError,
 )
 from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
 from perdure.store.format import manifest_name
@@ -173,7 +174,7 @@ def test_a_writer_that_missed_a_compaction_reads_the_disk_before_it_saves_and_pr
         assert contents(run.load(step).leaves) == contents(sharing_states()[state])
 
 
-def test_a_plan_from_outdated_memory_is_refused(tmp_path: Path) -> None:
+def test_a_plan_reads_manifests_again_whose_packs_another_writer_has_moved(tmp_path: Path) -> None:
     run = run_on(tmp_path)
     for step, leaves in sharing_states().items():
         run.save(step, leaves)
@@ -181,11 +182,9 @@ def test_a_plan_from_outdated_memory_is_refused(tmp_path: Path) -> None:
     other._session.holds_lock = other._session._ready = True
     execute_prune(other, plan_prune(other, 3, Retention()))
     plan = plan_prune(run, 3, Retention(), saved=4)
-    assert plan.store.orphans, "by the remembered manifests, no checkpoint needs the new pack"
-    with pytest.raises(StoreError, match="changed since the plan was made; nothing was deleted"):
-        execute_prune(run, plan)
+    assert plan.store.empty, "by the remembered manifests, no checkpoint needs the new pack"
+    execute_prune(run, plan)
     assert verify_run(Run(tmp_path)).good == (2, 3, 4)
-    execute_prune(run, plan_prune(run, 3, Retention(), saved=4))
     assert verify_run(Run(tmp_path)).problems == ()
 
 
@@ -396,6 +395,60 @@ def test_a_manifest_that_was_exchanged_in_quarantine_returns_to_no_wrong_place(
         with pytest.raises(HistoryError):
             run.undo_rollback()
         assert run.steps() == [1]
+
+
+def test_a_log_that_is_a_link_is_an_error_that_says_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with CheckpointManager(run, options=ManagerOptions(journal_every=1)) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": float(step)})
+    with Run(run) as opened:
+        opened.rollback(1)
+    (run / LOG_FILE).rename(tmp_path / "log")
+    (run / LOG_FILE).symlink_to(tmp_path / "log")
+    done = CliRunner().invoke(main, ["prune", str(run), "--rolled-back"])
+    assert isinstance(done.exception, SystemExit), "no traceback from inside the library"
+    assert done.exit_code == 1
+    assert "symbolic link" in done.output
+
+
+@pytest.mark.parametrize("damage", ["empty", "pipe", "another run's", "another run's pack"])
+def test_verify_tells_what_of_a_rollback_cannot_return_and_its_packs_stay(
+    tmp_path: Path, damage: str
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    with filled(run, 1, 2) as opened:
+        opened.rollback(1)
+    filled(other, 1, 2, 3).close()
+    aside, pack = run / "quarantine/000000000002-0.json", max((run / "packs").iterdir())
+    held = {path: path.read_bytes() for path in (aside, pack)}
+    assert verify_run(Run(run)).ok  # the control
+    if damage == "another run's pack":
+        pack.write_bytes(max((other / "packs").iterdir()).read_bytes())
+    else:
+        aside.unlink()
+    if damage == "pipe":
+        os.mkfifo(aside)
+    elif damage in ("empty", "another run's"):
+        foreign = (other / manifest_name(2)).read_bytes()
+        aside.write_bytes(foreign if damage == "another run's" else b"")
+    report = verify_run(Run(run))
+    assert [problem.name for problem in report.problems if problem.harmful] == [
+        "quarantine/000000000002-0.json"
+    ]
+    assert report.good == (1,)
+    CliRunner().invoke(main, ["prune", str(run)])
+    CliRunner().invoke(main, ["verify", str(run), "--repair"])
+    assert pack.exists()
+    if damage != "another run's pack":
+        with Run(run) as opened, pytest.raises(HistoryError, match="cannot be read"):
+            opened.undo_rollback()
+    for path, data in held.items():
+        path.unlink()
+        path.write_bytes(data)
+    with Run(run) as opened:
+        assert opened.undo_rollback() == [2]
+        assert verify_run(opened).ok
 
 
 def test_a_rollback_on_a_full_disk_raises_and_can_be_repeated(tmp_path: Path) -> None:

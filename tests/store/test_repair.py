@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import MemoryStorage, Run, repair, verify_run
 from perdure.store.format import CHUNK_BYTES, manifest_name
+from perdure.store.log_view import LOG_FILE
 from perdure.store.verify import _neighbours
 
 
@@ -113,13 +115,48 @@ def test_an_unreadable_manifest_keeps_packs_that_it_may_need(tmp_path: Path) -> 
         assert "no checkpoint needs it" in action
 
 
-def test_leftovers_orphans_and_pins_without_checkpoints_are_removed(tmp_path: Path) -> None:
+def test_leftovers_and_orphans_are_removed(tmp_path: Path) -> None:
     filled(tmp_path)
-    with run_on(tmp_path) as run:
-        run.pin(4)
     (tmp_path / manifest_name(4)).unlink()
     (tmp_path / "packs" / "000000000007-00000-00000000.pack.tmp").write_bytes(b"half")
     assert mended(tmp_path) == (1, 2, 3)
+
+
+def test_a_pin_stays_while_its_checkpoint_is_away(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with run_on(tmp_path) as run:
+        run.pin(2)
+    manifest = tmp_path / manifest_name(2)
+    away = manifest.rename(tmp_path / "away")
+    with run_on(tmp_path) as run:
+        assert repair(run).report.ok
+    away.rename(manifest)
+    assert Run(tmp_path).pinned() == {2}
+
+
+def test_a_pipe_in_the_place_of_the_newest_manifest_is_set_aside(tmp_path: Path) -> None:
+    filled(tmp_path)
+    manifest = tmp_path / manifest_name(4)
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with run_on(tmp_path) as run:
+        assert repair(run).report.good == (1, 2, 3)
+        assert run.quarantined()
+
+
+def test_after_a_repair_of_the_log_what_was_rolled_back_returns_whole(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with run_on(tmp_path) as run:
+        run.rollback(3)
+        run.rollback(2)
+    log = tmp_path / LOG_FILE
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([lines[0], *lines[2:]]))
+    with run_on(tmp_path) as run:
+        repair(run)
+        assert run.undo_rollback() == [3], "why step 4 is in quarantine was lost"
+        assert verify_run(run).ok
+        assert verify_run(run).good == (1, 2, 3)
 
 
 def test_a_manifest_of_a_newer_perdure_is_not_mistaken_for_damage(tmp_path: Path) -> None:

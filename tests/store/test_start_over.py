@@ -15,7 +15,7 @@ from helpers import Crash, make_leaves
 from perdure import CheckpointManager
 from perdure.cli import main
 from perdure.errors import CorruptionError, HistoryError, PerdureError
-from perdure.store import LocalStorage, Run, repair, verify_run
+from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
 
 
 def train(where: Path, last: int, **options: Any) -> int:
@@ -57,6 +57,68 @@ def test_a_run_whose_checkpoints_are_not_there_keeps_its_packs_and_does_not_begi
     assert train(run, 3) == 1  # the control
     shutil.rmtree(run / "checkpoints")
     assert train(run, 2, start_over=True) == 0
+
+
+def test_what_a_rollback_set_aside_does_not_excuse_that_the_others_are_gone(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    train(run, 3)
+    train(other, 1)
+    with Run(run) as opened:
+        opened.rollback(2)
+    before = packs(run)
+    (run / "checkpoints").rename(tmp_path / "away")
+    (run / "checkpoints").mkdir()
+    assert not verify_run(Run(run)).ok
+    assert prune(run) != 0
+    for arguments in (["prune", str(run), "--rolled-back"], ["verify", str(run), "--repair"]):
+        assert CliRunner().invoke(main, arguments).exit_code == 1
+    for begin in (lambda: copy_run(other, run), lambda: fork_run(other, 1, run)):
+        with pytest.raises(HistoryError, match="Bring it back"):
+            begin()
+    with Run(run) as opened, pytest.raises(HistoryError, match="Bring it back"):
+        opened.save(1, {})
+    assert packs(run) == before
+    (run / "checkpoints").rmdir()
+    (tmp_path / "away").rename(run / "checkpoints")
+    with Run(run) as opened:  # the control
+        assert opened.undo_rollback() == [3]
+        assert verify_run(opened).ok
+
+
+def test_a_fork_does_not_begin_where_damaged_checkpoints_are_set_aside(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    train(run, 2)
+    train(other, 1)
+    with Run(run) as opened:
+        for step in opened.steps():
+            opened.quarantine(step, "a test")
+    before = packs(run)
+    with pytest.raises(HistoryError, match="set aside"):
+        fork_run(other, 1, run)
+    assert packs(run) == before
+    assert prune(run) == 0
+    assert packs(run) == before
+
+
+@pytest.mark.parametrize("lost", ["all", "newest"])
+def test_a_prune_neither_counts_nor_deletes_a_checkpoint_that_lacks_a_pack(
+    tmp_path: Path, lost: str
+) -> None:
+    where, away = tmp_path / "run", tmp_path / "away"
+    with Run(where, create=True) as run:
+        for step in (1, 2, 3):
+            run.save(step, make_leaves(step))
+    names = sorted(packs(where))[-1:] if lost == "newest" else sorted(packs(where))
+    away.mkdir()
+    for name in names:
+        (where / "packs" / name).rename(away / name)
+    assert prune(where) == 0
+    assert Run(where).steps() == ([2, 3] if lost == "newest" else [1, 2, 3])
+    for name in names:
+        (away / name).rename(where / "packs" / name)
+    assert verify_run(Run(where)).ok
+    assert prune(where) == 0  # the control
+    assert Run(where).steps() == [3]
 
 
 def test_after_a_repair_that_left_nothing_the_next_start_is_refused(tmp_path: Path) -> None:

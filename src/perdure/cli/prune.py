@@ -24,6 +24,7 @@ from perdure.cli.output import (
     table,
 )
 from perdure.store.format import PACKS, span_text
+from perdure.store.garbage_collection import stopped
 from perdure.store.log_view import StepRange
 from perdure.store.run_events import Dropped
 from perdure.text import counted
@@ -94,7 +95,10 @@ def command(
             _print(plan, lines)
         left = {} if dry_run else dict(execute_prune(opened, plan).left)
         if lines and not dry_run and not plan.store.is_frozen:
-            opened.log.append(Dropped())
+            try:
+                opened.log.append(Dropped())
+            except OSError as error:
+                raise stopped(opened.where, error) from error
     if as_json:
         store = asdict(plan.store)
         del store["request"]

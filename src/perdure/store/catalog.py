@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from perdure.store.contents import (
     ManifestSummary,
     PackSizes,
     pinned_steps,
+    step_aside,
     summarize,
 )
 from perdure.store.entry_builder import StoredChunk
@@ -239,11 +241,19 @@ class Catalog:
             if complete:
                 packs = self._sized(packs, unknown)
         is_empty = not summaries and not self._unread
-        if is_empty and (why := self.log.view.lost_manifests(self.storage)):
+        if is_empty and (why := self.log.view.lost_manifests(self.storage, for_deletion=True)):
             unknown.append(why)
         names = _Names(packs, pinned_steps(self.storage), aside)
-        self._names = None if unknown or lost or self._unread else names
-        snapshot = self._snapshot(summaries, names, lost, unknown)
+        broken = {
+            step: f"{self.storage.where}: step {step} needs {pack}, which is missing."
+            for step, summary in summaries.items()
+            for pack in summary.packs
+            if pack not in packs
+        }
+        if broken and not fresh:
+            return self._contents(True, complete)  # a compaction may have moved the chunks
+        self._names = None if unknown or lost or self._unread or broken else names
+        snapshot = self._snapshot(summaries, names, lost, unknown, broken)
         if complete:
             return replace(snapshot, packs={pack: self._size(pack) for pack in packs})
         return snapshot
@@ -254,11 +264,13 @@ class Catalog:
         names: _Names,
         lost: Iterable[str] = (),
         unknown: Iterable[str] = (),
+        broken: Mapping[int, str] = MappingProxyType({}),
     ) -> Contents:
         return Contents(
             manifests=Manifests(summaries, self._decoded, self._manifest),
-            summaries=dict(summaries),
+            summaries={step: each for step, each in summaries.items() if step not in broken},
             unreadable=dict(self._unread),
+            broken={**self._unread, **broken},
             quarantined=dict(sorted(names.quarantined.items())),
             lost=tuple(sorted(lost)),
             packs=PackSizes(names.packs, self._size),
@@ -407,14 +419,22 @@ class Catalog:
                     aside[name] = summary, known[1]
                     continue
                 data = self.storage.read(name)
-                manifest = decode_manifest(data, f"{self.storage.where}/{name}")
-                aside[name] = summarize(manifest, data), manifest
+                place = f"{self.storage.where}/{name}"
+                manifest = decode_manifest(data, place, step_aside(name))
+                if self.log.view.is_foreign(name, manifest):
+                    lost.append(name)
+                else:
+                    aside[name] = summarize(manifest, data), manifest
             except ConnectionError:
                 raise
+            except FileNotFoundError:
+                continue
             except CorruptionError:
                 lost.append(name)
             except OSError as error:
-                if not is_gone(error):
+                if is_gone(error):
+                    lost.append(name)  # a pipe or a device
+                else:
                     unknown.append(f"{name}: {error}")
         self._aside = aside
         return {name: manifest for name, (_, manifest) in aside.items()}, lost

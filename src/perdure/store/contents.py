@@ -114,17 +114,19 @@ class PackSizes(Mapping[str, int]):
 class Contents:
     """A snapshot of names, manifests and sizes.
 
-    `manifests` are the readable ones by step, `summaries` what plans need of them, `unreadable` the
-    others with the reason; `quarantined` the readable manifests in quarantine by name, `lost` the
-    names there that are damaged; `packs` the packs present with their sizes. `unknown` says which
-    manifests, of checkpoints and in quarantine, could not be read for a reason other than damage: they
-    may need any pack. `frozen` says why nothing at all may be deleted: the log, or a folder, is damaged
-    or not that of the run.
+    `manifests` are the readable ones by step, `summaries` what plans need of those that lack no pack,
+    `broken` all others with the reason, and `unreadable` those of them without a manifest;
+    `quarantined` the readable manifests in quarantine by name, `lost` the names there that are damaged
+    or another run's; `packs` the packs present with their sizes. `unknown` says which manifests, of
+    checkpoints and in quarantine, could not be read for a reason other than damage: they may need any
+    pack. `frozen` says why nothing at all may be deleted: the log, or a folder, is damaged or not that
+    of the run.
     """
 
     manifests: Mapping[int, Manifest]
     summaries: Mapping[int, ManifestSummary]
     unreadable: Mapping[int, str]
+    broken: Mapping[int, str]
     quarantined: Mapping[str, Manifest]
     lost: tuple[str, ...]
     packs: Mapping[str, int]
@@ -163,6 +165,12 @@ def pinned_steps(storage: Storage) -> frozenset[int]:
     """Steps that no deletion may touch."""
     names = (name.removeprefix(PINS) for name in storage.list(PINS))
     return frozenset(int(name) for name in names if name.isdecimal())
+
+
+def step_aside(name: str) -> int | None:
+    """The step of a manifest in quarantine, by its name."""
+    digits, _, rest = name.removeprefix(QUARANTINE).partition("-")
+    return int(digits) if digits.isdecimal() and rest.endswith(".json") else None
 
 
 def quarantined(storage: Storage) -> list[str]:

@@ -160,7 +160,9 @@ def fork_run(
     lines_to_carry(origin, step, fork)  # raises before anything is created
     with fork:
         fork.begin_writing()
-        if not steps:  # packs that an interrupted fork left
+        if not steps:
+            fork.require_new()
+            # Packs that an interrupted fork left.
             fork.execute(fork.plan(PruneRequest(orphans_to=MAX_STEP)))
         copy_checkpoint(origin, step, fork, link=True)
         _carry_journal(origin, step, fork)

@@ -120,10 +120,11 @@ def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
     if held.unknown:
         why = f"a manifest cannot be read now and may need any pack: {held.unknown[0]}"
         return CollectPlan(request, steps, held_back=why)
-    if unreadable := sorted(held.unreadable.keys() - gone):
+    if broken := sorted(held.broken.keys() - gone):
+        what = "manifest" if broken[0] in held.unreadable else "checkpoint"
         why = (
-            f"the manifest of step {unreadable[0]} cannot be read and may need any pack: "
-            f"{held.unreadable[unreadable[0]]} `perdure verify --repair` moves it aside"
+            f"the {what} of step {broken[0]} cannot be read and may need any pack: "
+            f"{held.broken[broken[0]]} `perdure verify --repair` moves it aside"
         )
         return CollectPlan(request, steps, held_back=why, quarantined=set_aside)
     kept = {step: held.summaries[step].packs for step in sorted(held.summaries.keys() - gone)}

@@ -263,7 +263,13 @@ class _LogFile:
         is_new = not os.path.exists(self._path)
         self._storage.step("open", self._path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        self._descriptor = open_regular(self._path, flags)
+        try:
+            self._descriptor = open_regular(self._path, flags)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                reason = "the log is a symbolic link; put the file itself there"
+                raise OSError(errno.ELOOP, reason, self._path) from None
+            raise
         if is_new:
             self._storage.sync_parent(self._name)
         status = os.fstat(self._descriptor)

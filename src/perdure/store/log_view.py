@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from perdure.errors import CorruptionError, HistoryError
 from perdure.store.contents import newest_step, quarantined
 from perdure.store.failures import read_error
-from perdure.store.format import MANIFESTS, PACKS, QUARANTINE, pack_step
+from perdure.store.format import MANIFESTS, PACKS, pack_step
 from perdure.store.log import Line, LineReference, broken, log_place, read_log
 from perdure.store.manifest import Manifest
 from perdure.store.run_events import (
@@ -259,17 +259,31 @@ class LogView:
         """The steps of the checkpoints that refer to lines which are not there."""
         return [step for step, line in sorted(references.items()) if not self._has(line)]
 
+    def is_rolled_back(self, name: str) -> bool:
+        """Whether a rollback put the object `name` into quarantine."""
+        why = self.aside.get(name)
+        return why is not None and why.rolled_back_to is not None
+
+    def is_foreign(self, name: str, manifest: Manifest) -> bool:
+        """Whether a rollback set `name` aside, and what lies there is a manifest of another run."""
+        if manifest.log is None or self.problem is not None:
+            return False
+        return self.is_rolled_back(name) and not self._has(manifest.log)
+
     def _has(self, line: LineReference) -> bool:
         size = len(line.hash) // 2
         end = line.number * size
         return line.number > 0 and self._hashes[end - size : end].hex() == line.hash
 
-    def lost_manifests(self, storage: Storage) -> str | None:
-        """Why a run without a manifest has lost its manifests; None if it need not have had any.
+    def lost_manifests(self, storage: Storage, *, for_deletion: bool = False) -> str | None:
+        """Why a run without a manifest has lost its manifests; None if it need not have had any, or if
+        they were set aside because of damage, which no deletion takes for a reason.
 
-        Packs say so only where the log does not know: each first save that was killed leaves one.
+        A rollback is none: the checkpoint that it goes back to stays. Packs say so only where the log
+        does not know: each first save that was killed leaves one.
         """
-        if any(name.endswith(".json") for name in storage.list(QUARANTINE)):
+        aside = [name for name in quarantined(storage) if name.endswith(".json")]
+        if not for_deletion and not all(map(self.is_rolled_back, aside)):
             return None  # that is where they are
         lost = (
             f"{storage.where}: no checkpoint is in {MANIFESTS}, which may be moved or not mounted"
@@ -285,10 +299,10 @@ class LogView:
 
     def require_new(self, storage: Storage) -> None:
         """Raise `HistoryError` if the run, which has no checkpoint, had one: nothing begins again."""
-        if aside := [name for name in quarantined(storage) if name.endswith(".json")]:
-            why = f"{storage.where}: no checkpoint is left, and {few(aside)} are set aside"
-        elif (lost := self.lost_manifests(storage)) is not None:
+        if (lost := self.lost_manifests(storage)) is not None:
             why = lost
+        elif aside := [name for name in quarantined(storage) if name.endswith(".json")]:
+            why = f"{storage.where}: no checkpoint is left, and {few(aside)} are set aside"
         else:
             return
         raise HistoryError(

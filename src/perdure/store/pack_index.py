@@ -57,7 +57,7 @@ def index_span(trailer: bytes, size: int, where: str) -> tuple[int, int]:
     if len(trailer) < TRAILER_BYTES or trailer[40:] != PACK_MAGIC or length > size - TRAILER_BYTES:
         raise CorruptionError(
             f"{where}: a pack of {size} bytes does not end in a pack trailer; it is cut short or "
-            f"was changed. The checkpoints that need it cannot be restored."
+            f"was changed."
         )
     return size - TRAILER_BYTES - length, length
 

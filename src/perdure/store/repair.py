@@ -17,6 +17,7 @@ from perdure.store.format import MARKER, MAX_STEP, PACKS
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.log import log_place
 from perdure.store.log_view import LOG, REPAIR_ADVICE
+from perdure.store.rollback import forget_lines
 from perdure.store.run import Run
 from perdure.store.run_log import line_references
 from perdure.store.verify import VerifyReport, examine
@@ -66,9 +67,6 @@ def repair(run: Run) -> Repaired:
         run.execute(plan)
         for name in plan.orphans:
             actions.append(f"removed {PACKS}{name}: no checkpoint needs it")
-        for step in sorted(run.pinned() - set(run.steps())):
-            run.unpin(step)
-            actions.append(f"removed the pin of step {step}: it is not there")
     except (OSError, SaveError, UnreachableError) as error:
         raise PruneError(
             f"{run.where}: the repair stopped in the middle: {error}. Nothing that was good is lost. "
@@ -87,6 +85,7 @@ def _repair_log(run: Run) -> list[str]:
     aside = run.log.rebuild(why)
     for step in run.log.view.lost(references):
         run.commit_manifest(msgspec.structs.replace(manifests[step], log=None), {}, replace=True)
+    forget_lines(run.storage, run.log.view)
     place = log_place(run.storage, LOG)
     if aside is None:
         return [f"accepted that lines of {place} are lost: {why}"]
@@ -102,4 +101,6 @@ def _salvage(run: Run, damaged: Mapping[str, str]) -> list[str]:
     for name, reason in damaged.items():
         if name not in stay:
             actions.append(f"moved {PACKS}{name} to {run.quarantine_pack(name, reason)}: {reason}")
+        else:
+            actions.append(f"left {PACKS}{name}, which is damaged, where it is: {stay[name]}")
     return actions

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from perdure.errors import (
     CorruptionError,
     FormatVersionError,
@@ -19,16 +21,17 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store.catalog import Catalog
-from perdure.store.contents import committed_steps, quarantined
+from perdure.store.contents import committed_steps, quarantined, step_aside
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
 from perdure.store.loading import list_pins, list_steps, read_manifest
 from perdure.store.log_view import Aside, LogView, ReturningLines
 from perdure.store.manifest import Manifest
-from perdure.store.manifest_json import decode_manifest
+from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.run_events import Cut, Returned, RolledBack, RolledBackCheckpoint
-from perdure.store.run_log import RunLog, free_name
+from perdure.store.run_log import RunLog, free_name, line_references
 from perdure.store.run_marker import require_folders
 from perdure.store.storage import Storage
+from perdure.text import few
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,18 @@ def rolled_back(storage: Storage, view: LogView) -> list[AsideCheckpoint]:
             for name in quarantined(storage)
             if (why := _rollback_of(view, name)) is not None
             if (manifest := _manifest(storage, name)) is not None
+            and not view.is_foreign(name, manifest)
         ]
     except ConnectionError as error:
         raise UnreachableError(f"{storage.where}: {error}.") from error
+
+
+def forget_lines(storage: Storage, view: LogView) -> None:
+    """Let the checkpoints that rollbacks set aside forget the lines that a repair of the log lost."""
+    for name in quarantined(storage):
+        manifest = _manifest(storage, name)
+        if manifest is not None and view.is_foreign(name, manifest):
+            storage.replace(name, encode_manifest(msgspec.structs.replace(manifest, log=None)))
 
 
 def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: bool) -> list[int]:
@@ -110,10 +122,10 @@ def plan_undo(storage: Storage, view: LogView) -> UndoPlan:
         HistoryError: Nothing of what is set aside continues the run.
         CorruptionError: The log is damaged, which says what is set aside.
     """
-    view.require()
     steps = list_steps(storage)
-    candidates = rolled_back(storage, view)
     newest = read_manifest(storage, steps[-1]) if steps else None
+    view.require(line_references([newest] if newest else []))
+    candidates = rolled_back(storage, view)
     if newest is None and not candidates:
         return UndoPlan(None)
     line = returning(candidates, (newest.step, newest.fingerprint) if newest else None)
@@ -127,6 +139,12 @@ def plan_undo(storage: Storage, view: LogView) -> UndoPlan:
             f"{lines.replaced[1]} were recorded since."
         )
     if not line and lines is None:
+        names = {name for name in quarantined(storage) if view.is_rolled_back(name)}
+        if damaged := sorted(names.difference(each.name for each in candidates)):
+            raise HistoryError(
+                f"{where}: nothing was brought back: {few(damaged)} cannot be read, or is not what the "
+                f"rollback set aside. `perdure verify {where}` says more."
+            )
         place = f"the newest checkpoint is {f'step {before}' if newest else 'gone'}"
         if candidates:
             raise HistoryError(
@@ -259,9 +277,14 @@ def _rollback_of(view: LogView, name: str) -> Aside | None:
     return None if why is None or why.rolled_back_to is None else why
 
 
+def decode_aside(storage: Storage, name: str) -> Manifest:
+    """Read a manifest in quarantine. Raises as `decode_manifest`, or `OSError`."""
+    return decode_manifest(storage.read(name), f"{storage.where}/{name}", step_aside(name))
+
+
 def _manifest(storage: Storage, name: str) -> Manifest | None:
     try:
-        return decode_manifest(storage.read(name), f"{storage.where}/{name}")
+        return decode_aside(storage, name)
     except ConnectionError:
         raise
     except (OSError, CorruptionError, FormatVersionError):

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from perdure.errors import CorruptionError
 from perdure.store.contents import committed_steps
-from perdure.store.failures import read_error
+from perdure.store.failures import is_gone, read_error
 from perdure.store.format import QUARANTINE, manifest_name
 from perdure.store.log import (
     FIRST_HASH,
@@ -228,7 +228,12 @@ def _salvaged(texts: Sequence[bytes]) -> dict[int, Event | None]:
 def _newest_reference(storage: Storage) -> dict[int, LineReference]:
     """The line to which the newest readable checkpoint refers."""
     for step in reversed(committed_steps(storage)):
-        with suppress(CorruptionError, FileNotFoundError):
-            name = manifest_name(step)
+        name = manifest_name(step)
+        try:
             return line_references([decode_manifest(storage.read(name), name, step)])
+        except CorruptionError:
+            continue
+        except OSError as error:
+            if not is_gone(error):
+                raise
     return {}

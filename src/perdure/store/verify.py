@@ -6,11 +6,17 @@ cannot be read is reported as such and not as damaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from perdure.errors import CorruptionError, StepNotFoundError, StoreError, UnreachableError
+from perdure.errors import (
+    CorruptionError,
+    FormatVersionError,
+    StepNotFoundError,
+    StoreError,
+    UnreachableError,
+)
 from perdure.store.chunk_read import read_chunks
 from perdure.store.failures import DamagedChunk, is_gone, read_error
 from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, pack_step, step_of
@@ -20,6 +26,7 @@ from perdure.store.log_view import LOG, REPAIR_ADVICE
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import UNTIL_VERIFIED
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
+from perdure.store.rollback import decode_aside
 from perdure.store.run import Run
 from perdure.store.run_log import line_references, read_journal
 from perdure.store.run_marker import FOLDER_MARK, folder_problem
@@ -224,6 +231,7 @@ def examine(run: Run) -> Findings:
         if manifest is not None:
             needed |= {pack.name for pack in manifest.packs}
         unreadable |= manifest is None and error is not None
+    aside = dict(_judge_aside(run, packs))
     held = run.contents()
     for manifest in (*held.manifests.values(), *held.quarantined.values()):
         needed |= {pack.name for pack in manifest.packs}
@@ -235,6 +243,10 @@ def examine(run: Run) -> Findings:
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
     problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
     problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
+    problems += [
+        Problem(name, str(error), unread=isinstance(error, UnreachableError))
+        for name, error in aside.items()
+    ]
     if why := folder_problem(run.storage, run.log.run) or (
         None if good or bad or unread else run.log.view.lost_manifests(run.storage)
     ):
@@ -244,7 +256,7 @@ def examine(run: Run) -> Findings:
             Problem(PACKS + name, "no checkpoint needs this pack", False)
             for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys())
         ]
-    problems += _notes(run, frozenset({*good, *bad, *unread}))
+    problems += _notes(run, frozenset({*good, *bad, *unread}), aside)
     report = VerifyReport(
         where=run.where,
         good=tuple(good),
@@ -282,13 +294,39 @@ def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreErr
             problem = error
 
 
-def _notes(run: Run, steps: frozenset[int]) -> Iterator[Problem]:
+def _judge_aside(run: Run, packs: Packs) -> Iterator[tuple[str, StoreError]]:
+    """The checkpoints that rollbacks set aside and that cannot return: their names, and why."""
+    view = run.log.view
+    for name in filter(view.is_rolled_back, run.quarantined()):
+        what = f"{view.aside[name].reason}, and does not return"
+        try:
+            manifest = decode_aside(run.storage, name)
+            if view.is_foreign(name, manifest):
+                raise CorruptionError(f"{name} is of another run.")
+            packs.require(manifest)
+        except FileNotFoundError:
+            continue  # a prune removed it
+        except ConnectionError:
+            raise
+        except OSError as error:
+            yield name, read_error(error, f"{what}: {run.where}/{name}")
+        except UnreachableError as error:
+            yield name, UnreachableError(f"{what}: {error}")
+        except (CorruptionError, FormatVersionError) as error:
+            if name not in run.quarantined():
+                continue  # it returned, or a prune removed it
+            reason = str(error).removesuffix(UNTIL_VERIFIED)
+            advice = f"Bring the file back from a copy, or remove {name} if you do not need it."
+            yield name, CorruptionError(f"{what}: {reason} {advice}")
+
+
+def _notes(run: Run, steps: frozenset[int], reported: Collection[str] = ()) -> Iterator[Problem]:
     for name in run.leftovers():
         yield Problem(name, "left by a writer that did not finish", False)
     place = log_place(run.storage, LOG)
     try:
         aside = run.log.view.aside
-        for name in run.quarantined():
+        for name in sorted({*run.quarantined()}.difference(reported)):
             yield Problem(name, aside[name].reason if name in aside else "in quarantine", False)
         problem = _log_problem(run)
         if problem is not None and (problem := _log_problem(run)) is not None:

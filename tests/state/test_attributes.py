@@ -141,6 +141,22 @@ class Agent(torch.nn.Module):
         return out * (scale + sum(self.logs[0]) + len(self.visited))
 
 
+def parametrized() -> torch.nn.Module:
+    """A module whose class PyTorch replaces by one that it makes."""
+    net = Counted()
+    return torch.nn.utils.parametrize.register_parametrization(net, "weight", torch.nn.Tanh())
+
+
+class Counted(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
 class SAM(torch.optim.Optimizer):
     """Steps with another optimizer, whose groups are its own."""
 
@@ -184,7 +200,7 @@ def run(
 
 
 @pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent, Agent])
+@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent, Agent, parametrized])
 def test_a_resume_continues_with_what_the_module_holds(kind: Any, interval: int) -> None:
     whole = run(kind, MemoryStorage(), 6, interval)
     for stop in (2, 4):
@@ -193,7 +209,7 @@ def test_a_resume_continues_with_what_the_module_holds(kind: Any, interval: int)
         assert run(kind, where, 6, interval) == whole
 
 
-@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent, Agent])
+@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent, Agent, parametrized])
 def test_without_the_attributes_a_resume_differs(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

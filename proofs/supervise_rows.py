@@ -125,8 +125,9 @@ class Counting(Killer):
         if len(self.fired) > fired:
             self.during = max(self.during, seen)
 
-    def ended(self, attempt: AttemptRecord) -> None:
+    def ended(self, attempt: AttemptRecord) -> AttemptRecord:
         self.after.append(len(alive(self._token)))
+        return attempt
 
 
 class Spared(Killer):

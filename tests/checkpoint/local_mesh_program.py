@@ -51,7 +51,8 @@ def on_mesh(state: dict[str, np.ndarray[Any, Any]]) -> dict[str, jax.Array]:
 
 def gathers(save: Any) -> int:
     """How often arrays of several devices were put together in this thread."""
-    kind, found = type(jnp.zeros(1)), []
+    kind: Any = type(jnp.zeros(1))
+    found: list[Any] = []
     real = kind.__array__
 
     def counted(array: Any, *args: Any, **kwargs: Any) -> Any:

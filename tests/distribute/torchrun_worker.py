@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def main() -> None:
     if options.wrapper == "ddp":
         model = DistributedDataParallel(net)
     else:
-        model = fully_shard(net, mesh=init_device_mesh("cpu", (processes.count,)))
+        model: Any = fully_shard(net, mesh=init_device_mesh("cpu", (processes.count,)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     state = perdure.Checkpoint(net=net, optimizer=optimizer)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ class Wide(keras.Model):
         return self.dense(inputs)
 
 
-def compiled(model: keras.Model) -> keras.Model:
+def compiled(model: keras.Model) -> Any:
     model.compile(optimizer="sgd", loss="mse")
     return model
 

@@ -152,9 +152,9 @@ class Counted(torch.nn.Linear):
         super().__init__(2, 2)
         self.calls = 0
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, input: Any) -> Any:
         self.calls += 1
-        return super().forward(x) * self.calls
+        return super().forward(input) * self.calls
 
 
 class SAM(torch.optim.Optimizer):

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from perdure.store import Leaf, LocalStorage, MemoryStorage, Run
+from perdure.store import Leaf, LocalStorage, Run, Storage
 
 
 class Crash(BaseException):
@@ -112,9 +112,7 @@ class Operations:
         self.paths.append((operation, path))
 
 
-def run_on(
-    path: Path | MemoryStorage, before: Operations | None = None, codec: str | None = None
-) -> Run:
+def run_on(path: Path | Storage, before: Operations | None = None, codec: str | None = None) -> Run:
     """A run directory with a fixed clock."""
     storage = path
     if isinstance(path, Path):

@@ -274,8 +274,9 @@ def test_an_end_that_cannot_be_read_back_is_no_pass(spoils: str, runs: int, tmp_
 def test_a_signal_to_the_drill_is_no_failure_of_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ended(*_: Any) -> None:  # the attempt has failed by then, for whatever reason
+    def ended(_: object, attempt: Any) -> Any:  # which has failed by then, for whatever reason
         signal.raise_signal(signal.SIGINT)
+        return attempt
 
     monkeypatch.setattr("perdure.drill.execution._FaultObserver.ended", ended)
     with pytest.raises(DrillStopped) as caught:

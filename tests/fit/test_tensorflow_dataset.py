@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from perdure import ArrayDataset, RunConfig, Trainer, load_checkpoint
 from perdure.data.pipelines import by_index
@@ -15,6 +16,17 @@ from perdure.errors import DataError
 from perdure.torch import OneDeviceStrategy
 from perdure.train import Hook
 
+pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
+
+
+class _TensorFlow:
+    """Imported by the process that runs these tests, not by each that collects them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("tensorflow"), name)
+
+
+tf: Any = _TensorFlow()
 X = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
 Y = np.arange(22)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ STEPS, VICTIM_AT = 30, 20
 def end_torchrun() -> None:
     """Send SIGTERM until torchrun is gone; a single one it passes on, and waits."""
     torchrun = os.getppid()
-    while os.getppid() == torchrun:
-        os.kill(torchrun, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # it may end between the two calls
+        while os.getppid() == torchrun:
+            os.kill(torchrun, signal.SIGTERM)
 
 
 def main() -> None:

@@ -27,6 +27,14 @@ class _TensorFlow:
 
 
 tf: Any = _TensorFlow()
+
+
+@pytest.fixture(autouse=True)
+def no_global_seed() -> None:
+    """Keras's `set_random_seed` in another test sets TensorFlow's, which decides the orders, too."""
+    tf.random.set_seed(None)
+
+
 X = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
 Y = np.arange(22)
 

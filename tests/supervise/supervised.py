@@ -99,7 +99,9 @@ def loop(fault: str) -> str:
 
 def environment(worker: Worker) -> dict[str, str]:
     """The variables that a worker was started with."""
-    text = Path(f"/proc/{worker.pid}/environ").read_bytes().decode()
+    # `exec` closes the pipe on which the parent waits before the kernel has set the new environment.
+    while not (text := Path(f"/proc/{worker.pid}/environ").read_text()):
+        assert worker.status is None, "it has ended"
     return {name: value for name, _, value in (part.partition("=") for part in text.split("\0"))}
 
 

@@ -20,7 +20,7 @@ from perdure.cli import main
 from perdure.errors import LaunchError
 from perdure.runtime.heartbeats import Beat
 from perdure.supervise import Observer, RunOptions, Supervisor, supervisor
-from perdure.supervise.record import FILE, RecordedRun, RunLog, describe_process, read_runs
+from perdure.supervise.record import FILE, AttemptsLog, RecordedRun, describe_process, read_runs
 from perdure.supervise.worker import Worker
 
 LOGS = Path("logs")
@@ -193,7 +193,7 @@ class Breaks(Observer):
 def test_a_full_disk_delays_the_log_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     disk = FullDisk(monkeypatch, FILE, 150)
-    log = RunLog(LOGS, said.append)
+    log = AttemptsLog(LOGS, said.append)
     for number in range(10):
         log.add("message", text=str(number))
     assert disk.fired > 1
@@ -207,7 +207,7 @@ def test_a_full_disk_delays_the_log_and_loses_nothing(monkeypatch: pytest.Monkey
 
 
 def test_a_line_that_a_crash_cut_off_is_no_line() -> None:
-    log = RunLog(LOGS, print)
+    log = AttemptsLog(LOGS, print)
     log.add("start", **started())
     whole = LOG.read_bytes()
     log.add("end", status=0, reason="", seconds=1.0)
@@ -224,7 +224,7 @@ def test_a_line_that_a_crash_cut_off_is_no_line() -> None:
     "line", [b"null\n", b"[" * 100_000 + b"\n", b"\0\xff\n", b'{"kind":"end"}\n']
 )
 def test_nothing_is_believed_after_a_damaged_line(line: bytes) -> None:
-    log = RunLog(LOGS, print)
+    log = AttemptsLog(LOGS, print)
     log.add("start", **started())
     first = LOG.read_bytes()
     log.add("message", text="hello")
@@ -253,7 +253,7 @@ def test_another_thing_in_the_place_of_the_log_is_left_alone(kind: str) -> None:
 
 def test_a_log_that_was_removed_is_begun_again() -> None:
     said: list[str] = []
-    log = RunLog(LOGS, said.append)
+    log = AttemptsLog(LOGS, said.append)
     log.add("start", **started())
     LOG.unlink()
     LOGS.rmdir()
@@ -300,7 +300,7 @@ def test_a_restarted_supervisor_knows_how_long_a_step_may_take() -> None:
 
     before = limit()
     fields = only_run().start
-    log = RunLog(LOGS / "earlier", print)
+    log = AttemptsLog(LOGS / "earlier", print)
     same = {name: fields[name] for name in ("command", "directory")}
     log.add("start", **started(**same))
     (first,) = [run for run in read_runs(LOGS) if run.attempts]
@@ -320,7 +320,7 @@ def test_only_the_same_kernel_and_container_can_tell_whether_a_run_is_alive(name
 
     def state(process: dict[str, Any]) -> str:
         shutil.rmtree(LOGS, ignore_errors=True)
-        RunLog(LOGS, print).add("start", **started(**process))
+        AttemptsLog(LOGS, print).add("start", **started(**process))
         (row,) = document("logs")["starts"]
         return row["state"]
 
@@ -363,7 +363,7 @@ def test_status_says_what_it_expects() -> None:
 
 def test_an_attempt_of_a_run_that_has_ended_has_ended() -> None:
     """The supervisor ended by an error, so that its log has no end of the attempt."""
-    log = RunLog(LOGS, print)
+    log = AttemptsLog(LOGS, print)
     log.add("start", **started())
     log.add("attempt", attempt=1, workers=1)
     assert "has not ended" in status("logs").output

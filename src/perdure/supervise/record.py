@@ -61,7 +61,7 @@ class _Progress(_Event, tag="progress"):
     saved: dict[str, int]
 
 
-class AttemptEnd(_Event, tag="attempt_end"):
+class AttemptEnded(_Event, tag="attempt_end"):
     """The end of an attempt, with seconds of the longest silence of the run in each phase."""
 
     attempt: AttemptRecord
@@ -78,7 +78,7 @@ class _End(_Event, tag="end"):
     seconds: float
 
 
-_DECODER = msgspec.json.Decoder(_Start | _Attempt | _Progress | AttemptEnd | _Message | _End)
+_DECODER = msgspec.json.Decoder(_Start | _Attempt | _Progress | AttemptEnded | _Message | _End)
 
 
 def timestamp(seconds: float | None = None) -> str:
@@ -88,7 +88,7 @@ def timestamp(seconds: float | None = None) -> str:
     return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
 
 
-class RunLog:
+class AttemptsLog:
     """Writes the log of one run.
 
     Args:
@@ -156,7 +156,7 @@ class RecordedRun:
 
     name: str
     start: dict[str, Any] = field(default_factory=dict)
-    attempts: list[AttemptEnd] = field(default_factory=list)
+    attempts: list[AttemptEnded] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     running: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
@@ -230,7 +230,7 @@ class RecordedRun:
                 self.start = fields
             case _Attempt() | _Progress():
                 self.running |= fields
-            case AttemptEnd():
+            case AttemptEnded():
                 self.attempts.append(event)
                 self.running = {}
             case _Message():

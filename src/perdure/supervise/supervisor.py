@@ -35,8 +35,8 @@ from perdure.supervise.orphan_reaper import MARK, OrphanReaper, end_marked, mark
 from perdure.supervise.policy import Decision, cannot_come_back, decide, decide_exclusion
 from perdure.supervise.record import (
     FILE,
+    AttemptsLog,
     RecordedRun,
-    RunLog,
     describe_process,
     encodable,
     read_runs,
@@ -121,7 +121,7 @@ class Supervisor:
         self._signal: int | None = None  # the signal to pass on
         self._first_signal: int | None = None
         self._announced: int | None = None
-        self._log: RunLog | None = None
+        self._log: AttemptsLog | None = None
         self._stamp = timestamp if self._options.timestamps else None
         self._logged_step: int | None = None
         self._next_log = -math.inf
@@ -151,7 +151,7 @@ class Supervisor:
     def _run(self, began: float) -> Summary:
         with ExitStack() as stack:
             logs = self._make_logs()
-            self._log = log = RunLog(logs.absolute(), self._console.message)
+            self._log = log = AttemptsLog(logs.absolute(), self._console.message)
             self._begin_log(log, logs)
             stack.push(self._log_error)
             beats = Path(stack.enter_context(_heartbeat_directory()))
@@ -376,7 +376,7 @@ class Supervisor:
             reason = f"{type(error).__name__}: {error}"
             self._add_to_log("end", status=1, reason=reason, seconds=0.0)
 
-    def _begin_log(self, log: RunLog, logs: Path) -> None:
+    def _begin_log(self, log: AttemptsLog, logs: Path) -> None:
         """Write the first line, and take over what earlier runs of the same command have logged."""
         directory = self._options.log_directory or Path(DEFAULT_LOGS)
         program = encodable([list(self._command), os.getcwd()])

@@ -76,6 +76,7 @@ def values(state: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("first", "second"), [("jax", "torch"), ("torch", "jax")])
 def test_the_other_engine_continues_a_checkpoint(tmp_path: Path, first: str, second: str) -> None:
+    make(second)  # one process runs both: the first checkpoint has PyTorch's settings, too
     written = run(first, tmp_path, 3)
     taken = run(second, tmp_path, 3)
     assert values(taken) == values(written)

@@ -154,16 +154,18 @@ def test_a_model_checkpoint_is_durable_before_the_next_backup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, order = str(tmp_path / "kept"), []
-    may_go = threading.Event()
+    may_go, backed_up = threading.Event(), threading.Event()
     commit, wait = Run.save, CheckpointManager.wait_until_finished
 
     def committed(run: Run, step: int, *rest: Any, **named: Any) -> Any:
         if run.where == kept:
             assert may_go.wait(60)
             may_go.clear()
+            assert step == BATCHES or backed_up.wait(60)  # the two write in threads of their own
         order.append((step, run.where == kept))
         saved = commit(run, step, *rest, **named)
         if run.where != kept:
+            backed_up.set()
             may_go.set()  # so that nothing hangs if no call waited
         return saved
 

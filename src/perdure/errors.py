@@ -34,6 +34,8 @@ PerdureError
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import NamedTuple
 
 
@@ -219,3 +221,13 @@ def missing_extra(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError
         f"{error.name} is not installed. Install the extra: pip install 'perdure[{extra}]'.",
         name=error.name,
     )
+
+
+def warn_caller(text: str) -> None:
+    """Issue a `UserWarning` at the innermost line of the stack that is not in perdure."""
+    package = __name__.partition(".")[0]
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -165,7 +165,7 @@ class Story:
             mock.patch(
                 "perdure.store.compact.map_ahead", lambda _, work, items, __: map(work, items)
             ),
-            mock.patch("perdure.checkpoint.pruning.COMPACT_FROM", 0),
+            mock.patch("perdure.checkpoint.retention.COMPACT_FROM", 0),
             mock.patch("perdure.checkpoint.mirror.copy_checkpoint", self._copy),
             warnings.catch_warnings(),
         ):

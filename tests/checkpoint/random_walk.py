@@ -26,7 +26,7 @@ from helpers import Crash, Operations
 
 from object_stores import ObjectServer
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
-from perdure.checkpoint.pruning import execute_prune, plan_prune
+from perdure.checkpoint.retention import execute_prune, plan_prune
 from perdure.errors import CorruptionError, HistoryError, LockedError, PerdureError
 from perdure.state import unflatten
 from perdure.store import LocalStorage, Run, Storage, fork_run, repair, verify_run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perdure import CheckpointManager, MemoryStorage
-from perdure.checkpoint.managed_run import SaveInterval
+from perdure.checkpoint.managed_directory import SaveInterval
 from perdure.runtime.heartbeats import listeners
 
 

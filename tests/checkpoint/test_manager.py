@@ -25,7 +25,7 @@ from perdure import (
     load_checkpoint,
     verify_run,
 )
-from perdure.checkpoint.background import Background
+from perdure.checkpoint.saver import Background
 from perdure.errors import (
     CorruptionError,
     LockedError,

@@ -24,7 +24,7 @@ from http_proxy import Request, proxy_to
 from object_stores import ObjectServer
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
 from perdure.checkpoint.mirror import Mirror
-from perdure.checkpoint.pruning import execute_prune, plan_prune
+from perdure.checkpoint.retention import execute_prune, plan_prune
 from perdure.errors import (
     ArgumentError,
     CorruptionError,

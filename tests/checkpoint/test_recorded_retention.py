@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
-from perdure.checkpoint.retention_rules import RecordedRetention, recorded_retention
+from perdure.checkpoint.retention import RecordedRetention, recorded_retention
 from perdure.errors import CorruptionError
 from perdure.store import PruneRequest, Run, repair, verify_run
 from perdure.store.log_view import LOG_FILE
@@ -149,7 +149,7 @@ def test_rules_that_cannot_be_recorded_cost_no_checkpoint(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("perdure.checkpoint.retention_rules.record_retention", full)
+    monkeypatch.setattr("perdure.checkpoint.retention.record_retention", full)
     with pytest.warns(UserWarning, match=r"could not be recorded"):
         assert saved(tmp_path, range(2, 5), 2, BEST) == [3, 4]
 

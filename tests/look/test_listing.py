@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from perdure import CheckpointManager, ManagerOptions, Retention
-from perdure.checkpoint.retention_rules import RecordedRetention, record_retention
+from perdure.checkpoint.retention import RecordedRetention, record_retention
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.look import list_run, open_checkpoint, tree
 from perdure.look.listing import age_text

@@ -25,9 +25,9 @@ from helpers import (
 
 from perdure import Retention
 from perdure.checkpoint.mirror import Mirror
-from perdure.checkpoint.pruning import plan_prune
-from perdure.checkpoint.retention_rules import (
+from perdure.checkpoint.retention import (
     RecordedRetention,
+    plan_prune,
     record_retention,
     recorded_retention,
 )

@@ -22,8 +22,7 @@ import pytest
 from helpers import contents, sharing_states
 
 from perdure import CheckpointManager
-from perdure.checkpoint.pruning import execute_prune, plan_prune
-from perdure.checkpoint.retention import Retention
+from perdure.checkpoint.retention import Retention, execute_prune, plan_prune
 from perdure.errors import LockedError, StoreError
 from perdure.store import Run, file_lock, verify_run
 

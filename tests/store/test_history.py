@@ -13,9 +13,8 @@ from click.testing import CliRunner
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
 from perdure import CheckpointManager, ManagerOptions
-from perdure.checkpoint.pruning import execute_prune, plan_prune
 from perdure.checkpoint.restore_source import load_good
-from perdure.checkpoint.retention import Retention
+from perdure.checkpoint.retention import Retention, execute_prune, plan_prune
 from perdure.cli import main
 from perdure.errors import (
     CorruptionError,
@@ -210,7 +209,7 @@ def test_a_prune_leaves_the_newest_and_what_was_just_saved(
 
         return Verdict(step, False, "a rule of somebody's own")
 
-    monkeypatch.setattr("perdure.checkpoint.pruning.decide", none_stay)
+    monkeypatch.setattr("perdure.checkpoint.retention.decide", none_stay)
     with filled(tmp_path, 1, 2, 3) as run:
         plan = plan_prune(run, 1, Retention(), saved=2)
         assert [(verdict.step, verdict.keep) for verdict in plan.verdicts] == [

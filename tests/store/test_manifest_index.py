@@ -15,8 +15,7 @@ import pytest
 from helpers import Crash, Operations, contents, make_leaves, run_on
 from many_checkpoints import leaves_of, make_checkpoints
 
-from perdure.checkpoint.pruning import prune_after_save
-from perdure.checkpoint.retention import Retention
+from perdure.checkpoint.retention import Retention, prune_after_save
 from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.catalog import READ_NEWEST, Catalog
 from perdure.store.format import manifest_name

@@ -199,16 +199,16 @@ def test_a_save_that_exceeds_the_grace_period_is_a_warning(capsys: Any) -> None:
     clock = Clock()
     config = perdure.TerminationConfig(grace_period=5.0)
     flag = PreemptionFlag(config, lambda: "The newest committed checkpoint is step 4.", clock)
-    assert flag.grace.seconds_left() is None
+    assert flag.seconds_left() is None
 
     def save() -> None:
         clock.now += 7.0
 
-    flag.grace.timed(save)()
+    flag.timed(save)()
     flag.notify()
     clock.now += 1.0
-    assert flag.grace.seconds_left() == 4.0
-    flag.grace.before_saving(9)
+    assert flag.seconds_left() == 4.0
+    flag.before_saving(9)
     parts = ("step 9", "7.0 s", "4.0 s", "grace period of 5 s", "checkpoint is step 4")
     assert not unnamed(capsys.readouterr().err, *parts)
     flag.poll()
@@ -226,9 +226,9 @@ def test_a_save_that_exceeds_the_grace_period_is_a_warning(capsys: Any) -> None:
 def test_a_save_within_the_grace_period_is_silent(capsys: Any) -> None:
     clock = Clock()
     flag = PreemptionFlag(perdure.TerminationConfig(grace_period=5.0), str, clock)
-    flag.grace.timed(lambda: None)()
+    flag.timed(lambda: None)()
     flag.notify()
-    flag.grace.before_saving(9)
+    flag.before_saving(9)
     assert capsys.readouterr().err == ""
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from perdure.checkpoint.retention_rules import recorded_retention
+from perdure.checkpoint.retention import recorded_retention
 from perdure.errors import (
     ArgumentError,
     CorruptionError,

@@ -11,12 +11,17 @@ from weakref import WeakKeyDictionary, ref
 
 from perdure.checkpoint.address import find_step
 from perdure.checkpoint.arguments import step_number
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.restore_source import load_good
 from perdure.checkpoint.restorer import warn_of_skipped
 from perdure.checkpoint.retention import Retention
-from perdure.errors import ArgumentError, MismatchError, NotARunError, StepNotFoundError
+from perdure.errors import (
+    ArgumentError,
+    MismatchError,
+    NotARunError,
+    StepNotFoundError,
+    warn_caller,
+)
 from perdure.state import AttributeState, flatten, unflatten
 from perdure.state import restore as restore_state
 from perdure.state.epoch_ends import load_epoch_ends

@@ -18,7 +18,6 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from perdure.checkpoint.arguments import metric_numbers, step_number
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import together
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.state_digest import (
@@ -36,6 +35,7 @@ from perdure.errors import (
     StoreError,
     UnsupportedLeafError,
     WorkerLostError,
+    warn_caller,
 )
 from perdure.runtime.heartbeats import beat
 from perdure.runtime.process_group import Processes

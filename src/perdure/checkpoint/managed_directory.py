@@ -6,19 +6,18 @@ It lists and reads manifests, also after `close` and in a forked child; it pins,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from perdure.checkpoint.address import step_or_name
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.call_guard import CallGuard, exclusive
 from perdure.checkpoint.group_call import together
-from perdure.checkpoint.managed_run import ManagedRun, SaveInterval
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.checkpoint.pruning import candidates
-from perdure.checkpoint.retention import Retention, ranked
-from perdure.checkpoint.retention_rules import recorded_retention
-from perdure.checkpoint.saver import BackgroundSaver
+from perdure.checkpoint.retention import Retention, candidates, ranked, recorded_retention
+from perdure.checkpoint.saver import Saver
 from perdure.errors import StepNotFoundError, StoreError
+from perdure.runtime.process_group import Processes
 from perdure.state.metadata import metadata_tree
 from perdure.store import Run
 from perdure.store.drill_hook import drill_hook
@@ -30,8 +29,8 @@ class ManagedDirectory(CallGuard):
     """Base of a manager; see `CheckpointManager`."""
 
     _options: ManagerOptions
-    _managed: ManagedRun
-    _saver: BackgroundSaver
+    _processes: Processes
+    _saver: Saver
     _interval: SaveInterval
 
     def __init__(
@@ -147,13 +146,13 @@ class ManagedDirectory(CallGuard):
             StepNotFoundError: There is no checkpoint of that step.
         """
         self._change("pin", step, self._run.pin)
-        self._managed.update_mirror()
+        self._saver.update_mirror()
 
     @exclusive
     def unpin(self, step: int) -> None:
         """Let retention decide about `step` again. May be called twice."""
         self._change("unpin", step, self._run.unpin)
-        if (mirror := self._managed.mirror) is not None and self._managed.processes.is_chief:
+        if (mirror := self._saver.mirror) is not None and self._processes.is_chief:
             mirror.unpin(step_number(step))
 
     @exclusive
@@ -179,7 +178,7 @@ class ManagedDirectory(CallGuard):
         self._saver.forget_highest()
         steps = self._change("rollback", step, self._run.rollback)
         self._interval.record(step_number(step))
-        self._managed.update_mirror()
+        self._saver.update_mirror()
         return steps
 
     @exclusive
@@ -193,16 +192,16 @@ class ManagedDirectory(CallGuard):
         """
 
         def delete(step: int) -> None:
-            if not self._run.delete([step], leave_word=self._managed.mirror is not None):
+            if not self._run.delete([step], leave_word=self._saver.mirror is not None):
                 self._run.manifest(step)
 
         self._change("delete", step, delete)
-        mirror = self._managed.mirror
-        if mirror is not None and self._managed.processes.is_chief:
+        mirror = self._saver.mirror
+        if mirror is not None and self._processes.is_chief:
             # Waited for: a restore would take it from the mirror again.
             mirror.delete(step_number(step))
             mirror.wait(self._options.mirror_wait)
-            self._managed.warn_of_mirror()
+            self._saver.warn_of_mirror()
 
     def _change(
         self, call: str, step: Any, change: Callable[[int], Sequence[int] | None]
@@ -220,8 +219,7 @@ class ManagedDirectory(CallGuard):
                     f"again."
                 ) from error
 
-        processes, called = self._managed.processes, f"{call}({step})"
-        return together(processes, change_step, by_chief=list[int], call=called)
+        return together(self._processes, change_step, by_chief=list[int], call=f"{call}({step})")
 
     def _step(self, step: int | str) -> int:
         """The step of a number or a name."""
@@ -231,6 +229,40 @@ class ManagedDirectory(CallGuard):
         if number is None and (number := self.latest_step()) is None:
             raise StepNotFoundError(f"{self.directory}: expected a checkpoint, found none.")
         return number
+
+
+class SaveInterval:
+    """Says when a multiple of `steps` has been passed since the last save or restore in `run`.
+
+    The answer depends on the step and on the step that was saved or restored last. Both survive an
+    interruption, so an interrupted run saves at the same steps as an uninterrupted one.
+    """
+
+    def __init__(self, steps: int, run: Run) -> None:
+        self.steps = steps
+        self._last: int | None = None
+        self._run = run
+
+    def record(self, step: int) -> None:
+        """`step` has been saved or restored."""
+        self._last = step
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save is due at `step`. Changes nothing."""
+        if step % self.steps == 0:
+            return True
+        last = self.last  # once: another thread may save meanwhile
+        return step > last and step // self.steps > last // self.steps
+
+    @property
+    def last(self) -> int:
+        """The step that was saved or restored last; 0 before the first."""
+        return self._newest if self._last is None else self._last
+
+    @cached_property
+    def _newest(self) -> int:
+        """A run without a restore or save continues from its newest checkpoint; listed once."""
+        return self._run.newest_step() or 0
 
 
 def describe_newest(run: Run) -> str:

@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import NoneType
 from typing import Any, NoReturn, SupportsFloat, overload
@@ -19,17 +20,15 @@ from perdure.checkpoint.address import step_or_name
 from perdure.checkpoint.arguments import makes_state, positive, step_number
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
 from perdure.checkpoint.checkpoint import Checkpoint, managers, takes_tensorflow_order
-from perdure.checkpoint.grace_period import report
 from perdure.checkpoint.group_call import GroupCall, require_group, together
 from perdure.checkpoint.journal import Journal
-from perdure.checkpoint.managed_directory import ManagedDirectory, describe_newest
-from perdure.checkpoint.managed_run import ManagedRun, SaveInterval, abandon
+from perdure.checkpoint.managed_directory import ManagedDirectory, SaveInterval, describe_newest
 from perdure.checkpoint.manager_options import ManagerOptions, Restored
 from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
-from perdure.checkpoint.preemption import PreemptionFlag
+from perdure.checkpoint.preemption import PreemptionFlag, TerminationConfig, report
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
-from perdure.checkpoint.saver import BackgroundSaver
+from perdure.checkpoint.saver import Saver
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
 from perdure.runtime.heartbeats import beat, committed, reporting_refusal, require_never_saved
 from perdure.runtime.process_group import Processes, group_of
@@ -122,12 +121,19 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         describe = partial(describe_newest, run)
         self.preemption = PreemptionFlag(None, describe, signals=options.preemption_signals)
         self.journal = Journal(run, group, options)
-        self._managed = managed = ManagedRun(run, self._mirror, group, recipe_check, self.journal)
-        self._saver = saver = BackgroundSaver(managed, max_to_keep, options, self.preemption.grace)
-        self._restorer = Restorer(managed, saver.restore_check, saver.extras)
+        self._saver = saver = Saver(
+            run,
+            self._mirror,
+            recipe_check,
+            self.journal,
+            max_to_keep,
+            options,
+            self.preemption,
+        )
+        self._restorer = Restorer(saver)
         # A manager that nobody refers to any more (a notebook cell that is run again) lets the next
         # writer in once its save has ended: the thread that saves refers to the saver.
-        self._finalizer = weakref.finalize(saver, abandon, run, self.preemption, os.getpid())
+        self._finalizer = weakref.finalize(saver, _abandon, run, self.preemption, os.getpid())
         self._finalizer.atexit = False
 
     @property
@@ -222,7 +228,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
 
     def _save(self, step: int, state: Any, metrics: Any, force: bool) -> bool:
         beat("step", step)
-        self._managed.recipe.check_settings()
+        self._saver.recipe.check_settings()
         state = Unwalked(state)
         self._saver.begin_save(state)
         self.journal.record_saved(step, state, metrics)
@@ -255,7 +261,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         is_committed = self._saver.settle(wait=True)
         if mirror and self._mirror is not None and self._processes.is_chief:
             self._mirror.wait(self._options.mirror_wait)
-            self._managed.warn_of_mirror()
+            self._saver.warn_of_mirror()
         return is_committed
 
     def is_saving_in_progress(self) -> bool:
@@ -387,9 +393,9 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     ) -> None:
         step = step_number(step)
         beat("save", step)
-        self._managed.recipe.check_settings()
+        self._saver.recipe.check_settings()
         self._saver.settle_before_next()
-        self.preemption.grace.before_saving(step)
+        self.preemption.before_saving(step)
         state = Unwalked(state)
         self.journal.record_saved(step, state, metrics)
         self._saver.submit(step, state, metrics, preempted=True)
@@ -406,7 +412,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self.journal.finish(None)
         self._closed = True
         if self._mirror is not None:
-            left = self.preemption.grace.seconds_left()
+            left = self.preemption.seconds_left()
             self._mirror.close(EXIT_WAIT_S if left is None else max(0.0, left - 1))
             for note in self._mirror.notes():
                 # No warning: it could become an error, and the exit status another one.
@@ -422,7 +428,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         process calls this, and the chief becomes the writer. Raises `LockedError` if there is another.
         """
         together(self._processes, self._run.begin_writing, by_chief=NoneType, call="claim()")
-        self._managed.update_mirror()
+        self._saver.update_mirror()
 
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised.
@@ -454,7 +460,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                 finally:
                     if not self._saver.busy:  # it is, if the wait was interrupted or left out
                         self._saver.release()
-                self._managed.warn_of_mirror()
+                self._saver.warn_of_mirror()
 
     def __enter__(self) -> CheckpointManager:
         self.require_open("__enter__")
@@ -492,3 +498,53 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         if restored is not None and restored.report.is_exact:
             self._interval.record(restored.step)
         return restored
+
+
+def _abandon(run: Run, preemption: PreemptionFlag, pid: int) -> None:
+    """Close a manager that nobody refers to any more, after its save has ended."""
+    if os.getpid() == pid:  # else the lock is the parent's
+        preemption.abandon()
+        run.close()
+
+
+class PreemptionCheckpointHandler:
+    """Saves and exits when the run is preempted, for hand-written loops.
+
+    A loop only needs `save_checkpoint_if_preempted` after each step. It uses the manager's own flag,
+    so do not call `manager.reached_preemption` as well.
+
+    Args:
+        manager: Saves the state.
+        termination_config: How the notice comes and how the run exits; None for SIGTERM and status 75.
+    """
+
+    def __init__(
+        self, manager: CheckpointManager, termination_config: TerminationConfig | None = None
+    ) -> None:
+        self._manager = manager
+        manager.preemption.config = termination_config or TerminationConfig()
+
+    def save_checkpoint_if_preempted(self, step: int, state: Any) -> None:
+        """Return, or save `state` as `step` and exit with `exit_fn` or status 75.
+
+        In a group every process calls this at the same steps: all of them exit once one has got the
+        notice. The checkpoint is durable before the exit.
+
+        Args:
+            step: The number of finished steps.
+            state: As for `CheckpointManager.save`.
+        """
+        if self._manager.reached_preemption(step):
+            self._manager.save_and_exit(step, state)
+
+    @contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Take over SIGTERM at once, before the first step (compilation, loading).
+
+        SIGTERM gets its former handler back at the end of the block.
+        """
+        self._manager.preemption.install()
+        try:
+            yield
+        finally:
+            self._manager.preemption.remove()

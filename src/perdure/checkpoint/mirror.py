@@ -15,8 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from perdure.checkpoint.pruning import execute_prune, plan_prune
-from perdure.checkpoint.retention import Retention
+from perdure.checkpoint.retention import Retention, execute_prune, plan_prune
 from perdure.errors import (
     CorruptionError,
     NotARunError,

@@ -1,4 +1,5 @@
-"""`PreemptionFlag`: SIGTERM, or a notice of the cloud, as a flag that the training loop asks for.
+"""`PreemptionFlag`: SIGTERM, or a notice of the cloud, as a flag that the training loop asks for, and
+the grace period between the notice and the end of the process.
 
 Invariant: the signal handler sets the flag and nothing else, except while the loop waits for data in
 `interruptible`; only the first notice counts. A signal to a whole process group also kills the data
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from perdure.checkpoint.grace_period import GracePeriod, report
 from perdure.errors import StoreError
 
 EXIT_PREEMPTED = 75
@@ -82,10 +83,15 @@ class PreemptionFlag:
         clock: Callable[[], float] = time.monotonic,
         signals: Sequence[str] = ("SIGTERM",),
     ) -> None:
-        self._signals = [signal.Signals[name] for name in signals]
-        self.grace = GracePeriod(None, describe, clock)
         self.config = config or TerminationConfig()
-        self._raised = False
+        """The watcher, the exit and the grace period. Assign to it before `install`."""
+        self.raised = False
+        """Whether a notice has come."""
+        self._signals = [signal.Signals[name] for name in signals]
+        self._describe, self._clock = describe, clock
+        self._since: float | None = None  # the time of the notice
+        self._save_seconds: float | None = None
+        self._reported = False
         self._interruptible = False
         self._in_scope: InScope | None = None
         self._previous: dict[int, Any] = {}  # the former handlers while ours are installed
@@ -93,26 +99,37 @@ class PreemptionFlag:
         self._pid = 0
         self._stop: threading.Event | None = None
 
-    @property
-    def config(self) -> TerminationConfig:
-        """The watcher, the exit and the grace period. Assign to it before `install`."""
-        return self._config
-
-    @config.setter
-    def config(self, config: TerminationConfig) -> None:
-        self._config = config
-        self.grace.seconds = config.grace_period
-
-    @property
-    def raised(self) -> bool:
-        """Whether a notice has come."""
-        return self._raised
-
     def notify(self) -> None:
         """Give notice, as SIGTERM does."""
-        if not self._raised:
-            self.grace.begin()
-            self._raised = True
+        if not self.raised:
+            self._since = self._clock()
+            self.raised = True
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the end that was announced; None before a notice or if nobody knows."""
+        if self._since is None or self.config.grace_period is None:
+            return None
+        return self._since + self.config.grace_period - self._clock()
+
+    def timed(self, save: Callable[[], None]) -> Callable[[], None]:
+        """`save`, which also measures how long it takes: the next one is expected to take as long."""
+
+        def measured() -> None:
+            start = self._clock()
+            save()
+            self._save_seconds = self._clock() - start
+
+        return measured
+
+    def before_saving(self, step: int) -> None:
+        """Report if a save of `step` does not fit. It is tried all the same: a save that is cut off
+        costs no checkpoint."""
+        left, needed = self.seconds_left(), self._save_seconds
+        if left is not None and needed is not None and needed > left:
+            report(
+                f"saving step {step} takes about {needed:.1f} s, and {max(left, 0.0):.1f} s of the "
+                f"grace period of {self.config.grace_period:g} s are left. {self._describe()}"
+            )
 
     def interruptible(self, wait: Callable[[], R]) -> R:
         """The result of `wait`, which a notice ends.
@@ -122,7 +139,7 @@ class PreemptionFlag:
         """
         self._interruptible = True  # before the look at the flag, or a notice in between would wait
         try:
-            if self._raised:
+            if self.raised:
                 raise Interrupted
             return wait()
         finally:
@@ -144,7 +161,7 @@ class PreemptionFlag:
                 self._pid = os.getpid()
                 self._previous = {n: signal.signal(n, self._on_signal) for n in self._signals}
             self._guard_children()
-        needed = self._config.termination_watcher_fn or self._config.grace_period
+        needed = self.config.termination_watcher_fn or self.config.grace_period
         if needed and self._stop is None:
             self._stop = threading.Event()
             thread = threading.Thread(
@@ -155,7 +172,6 @@ class PreemptionFlag:
     def remove(self) -> None:
         """Give the signals back to their former handlers, and stop watching."""
         self._stop_watching()
-        self._stop = None
         if self._previous and _on_main_thread():
             for number, handler in self._previous.items():
                 # getsignal gives None for a handler that was not set from Python, and nothing can set
@@ -181,17 +197,23 @@ class PreemptionFlag:
 
         The watching thread calls this every second.
         """
-        watcher = self._config.termination_watcher_fn
-        if not self._raised and watcher is not None and watcher():
+        watcher = self.config.termination_watcher_fn
+        if not self.raised and watcher is not None and watcher():
             self.notify()
             if self._previous:
                 # To the main thread itself, so that the call in which it waits returns.
                 signal.pthread_kill(threading.main_thread().ident or 0, self._signals[0])
-        self.grace.check()
+        left = self.seconds_left()
+        if left is not None and left <= 0 and not self._reported:
+            self._reported = True
+            report(
+                f"the grace period of {self.config.grace_period:g} s is over, and the state is not "
+                f"saved yet. {self._describe()}"
+            )
 
     def exit_process(self) -> NoReturn:
         """End the process: `exit_fn`, or status 75. Later signals do not change the status."""
-        self.grace.end()
+        self._reported = True  # the state is saved
         self._stop_watching()
         if self._previous and _on_main_thread():
             # Python puts back the default for handlers of its own while it shuts down, and then a
@@ -199,8 +221,8 @@ class PreemptionFlag:
             for number in self._previous:
                 signal.signal(number, signal.SIG_IGN)
             self._previous = {}
-        if self._config.exit_fn is not None:
-            self._config.exit_fn()
+        if self.config.exit_fn is not None:
+            self.config.exit_fn()
         raise SystemExit(EXIT_PREEMPTED)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -216,7 +238,7 @@ class PreemptionFlag:
             os.kill(os.getpid(), number)
             return
         former = self._previous.get(number)
-        if number == signal.SIGINT and self._raised and callable(former):
+        if number == signal.SIGINT and self.raised and callable(former):
             former(number, frame)  # whoever presses Ctrl-C twice does not want to wait for the save
             return
         self.notify()
@@ -226,7 +248,7 @@ class PreemptionFlag:
 
     def explains(self, error: BaseException | None) -> bool:
         """Whether `error` may be the end of a data worker that got the same signal as this process."""
-        return self._raised and (
+        return self.raised and (
             isinstance(error, (BrokenExecutor, EOFError, BrokenPipeError, ConnectionResetError))
             or (isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"))
         )
@@ -243,14 +265,15 @@ class PreemptionFlag:
             self._previous_child(number, frame)
         except RuntimeError:
             # It would be raised anywhere in the step that is to be finished and saved.
-            if not self._raised and os.getpid() == self._pid:
+            if not self.raised and os.getpid() == self._pid:
                 time.sleep(NOTICE_WAIT_S)  # the handler of the notice runs meanwhile
-            if not self._raised:
+            if not self.raised:
                 raise
 
     def _stop_watching(self) -> None:
         if self._stop is not None:
             self._stop.set()
+            self._stop = None
 
     def _watch(self, stop: threading.Event) -> None:
         failed = False
@@ -265,3 +288,9 @@ class PreemptionFlag:
 
 def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+def report(text: str) -> None:
+    """Write to standard error now, from any thread; a warning could come too late or be an error."""
+    sys.stderr.write(f"perdure: {text}\n")
+    sys.stderr.flush()

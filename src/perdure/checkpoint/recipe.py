@@ -20,9 +20,8 @@ import msgspec
 
 from perdure import errors
 from perdure.checkpoint.arguments import is_text, require_name, shown
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_call import GroupCall, SentError, caught, decoded, together
-from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError
+from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError, warn_caller
 from perdure.runtime.process_group import Processes
 from perdure.state.environment import of_process
 from perdure.store.manifest import RecipeValue
@@ -70,7 +69,7 @@ class RecipeCheck:
         self.settings: Recipe | None = None
         self._is_missing = recipe is None
         self._allow = allowed(allow)
-        self._processes = processes
+        self.processes = processes
         self._compared = False
         self._resumed: tuple[str, Recipe] | None = None
 
@@ -102,7 +101,7 @@ class RecipeCheck:
             if note := check_resume(where, both, settings, self._allow):
                 warn_caller(note)
 
-        together(GroupCall(self._processes, "save"), check, by_chief=NoneType)
+        together(GroupCall(self.processes, "save"), check, by_chief=NoneType)
         self._resumed = None
 
     def check_group(self, call: str) -> None:
@@ -111,7 +110,7 @@ class RecipeCheck:
         The strategy could not: it does not know the dataset.
         """
         if not self._compared:
-            note = check_group(GroupCall(self._processes, call), self.given, self._allow)
+            note = check_group(GroupCall(self.processes, call), self.given, self._allow)
             self._compared = True
             if note:
                 warn_caller(note)
@@ -120,7 +119,7 @@ class RecipeCheck:
         """Warn once if this manager was given no recipe, and a strategy has one."""
         if self._is_missing and _strategies_in_use:
             self._is_missing = False
-            if self._processes.is_chief:
+            if self.processes.is_chief:
                 warn_caller(
                     f"{where}: a strategy computes in this program, and the manager was not given its "
                     f"recipe, so that a resume with another number of replicas, seed or dataset would "
@@ -132,7 +131,7 @@ class RecipeCheck:
         """Compare with the recipe of the checkpoint `where`; raises or warns as `check_resume`."""
         saved = {name: value for name, value in recipe.items() if not _is_setting(name)}
         note = check_resume(where, saved, self.given, self._allow)
-        if note and self._processes.is_chief:
+        if note and self.processes.is_chief:
             warn_caller(note)
 
 

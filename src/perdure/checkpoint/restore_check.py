@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from perdure.checkpoint.caller_warning import warn_caller
-from perdure.errors import MismatchError, StateError
+from perdure.errors import MismatchError, StateError, warn_caller
 from perdure.state import Template, differences, format_differences
 from perdure.state.fresh_target import FreshTarget
 from perdure.state.inner_objects import inner_objects, lost_objects

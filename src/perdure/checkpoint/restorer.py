@@ -10,16 +10,14 @@ from typing import Any
 
 from blake3 import blake3
 
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.group_call import GroupCall, together
-from perdure.checkpoint.managed_run import ManagedRun
 from perdure.checkpoint.manager_options import Restored
-from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.restore_source import load_in_group
-from perdure.errors import MismatchError, StoreError
+from perdure.checkpoint.saver import Saver
+from perdure.errors import MismatchError, StoreError, warn_caller
 from perdure.state.epoch_ends import load_epoch_ends
-from perdure.state.extra_members import ExtraMembers, Restoring, StoredExtras
+from perdure.state.extra_members import Restoring, StoredExtras
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import processes_of
@@ -51,21 +49,15 @@ class Restorer:
     """Restores states from a run directory and its mirror, for a manager.
 
     Args:
-        managed: The run directory.
-        check: Is told which targets the program restores into.
-        extras: What is restored after the state.
+        saver: Has the run directory and what is restored after the state; its check is told which
+            targets the program restores into.
     """
 
-    def __init__(
-        self,
-        managed: ManagedRun,
-        check: RestoreCheck,
-        extras: ExtraMembers,
-    ) -> None:
-        self._managed = managed
-        self._processes = managed.processes
-        self._check = check
-        self._extras = extras
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+        self._processes = saver.processes
+        self._check = saver.restore_check
+        self._extras = saver.extras
 
     def restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None.
@@ -78,7 +70,7 @@ class Restorer:
 
     def _restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         wanted = request.wanted()
-        run, mirror = self._managed.run, self._managed.mirror
+        run, mirror = self._saver.run, self._saver.mirror
         needs = Needs(wanted, self._regions(like, request))
         with closing(ChunkSharing(self._processes.index, self._processes.count)) as sharing:
             call = GroupCall(self._processes, _call(step, request))
@@ -87,7 +79,7 @@ class Restorer:
                 sharing.listen(token)
                 needs = needs._replace(sharing=sharing)
             call.barrier()
-            self._managed.recipe.check_group("restore")
+            self._saver.recipe.check_group("restore")
             source, readable = load_in_group(run, self._processes, step, needs, mirror)
         for note in source.notes:
             warn_caller(f"{run.where}: {note}")
@@ -107,8 +99,8 @@ class Restorer:
             warn_caller(f"{where}: the target and the checkpoint differ; {report}")
         if report.is_exact:
             self._check.restored_exactly(step)
-            self._managed.journal.resume(step)
-            self._managed.recipe.resumed(where, loaded.manifest.recipe)
+            self._saver.journal.resume(step)
+            self._saver.recipe.resumed(where, loaded.manifest.recipe)
             with rank_context(self._processes.index, self._processes.count):
                 walk = Walk(state)
             own, renamed = loaded.process_leaves, request.renaming
@@ -157,7 +149,7 @@ class Restorer:
     ) -> tuple[Any, RestoreReport, bool]:
         """The state, what differs, and whether arrays of the target are sharded over processes."""
         manifest, leaves = loaded.manifest, loaded.leaves
-        self._managed.recipe.check_resume(where, manifest.recipe)
+        self._saver.recipe.check_resume(where, manifest.recipe)
         specs = {leaf.path: LeafSpec.of(leaf) for leaf in manifest.leaves}
         stored = StoredState(specs, manifest.containers)
         with rank_context(self._processes.index, self._processes.count) as rank:
@@ -194,7 +186,7 @@ class Restorer:
         jax_state: Any = sys.modules.get("perdure.state.jax_state")
         if jax_state is not None and (paths := jax_state.whole_on_one_device(state)):
             warn_caller(
-                f"{self._managed.where}: {few(paths)}: restored whole onto one device, as the target "
+                f"{self._saver.where}: {few(paths)}: restored whole onto one device, as the target "
                 f"has them, beside sharded leaves of the same shape. They take the memory of that "
                 f"device, and the next step is compiled for it, which may change bits. "
                 f"`jax.jit(tx.init)` makes such a target: call tx.init without jit, give jit "
@@ -209,7 +201,7 @@ class Restorer:
         saved = processes_of(loaded.process_leaves)
         if self._processes.is_chief and saved not in (0, self._processes.count):
             warn_caller(
-                f"{self._managed.where}: step {loaded.manifest.step} was saved by "
+                f"{self._saver.where}: step {loaded.manifest.step} was saved by "
                 f"{counted(saved, 'process', 'processes')}, and this run has {self._processes.count}. "
                 f"The state is restored bit for bit, but the next steps will not have the bits of an "
                 f"uninterrupted run, because gradients and norms are added over the processes in "

@@ -1,19 +1,33 @@
-"""Decides which checkpoints stay: a pure function of their steps, times, metrics and pins.
+"""Which checkpoints stay: rules, a verdict for each checkpoint, a plan of deletions, and its execution.
 
 Invariant: deciding again after a decision was executed, in part or in full, keeps the same checkpoints.
-A rule drops a checkpoint that it kept before only for a newer or a better one.
+A rule drops a checkpoint that it kept before only for a newer or a better one. No checkpoint is deleted
+in silence that only the rules of the last manager keep, which are in the log of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Literal
 
-from perdure.errors import StoreError
+import msgspec
+
+from perdure.errors import CorruptionError, StoreError, UnreachableError
+from perdure.store import Collected, CollectPlan, PruneRequest, Run
+from perdure.store.contents import ManifestSummary, OutdatedPlanError
+from perdure.store.format import MAX_STEP, seconds_of, steps_text
+from perdure.store.garbage_collection import plan_collect
+from perdure.store.log_view import LogView
+from perdure.store.manifest import Manifest
+from perdure.store.run_events import Rules
 
 HOUR = 3600.0
+
+COMPACT_FROM = 4 * 1024 * 1024
+"""Bytes that a compaction after a save has to free: the next save waits for it."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +145,269 @@ def spaced(ordered: Sequence[Candidate], seconds: float) -> list[Candidate]:
         if not kept or before_a_jump or not 0 <= candidate.created - kept[-1].created < seconds:
             kept.append(candidate)
     return kept
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """A verdict for every checkpoint, the plan of the store that follows from them, and whether they
+    were made from what the writer remembers."""
+
+    verdicts: tuple[Verdict, ...]
+    store: CollectPlan
+    remembered: bool = False
+
+
+def candidates(
+    manifests: Mapping[int, Manifest | ManifestSummary], pinned: Collection[int]
+) -> list[Candidate]:
+    """The checkpoints that retention decides on: those whose manifest can be read.
+
+    A checkpoint that cannot be read does not count and is not deleted: it may be readable again later.
+    """
+    return [
+        Candidate(
+            step=step,
+            created=seconds_of(manifest.created),
+            metrics=manifest.metrics,
+            pinned=step in pinned,
+        )
+        for step, manifest in sorted(manifests.items())
+    ]
+
+
+def plan_prune(
+    run: Run,
+    max_to_keep: int | None,
+    retention: Retention,
+    saved: int | None = None,
+    in_use: int | None = None,
+    *,
+    rolled_back: bool = False,
+) -> PrunePlan:
+    """Plan a prune. Changes nothing. The newest checkpoint stays whatever the rules say.
+
+    Args:
+        run: The run directory.
+        max_to_keep: How many of the newest checkpoints stay; None keeps all.
+        retention: Which others stay.
+        saved: The step of the save just done, which stays too. The plan then leaves files alone that a
+            save in progress may be writing, and compacts only if that frees much. None plans for all
+            files that nobody needs.
+        in_use: A step that is being copied to a mirror; it stays until the next prune.
+        rolled_back: Delete the checkpoints that rollbacks set aside, too.
+
+    Raises:
+        PruneError: The run directory cannot be listed.
+    """
+    after_a_save = saved is not None
+    held = run.contents(fresh=not after_a_save)
+    newest = max(held.summaries, default=None)
+    verdicts = tuple(
+        Verdict(verdict.step, True, "just saved" if verdict.step == saved else "the newest")
+        if not verdict.keep and verdict.step in (saved, newest)
+        else verdict
+        for verdict in decide(candidates(held.summaries, held.pinned), max_to_keep, retention)
+    )
+    deleted = frozenset(
+        verdict.step for verdict in verdicts if not verdict.keep and verdict.step != in_use
+    )
+    request = PruneRequest(
+        steps=deleted,
+        orphans_to=saved if saved is not None else MAX_STEP,
+        compact_from=COMPACT_FROM if after_a_save else 0,
+        everywhere=not after_a_save,
+        quarantined=frozenset(checkpoint.name for checkpoint in run.rolled_back())
+        if rolled_back
+        else frozenset(),
+    )
+    return PrunePlan(verdicts, plan_collect(held, request), remembered=after_a_save)
+
+
+def execute_prune(run: Run, plan: PrunePlan) -> Collected:
+    """Execute a plan; `Run.execute` documents its guarantees and its errors."""
+    return run.execute(plan.store, remembered=plan.remembered)
+
+
+def prune_after_save(
+    run: Run, max_to_keep: int | None, retention: Retention, saved: int, in_use: int | None
+) -> list[str]:
+    """Plan a prune from what the writer remembers, and execute it; returns notes for the user.
+
+    If the run directory is not as the writer remembers it, the plan is made again from what is there.
+    The arguments are those of `plan_prune`.
+    """
+    try:
+        plan = plan_prune(run, max_to_keep, retention, saved, in_use)
+        left = {} if plan.store.empty else execute_prune(run, plan).left
+    except OutdatedPlanError:
+        plan = plan_prune(run, max_to_keep, retention, saved, in_use)
+        left = {} if plan.store.empty else execute_prune(run, plan).left
+    held_back = plan.store.held_back
+    frozen = plan.store.is_frozen
+    notes = [held_back if frozen else f"packs stay: {held_back}"] if held_back else []
+    return notes + [f"{pack} was not compacted: {reason}" for pack, reason in left.items()]
+
+
+@dataclass(frozen=True)
+class RecordedRetention:
+    """What the last writer of a run kept: `max_to_keep` (None for all) and its other rules."""
+
+    max_to_keep: int | None = None
+    retention: Retention = field(default_factory=Retention)
+
+
+def record_retention(run: Run, rules: RecordedRetention) -> None:
+    """Write the rules into the log, unless they are there already; durable on return.
+
+    Raises:
+        CorruptionError: The log is damaged.
+        OSError: The storage failed.
+    """
+    run.begin_writing()
+    if recorded_retention(run) != rules or not run.log.view.knows_rules:
+        # As JSON has them, which tells no tuple from a list.
+        run.log.append(Rules(max_to_keep=rules.max_to_keep, retention=asdict(rules.retention)))
+
+
+def recorded_retention(run: Run) -> RecordedRetention | None:
+    """The rules of the last writer; None if none are recorded, or none that this version knows."""
+    if (rules := run.log.view.rules) is None:
+        return None
+    try:
+        retention = msgspec.convert(rules.retention, Retention)
+    except (msgspec.ValidationError, StoreError):
+        return None
+    return RecordedRetention(rules.max_to_keep, retention)
+
+
+def lost_rules(view: LogView) -> str | None:
+    """Why the rules of the last writer are not known; None if they are, or there were none."""
+    if view.problem is not None:
+        return view.problem
+    if not view.knows_rules:
+        return f"{view.where}: the rules of the last writer were lost in a repair."
+    return None
+
+
+class RetentionRules:
+    """The rules of a writer, given to it or taken over from the last manager of the run.
+
+    A writer without rules of its own goes by the recorded ones, and deletes nothing while they cannot
+    be read; one that was given other rules warns.
+
+    Args:
+        run: The run directory.
+        max_to_keep: How many of the newest checkpoints stay; None keeps all.
+        given: Which others stay; None for the rules that are recorded.
+
+    Attributes:
+        retention: Which others stay; None as long as this is not known, and nothing is deleted then.
+    """
+
+    def __init__(self, run: Run, max_to_keep: int | None, given: Retention | None) -> None:
+        self.retention = given
+        self._run, self._max_to_keep = run, max_to_keep
+        self._before: RecordedRetention | None = None
+        self._is_recorded = self._has_compared = self._was_judged = False
+
+    def record(self) -> list[str]:
+        """Take over the recorded rules, or record those that were given; returns notes for the user.
+
+        A first checkpoint that is saved after this shows that the log had the rules.
+        """
+        if self._is_recorded:
+            return []
+        where = self._run.where
+        self._run.begin_writing()
+        before = recorded_retention(self._run)
+        if self.retention is None:
+            try:
+                why = lost_rules(self._run.log.check())
+            except UnreachableError:
+                return []  # nothing is deleted until the next save, which asks again
+            if why is not None:
+                if self._max_to_keep is None:
+                    return []  # nothing is deleted anyway
+                advice = "until one is: ManagerOptions(retention=Retention(...))."
+                return [f"{why} This manager was given no retention; nothing is deleted {advice}"]
+            self.retention = Retention() if before is None else before.retention
+            if self.retention != Retention():
+                logging.getLogger(__name__).info(
+                    "%s: this manager was given no retention; it takes over that of the last one: %s",
+                    where,
+                    _text(self.retention),
+                )
+        else:
+            self._before = before
+        try:
+            record_retention(self._run, RecordedRetention(self._max_to_keep, self.retention))
+        except (OSError, CorruptionError) as error:
+            return [f"{where}: the retention could not be recorded: {error}"]
+        self._is_recorded = True
+        return []
+
+    def check(self, saved: int, metrics: Collection[str]) -> list[str]:
+        """After the commit of `saved`: notes on what these rules delete that the last ones kept, and on
+        a metric that the checkpoints do not have. Each once."""
+        notes = self.record()
+        if (rules := self.retention) is None:
+            return notes
+        if not self._has_compared:
+            self._has_compared = True
+            is_frozen = self._run.log.view.problem is not None
+            if self._before is not None and self._max_to_keep is not None and not is_frozen:
+                notes += self._deleted_by(rules, self._before.retention, saved)
+        wanted = None if isinstance(rules, MonitoredRetention) else rules.best_metric
+        if wanted is None or self._was_judged:
+            return notes
+        # An evaluation comes later than the first save: there is no note about a name such as
+        # `eval/loss` until another metric of `eval/` is there.
+        group = wanted.rpartition("/")[0]
+        self._was_judged = any(name.rpartition("/")[0] == group for name in metrics)
+        if self._was_judged and wanted not in metrics:
+            notes.append(
+                f"{self._run.where}: the retention keeps the best by {wanted!r}, and step {saved} was "
+                f"saved without a metric of that name; found {', '.join(map(repr, sorted(metrics)))}. "
+                f"A checkpoint without it is never the best: check Retention(best_metric=...)."
+            )
+        return notes
+
+    def apply(self, saved: int, in_use: int | None) -> list[str]:
+        """Delete what the rules do not keep, if they are known; returns notes for the user.
+
+        The arguments are those of `plan_prune`.
+        """
+        if self._max_to_keep is None or self.retention is None:
+            return []
+        notes = prune_after_save(self._run, self._max_to_keep, self.retention, saved, in_use)
+        return [f"{self._run.where}: {note}" for note in notes]
+
+    def _deleted_by(self, mine: Retention, before: Retention, saved: int) -> list[str]:
+        held = self._run.contents(fresh=False)
+        rows = candidates(held.summaries, held.pinned)
+        kept = {verdict.step for verdict in decide(rows, self._max_to_keep, mine) if verdict.keep}
+        kept |= {saved, max(held.summaries, default=saved)}
+        lost = {
+            verdict.step: verdict.reason
+            for verdict in decide(rows, self._max_to_keep, before)
+            if verdict.keep and verdict.step not in kept
+        }
+        if not lost:
+            return []
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in list(lost.items())[:5])
+        note = (
+            f"{self._run.where}: deletes steps {steps_text(sorted(lost))}, which the last manager kept "
+            f"and the retention of this one does not ({reasons}). What keeps such checkpoints: "
+            f"ManagerOptions(retention={_text(before)}), or no retention at all; `pin` keeps one."
+        )
+        return [note]
+
+
+def _text(rules: Retention) -> str:
+    """The rules as a program writes them."""
+    given = [
+        f"{row.name}={value!r}"
+        for row in fields(Retention)
+        if (value := getattr(rules, row.name)) != row.default
+    ]
+    return f"Retention({', '.join(given)})"

@@ -1,20 +1,22 @@
-"""`BackgroundSaver`: snapshots in the call of the user; commits and retention in the background.
+"""`Saver`: snapshots in the call of the user; commits and retention in the background.
 
 Invariant: one save at a time is under way, and its error is raised by the next call, never swallowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import atexit
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from types import NoneType
 from typing import Any, SupportsFloat
 
 from perdure.checkpoint.arguments import metric_numbers
-from perdure.checkpoint.background import Background
-from perdure.checkpoint.caller_warning import warn_caller
-from perdure.checkpoint.grace_period import GracePeriod
 from perdure.checkpoint.group_call import GroupCall, save_channel, together
 from perdure.checkpoint.group_save import (
     GroupState,
@@ -23,11 +25,13 @@ from perdure.checkpoint.group_save import (
     decline_save,
     save_in_group,
 )
-from perdure.checkpoint.managed_run import ManagedRun
+from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.checkpoint.pruning import prune_after_save
+from perdure.checkpoint.mirror import Mirror
+from perdure.checkpoint.preemption import PreemptionFlag
+from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restore_check import RestoreCheck
-from perdure.checkpoint.retention_rules import RetentionRules
+from perdure.checkpoint.retention import RetentionRules
 from perdure.errors import (
     LockedError,
     MismatchError,
@@ -36,6 +40,7 @@ from perdure.errors import (
     StateError,
     StoreError,
     UnsupportedLeafError,
+    warn_caller,
 )
 from perdure.runtime.heartbeats import committed, saving
 from perdure.runtime.process_group import Processes
@@ -46,30 +51,34 @@ from perdure.state.process_random import finish_callbacks
 from perdure.state.shards import copies_compared
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.state.walk import Walk
-from perdure.store import Leaf
+from perdure.store import Leaf, Run
 from perdure.store.gc_pause import gc_paused
 from perdure.store.pack_part import LocalLeaves
 
 
-class BackgroundSaver:
-    """Saves states into a run directory, for a manager."""
+class Saver:
+    """The run directory of a manager and the saves into it; the restorer shares its parts.
+
+    A thread that saves refers to this object and not to the manager.
+    """
 
     def __init__(
         self,
-        managed: ManagedRun,
+        run: Run,
+        mirror: Mirror | None,
+        recipe: RecipeCheck,
+        journal: Journal,
         max_to_keep: int | None,
         options: ManagerOptions,
-        grace: GracePeriod,
+        preemption: PreemptionFlag,
     ) -> None:
+        self.run, self.mirror, self.recipe, self.journal = run, mirror, recipe, journal
+        self.processes = recipe.processes
         self.restore_check = RestoreCheck()
         self.extras = ExtraMembers(save_random_state=options.save_random_state)
-        self._managed = managed
-        self._journal = managed.journal
-        self._run = managed.run
-        self._processes = managed.processes
-        self._rules = RetentionRules(managed.run, max_to_keep, options.retention)
+        self._rules = RetentionRules(run, max_to_keep, options.retention)
         self._options = options
-        self._grace = grace
+        self._preemption = preemption
         self._background = Background()
         self._buffer = SnapshotBuffer()
         self._save_cache = SaveCache()
@@ -83,9 +92,24 @@ class BackgroundSaver:
         self._highest: int | None = None
 
     @property
+    def where(self) -> str:
+        """Path or URL of the run directory."""
+        return self.run.where
+
+    @property
     def busy(self) -> bool:
         """Whether a save is under way."""
         return self._background.busy
+
+    def update_mirror(self) -> None:
+        """Bring the mirror up to date, in the background; the chief does it."""
+        if self.mirror is not None and self.processes.is_chief:
+            self.mirror.notify()
+
+    def warn_of_mirror(self) -> None:
+        """Warn about what went wrong in the mirror."""
+        for note in self.mirror.notes() if self.mirror is not None else ():
+            warn_caller(note)
 
     def begin_writing(self) -> None:
         """Become the writer, in the chief, with the same outcome in every process; once.
@@ -95,11 +119,11 @@ class BackgroundSaver:
         """
         if self._has_begun:
             return
-        self._managed.recipe.warn_if_missing(self._run.where)
+        self.recipe.warn_if_missing(self.run.where)
         try:
             together(
-                self._processes,
-                self._run.begin_writing,
+                self.processes,
+                self.run.begin_writing,
                 by_chief=NoneType,
                 call="restore_or_initialize",
             )
@@ -110,31 +134,23 @@ class BackgroundSaver:
         self._has_begun = True
 
     def begin_save(self, state: Any) -> None:
-        """What every call of `save` begins with, even if it is not due.
+        """What every call of `save` begins with, even if it is not due: errors, and the writer's lock.
 
         The first one shows the state to the extra members, so that the first that is due sees what has
         changed since.
         """
-        if self._processes.count == 1:  # in a group only where all of them do: in a due save
+        if self.processes.count == 1:  # in a group only where all of them do: in a due save
             self.settle(wait=False)
-            self._take_lock()
+            if not self._has_begun:
+                try:  # the lock alone, which costs less; the save in the background does the rest
+                    self.run.take_lock()
+                except SaveError as error:
+                    self._tolerate(error)
+                self._has_begun = True
         if not self._has_looked:
             self._has_looked = True
-            with suppress(StateError), rank_context(self._processes.index, self._processes.count):
+            with suppress(StateError), rank_context(self.processes.index, self.processes.count):
                 self.extras.see(state)  # a save that is due raises the error
-
-    def _take_lock(self) -> None:
-        """Take the writer's lock alone, which costs less, in the first `save` even if it is not due.
-
-        The rest of `begin_writing` is left to the background. Not for a group.
-        """
-        if self._has_begun:
-            return
-        try:
-            self._run.take_lock()
-        except SaveError as error:
-            self._tolerate(error)
-        self._has_begun = True
 
     def save(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None) -> bool:
         """Start to save `state`; True if it is under way, False after a warning about its error.
@@ -142,8 +158,8 @@ class BackgroundSaver:
         A save at or below the newest step is waited for, because it may be refused.
         """
         try:
-            if self._processes.count == 1:
-                self._run.take_lock()
+            if self.processes.count == 1:
+                self.run.take_lock()
             self._agree_on_channel()
             is_new = self._is_new(step)
             self.submit(step, state, metrics)
@@ -170,30 +186,39 @@ class BackgroundSaver:
         A preempted run warns about a state that could not be restored; otherwise that is an error.
         """
         self._agree_on_channel()
-        self._managed.recipe.warn_if_missing(self._run.where)
-        self._managed.recipe.check_group("save")
-        self._journal.require_agreement()
+        self.recipe.warn_if_missing(self.run.where)
+        self.recipe.check_group("save")
+        self.journal.require_agreement()
         try:
             numbers = metric_numbers({} if metrics is None else metrics)
             finish_callbacks()
-            index, count = self._processes.index, self._processes.count
+            index, count = self.processes.index, self.processes.count
             is_first = self.restore_check.is_first
             rank_of = rank_context(index, count, keeps_shards=count == 1)
             with rank_of as rank, gc_paused(), copies_compared(is_first):
                 walk = Walk.of(state)
                 leaves = snapshot(walk, self._buffer, self.restore_check.fresh)
                 _refuse_own_shards(rank, leaves)
-                self._check_restorable(step, walk, leaves, preempted)
+                where = f"{self.where}: step {step}"
+                self.restore_check.check_used(where, walk, step)
+                try:
+                    self.restore_check.check_first(where, walk, leaves)
+                except MismatchError as error:
+                    if not preempted:
+                        raise
+                    warn_caller(str(error))  # better than to lose the state
                 own = self.extras.take(walk, leaves, index)
         except BaseException as error:
-            if self._processes.count > 1:  # the others are saving, and must not wait for this one
-                self._background.submit(partial(self._decline, step, error))
-                shared = as_save_error(error, self._run.where, step)
+            if self.processes.count > 1:  # the others are saving, and must not wait for this one
+                assert self._channel is not None
+                decline = partial(decline_save, self.run, self._channel, step, error)
+                self._background.submit(decline)
+                shared = as_save_error(error, self.run.where, step)
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
         job = partial(self.save_snapshot, step, leaves, numbers, rank, own)
-        self._background.submit(self._grace.timed(job))
+        self._background.submit(self._preemption.timed(job))
 
     def wait(self) -> None:
         """Wait for the save under way; raises what it raised, whatever `on_error` says."""
@@ -213,7 +238,7 @@ class BackgroundSaver:
         try:
             self.settle(wait=True)
         except Exception as error:
-            if self._processes.count == 1:
+            if self.processes.count == 1:
                 raise
             self._failed = error
 
@@ -243,19 +268,19 @@ class BackgroundSaver:
                 if note not in self._warned:
                     self._warned.add(note)
                     warn_caller(note)
-        self._managed.warn_of_mirror()
+        self.warn_of_mirror()
         return committed
 
     def forget_highest(self) -> None:
         """The newest step may change: the next save asks for it again."""
         self._highest = None
-        self._journal.forget()
+        self.journal.forget()
 
     def release(self) -> None:
         """Give back the memory of snapshots, the journal and the lock of the run."""
-        self._journal.close()
+        self.journal.close()
         self._buffer.release()
-        self._run.close()
+        self.run.close()
 
     def save_snapshot(
         self,
@@ -267,64 +292,46 @@ class BackgroundSaver:
     ) -> None:
         """Commit a snapshot and apply the retention; durable on return."""
         saving(step)
-        if note := self.restore_check.changed(f"{self._run.where}: step {step}", leaves):
+        run, recipe, is_alone = self.run, self.recipe.recorded, self.processes.count == 1
+        if note := self.restore_check.changed(f"{run.where}: step {step}", leaves):
             self._notes.append(note)
         try:
-            if self._processes.count > 1:
-                self._save_in_group(step, leaves, metrics, rank, process_leaves)
-                committed(self._run.where, step)
-                return
-            self._notes += self._rules.record()
-            self._run.save(
-                step, leaves, self._managed.recipe.recorded, metrics, process_leaves=process_leaves
-            )
-            committed(self._run.where, step)
+            if is_alone:
+                self._notes += self._rules.record()
+                run.save(step, leaves, recipe, metrics, process_leaves=process_leaves)
+            else:
+                ranked: dict[str, Leaf] = {}
+                if rank.members:
+                    ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
+                state = GroupState(step, leaves, LocalLeaves(ranked, process_leaves))
+                assert self._channel is not None
+                with save_in_group(run, self._channel, state, recipe, metrics, self._save_cache):
+                    if self.processes.is_chief:
+                        self._prune(step, metrics)
+            committed(run.where, step)
         finally:
             saving(None)
             self._buffer.note_donations()
-            notes, self._run.notes = self._run.notes, []
+            notes, run.notes = run.notes, []
             self._notes += notes
-        self._prune(step, metrics)
+        if is_alone:
+            self._prune(step, metrics)
 
-    def _save_in_group(
-        self,
-        step: int,
-        leaves: dict[str, Leaf],
-        metrics: Mapping[str, float],
-        rank: RankContext,
-        process_leaves: Mapping[str, Leaf],
-    ) -> None:
-        ranked: dict[str, Leaf] = {}
-        if rank.members:
-            ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
-        state = GroupState(step, leaves, LocalLeaves(ranked, process_leaves))
-        assert self._channel is not None
-        channel = self._channel
-        recipe = self._managed.recipe.recorded
-        with save_in_group(self._run, channel, state, recipe, metrics, self._save_cache):
-            if self._processes.is_chief:
-                self._prune(step, metrics)
-
-    def _decline(self, step: int, error: BaseException) -> None:
-        assert self._channel is not None
-        decline_save(self._run, self._channel, step, error)
+    def _prune(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Apply the retention, and then bring the mirror up to date in any case."""
+        rules, mirror = self._rules, self.mirror
+        try:
+            self._notes += rules.check(step, metrics)
+            if mirror is not None:
+                mirror.retention = rules.retention
+            self._notes += rules.apply(step, None if mirror is None else mirror.copying)
+        finally:
+            self.update_mirror()
 
     def _agree_on_channel(self) -> None:
         """Find a channel for the saves of this manager, at its first save in a group. A collective."""
-        if self._processes.count > 1 and self._channel is None:
-            self._channel = save_channel(self._processes, self._run.where)
-
-    def _check_restorable(
-        self, step: int, state: Walk, leaves: Mapping[str, Leaf], preempted: bool
-    ) -> None:
-        where = f"{self._run.where}: step {step}"
-        self.restore_check.check_used(where, state, step)
-        try:
-            self.restore_check.check_first(where, state, leaves)
-        except MismatchError as error:
-            if not preempted:
-                raise
-            warn_caller(str(error))  # better than to lose the state
+        if self.processes.count > 1 and self._channel is None:
+            self._channel = save_channel(self.processes, self.run.where)
 
     def _is_new(self, step: int) -> bool:
         """Whether `step` is above every committed one, so that a save of it continues the run.
@@ -334,32 +341,15 @@ class BackgroundSaver:
         """
         if self._highest is None:
             newest = -1
-            if self._processes.is_chief:
+            if self.processes.is_chief:
                 with suppress(StoreError):  # the save finds the same, and raises it
-                    found = self._run.newest_step()
+                    found = self.run.newest_step()
                     newest = -1 if found is None else found
-            call = GroupCall(self._processes, "save")
+            call = GroupCall(self.processes, "save")
             self._highest = int(call.agree(b"%d" % newest, lambda sent: sent[0]))
         is_new = step > self._highest
         self._highest = max(step, self._highest)
         return is_new
-
-    def _prune(self, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            self._apply_retention(step, metrics)
-        finally:
-            self._managed.update_mirror()
-
-    def _apply_retention(self, step: int, metrics: Mapping[str, float]) -> None:
-        rules, mirror = self._rules, self._managed.mirror
-        self._notes += rules.begin(step) + rules.judge(step, metrics)
-        if mirror is not None:
-            mirror.retention = rules.retention
-        if rules.max_to_keep is None or rules.retention is None:
-            return
-        in_use = None if mirror is None else mirror.copying
-        done = prune_after_save(self._run, rules.max_to_keep, rules.retention, step, in_use)
-        self._notes += [f"{self._run.where}: {note}" for note in done]
 
     def _tolerate(self, error: StoreError) -> None:
         """Raise `error`, or warn if the user wants to continue."""
@@ -376,3 +366,73 @@ def _refuse_own_shards(rank: RankContext, leaves: Mapping[str, Leaf]) -> None:
                 f"{path}: an array that is sharded over the processes is one member of all of them; "
                 f"expected it outside of PerRank."
             )
+
+
+class Background:
+    """Runs one job at a time on a thread of its own."""
+
+    def __init__(self) -> None:
+        # One thread for all saves: the loop would wait for a new one to start. It is not a daemon, so
+        # that Python waits for the save under way before it exits.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="perdure-save")
+        self._job: Future[None] | None = None
+        self._pid = os.getpid()
+        atexit.register(_log_at_exit, weakref.ref(self))  # runs after the wait for threads
+
+    @property
+    def busy(self) -> bool:
+        job = self._job  # read once: another thread may take it away
+        # A forked child has no thread that would ever finish the job.
+        return job is not None and not job.done() and os.getpid() == self._pid
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Start `job` after the one before it; raises the error of that one.
+
+        While Python exits no thread can begin. Then the job runs here, and its error is raised at once,
+        because there may be no next call.
+        """
+        self.wait()
+        # The thread of a pool refers to its job for a moment after the result is known. Nothing that
+        # the job refers to (a saver that nobody else has, and its lock) may live that long.
+        jobs = [job]
+        try:
+            self._job = self._pool.submit(lambda: jobs.pop()())
+        except RuntimeError:
+            jobs.pop()()
+
+    def wait(self) -> None:
+        """Wait for the job under way; raises its error, once."""
+        if (job := self._job) is None:
+            return
+        try:
+            job.result()
+        finally:
+            # An interrupted wait (Ctrl-C) leaves the job under way: it still reads the snapshot.
+            if job.done():
+                self._job = None
+
+    def join(self) -> None:
+        """Wait for the job under way; its error stays for the next call."""
+        if self.busy and (job := self._job) is not None:
+            job.exception()
+
+    def check(self) -> None:
+        """Raise the error of a finished job, once; never waits."""
+        if not self.busy:
+            self.wait()
+
+    def log_error(self) -> None:
+        """Log the error of a finished job that no call has raised."""
+        job = self._job
+        if job is not None and job.done() and os.getpid() == self._pid:
+            self._job = None
+            if error := job.exception():
+                logging.getLogger(__name__).error("The last save before the end failed: %s", error)
+
+    def __del__(self) -> None:
+        self.log_error()
+
+
+def _log_at_exit(background: weakref.ref[Background]) -> None:
+    if (alive := background()) is not None:
+        alive.log_error()

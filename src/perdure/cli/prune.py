@@ -12,8 +12,7 @@ from typing import Any
 import click
 
 from perdure.checkpoint.address import open_run
-from perdure.checkpoint.pruning import PrunePlan, execute_prune, plan_prune
-from perdure.checkpoint.retention import Retention
+from perdure.checkpoint.retention import PrunePlan, Retention, execute_prune, plan_prune
 from perdure.cli.output import (
     EXIT_STATUS,
     document,

@@ -13,8 +13,7 @@ from keras import ops
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.checkpoint.checkpoint import load_verified
-from perdure.checkpoint.pruning import candidates
-from perdure.checkpoint.retention import MonitoredRetention, ranked
+from perdure.checkpoint.retention import MonitoredRetention, candidates, ranked
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.keras import model_state
 from perdure.keras.fit_internals import (

@@ -8,9 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from perdure.checkpoint.address import Where, open_run, read_manifests
-from perdure.checkpoint.pruning import candidates
-from perdure.checkpoint.retention import decide
-from perdure.checkpoint.retention_rules import recorded_retention
+from perdure.checkpoint.retention import candidates, decide, recorded_retention
 from perdure.errors import StoreError
 from perdure.look.freed_bytes import freed_bytes
 from perdure.look.tables import Shown, Table, printable, size_text

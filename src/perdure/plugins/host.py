@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
-from perdure.errors import MissingExtraError, StateError
+from perdure.errors import MissingExtraError, StateError, warn_caller
 from perdure.state.process_random import capture, encode, restore_all
 
 GeneratorStates = dict[str, np.ndarray[Any, Any]]

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from perdure.checkpoint.address import find_step
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.errors import (
     CorruptionError,
@@ -28,6 +27,7 @@ from perdure.errors import (
     NoGoodCheckpointError,
     StateError,
     StepNotFoundError,
+    warn_caller,
 )
 from perdure.plugins.dcp.layout import (
     DcpLayout,

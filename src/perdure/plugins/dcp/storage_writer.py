@@ -17,13 +17,16 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from perdure.checkpoint.arguments import metric_numbers, positive, step_number
-from perdure.checkpoint.caller_warning import warn_caller
 from perdure.checkpoint.group_save import require_visible
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.checkpoint.pruning import execute_prune, plan_prune
-from perdure.checkpoint.retention import Retention
-from perdure.checkpoint.retention_rules import lost_rules, recorded_retention
-from perdure.errors import ArgumentError, StateError
+from perdure.checkpoint.retention import (
+    Retention,
+    execute_prune,
+    lost_rules,
+    plan_prune,
+    recorded_retention,
+)
+from perdure.errors import ArgumentError, StateError, warn_caller
 from perdure.plugins.dcp.layout import (
     DcpRank,
     done,

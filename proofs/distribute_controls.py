@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "distribute"))
 from matrix_worker import fingerprint, tell, train
 from training_case import FIRST, REPLICAS, STEPS, dataset, strided
 
-from perdure.demo.guards import one_by_one, random_numbers_by_device, sums_by_all_reduce
+from perdure.demo.program import one_by_one, random_numbers_by_device, sums_by_all_reduce
 from perdure.distribute.reduction import Reduction, reduction_of
 
 MODEL = "tutorial's CNN"

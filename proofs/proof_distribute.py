@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module, util
 from pathlib import Path
@@ -21,7 +21,8 @@ from xml.etree import ElementTree as ET
 
 from proof_foundation import fingerprint
 
-from perdure.supervise import WorkerGroup
+from perdure.demo.driver import run_group
+from perdure.supervise.worker import Worker
 from report import Row, finish, row
 
 HERE = Path(__file__).parent
@@ -74,12 +75,15 @@ def run(
     """The (worker, event) pairs of a group; all workers get SIGKILL after step `kill_at`."""
     environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, *program, *arguments]
-    with WorkerGroup(command, processes, environment) as group:
-        for worker, event in group.events():
-            yield worker, event
-            if kill_at and event.get("step") == kill_at:
-                group.kill()
-        group.require(group.wait(), [-9] if kill_at else [0])
+    events: list[tuple[int, dict[str, Any]]] = []
+
+    def on_event(worker: int, event: dict[str, Any], group: Sequence[Worker]) -> None:
+        events.append((worker, event))
+        for each in group if kill_at and event.get("step") == kill_at else ():
+            each.kill()
+
+    run_group(command, processes, environment, on_event).require([-9] if kill_at else [0])
+    yield from events
 
 
 def functions() -> Iterator[bool]:

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from perdure.checkpoint import CheckpointManager
-from perdure.demo.phases import GUARDS
+from perdure.demo import GUARDS
+from perdure.demo.driver import run_group
 from perdure.store import Run, verify_run
-from perdure.supervise import WorkerGroup
+from perdure.supervise.worker import Worker
 from report import Row, finish, row
 
 ENGINES = ("jax", "torch")
@@ -44,13 +45,15 @@ def train(
     command += ["--run", str(directory), "--steps", str(steps), "--devices", str(devices)]
     environment = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     done = 0
-    with WorkerGroup(command, processes, environment) as group:
-        for worker, event in group.events():
-            if worker == 0 and event["event"] == "step":
-                done = event["step"]
-                if done == kill_at:
-                    group.kill()
-        group.require(group.wait(), [0] if kill_at is None else [-9])
+
+    def on_event(worker: int, event: dict[str, Any], group: Sequence[Worker]) -> None:
+        nonlocal done
+        if worker == 0 and event["event"] == "step":
+            done = event["step"]
+            for each in group if done == kill_at else ():
+                each.kill()
+
+    run_group(command, processes, environment, on_event).require([0] if kill_at is None else [-9])
     return done
 
 

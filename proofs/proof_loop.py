@@ -13,14 +13,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from keras_rows import keras_fit
 from loop_program import EVERY, STEPS, SUMMARY
 
+from perdure.demo.driver import run_group
 from perdure.store import Run
-from perdure.supervise import WorkerGroup
+from perdure.supervise.worker import Worker
 from perdure.testing import check_run
 from report import Row, finish, row
 
@@ -42,27 +44,26 @@ def start(
     """
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     last_step = 0
-    with WorkerGroup([sys.executable, str(PROGRAM), str(where)], workers, environment) as group:
 
-        def send(delay: float) -> None:
-            time.sleep(delay)
-            victim = group._workers[-1].process
-            for _ in range(times):
-                if victim.poll() is None:
-                    victim.send_signal(number)
-                    time.sleep(0.005)
+    def send(delay: float, victim: Worker) -> None:
+        time.sleep(delay)
+        for _ in range(times):
+            if victim.status is None:
+                victim.send(number)
+                time.sleep(0.005)
 
-        for worker, event in group.events():
-            if worker != 0:
-                continue
-            if event["event"] == "step":
-                last_step = event["step"]
-            if after is not None and (
-                event["event"] == "begin" if not behind else last_step >= behind
-            ):
-                threading.Thread(target=send, args=(after,), daemon=True).start()
-                after = None
-        return group.wait().status, last_step, group.log(0)
+    def on_event(worker: int, event: dict[str, Any], group: Sequence[Worker]) -> None:
+        nonlocal last_step, after
+        if worker != 0:
+            return
+        if event["event"] == "step":
+            last_step = event["step"]
+        if after is not None and (event["event"] == "begin" if not behind else last_step >= behind):
+            threading.Thread(target=send, args=(after, group[-1]), daemon=True).start()
+            after = None
+
+    ended = run_group([sys.executable, str(PROGRAM), str(where)], workers, environment, on_event)
+    return ended.status, last_step, ended.logs[0]
 
 
 def whole(work: Path) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from click.testing import CliRunner
 
 from perdure import CheckpointManager
 from perdure.cli import main
+from perdure.demo import SAVE_EVERY
 from perdure.demo.digits import load_digits
-from perdure.demo.driver import ENDS, DemoOptions
+from perdure.demo.driver import ENDS, DemoOptions, GroupEnd, plan, run_group
 from perdure.demo.driver import _steps as steps_of
-from perdure.demo.phases import SAVE_EVERY, plan
 from perdure.errors import ClusterError
 from perdure.store import Run
-from perdure.supervise import WorkerGroup
+from perdure.supervise.worker import LINE_BYTES, Worker
 
 EPOCHS = "2"
 
@@ -105,18 +105,83 @@ def test_a_directory_that_is_not_a_run_yet_has_no_steps(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "run") == [3]
 
 
-def test_the_workers_of_a_killed_group_may_see_each_other_lost() -> None:
-    program = (
-        "import signal, sys; signal.raise_signal(9) if sys.argv[1] == 'killed' else sys.exit(1)"
-    )
-    for how, fault in (("killed", "SIGKILL"), ("lost", "SIGKILL")):
-        with WorkerGroup([sys.executable, "-c", program, how]) as group:
-            group.require(group.wait(), ENDS[fault])
-    with (
-        WorkerGroup([sys.executable, "-c", program, "lost"]) as group,
-        pytest.raises(ClusterError, match="ended with 1"),
-    ):
-        group.require(group.wait(), ENDS["SIGTERM"])
+SAYS = """
+import json, os, sys
+print("not json")
+config = json.loads(os.environ.get("TF_CONFIG", "null"))
+print("half a line {of", end="", file=sys.stderr, flush=True)
+print(json.dumps({"event": "env", "config": config, "long": "x" * LENGTH}), flush=True)
+print("a complaint", file=sys.stderr, flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+WAITS = """
+import json, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print(json.dumps({"event": "ready"}), flush=True)
+signal.pause()
+"""
+
+
+def test_the_processes_of_a_group_get_a_cluster_and_are_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An event may be longer than what is kept of a line, and follow text without an end of line."""
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {}}))
+    for processes in (1, 2):
+        events: dict[int, dict[str, Any]] = {}
+        program = SAYS.replace("LENGTH", str(2 * LINE_BYTES))
+        ended = run_group(
+            [sys.executable, "-c", program, "0"],
+            processes,
+            on_event=lambda worker, event, _, events=events: events.update({worker: event}),
+        )
+        assert ended.statuses == (0,) * processes
+        assert "a complaint" in ended.logs[-1]
+        assert {len(event["long"]) for event in events.values()} == {2 * LINE_BYTES}
+        configs = [events[worker]["config"] for worker in range(processes)]
+        if processes == 1:
+            assert configs == [None]
+        else:
+            assert configs[0]["cluster"] == configs[1]["cluster"]
+            assert [config["task"]["index"] for config in configs] == [0, 1]
+
+
+def test_an_unexpected_end_shows_the_log() -> None:
+    ended = run_group([sys.executable, "-c", SAYS.replace("LENGTH", "1"), "3"])
+    with pytest.raises(ClusterError, match=r"worker 0 of 1 ended with 3, expected 0 or 75") as said:
+        ended.require((0, 75))
+    assert "a complaint" in str(said.value)
+    with pytest.raises(ClusterError, match="worker 1 of 2 ended with 3") as said:
+        GroupEnd((-9, 3), ("of the one that was killed", "the cause")).require(ENDS["SIGTERM"])
+    assert "the cause" in str(said.value)
+    for statuses in ((-9, -9), (-9, 1)):  # one may see that the other is lost
+        GroupEnd(statuses, ("", "")).require(ENDS["SIGKILL"])
+
+
+@pytest.mark.parametrize(("number", "status", "text"), [(9, -9, "SIGKILL"), (15, 75, "exit 75")])
+def test_signals_reach_every_process_of_a_group(number: int, status: int, text: str) -> None:
+    """Nothing is started again after them, and none is left."""
+    ready: set[int] = set()
+    group: list[Worker] = []
+
+    def on_event(worker: int, _: Any, workers: Sequence[Worker]) -> None:
+        ready.add(worker)
+        group[:] = workers
+        for each in workers if len(ready) == 3 else ():
+            each.send(number)
+
+    ended = run_group([sys.executable, "-c", WAITS], 3, on_event=on_event)
+    assert ended.statuses == (status,) * 3
+    assert ended.describe() == text
+    assert len(group) == 3
+    for each in group:
+        with pytest.raises(ProcessLookupError):
+            os.kill(each.pid, 0)
+
+
+def test_the_status_that_tells_most_is_reported() -> None:
+    for statuses, status in (((0, 75), 75), ((75, 1), 1), ((0, -9, 1), -9), ((0, 0), 0)):
+        assert GroupEnd(statuses, ()).status == status
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])

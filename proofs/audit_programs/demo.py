@@ -8,8 +8,8 @@ import os
 import sys
 
 from perdure import ArrayDataset, CheckpointManager, ManagerOptions
+from perdure.demo import BATCH, REPLICAS
 from perdure.demo.digits import load_digits
-from perdure.demo.phases import BATCH, REPLICAS
 
 engine, *pairs = sys.argv[1:]
 given = dict(pair.split("=") for pair in pairs)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from training_case import FIRST, REPLICAS, STEPS, dataset, strided
 from worker_program import answer, arguments
 
-from perdure.demo import guards
+from perdure.demo import program as guards
 from perdure.demo.train_jax import all_reduce
 from perdure.distribute import SimpleClusterResolver
 from perdure.distribute.jax.fused import hlo as jax_hlo

@@ -13,7 +13,7 @@ from torch import nn
 from training_case import FIRST, REPLICAS, STEPS, dataset, strided
 from worker_program import answer, arguments
 
-from perdure.demo import guards
+from perdure.demo import program as guards
 from perdure.demo.train_torch import all_reduce
 from perdure.distribute import SimpleClusterResolver
 from perdure.errors import WorkerLostError

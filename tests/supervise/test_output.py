@@ -24,7 +24,6 @@ from perdure.supervise import RunOptions, Supervisor, output_writer
 from perdure.supervise.console import Console
 from perdure.supervise.output_writer import OutputWriter
 from perdure.supervise.worker import LINE_BYTES, READ_BYTES
-from perdure.supervise.worker_group import WorkerGroup
 from perdure.supervise.worker_log import WorkerLog
 
 
@@ -109,14 +108,6 @@ def test_a_line_without_an_end_is_neither_kept_nor_copied_again_and_again(
     assert run.out.getvalue() == "[0] " + "x" * size + "\n"
     assert max(parts) <= LINE_BYTES + READ_BYTES
     assert len(parts) >= 7
-
-
-def test_an_event_may_be_longer_than_what_is_kept_of_a_line() -> None:
-    code = f"import json; print(json.dumps({{'long': 'x' * {2 * LINE_BYTES}}}))"
-    with WorkerGroup([sys.executable, "-c", code]) as group:
-        events = [event for _, event in group.events()]
-        group.wait()
-    assert [len(event["long"]) for event in events] == [2 * LINE_BYTES]
 
 
 # ---------------------------------------------------------------- streams that fail

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from perdure.cli.output import directory_option, document, json_option, seed_option
-from perdure.demo.phases import GUARDS
+from perdure.demo import GUARDS
 from perdure.errors import missing_extra
 
 
@@ -32,9 +32,7 @@ from perdure.errors import missing_extra
 )
 @seed_option
 @directory_option
-@click.option(
-    "--without", type=click.Choice(sorted(GUARDS)), help="Remove one guard; the demo then fails."
-)
+@click.option("--without", type=click.Choice(GUARDS), help="Remove one guard; the demo then fails.")
 @json_option
 @click.pass_context
 def command(
@@ -58,7 +56,7 @@ def command(
     from rich.console import Console
 
     from perdure.demo.digits import load_digits, save_scans
-    from perdure.demo.driver import DemoOptions, DemoReporter, run_demo
+    from perdure.demo.driver import DemoOptions, print_result, run_demo
 
     if find_spec(engine) is None:  # here, where the message is seen, and not in a worker
         raise missing_extra(f"demo,{engine}", ModuleNotFoundError(name=engine))
@@ -73,9 +71,9 @@ def command(
         examples = len(load_digits(data).train["label"])
         directory = scratch if directory is None else directory
         options = DemoOptions(engine, directory, data, epochs, seed, without)
-        result = run_demo(options, examples, lambda total: DemoReporter(console, total))
+        result = run_demo(options, examples, console)
         if as_json:
             document(result)
         else:
-            DemoReporter(console, result["steps"]).table(result)
+            print_result(console, result)
     ctx.exit(0 if result["pass"] else 1)

@@ -1,29 +1,38 @@
-"""Runs the demo phase by phase with its faults, compares the results, and shows all of it."""
+"""Plans the demo, runs its phases with their faults, compares the results, and shows all of it."""
 
 from __future__ import annotations
 
+import io
+import random
+import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from json import JSONDecoder
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Console
+from rich import console as rich_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
-from perdure.demo.phases import BATCH, Phase, plan
-from perdure.errors import NotARunError, PerdureError
+from perdure.demo import BATCH, SAVE_EVERY
+from perdure.errors import ClusterError, NotARunError, PerdureError
 from perdure.store import Run
-from perdure.supervise import WorkerGroup
+from perdure.supervise import AttemptRecord, Observer, RunOptions, Supervisor
+from perdure.supervise.console import Console
+from perdure.supervise.worker import Worker
 
-# How each worker may end, by fault. When workers are killed one after another, one of them may see that
-# another is lost before its own turn comes, and end by itself.
+# How each process may end, by fault. When processes are killed one after another, one of them may see
+# that another is lost before its own turn comes, and end by itself.
 ENDS = {"": (0,), "SIGTERM": (EXIT_PREEMPTED,), "SIGKILL": (-9, 1)}
 COLUMNS = ("phase", "topology", "steps", "ended", "resumed", "repeated", "fingerprint")
+_TAIL = 4096
 
 
 @dataclass(frozen=True)
@@ -38,59 +47,155 @@ class DemoOptions:
     without: str | None = None
 
 
-class DemoReporter:
-    """Prints to `console`; a quiet console prints nothing."""
+@dataclass(frozen=True)
+class Phase:
+    """One start of the training program; the fault is sent after the step `stop`."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self._console = console
-        self._total = total
+    name: str
+    run: str
+    devices: int
+    processes: int
+    fault: str = ""
+    stop: int = 0
 
-    @contextmanager
-    def phase(self, title: str) -> Iterator[Any]:
-        """Show a progress bar for one phase; yields the function that moves it to a step."""
-        title_and_note = TextColumn("{task.description:<28}"), TextColumn("{task.fields[note]}")
-        columns = title_and_note[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, title_and_note[1], console=self._console) as progress:
-            task = progress.add_task(title, total=self._total, note="starting")
-            yield lambda step, note="": progress.update(task, completed=step, note=note)
+    @property
+    def topology(self) -> str:
+        """`2 processes`, `4 devices`."""
+        if self.processes > 1:
+            return f"{self.processes} processes"
+        return f"{self.devices} device{'' if self.devices == 1 else 's'}"
 
-    def table(self, document: Mapping[str, Any]) -> None:
-        """Print the phases as a table, then the verdict."""
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for column in COLUMNS:
-            numeric = column in ("resumed", "repeated")
-            table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
-        for phase in document["phases"]:
-            table.add_row(
-                phase["phase"],
-                phase["topology"],
-                f"{phase['from']}-{phase['to']}",
-                phase["ended"],
-                "-" if phase["resumed_from"] is None else str(phase["resumed_from"]),
-                str(phase["repeated"]),
-                (phase["fingerprint"] or "-")[:12],
+
+def plan(engine: str, total: int, steps_per_epoch: int, seed: int) -> list[Phase]:
+    """The phases of a demo of `total` steps: one undisturbed, three with faults between them."""
+    rng = random.Random(seed)
+
+    def between_saves(low: int, high: int) -> int:
+        """A step after which neither a save nor the end of an epoch is due for two steps."""
+        inner = (step for step in range(low, high) if step % SAVE_EVERY in (1, 2))
+        return rng.choice([s for s in inner if 1 <= s % steps_per_epoch < steps_per_epoch - 2])
+
+    kill = between_saves(total // 5, total // 2)
+    term = between_saves(max(kill + SAVE_EVERY, total // 2), total - SAVE_EVERY)
+    four = {"devices": 4, "processes": 1} if engine == "jax" else {"devices": 1, "processes": 4}
+    return [
+        Phase("uninterrupted", "plain", 1, 1),
+        Phase("started", "faulted", **four, fault="SIGKILL", stop=kill),
+        Phase("resumed", "faulted", 1, 2, fault="SIGTERM", stop=term),
+        Phase("finished", "faulted", 1, 1),
+    ]
+
+
+# ---------------------------------------------------------------- one group of processes
+
+OnEvent = Callable[[int, dict[str, Any], Sequence[Worker]], None]
+"""Is called with the number of a process, an event that it has printed, and the whole group."""
+
+
+class GroupEnd(NamedTuple):
+    """The exit status of every process of a group (-n after signal n), and the end of its log."""
+
+    statuses: tuple[int, ...]
+    logs: tuple[str, ...]
+
+    @property
+    def status(self) -> int:
+        """The most informative status: that of a signal, then a failure, then 75, then 0."""
+        return min(self.statuses, key=lambda s: (s >= 0, s in (0, EXIT_PREEMPTED), s == 0, s))
+
+    def describe(self) -> str:
+        """`exit 0`, `SIGKILL`."""
+        return f"exit {self.status}" if self.status >= 0 else signal.Signals(-self.status).name
+
+    def require(self, expected: Sequence[int]) -> None:
+        """Raise `ClusterError` with the log of a process that did not end as expected."""
+        wrong = [n for n, status in enumerate(self.statuses) if status not in expected]
+        if wrong:
+            first = min(wrong, key=lambda n: self.statuses[n] == -signal.SIGKILL)
+            raise ClusterError(
+                f"worker {first} of {len(self.statuses)} ended with {self.statuses[first]}, expected "
+                f"{' or '.join(map(str, expected))}. The end of its log:\n{self.logs[first]}"
             )
-        self._console.print(table)
-        first, last = document["accuracy"]
-        self._console.print(
-            f"test accuracy {first:.2%} uninterrupted, {last:.2%} with faults, on "
-            f"{document['test_examples']} digits; seed {document['seed']}"
-        )
-        if document["without"]:
-            self._console.print(f"guard removed: {document['without']}")
-        self._console.print(
-            f"[bold]{'PASS' if document['pass'] else 'FAIL'}[/bold]: the final fingerprints are "
-            f"{'equal' if document['pass'] else 'different'}"
-        )
 
 
-def run_demo(options: DemoOptions, examples: int, make_reporter: Any) -> dict[str, Any]:
-    """Run every phase of the demo.
+def run_group(
+    command: Sequence[str],
+    processes: int = 1,
+    environment: Mapping[str, str] | None = None,
+    on_event: OnEvent = lambda *_: None,
+) -> GroupEnd:
+    """Run a command once as a group of processes, as `perdure run` does, and hear its events.
+
+    Args:
+        command: A program that prints events, each as one line of JSON.
+        processes: How many to start.
+        environment: Variables on top of those of this process.
+        on_event: Is called with each event; it may kill the group or send it a signal.
+    """
+    with tempfile.TemporaryDirectory(prefix="perdure-") as directory:
+        logs = Path(directory, "logs")
+        options = RunOptions(processes, log_directory=logs, environment=environment or {})
+        once = _Once()
+        console = _Events(lambda worker, event: on_event(worker, event, once.group))
+        summary = Supervisor(command, options, console=console, observer=once).run()
+        if summary.signal is not None:
+            raise KeyboardInterrupt
+        ends = [
+            Path(logs, f"attempt-1-worker-{number}.log").read_bytes()[-_TAIL:]
+            for number in range(processes)
+        ]
+    return GroupEnd(
+        summary.attempts[0].statuses, tuple(end.decode(errors="replace") for end in ends)
+    )
+
+
+class _Once(Observer):
+    """Keeps the processes that were started; whatever their end is, they are not started again."""
+
+    def __init__(self) -> None:
+        self.group: list[Worker] = []
+
+    def started(self, worker: Worker) -> None:
+        self.group.append(worker)
+
+    def ended(self, attempt: AttemptRecord) -> AttemptRecord:
+        return replace(attempt, kind="done")
+
+
+class _Events(Console):
+    """Passes on the events that processes print, and prints nothing."""
+
+    def __init__(self, on_event: Callable[[int, dict[str, Any]], None]) -> None:
+        super().__init__(io.StringIO(), io.StringIO())
+        self._on_event = on_event
+        self._parts: defaultdict[int, bytes] = defaultdict(bytes)
+
+    def line(self, worker: int, text: bytes) -> None:
+        # Other output may look like an event, a killed process may leave half of one, and a library may
+        # have written text without an end of line just before it: both outputs share one pipe.
+        self._parts[worker] += text
+        if not text.endswith(b"\n"):
+            return
+        whole = self._parts.pop(worker).decode(errors="replace")
+        start = whole.find("{")
+        while start >= 0:
+            with suppress(ValueError):
+                event, _ = JSONDecoder().raw_decode(whole, start)
+                self._on_event(worker, event)
+                return
+            start = whole.find("{", start + 1)
+
+
+# ---------------------------------------------------------------- the phases
+
+
+def run_demo(options: DemoOptions, examples: int, console: rich_console.Console) -> dict[str, Any]:
+    """Run every phase of the demo, with a progress bar for each.
 
     Args:
         options: What to run, and where.
         examples: How many training examples there are.
-        make_reporter: Makes the `DemoReporter` from the total number of steps.
+        console: Shows the progress.
 
     Returns:
         The document that `--json` prints.
@@ -100,22 +205,25 @@ def run_demo(options: DemoOptions, examples: int, make_reporter: Any) -> dict[st
     """
     steps_per_epoch = -(-examples // BATCH)
     total = steps_per_epoch * options.epochs
-    reporter: DemoReporter = make_reporter(total)
     phases = plan(options.engine, total, steps_per_epoch, options.seed)
-    results = [_run_phase(options, phase, total, reporter) for phase in phases]
+    finals: list[dict[str, Any]] = []
+    results = []
+    for phase in phases:
+        try:
+            results.append(_run_phase(options, phase, total, console, finals))
+        except PerdureError as error:
+            error.args = (f"phase {phase.name!r} on {phase.topology}: {error}",)
+            raise
     for before, after in pairwise(results[1:]):
         after["repeated"] = before["to"] - after["from"]
     ends = [_fingerprint(options.directory / run, total) for run in ("plain", "faulted")]
-    finals = [result for result in results if "accuracy" in result]
     return {
         "engine": options.engine,
         "seed": options.seed,
         "without": options.without,
         "steps": total,
-        "phases": [
-            {k: v for k, v in r.items() if k not in ("accuracy", "examples")} for r in results
-        ],
-        "accuracy": [result["accuracy"] for result in finals],
+        "phases": results,
+        "accuracy": [final["accuracy"] for final in finals],
         "test_examples": finals[-1]["examples"],
         "fingerprints": ends,
         "pass": ends[0] is not None and ends[0] == ends[1],
@@ -123,33 +231,45 @@ def run_demo(options: DemoOptions, examples: int, make_reporter: Any) -> dict[st
 
 
 def _run_phase(
-    options: DemoOptions, phase: Phase, total: int, reporter: DemoReporter
+    options: DemoOptions,
+    phase: Phase,
+    total: int,
+    console: rich_console.Console,
+    finals: list[dict[str, Any]],
 ) -> dict[str, Any]:
     directory = options.directory / phase.run
     before = _steps(directory)
-    reached = before[-1] if before else 0
     start, done, waiting = 0, 0, bool(phase.fault)
-    final: dict[str, Any] = {}
-    with reporter.phase(f"{phase.name} on {phase.topology}") as show:
-        group = WorkerGroup(_command(options, phase, total), phase.processes, _environment(phase))
-        with _named(phase), group:
-            for worker, event in group.events():
-                if worker != 0:
-                    continue
-                if event["event"] == "start":
-                    start = done = event["step"]
-                elif event["event"] == "step":
-                    done = event["step"]
-                    show(done)
-                    if waiting and done >= phase.stop and _may_hit(phase, directory, before):
-                        waiting = False
-                        show(done, phase.fault)
-                        group.kill() if phase.fault == "SIGKILL" else group.terminate()
-                elif event["event"] == "done":
-                    final = {"accuracy": event["accuracy"], "examples": event["examples"]}
-            ended = group.wait()
-            group.require(ended, ENDS[phase.fault])
-        show(done, ended.describe())
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    title, note = TextColumn("{task.description:<28}"), TextColumn("{task.fields[note]}")
+    with Progress(title, *columns, note, console=console) as progress:
+        title = f"{phase.name} on {phase.topology}"
+        task = progress.add_task(title, total=total, note="starting")
+
+        def on_event(worker: int, event: dict[str, Any], group: Sequence[Worker]) -> None:
+            nonlocal start, done, waiting
+            if worker != 0:
+                return
+            if event["event"] == "start":
+                start = done = event["step"]
+            elif event["event"] == "step":
+                done = event["step"]
+                # A kill waits for the first checkpoint of its phase.
+                may_hit = phase.fault != "SIGKILL" or _steps(directory) != before
+                hits = waiting and done >= phase.stop and may_hit
+                waiting = waiting and not hits
+                progress.update(task, completed=done, note=phase.fault if hits else "")
+                for each in group if hits else ():
+                    each.kill() if phase.fault == "SIGKILL" else each.send(signal.SIGTERM)
+            elif event["event"] == "done":
+                finals.append(event)
+
+        command = _command(options, phase, total)
+        # Without accelerators, JAX has one device per process unless it is asked for more.
+        environment = {"JAX_NUM_CPU_DEVICES": str(phase.devices), "JAX_PLATFORMS": "cpu"}
+        ended = run_group(command, phase.processes, environment, on_event)
+        ended.require(ENDS[phase.fault])
+        progress.update(task, completed=done, note=ended.describe())
     return {
         "phase": phase.name,
         "topology": phase.topology,
@@ -157,16 +277,10 @@ def _run_phase(
         "to": done,
         "fault": phase.fault or None,
         "ended": ended.describe(),
-        "resumed_from": reached if before else None,
+        "resumed_from": before[-1] if before else None,
         "repeated": 0,
         "fingerprint": _fingerprint(directory, (_steps(directory) or [0])[-1]),
-        **final,
     }
-
-
-def _may_hit(phase: Phase, directory: Path, before: list[int]) -> bool:
-    """Whether the fault may be sent: a kill waits for the first checkpoint of its phase."""
-    return phase.fault != "SIGKILL" or _steps(directory) != before
 
 
 def _command(options: DemoOptions, phase: Phase, total: int) -> list[str]:
@@ -175,11 +289,6 @@ def _command(options: DemoOptions, phase: Phase, total: int) -> list[str]:
     command += ["--seed", str(options.seed), "--devices", str(phase.devices)]
     command += ["--data", options.data] if options.data else []
     return command + (["--without", options.without] if options.without else [])
-
-
-def _environment(phase: Phase) -> dict[str, str]:
-    # Without accelerators, JAX has one device per process unless it is asked for more.
-    return {"JAX_NUM_CPU_DEVICES": str(phase.devices), "JAX_PLATFORMS": "cpu"}
 
 
 def _steps(directory: Path) -> list[int]:
@@ -193,11 +302,29 @@ def _fingerprint(directory: Path, step: int) -> str | None:
     return Run(directory).manifest(step).fingerprint if step in _steps(directory) else None
 
 
-@contextmanager
-def _named(phase: Phase) -> Iterator[None]:
-    """Name the phase in errors."""
-    try:
-        yield
-    except PerdureError as error:
-        error.args = (f"phase {phase.name!r} on {phase.topology}: {error}",)
-        raise
+def print_result(console: rich_console.Console, document: Mapping[str, Any]) -> None:
+    """Print the phases as a table, then the verdict."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in COLUMNS:
+        numeric = column in ("resumed", "repeated")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    for phase in document["phases"]:
+        table.add_row(
+            phase["phase"],
+            phase["topology"],
+            f"{phase['from']}-{phase['to']}",
+            phase["ended"],
+            "-" if phase["resumed_from"] is None else str(phase["resumed_from"]),
+            str(phase["repeated"]),
+            (phase["fingerprint"] or "-")[:12],
+        )
+    console.print(table)
+    first, last = document["accuracy"]
+    console.print(
+        f"test accuracy {first:.2%} uninterrupted, {last:.2%} with faults, on "
+        f"{document['test_examples']} digits; seed {document['seed']}"
+    )
+    if document["without"]:
+        console.print(f"guard removed: {document['without']}")
+    verdict, ends = ("PASS", "equal") if document["pass"] else ("FAIL", "different")
+    console.print(f"[bold]{verdict}[/bold]: the final fingerprints are {ends}")

@@ -5,6 +5,7 @@ The network is that of TensorFlow's custom-training tutorial, with dropout.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from perdure.demo.program import DemoProgram, main
+from perdure.demo.program import main
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
 
 DROPOUT = 0.3
@@ -127,4 +128,4 @@ def all_reduce(engine: Any, values: list[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main(DemoProgram("jax", make_strategy, init, grad, update, evaluate, all_reduce))
+    main(sys.modules[__name__])

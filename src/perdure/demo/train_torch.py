@@ -5,6 +5,7 @@ The network is that of TensorFlow's custom-training tutorial, with dropout.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from perdure import Checkpoint
-from perdure.demo.program import DemoProgram, main
+from perdure.demo.program import main
 from perdure.torch import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -79,4 +80,4 @@ def all_reduce(engine: Any, values: list[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main(DemoProgram("torch", make_strategy, init, grad, update, evaluate, all_reduce))
+    main(sys.modules[__name__])

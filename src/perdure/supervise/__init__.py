@@ -7,6 +7,5 @@ from perdure.supervise.history import AttemptRecord, Summary
 from perdure.supervise.options import Limits, RunOptions
 from perdure.supervise.supervisor import Observer, Supervisor
 from perdure.supervise.worker_environment import Nodes
-from perdure.supervise.worker_group import Ended, WorkerGroup
 
 __all__ = ["Observer", "RunOptions", "Supervisor"]

@@ -36,7 +36,7 @@ from bad_day_program import bucket
 
 from object_stores import moto_server
 from perdure.store import Run
-from perdure.supervise.record import read_runs
+from perdure.supervise.attempts_log import read_runs
 from perdure.testing import check_run
 
 PROGRAM = Path(__file__).with_name("bad_day_program.py")
@@ -205,7 +205,7 @@ class BadDay:
         runs = read_runs(self._logs)
         unreadable = sum(run.unreadable for run in runs)
         for run in runs:
-            causes += [ended.attempt.cause.partition(" for ")[0] for ended in run.attempts]
+            causes += [attempt.cause.partition(" for ")[0] for attempt in run.attempts]
             causes += [""] if run.state == "lost" else []
         return causes[:-1] if not unreadable else [f"{unreadable} unreadable lines", *causes]
 

@@ -23,7 +23,7 @@ from scale_model import Outcome, Plan, lives, simulate
 
 from perdure import load_checkpoint
 from perdure.runtime.heartbeats import Beat
-from perdure.supervise import Observer, RunOptions, Summary, Supervisor
+from perdure.supervise import Observer, RunHistory, RunOptions, Supervisor
 from perdure.supervise.console import Console
 from perdure.supervise.worker import Worker
 
@@ -79,7 +79,7 @@ class Watch(Observer):
 class RealRun:
     """What was seen of one run."""
 
-    summary: Summary
+    summary: RunHistory
     killed_at: list[float]
     saves_s: list[float]
     requests: list[int]  # of one save each

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from perdure.runtime.heartbeats import PHASES, Beat
 from perdure.store import Run
-from perdure.supervise import AttemptRecord, Limits, Observer, RunOptions, Summary, Supervisor
+from perdure.supervise import AttemptRecord, Limits, Observer, RunHistory, RunOptions, Supervisor
 from perdure.supervise.console import Console
 from perdure.supervise.worker import Worker
 from report import Row, row
@@ -38,7 +38,7 @@ def start(
     devices: int = 1,
     warm: tuple[str, ...] = (),
     detached: bool = False,
-) -> Summary:
+) -> RunHistory:
     """The demo's program under the supervisor; `detached`: each worker starts a child beside it that
     has a session of its own and never ends by itself."""
     command = [sys.executable, "-m", "perdure.demo.train_jax"]

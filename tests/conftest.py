@@ -149,7 +149,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     For tests of anything but compilation. A limit of the size makes JAX lock the directory, so that no
     process reads what another one has written half.
     """
-    from perdure.supervise.cache import cache_variables
+    from perdure.supervise.worker_environment import cache_variables
 
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

@@ -12,7 +12,7 @@ import numpy as np
 from perdure.state.leaf_values import array_leaf
 from perdure.store import LocalStorage, Run
 from perdure.store.log import LogWriter
-from perdure.supervise.record import FILE, NAME, encodable, timestamp
+from perdure.supervise.attempts_log import FILE, NAME, encodable, timestamp
 
 START = 1_800_000_000.0
 """The time of step 0 of every run here, in seconds since 1970; a step takes a second."""

@@ -28,7 +28,7 @@ from perdure.report.page import duration, render_drill
 from perdure.report.panels import Panel, PlotLine
 from perdure.store import LocalStorage, Run, fork_run, verify_run
 from perdure.store.log import LogWriter, read_lines
-from perdure.supervise.record import FILE, NAME, timestamp
+from perdure.supervise.attempts_log import FILE, NAME, timestamp
 
 STEPS = (10, 20, 30)
 STYLE = (Path(perdure.report.__file__).parent / "templates" / "style.css").read_text()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perdure.supervise import Observer, RunOptions, Summary, Supervisor
+from perdure.supervise import Observer, RunHistory, RunOptions, Supervisor
 from perdure.supervise.console import Console
 from perdure.supervise.orphan_reaper import marked
 from perdure.supervise.worker import Worker
@@ -85,7 +85,7 @@ class Run:
         )
         if isinstance(observer, LoopObserver):
             observer.supervisor = self.supervisor
-        self.summary: Summary = self.supervisor.run()
+        self.summary: RunHistory = self.supervisor.run()
         assert marked(self.supervisor._mark) == []
 
     @property

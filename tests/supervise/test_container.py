@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from supervised import Run, cli, gone, loop
 
+from perdure.runtime import memory_limit
 from perdure.runtime.heartbeats import Beat
-from perdure.supervise import Observer, Supervisor, memory_limit
-from perdure.supervise.memory_limit import MemoryLimit
+from perdure.runtime.memory_limit import MemoryLimit
+from perdure.supervise import Observer, Supervisor
 from perdure.supervise.orphan_reaper import end_marked, marked
 from perdure.supervise.worker import Worker
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from supervised import Run, cli
 
-from perdure.supervise.record import FILE
+from perdure.supervise.attempts_log import FILE
 from perdure.supervise.worker_environment import device_variables
 
 # REPORTS: {attempt: (rank of the worker, its local devices that are wrong, devices in use)}

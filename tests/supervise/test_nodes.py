@@ -50,7 +50,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
             made.append(options)
 
         def run(self) -> Any:
-            return supervise.Summary((), (), 0, "played", 0.0, "")
+            return supervise.RunHistory(end={"status": 0})
 
     monkeypatch.setattr("perdure.supervise.supervisor.Supervisor", Played)
     return made

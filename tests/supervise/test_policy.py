@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from perdure.supervise.history import AttemptRecord, Kind, Summary
+from perdure.supervise.attempts_log import AttemptRecord, Kind, RunHistory
 from perdure.supervise.policy import cannot_come_back, decide
 
 
@@ -95,9 +95,13 @@ def test_what_the_others_did_does_not_hide_a_worker_that_never_did_a_step() -> N
     assert cannot_come_back([history[0], attempt("failed", 0, 5, place=2)]) is None
 
 
+def run_of(*attempts: AttemptRecord, seconds: float) -> RunHistory:
+    return RunHistory(attempts=[*attempts], end={"seconds": seconds})
+
+
 def test_sums_are_made_from_the_steps_that_stand() -> None:
     attempts = (attempt("killed", 0, 20), attempt("hung", 10), attempt("done", 10, 60))
-    summary = Summary(("train",), attempts, 0, "finished", 200.0, "logs")
+    summary = run_of(*attempts, seconds=200.0)
     assert summary.repeated == (10, 0, 0)
     assert summary.recovery == (None, None, 5.0)
     assert summary.step_seconds == 1.0
@@ -110,10 +114,10 @@ def test_sums_are_made_from_the_steps_that_stand() -> None:
 def test_a_heartbeat_every_ten_steps_tells_of_the_time_of_ten() -> None:
     """Steps of one second: the first ten end at 10.0, and twenty more follow in the attempt."""
     seldom = replace(attempt("done", 0, 30), first_step=10, last_time=30.0)
-    assert Summary(("train",), (seldom,), 0, "finished", 60.0, "logs").step_seconds == 1.0
+    assert run_of(seldom, seconds=60.0).step_seconds == 1.0
 
 
 def test_without_heartbeats_there_is_no_goodput() -> None:
-    summary = Summary(("sleep",), (attempt("done", None),), 0, "finished", 5.0, "logs")
+    summary = run_of(attempt("done", None), seconds=5.0)
     assert summary.goodput is summary.useful is None
     assert summary.document()["lost_seconds"] is None

@@ -14,7 +14,7 @@ from perdure.checkpoint import SingleProcess
 from perdure.errors import ClusterError
 from perdure.store import Run
 from perdure.supervise import RunOptions, Supervisor
-from perdure.supervise.cache import default_cache, drop_recent
+from perdure.supervise.worker_environment import default_cache, drop_recent
 
 LOOP = """
 import json, os, signal, sys

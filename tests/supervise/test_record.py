@@ -20,7 +20,13 @@ from perdure.cli import main
 from perdure.errors import LaunchError
 from perdure.runtime.heartbeats import Beat
 from perdure.supervise import Observer, RunOptions, Supervisor, supervisor
-from perdure.supervise.record import FILE, AttemptsLog, RecordedRun, describe_process, read_runs
+from perdure.supervise.attempts_log import (
+    FILE,
+    AttemptsLog,
+    RunHistory,
+    describe_process,
+    read_runs,
+)
 from perdure.supervise.worker import Worker
 
 LOGS = Path("logs")
@@ -41,7 +47,7 @@ def document(*arguments: object) -> dict[str, Any]:
     return json.loads(status(*arguments, "--json").output)
 
 
-def only_run(logs: Path = LOGS) -> RecordedRun:
+def only_run(logs: Path = LOGS) -> RunHistory:
     (run,) = read_runs(logs)
     assert run.unreadable == 0
     return run
@@ -63,7 +69,7 @@ def fault(step):
 class Reads(Observer):
     """The log as it is on the disk while the second attempt runs."""
 
-    during: RecordedRun | None = None
+    during: RunHistory | None = None
 
     def beat(self, worker: Worker, beat: Beat) -> None:
         if worker.attempt == 2 and beat.step and self.during is None:
@@ -78,15 +84,15 @@ def test_a_run_leaves_a_log_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     during = reads.during
     assert during is not None
     assert during.state == "running"
-    assert [ended.attempt.kind for ended in during.attempts] == ["failed"]
-    assert during.attempts[0].attempt.last_line == "the disk of node 7 is gone"
+    assert [attempt.kind for attempt in during.attempts] == ["failed"]
+    assert during.attempts[0].last_line == "the disk of node 7 is gone"
     assert during.running["attempt"] == 2
     assert during.running["step"] >= 5
     assert during.start["host"] == os.uname().nodename
     assert during.start["command"][0] == sys.executable
     ended = only_run()
     assert (ended.state, ended.end["status"], ended.running) == ("ended", 0, {})
-    assert [each.attempt.end for each in ended.attempts] == [7, 20]
+    assert [each.end for each in ended.attempts] == [7, 20]
     said = [message["text"] for message in ended.messages]
     assert any("(last line: the disk of node 7 is gone); starting again" in text for text in said)
 
@@ -304,7 +310,7 @@ def test_a_restarted_supervisor_knows_how_long_a_step_may_take() -> None:
     same = {name: fields[name] for name in ("command", "directory")}
     log.add("start", **started(**same))
     (first,) = [run for run in read_runs(LOGS) if run.attempts]
-    log.add("attempt_end", attempt=asdict(first.attempts[0].attempt), longest={"step": 5000.0})
+    log.add("attempt_end", attempt=asdict(first.attempts[0]), longest={"step": 5000.0})
     assert (before, limit()) == (600.0, 10000.0)
 
 

@@ -34,10 +34,9 @@ from perdure.supervise import (
     silence,
     supervisor,
 )
+from perdure.supervise.attempts_log import FILE, AttemptRecord
 from perdure.supervise.console import Console
-from perdure.supervise.history import AttemptRecord
 from perdure.supervise.orphan_reaper import MARK, marked
-from perdure.supervise.record import FILE
 from perdure.supervise.worker import Worker
 from perdure.supervise.worker_environment import accelerators
 
@@ -483,12 +482,13 @@ signal.pause()
 def test_a_signal_before_the_first_worker_ends_the_run_in_order() -> None:
     code = """
 import os, signal
-from perdure.supervise import Supervisor
-class Early(Supervisor):
-    def _make_logs(self):
+from perdure.supervise import Supervisor, supervisor
+class Early(supervisor.AttemptsLog):
+    def __init__(self, *arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        return super()._make_logs()
-summary = Early(["touch", "started"]).run()
+        super().__init__(*arguments)
+supervisor.AttemptsLog = Early
+summary = Supervisor(["touch", "started"]).run()
 print(summary.status, len(summary.attempts))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -712,7 +712,7 @@ def fault(step):
 def test_only_75_makes_room_for_a_larger_group(
     how: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Supervisor, "_should_grow", lambda self: not self._history)
+    monkeypatch.setattr(Supervisor, "_should_grow", lambda self: not self._attempts)
     run = Run(loop(LEAVES.replace("HOW", how)), workers=2, elastic=(1, 2))
     assert run.kinds == kinds
     assert run.summary.status == 0
@@ -943,7 +943,7 @@ def test_fields_that_may_differ_are_passed_on() -> None:
 
 def test_the_supervising_process_imports_no_numpy() -> None:
     code = (
-        "import sys, perdure.cli.run, perdure.supervise, perdure.supervise.cache\n"
+        "import sys, perdure.cli.run, perdure.supervise, perdure.supervise.worker_environment\n"
         "print([name for name in ('numpy', 'jax', 'torch', 'rich') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -131,7 +131,6 @@ def command(
     """
     from perdure.supervise.console import Console
     from perdure.supervise.options import Limits, RunOptions
-    from perdure.supervise.record import timestamp
     from perdure.supervise.supervisor import Supervisor
 
     bounds = _elastic(elastic)
@@ -152,13 +151,11 @@ def command(
         from perdure.supervise.orphan_reaper import become_init
 
         become_init()
-    console = Console(
-        sys.stderr if as_json else None, stamp=timestamp if others["timestamps"] else None
-    )
-    summary = Supervisor(command, options, console=console).run()
+    console = Console(sys.stderr if as_json else None)
+    run = Supervisor(command, options, console=console).run()
     if as_json:
-        _print_document(summary.document())
-    ctx.exit(summary.status)
+        _print_document(run.document())
+    ctx.exit(run.status)
 
 
 def _print_document(found: Any) -> None:
@@ -210,7 +207,7 @@ def _allowed(fields: tuple[str, ...]) -> dict[str, str]:
 
 
 def _cache(named: Path | None) -> Path | None:
-    from perdure.supervise.cache import default_cache
+    from perdure.supervise.worker_environment import default_cache
 
     if named is None:
         return default_cache()

@@ -9,8 +9,7 @@ import click
 
 from perdure.cli.output import EXIT_STATUS, document, json_option, printable, table
 from perdure.errors import NotARunError, UnreachableError
-from perdure.supervise.record import FILE, RecordedRun, read_runs
-from perdure.supervise.supervisor import DEFAULT_LOGS
+from perdure.supervise.attempts_log import DEFAULT_LOGS, FILE, RunHistory, read_runs
 from perdure.text import counted
 
 
@@ -44,7 +43,7 @@ def command(logs: Path, as_json: bool) -> None:
         click.echo(printable(f"{path}: {text}"))
 
 
-def _read(logs: Path) -> list[RecordedRun]:
+def _read(logs: Path) -> list[RunHistory]:
     """The newest run in `logs`, after the earlier runs of the same program."""
     try:
         runs = read_runs(logs)
@@ -61,8 +60,7 @@ def _read(logs: Path) -> list[RecordedRun]:
     return [run for run in runs if run.program == runs[-1].program]
 
 
-def _print(run: RecordedRun) -> None:
-    summary = run.summary()
+def _print(run: RunHistory) -> None:
     start = run.start
     click.echo(printable(f"run      {run.name}  {' '.join(start.get('command', []))}"))
     place = f"{start.get('host')}, process {start.get('pid')}, in {start.get('directory')}"
@@ -75,21 +73,19 @@ def _print(run: RecordedRun) -> None:
             "-" if attempt.start is None else f"{attempt.start}-{attempt.end}",
             *(again, round(attempt.seconds, 1), attempt.cause),
         )
-        for attempt, again in zip(summary.attempts, summary.repeated, strict=True)
+        for attempt, again in zip(run.attempts, run.repeated, strict=True)
     ]
     if now := run.running:
         recorded = f"has not ended; step {now.get('step', 'none yet')}, recorded {now['time']}"
         rows.append((now.get("attempt"), now.get("workers"), None, None, None, recorded))
     if rows:
         table(("attempt", "workers", "steps", "repeated", "s", "ended by"), rows)
-    if summary.goodput is not None:
-        click.echo(
-            f"goodput  {summary.goodput:.3f}, {counted(sum(summary.repeated), 'step')} repeated"
-        )
+    if run.goodput is not None:
+        click.echo(f"goodput  {run.goodput:.3f}, {counted(sum(run.repeated), 'step')} repeated")
     click.echo("")
 
 
-def _state(run: RecordedRun) -> str:
+def _state(run: RunHistory) -> str:
     if run.state == "ended":
         return (
             f"ended {run.end['time']} with status {run.end.get('status')}: {run.end.get('reason')}"
@@ -104,11 +100,11 @@ def _state(run: RecordedRun) -> str:
     return "running"
 
 
-def _document(run: RecordedRun) -> dict[str, Any]:
-    summary = run.summary().document()
-    # What the summary of a run that has not ended does not know.
+def _document(run: RunHistory) -> dict[str, Any]:
+    totals = run.document()
+    # What the log of a run that has not ended does not tell.
     for name in ("status", "reason", "left_behind"):
-        summary.pop(name)
+        totals.pop(name)
     start = {name: run.start.get(name) for name in ("host", "pid", "directory", "workers")}
     return {
         "name": run.name,
@@ -118,7 +114,7 @@ def _document(run: RecordedRun) -> dict[str, Any]:
         "status": run.end.get("status"),
         "reason": run.end.get("reason"),
         **start,
-        **summary,
+        **totals,
         "running": run.running or None,
         "messages": [{"time": m["time"], "text": m.get("text")} for m in run.messages],
     }

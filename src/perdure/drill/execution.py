@@ -38,12 +38,12 @@ from perdure.errors import CommandError, LaunchError
 from perdure.store.drill_hook import DRILL
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
-from perdure.supervise import history
-from perdure.supervise.cache import default_cache
+from perdure.supervise.attempts_log import AttemptRecord
 from perdure.supervise.console import Console
 from perdure.supervise.options import Limits, RunOptions, checked_command
 from perdure.supervise.supervisor import Observer, Supervisor
 from perdure.supervise.worker import Worker
+from perdure.supervise.worker_environment import default_cache
 
 DEVICES = "JAX_NUM_CPU_DEVICES"
 LOGS = "logs"
@@ -228,7 +228,7 @@ class _FaultObserver(Observer):
             self._timer.daemon = True
             self._timer.start()
 
-    def ended(self, attempt: history.AttemptRecord) -> history.AttemptRecord:
+    def ended(self, attempt: AttemptRecord) -> AttemptRecord:
         """Read the events of the attempt; one that a signal of the drill hit counts as killed."""
         self.close()
         outcome = self.outcome
@@ -474,7 +474,7 @@ def writable(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def log_tail(logs: Path, attempts: Sequence[history.AttemptRecord]) -> str:
+def log_tail(logs: Path, attempts: Sequence[AttemptRecord]) -> str:
     """The last lines of the log of a worker that failed by itself, or else of the newest log.
 
     The newest log alone would not do: after a failure the other workers are killed, and theirs may end

@@ -26,8 +26,8 @@ from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.store.run_events import JournalEntry
 from perdure.store.run_log import read_journal
+from perdure.supervise.attempts_log import RunHistory
 from perdure.supervise.console import Console
-from perdure.supervise.history import Summary
 from perdure.supervise.options import RunOptions
 from perdure.supervise.supervisor import Observer, Supervisor
 
@@ -134,7 +134,7 @@ def make_copy(program: DrilledProgram, directory: Path) -> Path:
 
 def run_copy(
     program: DrilledProgram, root: Path, plan: Mapping[str, Any], devices: int | None
-) -> tuple[Summary, list[dict[str, Any]]]:
+) -> tuple[RunHistory, list[dict[str, Any]]]:
     """Run `program` once, without a restart, in the copy below `root`.
 
     Args:
@@ -167,7 +167,7 @@ def run_copy(
     return summary, [json.loads(line) for line in lines]
 
 
-def why_it_failed(summary: Summary) -> str:
+def why_it_failed(summary: RunHistory) -> str:
     """How the only attempt ended; advice on restarts is of no use here."""
     return summary.attempts[-1].explanation if summary.attempts else summary.reason
 

@@ -11,9 +11,7 @@ from typing import Any
 from perdure.errors import NotARunError, UnreachableError
 from perdure.store import Run
 from perdure.store.local import LocalStorage
-from perdure.supervise.history import Summary
-from perdure.supervise.record import FILE, RecordedRun, read_runs
-from perdure.supervise.supervisor import DEFAULT_LOGS
+from perdure.supervise.attempts_log import DEFAULT_LOGS, FILE, RunHistory, read_runs
 
 
 def find_life(run: Run, logs: Sequence[Path]) -> dict[str, Any] | None:
@@ -49,9 +47,9 @@ def find_life(run: Run, logs: Sequence[Path]) -> dict[str, Any] | None:
     return life
 
 
-def _match(start: RecordedRun, where: str) -> int:
+def _match(start: RunHistory, where: str) -> int:
     """2 if a start saved in this run directory, 1 if it did in one of the same name."""
-    parts = [start.running.get("saved", {}), *(ended.attempt.saved for ended in start.attempts)]
+    parts = [start.running.get("saved", {}), *(attempt.saved for attempt in start.attempts)]
     saved = {
         os.path.realpath(path) if "://" not in path else path for part in parts for path in part
     }
@@ -88,32 +86,23 @@ def _has_logs(where: Path) -> bool:
     return os.path.isfile(where / FILE) or any(map(os.path.isfile, where.glob(f"*/{FILE}")))
 
 
-def _together(starts: Sequence[RecordedRun]) -> Summary:
-    """One summary of all starts, so that steps repeated from one to the next count, too."""
-    summaries = [start.summary() for start in starts]
-    attempts = tuple(attempt for summary in summaries for attempt in summary.attempts)
-    newest = summaries[-1]
-    return Summary(
-        newest.command,
-        attempts,
-        newest.status,
-        newest.reason,
-        sum(summary.seconds for summary in summaries),
-        newest.log_directory,
-    )
+def _together(starts: Sequence[RunHistory]) -> RunHistory:
+    """One history of all starts, so that steps repeated from one to the next count, too."""
+    seconds = sum(start.seconds for start in starts)
+    attempts = [attempt for start in starts for attempt in start.attempts]
+    return RunHistory(start=starts[-1].start, attempts=attempts, end={"seconds": seconds})
 
 
-def _document(logs: Path, starts: Sequence[RecordedRun], unreadable: int) -> dict[str, Any]:
+def _document(logs: Path, starts: Sequence[RunHistory], unreadable: int) -> dict[str, Any]:
     total = _together(starts)
     repeated = iter(total.repeated)
     rows = []
     for start in starts:
-        summary = start.summary()
         attempts = []
-        for attempt in summary.attempts:
+        for attempt in start.attempts:
             names = ("number", "workers", "kind", "cause", "explanation", "start", "end")
             fields = {name: getattr(attempt, name) for name in names}
-            began = round(attempt.began - summary.attempts[0].began, 3)
+            began = round(attempt.began - start.attempts[0].began, 3)
             seconds = round(attempt.seconds, 3)
             fields |= {"repeated": next(repeated), "began": began, "seconds": seconds}
             attempts.append(fields)
@@ -127,7 +116,7 @@ def _document(logs: Path, starts: Sequence[RecordedRun], unreadable: int) -> dic
                 "last_time": start.last_time,
                 "host": start.start.get("host"),
                 "directory": start.start.get("directory"),
-                "seconds": round(summary.seconds, 3),
+                "seconds": round(start.seconds, 3),
                 "attempts": attempts,
                 "running": start.running or None,
             }
@@ -135,7 +124,7 @@ def _document(logs: Path, starts: Sequence[RecordedRun], unreadable: int) -> dic
     return {
         "record": str(logs),
         "unreadable_lines": unreadable,
-        "command": list(total.command),
+        "command": list(total.start.get("command", ())),
         "attempts": len(total.attempts),
         "repeated_steps": sum(total.repeated),
         "seconds": round(total.seconds, 3),

@@ -3,7 +3,7 @@
 Imports neither numpy nor a framework, so that the supervising process stays small.
 """
 
-from perdure.supervise.history import AttemptRecord, Summary
+from perdure.supervise.attempts_log import AttemptRecord, RunHistory
 from perdure.supervise.options import Limits, RunOptions
 from perdure.supervise.supervisor import Observer, Supervisor
 from perdure.supervise.worker_environment import Nodes

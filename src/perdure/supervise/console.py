@@ -6,17 +6,92 @@ import codecs
 import io
 import os
 import re
+import select
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from perdure.supervise.history import AttemptRecord, Summary
-from perdure.supervise.output_writer import FLUSH_S, OutputWriter
+from perdure.supervise.attempts_log import RunHistory
 from perdure.text import counted
 
+QUEUE_BYTES = 64 * 2**20
+"""Output that waits for its reader; what is written beyond it is dropped."""
+PATIENCE_S = 5.0
+"""A reader that takes nothing for so long does not read."""
+FLUSH_S = 30.0
+"""`flush` waits so long for a reader that reads."""
+WRITE_BYTES = 16384
 _REDRAWN = re.compile(r"\r(?=[^\r\n])")  # a carriage return that something is drawn after
+
+
+class OutputWriter:
+    """A queue and the thread that writes it to one file, so that nobody waits for the reader.
+
+    What is written is in order, and complete while no more than `QUEUE_BYTES` wait.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._changed = threading.Condition()
+        self._queue = bytearray()
+        self._taken = time.monotonic()  # when the reader last took something
+        self._dropped = 0
+        self.error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="perdure-output", daemon=True)
+
+    def write(self, data: bytes) -> None:
+        """Queue `data`, or drop it if the queue is full. Raises what an earlier write raised."""
+        with self._changed:
+            if self.error is not None:
+                raise self.error
+            if self._dropped or len(self._queue) + len(data) > QUEUE_BYTES:
+                self._dropped += len(data)
+                return
+            self._queue += data
+            if self._thread.ident is None:
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, deadline: float) -> int:
+        """Wait until all is written or the reader does not read, at most until `deadline`.
+
+        Returns:
+            How many bytes the reader does not get.
+        """
+        with self._changed:
+            self._taken = time.monotonic()  # the reader may begin to read now
+            while self._queue and time.monotonic() < min(deadline, self._taken + PATIENCE_S):
+                self._changed.wait(0.05)
+            return len(self._queue) + self._dropped
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
+                data = bytes(self._queue[:WRITE_BYTES])
+            try:
+                select.select([], [self._file], [])  # another process may have made it non-blocking
+                written = os.write(self._file, data)
+            except OSError as error:
+                with self._changed:
+                    self.error = error
+                    self._queue.clear()
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._taken = time.monotonic()
+                del self._queue[:written]
+                if self._dropped and len(self._queue) <= QUEUE_BYTES // 2:
+                    self._queue += (
+                        f"\nperdure: {self._dropped} bytes are missing here, because nobody read this "
+                        "output; the logs have them\n"
+                    ).encode()
+                    self._dropped = 0
+                self._changed.notify_all()
 
 
 class Console:
@@ -29,19 +104,12 @@ class Console:
     Args:
         out: For the lines of the workers.
         err: For messages.
-        stamp: Gives the time that begins each line; None for no times.
     """
 
-    def __init__(
-        self,
-        out: TextIO | None = None,
-        err: TextIO | None = None,
-        stamp: Callable[[], str] | None = None,
-    ) -> None:
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         # A standard stream that was closed before Python started is None.
         self._out = out or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
         self._err = err or sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-        self._stamp = stamp
         self._writers = _open_writers(self._out, self._err)
         self._lost: list[TextIO] = []
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
@@ -61,8 +129,7 @@ class Console:
         if self._open != worker:
             self._end_open_line()
         begins = self._open is None
-        stamp = "" if self._stamp is None else f"{self._stamp()} "
-        prefix = f"[{worker}] {stamp}"
+        prefix = f"[{worker}] "
         if (begins and part[:1] != "\r") or (self._at_border and part[:1] not in ("", "\r", "\n")):
             part = prefix + part
         redrawn = _REDRAWN.sub(lambda _: "\r" + prefix, part)
@@ -77,26 +144,21 @@ class Console:
     def message(self, text: str) -> None:
         """Print a message of the supervisor."""
         self._end_open_line()
-        stamp = "" if self._stamp is None else f"{self._stamp()} "
-        self._write(self._err, f"perdure: {stamp}{_escaped(text)}\n")
+        self._write(self._err, f"perdure: {_escaped(text)}\n")
 
-    def summary(self, summary: Summary) -> None:
+    def summary(self, run: RunHistory) -> None:
         """Print the table of attempts and the totals."""
         self._end_open_line()
-        self._write(self._err, "".join(_escaped(line) + "\n" for line in describe(summary)))
-
-    def is_behind(self) -> bool:
-        """Whether the lines of the workers should wait for the reader of `out`, which reads."""
-        return self._out in self._writers and self._writers[self._out][0].is_behind()
+        self._write(self._err, "".join(_escaped(line) + "\n" for line in describe(run)))
 
     def flush(self) -> None:
         """Wait until everything is written: 30 s at most, and 5 s for a reader that does not read."""
         deadline = time.monotonic() + FLUSH_S
         self._end_open_line()
-        for stream, (writer, file) in self._writers.items():
+        for stream, writer in self._writers.items():
             missing = writer.flush(deadline)
-            if (error := writer.error(file)) is not None:
-                self._report_lost(stream, error)
+            if writer.error is not None:
+                self._report_lost(stream, writer.error)
             elif missing and stream is self._out:
                 self._write(
                     self._err,
@@ -114,8 +176,7 @@ class Console:
             return
         try:
             if stream in self._writers:
-                writer, file = self._writers[stream]
-                writer.write(file, _encoded(stream, text))
+                self._writers[stream].write(_encoded(stream, text))
             else:
                 stream.write(text)
                 stream.flush()
@@ -135,22 +196,21 @@ class Console:
         )
 
 
-def _open_writers(*streams: TextIO) -> dict[TextIO, tuple[OutputWriter, int]]:
-    """A writer for each file, with its descriptor; none for a stream in memory.
+def _open_writers(*streams: TextIO) -> dict[TextIO, OutputWriter]:
+    """A writer for each stream that is a file; none for a stream in memory.
 
     Streams on one file (a terminal, `2>&1`) share a writer, which keeps their order.
     """
-    writers: dict[tuple[int, int], OutputWriter] = {}
-    opened: dict[TextIO, tuple[OutputWriter, int]] = {}
+    by_file: dict[tuple[int, int], OutputWriter] = {}
+    writers: dict[TextIO, OutputWriter] = {}
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError, ValueError):  # `_write` reports a stream that was closed
                 stream.flush()
-                file = stream.fileno()
-                status = os.fstat(file)
-                writer = writers.setdefault((status.st_dev, status.st_ino), OutputWriter())
-                opened[stream] = writer, file
-    return opened
+                status = os.fstat(stream.fileno())
+                key = status.st_dev, status.st_ino
+                writers[stream] = by_file.setdefault(key, OutputWriter(stream.fileno()))
+    return writers
 
 
 def _escaped(text: str) -> str:
@@ -169,31 +229,22 @@ def _encoded(stream: TextIO, text: str) -> bytes:
         return text.encode(encoding, "backslashreplace")
 
 
-def describe(summary: Summary) -> list[str]:
-    """The table of attempts and the totals."""
-    lines = [f"perdure: {summary.reason}", *attempt_table(summary.attempts, summary.repeated)]
-    totals = [
-        counted(summary.restarts, "restart"),
-        f"{counted(sum(summary.repeated), 'step')} repeated",
-    ]
-    if summary.useful is not None and summary.goodput is not None:
-        totals.append(f"{summary.seconds - summary.useful:.1f} of {summary.seconds:.1f} s lost")
-        totals.append(f"goodput {summary.goodput:.3f}")
-    lines.append(f"perdure: {', '.join(totals)}; logs in {summary.log_directory}")
-    return lines
-
-
-def attempt_table(attempts: Sequence[AttemptRecord], repeated: Sequence[int]) -> list[str]:
-    """One line for each attempt, below a header; empty if there was none."""
-    lines: list[str] = []
-    if attempts:
+def describe(run: RunHistory) -> list[str]:
+    """The table of attempts, below the reason of the end, and the totals."""
+    lines = [f"perdure: {run.reason}"]
+    if run.attempts:
         lines.append(
             f"{'attempt':>8} {'workers':>7} {'steps':>13} {'repeated':>8} {'s':>8}  ended by"
         )
-    for attempt, again in zip(attempts, repeated, strict=True):
+    for attempt, again in zip(run.attempts, run.repeated, strict=True):
         steps = "-" if attempt.start is None else f"{attempt.start}-{attempt.end}"
         lines.append(
             f"{attempt.number:>8} {attempt.workers:>7} {steps:>13} {again:>8} "
             f"{attempt.seconds:>8.1f}  {attempt.cause}"
         )
+    totals = [counted(run.restarts, "restart"), f"{counted(sum(run.repeated), 'step')} repeated"]
+    if run.useful is not None and run.goodput is not None:
+        totals.append(f"{run.seconds - run.useful:.1f} of {run.seconds:.1f} s lost")
+        totals.append(f"goodput {run.goodput:.3f}")
+    lines.append(f"perdure: {', '.join(totals)}; logs in {run.log_directory}")
     return lines

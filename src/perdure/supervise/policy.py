@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from perdure.supervise.history import AttemptRecord
+from perdure.supervise.attempts_log import AttemptRecord
 from perdure.text import counted
 
 SAME_STEP = 3

@@ -27,33 +27,34 @@ from perdure.runtime import heartbeats
 from perdure.runtime.heartbeats import Beat
 from perdure.runtime.ports import free_ports
 from perdure.supervise.attempt import PREEMPTED, Attempt
-from perdure.supervise.cache import cache_variables, drop_recent
-from perdure.supervise.console import Console
-from perdure.supervise.history import AttemptRecord, Summary
-from perdure.supervise.options import RunOptions, checked_command
-from perdure.supervise.orphan_reaper import MARK, OrphanReaper, end_marked, marked
-from perdure.supervise.policy import Decision, cannot_come_back, decide, decide_exclusion
-from perdure.supervise.record import (
+from perdure.supervise.attempts_log import (
+    DEFAULT_LOGS,
     FILE,
+    AttemptRecord,
     AttemptsLog,
-    RecordedRun,
+    RunHistory,
     describe_process,
     encodable,
     read_runs,
     timestamp,
 )
+from perdure.supervise.console import Console
+from perdure.supervise.options import RunOptions, checked_command
+from perdure.supervise.orphan_reaper import MARK, OrphanReaper, end_marked, marked
+from perdure.supervise.policy import Decision, cannot_come_back, decide, decide_exclusion
 from perdure.supervise.silence import Silence
 from perdure.supervise.warm_worker import WarmWorkers
 from perdure.supervise.worker import Worker
 from perdure.supervise.worker_environment import (
     ATTEMPT,
     DESCRIPTIONS,
+    cache_variables,
     device_variables,
+    drop_recent,
     excluded_variables,
     worker_variables,
 )
 
-DEFAULT_LOGS = "perdure-logs"
 ASKING = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
     *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
@@ -121,92 +122,84 @@ class Supervisor:
         self._signal: int | None = None  # the signal to pass on
         self._first_signal: int | None = None
         self._announced: int | None = None
-        self._log: AttemptsLog | None = None
-        self._stamp = timestamp if self._options.timestamps else None
+        self._log: AttemptsLog
         self._logged_step: int | None = None
         self._next_log = -math.inf
-        self._history: list[AttemptRecord] = []
         self._saved: dict[str, int] = json.loads(os.environ.get(heartbeats.SAVED, "{}"))
         self._all_places = list(range(self._options.workers))
         self._places = list(self._all_places)
         self._excluded: dict[int, set[int]] = {}  # by place, the devices that compute wrong numbers
-        self._return_at: float | None = None
+        self._return_at = math.inf
         self._returns = 0
 
-    def run(self) -> Summary:
+    def run(self) -> RunHistory:
         """Run to the end.
 
         Returns:
-            The summary of all attempts.
+            What happened in all attempts.
 
         Raises:
             LaunchError: If the workers or their logs cannot be created.
         """
+        began = self._clock()
         with ExitStack() as stack:
             stack.enter_context(self._signals())  # first, so that no signal ends this process
             stack.callback(self._console.flush)
-            stack.callback(self._close_log)
-            return self._run(self._clock())
-
-    def _run(self, began: float) -> Summary:
-        with ExitStack() as stack:
-            logs = self._make_logs()
+            logs = _make_logs(self._options.log_directory)
             self._log = log = AttemptsLog(logs.absolute(), self._console.message)
-            self._begin_log(log, logs)
+            stack.callback(log.close)
+            self._begin_log(logs)
             stack.push(self._log_error)
+            decision = self._run(logs)
+            run = log.run
+            run.left_behind, run.signal = len(marked(self._mark)), self._signal
+            seconds = self._clock() - began
+            log.add("end", status=decision.status, reason=decision.reason, seconds=seconds)
+            self._console.summary(run)
+            return run
+
+    def _run(self, logs: Path) -> Decision:
+        with ExitStack() as stack:
             beats = Path(stack.enter_context(_heartbeat_directory()))
             reaper = OrphanReaper(self._mark, str(beats))
             stack.callback(reaper.close)
             stack.callback(self._warm.close)
-            while True:
-                if self._signal is not None:
-                    decision = self._decide_end()
-                    break
+            while self._signal is None:
                 attempt = self._observer.ended(self._attempt(logs, beats))
-                self._history.append(attempt)
-                self._saved |= attempt.saved
-                self._add_to_log(
-                    "attempt_end", attempt=asdict(attempt), longest=self._silence.longest
-                )
+                fields = asdict(attempt)
+                self._log.add("attempt_end", attempt=fields, longest=self._silence.longest)
                 decision = self._decide()
                 if not decision.again:
-                    break
-                self._announce_restart(attempt, decision)
+                    return decision
+                wait = f" in {decision.wait:g} s" if decision.wait else ""
+                reason = f"{decision.reason}; " if decision.reason else ""
+                self._message(
+                    f"attempt {attempt.number} ended: {attempt.explanation}; {reason}starting again"
+                    f"{wait}"
+                )
                 self._sleep(decision.wait)
-        summary = Summary(
-            tuple(self._command),
-            tuple(self._history),
-            decision.status,
-            decision.reason,
-            self._clock() - began,
-            str(logs),
-            len(marked(self._mark)),
-            self._signal,
-        )
-        self._add_to_log(
-            "end", status=summary.status, reason=summary.reason, seconds=summary.seconds
-        )
-        self._console.summary(summary)
-        return summary
+            return self._decide_end()
+
+    @property
+    def _attempts(self) -> list[AttemptRecord]:
+        """The attempts that have ended."""
+        return self._log.run.attempts
 
     # ---------------------------------------------------------------- one attempt
 
     def _attempt(self, logs: Path, beats: Path) -> AttemptRecord:
-        number = len(self._history) + 1
-        began = self._clock()
+        number = len(self._attempts) + 1
         places = self._choose_places(number)
         ports = free_ports(len(places) + 2)
         environments: dict[int, dict[str, str]] = {}
-        self._add_to_log("attempt", attempt=number, workers=len(places))
+        self._log.add("attempt", attempt=number, workers=len(places))
 
         def prepare_warm_workers() -> None:
             for place, environment in environments.items():
                 self._warm.prepare(place, environment)
 
         self._logged_step, self._next_log = None, -math.inf
-        with Attempt(
-            self._options, self._beat, self._clock, self._silence, self._console.is_behind
-        ) as attempt:
+        with Attempt(self._options, ports, self._silence, self._clock, self._beat) as attempt:
             for index, place in enumerate(places):
                 heartbeat = beats / f"{number}-{index}"
                 environment = self._environment(number, index, place, len(places), ports, heartbeat)
@@ -220,7 +213,7 @@ class Supervisor:
                         log=logs / f"attempt-{number}-worker-{index}.log",
                         on_line=self._console.line,
                         report=self._message,
-                        stamp=self._stamp,
+                        stamp=timestamp if self._options.timestamps else None,
                         process=self._warm.take(place, environment),
                     )
                 except OSError as error:
@@ -228,20 +221,18 @@ class Supervisor:
                 environments[place] = environment
                 attempt.add(worker)
                 self._observer.started(worker)
-            end = attempt.watch(
-                self._requested_signal, self._should_grow, prepare_warm_workers, ports
-            )
+            end = attempt.watch(self._requested_signal, self._should_grow, prepare_warm_workers)
             sessions = frozenset(worker.pid for worker in attempt.workers)
             end_marked(self._mark, self._warm.pids, sessions)
         if end.kind != "done" and self._options.compilation_cache is not None:
             drop_recent(self._options.compilation_cache)
-        return attempt.record(end, number, began)
+        return attempt.record(end, number)
 
     def _beat(self, worker: Worker, beat: Beat) -> None:
         if beat.step not in (None, self._logged_step) and self._clock() >= self._next_log:
             self._logged_step, self._next_log = beat.step, self._clock() + PROGRESS_S
             fields = {"step": beat.step, "phase": beat.phase, "saved": worker.saved()}
-            self._add_to_log("progress", attempt=worker.attempt, **fields)
+            self._log.add("progress", attempt=worker.attempt, **fields)
         self._observer.beat(worker, beat)
 
     def _environment(
@@ -257,7 +248,7 @@ class Supervisor:
             **excluded_variables(self._excluded.get(place, ())),
             ATTEMPT: str(attempt),
             heartbeats.VARIABLE: str(heartbeat),
-            heartbeats.SAVED: json.dumps(self._saved),
+            heartbeats.SAVED: json.dumps(self._saved | self._log.run.saved),
             MARK: f"{mark}:{self._mark}" if mark else self._mark,
         }
         if options.compilation_cache is not None:
@@ -267,26 +258,26 @@ class Supervisor:
     # ---------------------------------------------------------------- between attempts
 
     def _decide(self) -> Decision:
+        attempts, last = self._attempts, self._attempts[-1]
         if self._signal is not None:
             return self._decide_end()
-        if self._history[-1].kind == "corrupt":
-            return self._exclude(self._history[-1])
+        if last.kind == "corrupt":
+            return self._exclude(last)
         elastic = self._options.elastic
         may_shrink = elastic is not None and len(self._places) > elastic[0]
         # If all workers fail at once, a smaller group would fail, too.
-        one_failed = self._history[-1].place is not None
-        decision = decide(self._history, self._options.max_restarts, may_shrink and one_failed)
-        if decision.again and may_shrink:
-            place = cannot_come_back(self._history)
-            if place is not None and place in self._places:
-                self._places.remove(place)
-                delay = decision.wait + self._options.return_s * 2**self._returns
-                self._return_at = self._clock() + delay
-                self._returns += 1
-                self._message(
-                    f"the worker in place {place} does not come back; continuing with "
-                    f"{len(self._places)} of {len(self._all_places)}"
-                )
+        one_failed = last.place is not None
+        decision = decide(attempts, self._options.max_restarts, may_shrink and one_failed)
+        place = cannot_come_back(attempts)
+        if decision.again and may_shrink and place in self._places:
+            self._places.remove(place)
+            delay = decision.wait + self._options.return_s * 2**self._returns
+            self._return_at = self._clock() + delay
+            self._returns += 1
+            self._message(
+                f"the worker in place {place} does not come back; continuing with "
+                f"{len(self._places)} of {len(self._all_places)}"
+            )
         return decision
 
     def _exclude(self, attempt: AttemptRecord) -> Decision:
@@ -294,99 +285,80 @@ class Supervisor:
         place = attempt.place
         assert place is not None
         self._excluded.setdefault(place, set()).update(attempt.corrupt_devices)
-        if not attempt.devices_left:
+        if attempt.devices_left:
+            numbers = ", ".join(map(str, attempt.corrupt_devices))
+            self._message(f"the worker in place {place} continues without its device {numbers}")
+        else:
             self._all_places.remove(place)
             self._places = [kept for kept in self._places if kept != place]
             self._message(f"continuing without the worker in place {place}: it has no other device")
-        else:
-            numbers = ", ".join(map(str, attempt.corrupt_devices))
-            self._message(f"the worker in place {place} continues without its device {numbers}")
         changes_group = self._options.nodes is not None and not attempt.devices_left
         return decide_exclusion(
-            self._history, self._options.max_restarts, len(self._places), changes_group
+            self._attempts, self._options.max_restarts, len(self._places), changes_group
         )
 
     def _decide_end(self) -> Decision:
+        """What to exit with after a signal."""
         name = signal.Signals(self._first_signal or self._signal or 0).name
-        if not self._history:
-            reason = f"{name}: no worker was started yet"
-            return Decision(False, status=128 + (self._signal or 0), reason=reason)
-        statuses = self._history[-1].statuses
-        if all(status in (0, PREEMPTED) for status in statuses):
-            saved = PREEMPTED in statuses
-            return Decision(
-                False,
-                status=PREEMPTED if saved else 0,
-                reason=f"{name}: the workers have saved and exited" if saved else "finished",
-            )
-        reason = f"ended by {name}"
-        if self._signal == signal.SIGKILL:
+        status, reason = 128 + (self._signal or 0), f"ended by {name}"
+        if not self._attempts:
+            return Decision(False, status=status, reason=f"{name}: no worker was started yet")
+        statuses = self._attempts[-1].statuses
+        if not any(statuses):
+            status, reason = 0, "finished"
+        elif all(each in (0, PREEMPTED) for each in statuses):
+            status, reason = PREEMPTED, f"{name}: the workers have saved and exited"
+        elif self._signal == signal.SIGKILL:
             reason += " and a second signal, which killed the workers without a save"
-        return Decision(False, status=128 + (self._signal or 0), reason=reason)
+        return Decision(False, status=status, reason=reason)
 
     def _choose_places(self, attempt: int) -> list[int]:
-        if self._return_at is not None and self._clock() >= self._return_at:
+        if self._should_grow():
             self._places = list(self._all_places)
-            self._return_at = None
+            self._return_at = math.inf
         planned = len(self._places)
         count = self._observer.workers(attempt, planned)
         return self._places if count == planned else list(range(count))
 
     def _should_grow(self) -> bool:
-        return self._return_at is not None and self._clock() >= self._return_at
-
-    def _announce_restart(self, attempt: AttemptRecord, decision: Decision) -> None:
-        wait = f" in {decision.wait:g} s" if decision.wait else ""
-        reason = f"{decision.reason}; " if decision.reason else ""
-        self._message(
-            f"attempt {attempt.number} ended: {attempt.explanation}; {reason}starting again{wait}"
-        )
+        return self._clock() >= self._return_at
 
     def _requested_signal(self) -> int | None:
         """The signal to pass on; reports each one once."""
         number = self._signal
         if number is not None and number != self._announced:
+            self._announced = number
             if number == signal.SIGKILL:
-                text = "a second signal: the workers are killed without a save"
+                self._message("a second signal: the workers are killed without a save")
             else:
-                text = (
+                self._message(
                     f"{signal.Signals(number).name}: the workers are asked to save and exit, within "
                     f"{self._options.grace:g} s; a second signal kills them"
                 )
-            self._announced = number
-            self._message(text)
         return number
 
     # ---------------------------------------------------------------- messages and the log
 
     def _message(self, text: str) -> None:
-        self._console.message(text)
-        self._add_to_log("message", text=text)
-
-    def _add_to_log(self, kind: str, **fields: Any) -> None:
-        if self._log is not None:
-            self._log.add(kind, **fields)
-
-    def _close_log(self) -> None:
-        if self._log is not None:
-            self._log.close()
+        self._console.message(f"{timestamp()} {text}" if self._options.timestamps else text)
+        self._log.add("message", text=text)
 
     def _log_error(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             reason = f"{type(error).__name__}: {error}"
-            self._add_to_log("end", status=1, reason=reason, seconds=0.0)
+            self._log.add("end", status=1, reason=reason, seconds=0.0)
 
-    def _begin_log(self, log: AttemptsLog, logs: Path) -> None:
+    def _begin_log(self, logs: Path) -> None:
         """Write the first line, and take over what earlier runs of the same command have logged."""
         directory = self._options.log_directory or Path(DEFAULT_LOGS)
         program = encodable([list(self._command), os.getcwd()])
-        runs: list[RecordedRun] = []
+        runs: list[RunHistory] = []
         with suppress(OSError):
             runs = [run for run in read_runs(directory) if [*run.program] == program]
         for run in runs:
             self._silence.learn(run.longest)
         self._saved |= runs[-1].saved if runs else {}
-        log.add(
+        self._log.add(
             "start",
             command=list(self._command),
             directory=os.getcwd(),
@@ -404,19 +376,6 @@ class Supervisor:
         until = self._clock() + seconds
         while self._signal is None and (left := until - self._clock()) > 0:
             time.sleep(min(left, self._options.poll))
-
-    def _make_logs(self) -> Path:
-        directory = self._options.log_directory
-        if directory is None:
-            name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-            directory = Path(DEFAULT_LOGS) / name
-        try:
-            return _claim_log_directory(directory)
-        except OSError as error:
-            raise LaunchError(
-                f"{directory}: the logs of the workers cannot be written there: {error}; name another "
-                "place with --log-dir"
-            ) from error
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -445,18 +404,26 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def _claim_log_directory(directory: Path) -> Path:
-    """`directory`, or the first of run-2, run-3, ... in it that holds no logs of another run."""
-    directory.mkdir(parents=True, exist_ok=True)
+def _make_logs(named: Path | None) -> Path:
+    """A directory for the logs: that of this name, or run-2, run-3, ... in it if it has logs."""
+    name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+    directory = named or Path(DEFAULT_LOGS) / name
     candidate, number = directory, 1
-    while True:
-        with suppress(FileExistsError):
-            if not any(candidate.glob("attempt-*.log")) and not os.path.lexists(candidate / FILE):
-                (candidate / "attempt-1-worker-0.log").open("xb").close()
-                return candidate
-        number += 1
-        candidate = directory / f"run-{number}"
-        candidate.mkdir(exist_ok=True)
+    try:
+        while True:
+            candidate.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                has_logs = any(candidate.glob("attempt-*.log"))
+                if not has_logs and not os.path.lexists(candidate / FILE):
+                    (candidate / "attempt-1-worker-0.log").open("xb").close()
+                    return candidate
+            number += 1
+            candidate = directory / f"run-{number}"
+    except OSError as error:
+        raise LaunchError(
+            f"{directory}: the logs of the workers cannot be written there: {error}; name another "
+            "place with --log-dir"
+        ) from error
 
 
 @contextmanager

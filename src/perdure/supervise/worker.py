@@ -1,6 +1,7 @@
 """`Worker`: one process of a run, from its start to its end: its output, its heartbeat, its log.
 
-Invariant: no method waits for the process except `close`, which has killed it before.
+Invariants: no method waits for the process except `close`, which has killed it before. A disk that
+takes no more bytes ends nothing and is reported once.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from pathlib import Path
 from perdure.runtime import heartbeats
 from perdure.runtime.excluded_devices import CorruptionReport, read_report
 from perdure.runtime.heartbeats import Beat
+from perdure.runtime.memory_limit import MemoryLimit
 from perdure.runtime.process_stat import SESSION, STATE, TIMES, stat_fields
-from perdure.supervise.memory_limit import MemoryLimit
-from perdure.supervise.worker_log import WorkerLog
 
 READ_BYTES = 65536
 MOST_READS = 16  # at a time, so that a worker that never stops writing does not block the others
 LINE_BYTES = 2**20  # of a line that has no end yet are kept
 LINE_CHARACTERS = 300
+TAIL_BYTES = 4000
 FULL_DISK = ("[Errno 28]", os.strerror(errno.ENOSPC), "[Errno 122]", os.strerror(errno.EDQUOT))
 FULL_DISK_LINES = 20  # at the end of the output, in which an error of a full disk is looked for
 ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/vfio/")
@@ -46,8 +47,18 @@ class Worker:
         on_line: Is called with `index` and every line of both outputs, with its end. A line that is
             drawn again and again (with carriage returns), or is very long, comes in parts.
         report: Is called with a message if the log cannot be written.
-        stamp: Gives the time that begins each line of the log; None for no times.
+        stamp: Gives the time that begins each line of the output; None for no times.
         process: A process that runs the command already (see `WarmWorkers`).
+
+    Attributes:
+        beat: Its last heartbeat.
+        start: The step that it resumed at, if a heartbeat reported it.
+        first: The time and the step when a heartbeat first reported a new step.
+        newest: The newest step and the time when a heartbeat first reported it.
+        stopped_since: When it was first seen to be stopped; None if it is not.
+        memory: What the kernel has killed in its cgroup for lack of memory.
+        output: The descriptor of both outputs.
+        exit: A descriptor that is readable once it has ended.
 
     Raises:
         OSError: If the process cannot be created.
@@ -69,11 +80,18 @@ class Worker:
     ) -> None:
         self.index, self.place, self.attempt = index, place, attempt
         self.beat: Beat | None = None
+        self.start: int | None = None
+        self.first: tuple[float, int | None] | None = None
+        self.newest: tuple[int, float] | None = None
+        self.stopped_since: float | None = None
         self._on_line = on_line
+        self._stamp = stamp
+        self._at_line_start = True
         self._line = bytearray()  # of a line without an end, what was not passed on yet
         self._is_drawn = self._is_open = False
+        self._tail = b""
         self._heartbeat = environment[heartbeats.VARIABLE]
-        self._log = WorkerLog(log, report, stamp)
+        self._log = WorkerLog(log, report)
         try:
             self.process = process or subprocess.Popen(
                 command,
@@ -86,7 +104,7 @@ class Worker:
         except BaseException:
             self._log.close()
             raise
-        self._memory = MemoryLimit(self.process.pid)
+        self.memory = MemoryLimit(self.process.pid)
         assert self.process.stdout is not None
         self.output = self.process.stdout.fileno()
         os.set_blocking(self.output, False)
@@ -102,10 +120,21 @@ class Worker:
         """Exit status, -n for one killed by signal n, None while it runs."""
         return self.process.poll()
 
-    def read_beat(self) -> bool:
-        """Read the heartbeat; True if there is a new one."""
-        before, self.beat = self.beat, heartbeats.read(self._heartbeat) or self.beat
-        return self.beat is not None and self.beat != before
+    def read_beat(self) -> Beat | None:
+        """Its heartbeat, if there is a new one."""
+        beat = heartbeats.read(self._heartbeat)
+        if beat is None or beat == self.beat:
+            return None
+        self.beat = beat
+        # The first values stay: a later beat may come from another loop, which begins again.
+        if self.start is None:
+            self.start = beat.start
+        if self.first is None and beat.first is not None:
+            self.first = beat.first, beat.first_step
+        is_new = self.newest is None or beat.step != self.newest[0]
+        if beat.step is not None and beat.phase != "restore" and is_new:
+            self.newest = beat.step, beat.time
+        return beat
 
     def saved(self) -> dict[str, int]:
         """The newest step that it reported as saved, by run directory."""
@@ -119,12 +148,15 @@ class Worker:
         """What it reported of its devices that compute wrong numbers."""
         return read_report(self._heartbeat)
 
-    def stopped(self) -> bool:
-        """Whether SIGSTOP or a debugger has stopped it."""
-        try:
-            return stat_fields(self.pid)[STATE] in ("T", "t")
-        except OSError:
-            return False
+    def note_stopped(self, now: float) -> None:
+        """Find out whether SIGSTOP or a debugger has stopped it."""
+        is_stopped = False
+        with contextlib.suppress(OSError):
+            is_stopped = stat_fields(self.pid)[STATE] in ("T", "t")
+        if not is_stopped:
+            self.stopped_since = None
+        elif self.stopped_since is None:
+            self.stopped_since = now
 
     def catches(self, number: int) -> bool:
         """Whether it handles a signal itself."""
@@ -165,6 +197,9 @@ class Worker:
             if not data:
                 self._flush()
                 return False
+            self._tail = (self._tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
+            if self._stamp is not None:
+                data = self._stamped(data, self._stamp)
             self._log.write(data)
             self._pass_on(data)
         return True
@@ -208,16 +243,20 @@ class Worker:
 
     def tail(self) -> str:
         """The end of its output."""
-        return self._log.tail()
+        return self._tail.decode(errors="replace")
 
     def found_full_disk(self) -> bool:
         """Whether its output ends with the error of a full disk."""
         end = "\n".join(self.tail().splitlines()[-FULL_DISK_LINES:])
         return any(text in end for text in FULL_DISK)
 
-    def memory_kills(self) -> str:
-        """A sentence if the kernel has killed a process of its cgroup for lack of memory, or ""."""
-        return self._memory.kills()
+    def _stamped(self, data: bytes, stamp: Callable[[], str]) -> bytes:
+        prefix = stamp().encode() + b" "
+        ends_line = data.endswith(b"\n")
+        text = data[:-1] if ends_line else data
+        text = (prefix if self._at_line_start else b"") + text.replace(b"\n", b"\n" + prefix)
+        self._at_line_start = ends_line
+        return text + b"\n" if ends_line else text
 
     def _pass_on(self, data: bytes) -> None:
         *ends, rest = data.split(b"\n")
@@ -246,3 +285,84 @@ def _plain(text: str) -> str:
     """`text` without escape sequences and other characters that a terminal obeys."""
     text = ESCAPE_SEQUENCE.sub("", text)
     return "".join(c if c.isprintable() else " " for c in text)
+
+
+def remedy(error: OSError, path: Path) -> str:
+    """What to do about a file that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space there"
+    return f"make {path.parent} a directory that can be written"
+
+
+class WorkerLog:
+    """The output of one worker in one attempt on the disk; created again if it was removed.
+
+    Args:
+        path: The file; an old one is replaced, a link is not followed.
+        report: Is called with a message when output is lost.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        self._path = path
+        self._report = report
+        self._file: int | None = None
+        self._lost, self._cause = 0, ""
+        self._was_reported = False
+        self.write(b"")
+
+    def close(self) -> None:
+        """Close the file, and report how much is missing in it."""
+        if self._lost:
+            self.write(b"")
+        if self._lost:
+            self._report(f"{self._path}: the last {self._lost} bytes are missing ({self._cause})")
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def write(self, data: bytes) -> None:
+        """Append `data`; a note stands in the place of bytes that the disk did not take."""
+        self._notice_removal()
+        note = b""
+        if self._lost:
+            note = f"\n[perdure: {self._lost} bytes are missing here: {self._cause}]\n".encode()
+        view = memoryview(note + data)
+        done = 0
+        try:
+            if self._file is None:
+                self._file = self._create()
+            while done < len(view):
+                done += os.write(self._file, view[done:])
+            self._lost = 0
+        except OSError as error:
+            # A note that was cut off is written again with the next output.
+            self._lost = (
+                (self._lost if done < len(note) else 0) + len(data) - max(0, done - len(note))
+            )
+            self._cause = os.strerror(error.errno or 0)
+            if not self._was_reported:
+                self._was_reported = True
+                self._report(
+                    f"{self._path}: output of the worker cannot be written ({self._cause}); the run "
+                    "continues, and the log says how many bytes are missing; "
+                    f"{remedy(error, self._path)}"
+                )
+
+    def _create(self) -> int:
+        """Open the file, without waiting for a pipe; its directory may have been removed."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            return os.open(self._path, flags, 0o644)
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self._path, flags, 0o644)
+
+    def _notice_removal(self) -> None:
+        """Count what a log held that was removed while it was open."""
+        if self._file is None:
+            return
+        status = os.fstat(self._file)
+        if status.st_nlink == 0:
+            os.close(self._file)
+            self._file = None
+            self._lost, self._cause = self._lost + status.st_size, "the file was removed"

@@ -1,16 +1,23 @@
 """The variables that describe a group of workers to JAX, PyTorch and TensorFlow.
 
-Invariant: the three descriptions agree on the index of a worker and on the number of workers. Their
-ports differ, because each belongs to a service of its own.
+Invariants: the three descriptions agree on the index of a worker and on the number of workers. Their
+ports differ, because each belongs to a service of its own. The default cache of compiled programs is
+used only on CPUs, where it was shown not to change bits (proofs/supervise_rows.py), and each kind of
+CPU has its own, because the key of JAX does not distinguish all instruction sets.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
 import sys
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from perdure.errors import LaunchError
 from perdure.runtime.excluded_devices import EXCLUDED, excluded_devices
@@ -164,3 +171,62 @@ def excluded_variables(devices: Collection[int]) -> dict[str, str]:
     """The variable by which a worker leaves out these devices and those that the environment names."""
     numbers = sorted({*devices, *excluded_devices()}) if devices else []
     return {EXCLUDED: ",".join(map(str, numbers))} if numbers else {}
+
+
+def default_cache(environ: Mapping[str, str] | None = None) -> Path | None:
+    """A directory of this user for this kind of CPU.
+
+    Returns None if the environment names a directory already, if accelerators could be used, or if the
+    directory could not be written.
+    """
+    environ = os.environ if environ is None else environ
+    if "JAX_COMPILATION_CACHE_DIR" in environ:
+        return None
+    platforms = environ.get("JAX_PLATFORMS")
+    has_accelerators = any(
+        name.startswith(("nvidia", "kfd", "accel")) for name in os.listdir("/dev")
+    )
+    if platforms != "cpu" and (platforms or has_accelerators):
+        return None
+    home = environ.get("XDG_CACHE_HOME")
+    base = Path(home) if home else Path(environ.get("HOME", "/nonexistent")) / ".cache"
+    existing = next(path for path in (base, *base.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        return None
+    return base / "perdure" / f"xla-{_cpu()}"
+
+
+def cache_variables(directory: Path) -> dict[str, str]:
+    """Variables that make every process of a group keep every compiled program in `directory`."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(directory),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PERDURE_SHARED_CACHE": "1",
+    }
+
+
+def drop_recent(directory: Path, seconds: float = 0.5) -> None:
+    """Remove the entries of the last `seconds`, after a worker was killed.
+
+    JAX writes entries in place and never replaces one, so an entry that was cut off would stay, fail
+    its checksum at every start, and be compiled again each time. Only files named as JAX names them are
+    removed; a file that cannot be removed stays.
+    """
+    since = time.time() - seconds
+    with suppress(OSError):
+        for entry in os.scandir(directory):
+            with suppress(OSError):
+                is_cache = entry.name.endswith(("-cache", "-atime")) and entry.is_file()
+                if is_cache and entry.stat().st_mtime >= since:
+                    os.unlink(entry.path)
+
+
+def _cpu() -> str:
+    text = platform.machine()
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        lines = path.read_text(errors="replace").split("\n\n")[0].splitlines()
+        wanted = ("vendor_id", "model name", "flags", "features", "cpu implementer", "cpu part")
+        text += "".join(line for line in lines if line.lower().startswith(wanted))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

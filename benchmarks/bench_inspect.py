@@ -58,7 +58,7 @@ BARE = (
     COMMAND
     + """
 from perdure.look import open_checkpoint
-from perdure.store.chunk_stream import stream_chunks
+from perdure.store.loading import stream_chunks
 sides = [open_checkpoint(name) for name in sys.argv[1:]]
 pairs = [
     (one, other, n)

@@ -133,7 +133,7 @@ class CrashingStorage:
 class _CrashingSink:
     def __init__(self, sink: Any, before: Operations, name: str) -> None:
         self._sink, self._before, self._name = sink, before, name
-        self.write = sink.write
+        self.write, self.write_from = sink.write, sink.write_from
 
     def commit(self) -> None:
         self._before("commit", self._name)

@@ -38,11 +38,11 @@ from perdure.errors import (
 from perdure.state import builtin, flatten
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
-from perdure.store import Run, catalog, chunk_read, direct, pack_writer, reader
+from perdure.store import Run, catalog, direct, pack_writer, reader
 from perdure.store.format import CHUNK_BYTES, hash_bytes
 from perdure.store.leaf import Leaf
 from perdure.store.manifest_json import decode_manifest
-from perdure.store.shard_chunks import Shards
+from perdure.store.shard_plan import Shards
 from pretend import Pretend, play
 
 CUTS: dict[str, Any] = {"axis": 0, "copies": 1}
@@ -584,11 +584,11 @@ def load_shared(directory: Path, count: int, storage: Any = LocalStorage) -> lis
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The hashes of the large chunks that processes verify after a read."""
     hashes: list[str] = []
-    real = chunk_read.first_fault
+    real = reader.first_fault
 
-    def first_fault(data: Any, got: int, chunks: Any, *rest: Any) -> Any:
-        hashes.extend(digest for digest, _, size in chunks if size > 2**20)
-        return real(data, got, chunks, *rest)
+    def first_fault(read: Any, *rest: Any) -> Any:
+        hashes.extend(chunk.hash for chunk in read.chunks if chunk.size > 2**20)
+        return real(read, *rest)
 
     monkeypatch.setattr(reader, "first_fault", first_fault)
     return hashes

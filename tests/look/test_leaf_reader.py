@@ -16,8 +16,8 @@ from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
 from perdure.look import open_checkpoint, read_array, read_elements, scalar_value, select_leaves
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store import Leaf, MemoryStorage, PruneRequest, Run
-from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import CHUNK_BYTES
+from perdure.store.leaf import numpy_dtype
 
 ARRAYS: dict[str, np.ndarray[Any, Any]] = {
     "bool": np.array([[True, False]]),

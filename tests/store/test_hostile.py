@@ -14,8 +14,8 @@ from helpers import make_leaves, repeated, run_on
 
 from perdure.errors import CorruptionError, FormatVersionError, UnsupportedLeafError
 from perdure.store import Leaf, MemoryStorage, Run, repair, verify_run
-from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import CHUNK_BYTES, hash_bytes, manifest_name
+from perdure.store.leaf import numpy_dtype
 from perdure.store.manifest import Manifest, fingerprint
 from perdure.store.manifest_check import item_bytes
 

@@ -33,6 +33,8 @@ PAGE = 1000
 class Counting(MemoryStorage):
     """Records every request. A listing has pages, sizes and versions, as that of a bucket."""
 
+    lists_versions = True
+
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[tuple[str, str]] = []

@@ -17,7 +17,7 @@ from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import MemoryStorage, Run, repair, verify_run
 from perdure.store.format import CHUNK_BYTES, manifest_name
 from perdure.store.log_view import LOG_FILE
-from perdure.store.verify import _neighbours
+from perdure.store.reader import grouped, packed
 
 
 def filled(path: Path) -> None:
@@ -282,6 +282,8 @@ def test_a_check_reads_small_neighbours_together_and_finds_the_damaged_one() -> 
 
 def test_a_check_has_few_decoded_chunks_in_memory() -> None:
     encoded = [(f"{number:064x}", 200, CHUNK_BYTES) for number in range(50)]
-    assert [len(group) for group in _neighbours(encoded)] == [1] * 50
-    plain = [(f"{number:064x}", CHUNK_BYTES // 4, CHUNK_BYTES // 4) for number in range(9)]
-    assert [len(group) for group in _neighbours(plain)] == [4, 4, 1]
+    assert [len(read.chunks) for read in grouped("", packed("", 0, encoded))] == [1] * 50
+    size = CHUNK_BYTES // 32
+    for length in (size, 20):
+        small = [(f"{number:064x}", length, size) for number in range(70)]
+        assert [len(read.chunks) for read in grouped("", packed("", 0, small))] == [32, 32, 6]

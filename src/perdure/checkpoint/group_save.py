@@ -57,8 +57,7 @@ from perdure.store.pack_part import (
     write_pack_part,
 )
 from perdure.store.pack_writer import Written
-from perdure.store.shard_chunks import read_slices, slices_of
-from perdure.store.shard_plan import ShardPlan, plan_shards
+from perdure.store.shard_plan import ShardPlan, plan_shards, read_slices, slices_of
 from perdure.store.storage import Storage
 
 _MOST_LINES = 20

@@ -33,7 +33,7 @@ from perdure.checkpoint.shared_memory import (
 )
 from perdure.runtime.framework_group import framework_group
 from perdure.store.format import CHUNK_BYTES
-from perdure.store.shard_chunks import Fetch
+from perdure.store.shard_plan import Fetch
 
 ANSWER_S = 300.0
 """How long a process waits for an answer. The connection to a process that is gone closes before."""

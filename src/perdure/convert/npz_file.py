@@ -23,9 +23,8 @@ from perdure.convert.foreign_leaves import (
 )
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError
 from perdure.state.leaf_values import array_leaf, scalar_leaf
-from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import WEAK_PREFIX
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, numpy_dtype
 
 DTYPES = None
 """All of NumPy and ml_dtypes."""

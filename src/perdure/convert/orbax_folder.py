@@ -17,8 +17,8 @@ from perdure.errors import (
 )
 from perdure.state import flatten
 from perdure.state.paths import insert
-from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import unescape
+from perdure.store.leaf import numpy_dtype
 
 DTYPES = None
 """All of NumPy and ml_dtypes."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.checkpoint.address import StoredCheckpoint, with_advice
 from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
-from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, numpy_dtype
+from perdure.store.loading import stream_chunks
 from perdure.store.manifest import LeafEntry
 from perdure.store.selection import Selection
 from perdure.store.streamed_save import StreamedLeaf
@@ -156,8 +156,6 @@ def read_elements(
     """
     import numpy as np
 
-    from perdure.store.chunk_stream import stream_chunks  # brings numpy
-
     entries = [entry for entry in entries if not is_scalar(entry)]
     dtypes = [element_dtype(entry) for entry in entries]
     numbered = [
@@ -195,7 +193,6 @@ def chunks_in_order(checkpoint: StoredCheckpoint, entries: Sequence[LeafEntry]) 
 
     Its iterator raises as `read_elements` does, and reads leaves of any dtype.
     """
-    from perdure.store.chunk_stream import stream_chunks  # brings numpy
 
     numbered = [(entry, number) for entry in entries for number in range(len(entry.chunks))]
     stream = stream_chunks(checkpoint.run.storage, checkpoint.manifest, numbered)

@@ -11,9 +11,9 @@ from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError
 from perdure.look.leaf_reader import select_leaves
 from perdure.look.tables import Shown, Table, printable, share_text, size_text
-from perdure.store.chunk_stream import chunk_size
 from perdure.store.format import SCALAR_PREFIX
 from perdure.store.manifest import LeafEntry, Manifest
+from perdure.store.reader import chunk_size
 from perdure.text import counted
 
 VALUE_CHARACTERS = 40

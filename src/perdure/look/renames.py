@@ -16,8 +16,8 @@ from perdure.errors import UnsupportedLeafError
 from perdure.look.elements import as_float64, is_integer
 from perdure.look.fixed_order import ScaledSum, ratio
 from perdure.look.leaf_reader import KEY_PREFIX, element_dtype, is_scalar, read_elements
-from perdure.store.chunk_stream import chunk_size
 from perdure.store.manifest import LeafEntry
+from perdure.store.reader import chunk_size
 
 NEAR = 0.9
 """Leaves whose samples have at least this cosine are near in content."""

@@ -9,9 +9,8 @@ import numpy as np
 from perdure.errors import StateError
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import array_bytes, leaf_array, plain_value
-from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, numpy_dtype
 
 
 def cast_leaf(leaf: Leaf, spec: LeafSpec) -> Leaf:

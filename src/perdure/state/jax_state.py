@@ -28,11 +28,9 @@ from perdure.state.leaf_values import (
 )
 from perdure.state.per_rank import current_rank_context
 from perdure.state.shards import compares_copies, compares_shards
-from perdure.store.dtypes import numpy_dtype
 from perdure.store.format import WEAK_PREFIX
-from perdure.store.leaf import Leaf
-from perdure.store.shard_chunks import Shards
-from perdure.store.shard_plan import Region
+from perdure.store.leaf import Leaf, numpy_dtype
+from perdure.store.shard_plan import Region, Shards
 
 _BUILTIN = {dict, list, tuple, type(None), OrderedDict, defaultdict}
 _WEAK = {"int32": 0, "int64": 0, "float32": 0.0, "float64": 0.0, "complex64": 0j, "complex128": 0j}

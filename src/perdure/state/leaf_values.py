@@ -15,8 +15,7 @@ import numpy as np
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.leaf_errors import type_name
 from perdure.state.leaf_spec import LeafSpec
-from perdure.store.dtypes import numpy_dtype
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, numpy_dtype
 
 # Below the limits of `sys.set_int_max_str_digits`, which cannot be set lower than 640 digits.
 _LONG_BITS = 2000

@@ -30,8 +30,7 @@ from perdure.state.torch_shards import (
 )
 from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
 from perdure.store.leaf import Leaf
-from perdure.store.shard_chunks import Shards
-from perdure.store.shard_plan import Region
+from perdure.store.shard_plan import Region, Shards
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
 _BUFFER_DTYPES = {

@@ -34,7 +34,7 @@ from perdure.store.manifest_index import INDEX_FROM, IndexedPlaces, ManifestInde
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest, encode_manifest
 from perdure.store.run_log import RunLog, line_references
 from perdure.store.run_marker import folder_problem
-from perdure.store.storage import ListingStorage, Storage, entries_of
+from perdure.store.storage import Storage
 
 READ_NEWEST = 8
 """So many of the newest manifests are read whatever the index says: retention counts on them."""
@@ -195,7 +195,7 @@ class Catalog:
             steps = sorted(self._unindexed & self._summaries.keys())
             # Nobody else writes, from the read of a manifest to the write below, which checks the lock.
             # So the versions that are listed in between are those of what was read.
-            entries = entries_of(self.storage, MANIFESTS)
+            entries = self.storage.entries(MANIFESTS)
             for step in steps:
                 summary = self._with_head(step, self._summaries[step])
                 entry = entries.get(manifest_name(step))
@@ -291,7 +291,7 @@ class Catalog:
         """
         self._unread = {}
         self._unknown = {}
-        entries = entries_of(self.storage, MANIFESTS)
+        entries = self.storage.entries(MANIFESTS)
         # Names of manifests sort as their steps do.
         steps = {step: name for name in sorted(entries) if (step := step_of(name)) is not None}
         summaries: dict[int, ManifestSummary] = {}
@@ -408,7 +408,7 @@ class Catalog:
         """
         lost = []
         aside: dict[str, tuple[ManifestSummary, Manifest]] = {}
-        for name, entry in entries_of(self.storage, QUARANTINE).items():
+        for name, entry in self.storage.entries(QUARANTINE).items():
             version = entry.version
             if not name.endswith(".json"):
                 continue
@@ -442,7 +442,7 @@ class Catalog:
     def _read_packs(self) -> set[str]:
         """The names of the packs that are there. Their sizes are remembered if the listing has them."""
         packs = set()
-        for name, entry in entries_of(self.storage, PACKS).items():
+        for name, entry in self.storage.entries(PACKS).items():
             pack = name.removeprefix(PACKS)
             if pack_step(pack) >= 0:
                 packs.add(pack)
@@ -509,7 +509,7 @@ class Catalog:
 
     def _is_whole(self, pack: PackEntry) -> bool:
         """Whether a pack has the size that a manifest states."""
-        if not self._sizes and isinstance(self.storage, ListingStorage):
+        if not self._sizes and self.storage.lists_versions:
             self._read_packs()
         try:
             return self._size(pack.name) == pack.size

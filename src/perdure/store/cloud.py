@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from perdure.store.aligned_buffers import copy_bytes
 from perdure.store.bucket import Bucket, CloudOptions
 from perdure.store.lease import Lease
-from perdure.store.storage import Entry
+from perdure.store.storage import Entry, Sink, Storage
 
 COPY_BYTES = 8 * 1024 * 1024
 MOST_PARTS = 9_000
 """S3 accepts 10,000 parts; some are left because `create` only gets an estimate of the size."""
 
 
-class CloudStorage:
+class CloudStorage(Storage):
     """Objects below a URL; see `perdure.store.storage.Storage` for the contract.
 
     Every request is retried as `options` say, and raises `ConnectionError` if there is no answer. A
@@ -41,6 +41,8 @@ class CloudStorage:
         MissingExtraError: obstore is not installed.
         StoreError: The URL cannot be opened. No request is sent yet.
     """
+
+    lists_versions = True
 
     def __init__(
         self,
@@ -131,9 +133,6 @@ class CloudStorage:
             self._lease = None
             lease.release()
 
-    def free_bytes(self) -> int | None:
-        return None
-
     def _pieces(self, name: str, offset: int, length: int) -> Iterator[memoryview]:
         try:
             yield from self._bucket.stream(name, offset, length)
@@ -153,7 +152,7 @@ class _Aborted(Exception):
     """Raised while obstore asks for parts, to end the upload."""
 
 
-class CloudSink:
+class CloudSink(Sink):
     """See `perdure.store.storage.Sink`. Nothing is visible before `commit`.
 
     An object of up to `single_put_bytes` is sent as a whole by `commit`, so that creating it is

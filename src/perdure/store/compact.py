@@ -7,20 +7,20 @@ the same fingerprint. The old packs stay; the caller deletes them afterwards.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
-from perdure.store.chunk_read import read_chunks
 from perdure.store.entry_builder import EntryBuilder, StoredChunk
-from perdure.store.failures import DamagedChunk
-from perdure.store.format import CHUNK_BYTES, PACKS, manifest_name, pack_name
+from perdure.store.failures import DamagedChunk, UnreadChunk
+from perdure.store.format import PACKS, manifest_name, pack_name
 from perdure.store.manifest import Chunk, Manifest, PackEntry
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
 from perdure.store.pack_writer import BLOCK, LARGE_BYTES, NewPack
 from perdure.store.pools import map_ahead, pool
-from perdure.store.storage import Readable, Storage
+from perdure.store.reader import Read, Wanted, grouped, verified
+from perdure.store.storage import Storage
 
 READ_THREADS = 2
 READ_AHEAD = 4
@@ -28,9 +28,6 @@ READ_AHEAD = 4
 
 LiveChunks = dict[int, PackedChunk]
 """By offset, the chunks of one pack that are needed."""
-
-_Read = tuple[str, int, list[PackedChunk]]
-"""A pack, an offset in it, and the chunks that follow each other from there."""
 
 
 def live_chunks(manifests: Iterable[Manifest], packs: Collection[str]) -> dict[str, LiveChunks]:
@@ -78,6 +75,8 @@ def compact(
         try:
             entry, places = copy_chunks(storage, storage, max(users), live)
         except (DamagedChunk, UnreadChunk) as error:
+            if isinstance(error.__cause__, ConnectionError):
+                raise error.__cause__ from None  # the caller stops, and may come back
             left[error.pack] = error
             chosen.remove(error.pack)
             continue
@@ -105,20 +104,13 @@ def _smallest(live: Mapping[str, LiveChunks]) -> list[PackedChunk]:
     return list(chunks.values())
 
 
-class UnreadChunk(Exception):
-    """A chunk that is to be copied cannot be read. It need not be damaged."""
-
-    def __init__(self, message: str, pack: str = "") -> None:
-        super().__init__(message)
-        self.pack = pack
-
-
 def copy_chunks(
-    source: Readable,
+    source: Storage,
     target: Storage,
     step: int,
     live: Mapping[str, LiveChunks],
     find_again: Callable[[DamagedChunk], Mapping[str, LiveChunks]] | None = None,
+    before: Callable[[], None] = lambda: None,
 ) -> tuple[PackEntry, dict[str, StoredChunk]]:
     """Copy each of the `live` chunks of `source` once, verified, into one new pack of `target`.
 
@@ -132,6 +124,7 @@ def copy_chunks(
         live: The chunks to copy, by pack and offset; at least one.
         find_again: Called when a chunk cannot be read at its place; returns where all chunks are
             now, or raises. Chunks that were copied already are not read again.
+        before: Called before each read, in any thread; what it raises ends the copy.
 
     Returns:
         The entry of the new pack, and the place of each chunk by its hash.
@@ -145,8 +138,8 @@ def copy_chunks(
     try:
         while True:
             try:
-                for chunks, data in _each_read(source, _reads(live, pack.located)):
-                    pack.copy(chunks, data, size)
+                for read, data in _each_read(source, _in_order(live, pack.located), before):
+                    pack.copy(read.chunks, data, size)
                 break
             except DamagedChunk as error:
                 if find_again is None:
@@ -159,10 +152,10 @@ def copy_chunks(
     return PackEntry(name=pack.name, size=pack.size), pack.located
 
 
-def check_chunks(source: Readable, live: Mapping[str, LiveChunks]) -> None:
+def check_chunks(source: Storage, live: Mapping[str, LiveChunks]) -> None:
     """Read and hash chunks; raises `DamagedChunk` for the first that is not what it should be, and
     `UnreadChunk` for one that cannot be read."""
-    for _ in _each_read(source, _reads(live, ())):
+    for _ in _each_read(source, _in_order(live, ())):
         pass
 
 
@@ -188,50 +181,32 @@ def relocated(
     )
 
 
-def _reads(live: Mapping[str, LiveChunks], done: Collection[str]) -> list[_Read]:
-    """(pack, offset, chunks) of each read that copies the chunks which are not `done`.
+def _in_order(live: Mapping[str, LiveChunks], done: Collection[str]) -> list[Wanted]:
+    """The chunks that are not `done`, each once.
 
-    Chunks that follow each other in a pack are read together, up to CHUNK_BYTES. Large chunks of
-    whole blocks come first, as in a pack that a save writes.
+    Large chunks of whole blocks come first, as in a pack that a save writes.
     """
-    wanted = {chunk: None for chunk in _smallest(live) if chunk[0] not in done}
-    places = []
-    for name in sorted(live):
-        for offset, chunk in sorted(live[name].items()):
-            if chunk in wanted:
-                del wanted[chunk]
-                uneven = bool(chunk[1] < LARGE_BYTES or chunk[1] % BLOCK)
-                places.append((uneven, name, offset, chunk))
-    reads: list[_Read] = []
-    length = 0
-    for _, name, offset, chunk in sorted(places, key=lambda row: row[:3]):
-        follows = reads and reads[-1][0] == name and reads[-1][1] + length == offset
-        if not follows or length + chunk[1] > CHUNK_BYTES:
-            reads.append((name, offset, []))
-            length = 0
-        reads[-1][2].append(chunk)
-        length += chunk[1]
-    return reads
+    smallest = {chunk: None for chunk in _smallest(live) if chunk[0] not in done}
+    rows: list[tuple[bool, str, int, PackedChunk]] = []
+    for name, chunks in live.items():
+        for offset, chunk in chunks.items():
+            if chunk in smallest:
+                del smallest[chunk]
+                rows.append((chunk[1] < LARGE_BYTES or chunk[1] % BLOCK > 0, name, offset, chunk))
+    rows.sort(key=lambda row: row[:3])
+    return [Wanted(name, offset, *chunk) for _, name, offset, chunk in rows]
 
 
 def _each_read(
-    source: Readable, reads: Iterable[_Read]
-) -> Iterator[tuple[Sequence[PackedChunk], memoryview]]:
-    """The chunks and the bytes of each read, in order; some are read ahead by other threads."""
-    return map_ahead(
-        pool("copy", READ_THREADS), lambda read: (read[2], _read(source, *read)), reads, READ_AHEAD
-    )
+    source: Storage, wanted: Iterable[Wanted], before: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Read, memoryview]]:
+    """Each read and its verified bytes, in order; some are read ahead by other threads."""
 
+    def work(read: Read) -> tuple[Read, memoryview]:
+        before()
+        return read, verified(source, read)
 
-def _read(source: Readable, name: str, offset: int, chunks: Sequence[PackedChunk]) -> memoryview:
-    """`read_chunks`, with `UnreadChunk` for a failure that is neither damage nor an outage."""
-    try:
-        return read_chunks(source, name, offset, chunks)
-    except ConnectionError:
-        raise  # the caller stops, and may come back
-    except OSError as error:
-        place = f"{source.where}/{PACKS}{name} at offset {offset}"
-        raise UnreadChunk(f"{place}: cannot be read: {error}.", name) from error
+    return map_ahead(pool("copy", READ_THREADS), work, grouped(source.where, wanted), READ_AHEAD)
 
 
 def rewrite(

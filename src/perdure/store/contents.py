@@ -19,7 +19,7 @@ from perdure.store.format import (
 )
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import HEAD_BYTES
-from perdure.store.storage import ListingStorage, Storage, entries_of
+from perdure.store.storage import Storage
 
 
 class ManifestSummary(Struct, frozen=True, array_like=True, gc=False):
@@ -142,13 +142,13 @@ def committed_steps(storage: Storage) -> list[int]:
 
 def steps_from(storage: Storage, step: int) -> list[int]:
     """Committed steps that are not below `step`, oldest first. Costs no more than those."""
-    names = entries_of(storage, MANIFESTS, manifest_name(step - 1) if step else "")
+    names = storage.entries(MANIFESTS, manifest_name(step - 1) if step else "")
     return sorted(other for name in names if (other := step_of(name)) is not None)
 
 
 def newest_step(storage: Storage) -> int | None:
     """The newest committed step; in a bucket with an index at the cost of two requests."""
-    if isinstance(storage, ListingStorage):
+    if storage.lists_versions:
         # The names of the index say where to begin, and not what there is.
         hints = [name.rpartition("-")[2] for name in storage.list(INDEX)]
         begin = max((int(hint) for hint in hints if hint.isdecimal()), default=-1)

@@ -25,9 +25,7 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.store.compact import (
-    UnreadChunk,
-)
+from perdure.store.failures import UnreadChunk
 from perdure.store.format import MAX_STEP, PACKS
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
@@ -214,7 +212,8 @@ def copy_checkpoint(
         return transfer(chunks, source, target, link=link, replace=present is not None)
     except UnreadChunk as error:
         raise UnreachableError(
-            f"{source.where}: step {step} was not copied: {error} Correct the cause, then copy again."
+            f"{source.where}: step {step} was not copied: {error.reason} Correct the cause, then copy "
+            f"again."
         ) from error
     except FileExistsError as error:
         raise LockedError(

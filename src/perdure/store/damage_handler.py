@@ -29,7 +29,7 @@ from perdure.store.reread import Cursor
 from perdure.store.rollback import rolled_back
 from perdure.store.run_events import Damaged
 from perdure.store.run_marker import require_folders
-from perdure.store.shard_chunks import whole
+from perdure.store.shard_plan import whole
 
 
 class DamageHandler:

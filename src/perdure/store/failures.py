@@ -58,6 +58,15 @@ class DamagedChunk(CorruptionError):
         self.offset = offset
 
 
+class UnreadChunk(UnreachableError):
+    """A chunk of a pack cannot be read, for a `reason`. It need not be damaged."""
+
+    def __init__(self, message: str, pack: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.pack = pack
+        self.reason = reason
+
+
 def is_gone(error: OSError) -> bool:
     """Whether there is no such file, which is damage if a manifest names it."""
     return isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from perdure.errors import UnsupportedLeafError
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, chunk_spans, hash_bytes
 from perdure.store.manifest import Container
-from perdure.store.shard_chunks import ChunkBytes, Shards, assembled_chunks, whole
-from perdure.store.shard_plan import Region
+from perdure.store.manifest_check import item_bytes
+from perdure.store.shard_plan import ChunkBytes, Region, Shards, assembled_chunks, whole
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 # `gc=False`: bytes refer to nothing, and a save has so many leaves that collections would take long.
@@ -136,3 +142,30 @@ class Leaves(dict[str, Leaf]):
 def containers_of(leaves: Mapping[str, AnyLeaf]) -> dict[str, Container]:
     """The containers of `Leaves`; none for a plain mapping."""
     return leaves.containers if isinstance(leaves, Leaves) else {}
+
+
+@lru_cache(256)
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a leaf's dtype name, including those of ml_dtypes (bfloat16, float8).
+
+    Raises:
+        UnsupportedLeafError: NumPy has no such dtype.
+    """
+    import numpy as np  # not needed to list a run
+
+    name = name.removeprefix(WEAK_PREFIX)
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError):
+        import ml_dtypes
+
+        dtype = np.dtype(getattr(ml_dtypes, name, object))
+    # A name such as `U8` or `f4,i4` means something to NumPy that no leaf has, and the width of
+    # `float128` (g, G) is that of the machine.
+    is_known = dtype.kind in "biuV" or (dtype.kind in "fc" and dtype.char not in "gG")
+    if dtype.name != name or not is_known or dtype.itemsize != item_bytes(name):
+        raise UnsupportedLeafError(
+            f"dtype {name!r} has no NumPy form here; restore into a template of the framework that "
+            f"wrote it."
+        )
+    return dtype

@@ -6,8 +6,11 @@ their new places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,13 +18,25 @@ from perdure.errors import CorruptionError, LeafNotFoundError, StepNotFoundError
 from perdure.store.catalog import Catalog
 from perdure.store.contents import committed_steps, newest_step, pinned_steps
 from perdure.store.failures import read_error
-from perdure.store.format import QUARANTINE, manifest_name, steps_text
+from perdure.store.format import CHUNK_BYTES, QUARANTINE, manifest_name, steps_text
 from perdure.store.gc_pause import gc_paused
+from perdure.store.json_blocks import batches
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.log_view import LogView
-from perdure.store.manifest import Manifest
+from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.manifest_json import decode_manifest
-from perdure.store.reader import load_entries, verify_leaves
+from perdure.store.pools import map_ahead, pool
+from perdure.store.reader import (
+    READ_THREADS,
+    chunk_size,
+    grouped,
+    load_entries,
+    new_bytes,
+    of_step,
+    verified,
+    verify_leaves,
+    wanted_chunk,
+)
 from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.shard_plan import Region
 from perdure.store.shard_reader import SharedReads, load_shards
@@ -177,6 +192,68 @@ def load_step(storage: Storage, catalog: Catalog, step: int, needs: Needs = EVER
                 catalog.distrust(error)
                 raise
             manifest = renewed
+
+
+ChunkNumber = tuple[LeafEntry, int]
+"""A leaf, and the number of one of its chunks."""
+
+
+def stream_chunks(
+    storage: Storage,
+    manifest: Manifest,
+    chunks: Iterable[ChunkNumber],
+    *,
+    ahead: int | None = None,
+) -> Iterator[memoryview]:
+    """Yield the decoded bytes of chunks, in the order of `chunks` and a few ahead of the caller.
+
+    Each chunk has memory of its own, which the caller may keep and change. Only the chunks that are
+    asked for are read. A prune may run meanwhile: a chunk that it moved is read from its new place.
+
+    Args:
+        storage: The run directory.
+        manifest: A manifest of it.
+        chunks: (leaf of the manifest, number of the chunk in the leaf).
+        ahead: How many reads of up to CHUNK_BYTES are under way at a time; by default as many as suit
+            the storage.
+
+    Raises:
+        CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
+        StepNotFoundError: The checkpoint was deleted meanwhile.
+        UnreachableError: A pack cannot be read.
+    """
+    threads = ahead or storage.streams or READ_THREADS
+    read = partial(_streamed, storage, manifest)
+    together = batches(chunks, lambda chunk: chunk_size(*chunk), CHUNK_BYTES)
+    with closing(map_ahead(pool("read", threads), read, together, threads)) as read_ahead:
+        for batch in read_ahead:
+            yield from batch
+
+
+def _streamed(
+    storage: Storage, manifest: Manifest, batch: Sequence[ChunkNumber]
+) -> list[memoryview]:
+    """The verified bytes of each chunk of a batch."""
+    data = [new_bytes(chunk_size(entry, number)) for entry, number in batch]
+    chunks = [(entry, entry.chunks[number]) for entry, number in batch]
+    while True:
+        try:
+            wanted = [
+                wanted_chunk(manifest, entry, chunk, target)
+                for (entry, chunk), target in zip(chunks, data, strict=True)
+            ]
+            wanted.sort(key=attrgetter("pack", "offset"))
+            for read in grouped(of_step(storage, manifest), wanted):
+                verified(storage, read)
+            return data
+        except CorruptionError:
+            # A prune may have moved the chunks since the manifest was read; then it has changed.
+            renewed = read_manifest(storage, manifest.step)
+            if renewed == manifest or renewed.fingerprint != manifest.fingerprint:
+                raise
+            manifest = renewed
+            places = {chunk.hash: chunk for leaf in renewed.every_leaf() for chunk in leaf.chunks}
+            chunks = [(entry, places[chunk.hash]) for entry, chunk in chunks]
 
 
 def _no_such_step(storage: Storage, step: int) -> str:

@@ -23,6 +23,7 @@ from perdure.store.failures import naming, retried
 from perdure.store.file_lock import FileLock, acquire
 from perdure.store.format import TEMP_SUFFIX
 from perdure.store.regular_file import open_regular, read_whole, size_of
+from perdure.store.storage import Sink, Storage
 
 STAGED_FROM = 1024 * 1024
 """Objects of at least this many bytes are written through `StagedWriter`."""
@@ -38,7 +39,7 @@ def _nothing(operation: str, path: str) -> None:
     """The default of `before`."""
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """Objects are files below `root`; see `perdure.store.storage.Storage` for the contract.
 
     Args:
@@ -109,9 +110,6 @@ class LocalStorage:
             return iter([prefix + entry.name for entry in entries if not entry.is_dir()])
         except OSError:
             return iter([prefix + entry.name for entry in entries if not _is_directory(entry)])
-
-    def has_folder(self, prefix: str) -> bool:
-        return os.path.isdir(self.path(prefix))
 
     def make_folder(self, prefix: str) -> None:
         self._make_parent(prefix)
@@ -312,7 +310,7 @@ def _require_target(error: FileNotFoundError, *paths: str) -> None:
             ) from error
 
 
-class LocalSink:
+class LocalSink(Sink):
     """A new file under a temporary name; a small one is written as a whole by `commit`."""
 
     def __init__(self, storage: LocalStorage, name: str, size: int) -> None:
@@ -333,7 +331,6 @@ class LocalSink:
             self._small += data
 
     def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
-        """See `perdure.store.storage.AdoptingSink`."""
         if self._staged is not None:
             self._staged.write_from(data, release)
         else:

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from perdure.store.storage import Sink, Storage
 
-class _MemorySink:
+
+class _MemorySink(Sink):
     def __init__(self, storage: MemoryStorage, name: str) -> None:
         self._storage = storage
         self._name = name
@@ -26,7 +28,7 @@ class _MemorySink:
         self._data.clear()
 
 
-class MemoryStorage:
+class MemoryStorage(Storage):
     """Keeps every object in the dict `objects`. Nothing survives the process."""
 
     def __init__(self) -> None:
@@ -83,6 +85,3 @@ class MemoryStorage:
         finally:
             with self.mutex:
                 del self._locks[name]
-
-    def free_bytes(self) -> int | None:
-        return None

@@ -22,14 +22,13 @@ from perdure.store.format import chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
 from perdure.store.manifest import Chunk, LeafEntry
 from perdure.store.pack_writer import NewLeaf, Written, write_pack
-from perdure.store.shard_chunks import (
+from perdure.store.shard_plan import (
     ChunkBytes,
     Fetch,
-    copy_hashes,
+    ShardPlan,
     own_chunks,
     whole,
 )
-from perdure.store.shard_plan import ShardPlan
 from perdure.store.storage import Storage
 
 
@@ -258,12 +257,14 @@ def copy_digests(
     leaves: Mapping[str, Leaf], plans: Mapping[str, ShardPlan]
 ) -> dict[str, ShardCopy]:
     """The shards of this process of which others hold copies, by a name that is the same there."""
-    return {
-        f"{path} {region}": ShardCopy(path, holders, digest)
-        for path, leaf in sorted(leaves.items())
-        if leaf.shards is not None
-        for region, holders, digest in copy_hashes(plans[path], leaf.shards)
-    }
+    copies: dict[str, ShardCopy] = {}
+    for path, leaf in sorted(leaves.items()):
+        if leaf.shards is not None:
+            for region, data in zip(leaf.shards.regions, leaf.shards.parts, strict=True):
+                holders = plans[path].holders.get(region, ())
+                if len(holders) > 1:
+                    copies[f"{path} {region}"] = ShardCopy(path, [*holders], hash_bytes(data))
+    return copies
 
 
 def _hash_by_holders(copies: Mapping[str, ShardCopy]) -> dict[str, str]:

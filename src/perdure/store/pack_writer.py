@@ -38,10 +38,11 @@ from perdure.store.gc_pause import gc_paused
 from perdure.store.json_blocks import blocks
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry, PackEntry
-from perdure.store.pack_index import PackedChunk, pack_tail
+from perdure.store.pack_index import pack_tail
 from perdure.store.pools import map_ahead, pool
-from perdure.store.shard_chunks import AssembledChunk, ChunkBytes, copy_chunk, whole
-from perdure.store.storage import AdoptingSink, Sink, Storage
+from perdure.store.reader import Wanted
+from perdure.store.shard_plan import AssembledChunk, ChunkBytes, whole
+from perdure.store.storage import Sink, Storage
 
 HASH_THREADS = 2
 # Few, so that the bytes of a chunk are still in the cache of the processor when they are written.
@@ -181,7 +182,6 @@ class NewPack:
         self.located: dict[str, StoredChunk] = {}
         self._encoded: dict[str, int] = {}
         self._sink: Sink | None = None
-        self._adopting: AdoptingSink | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -207,18 +207,18 @@ class NewPack:
         if (place := self._find(digest)) is None:
             sink = self._open(left)
             place = self._place(digest, len(data), size)
-            if release is not None and len(data) == size and self._adopting is not None:
-                self._adopting.write_from(data, release)
+            if release is not None and len(data) == size:
+                sink.write_from(data, release)
                 return digest, place
             sink.write(data)
         if release is not None:
             release()
         return digest, place
 
-    def copy(self, chunks: Sequence[PackedChunk], data: memoryview, left: int) -> None:
+    def copy(self, chunks: Sequence[Wanted], data: memoryview, left: int) -> None:
         """Append chunks that are not there yet, as they are stored one after the other in `data`."""
-        for digest, length, size in chunks:
-            self._place(digest, length, size)
+        for chunk in chunks:
+            self._place(chunk.hash, chunk.length, chunk.size)
         self._open(left).write(data)
 
     def add_small(
@@ -292,8 +292,6 @@ class NewPack:
     def _open(self, left: int) -> Sink:
         if self._sink is None:
             self._sink = self.storage.create(PACKS + self.name, left)
-            # Asked once: for each chunk it would cost more than the rest of `add`.
-            self._adopting = self._sink if isinstance(self._sink, AdoptingSink) else None
         return self._sink
 
     def size_of(self, name: str) -> int:
@@ -439,6 +437,13 @@ def _prepared(
     return _on_copies(executor, work, chunks, 2 * ENCODE_THREADS, buffers)
 
 
+def _copy(target: memoryview, chunk: ChunkBytes) -> None:
+    if isinstance(chunk, AssembledChunk):
+        chunk.fill(target)
+    else:
+        copy_bytes(target, chunk)
+
+
 def _in_turn(
     work: Callable[[_Job, memoryview, Release], _Prepared],
     chunks: Sequence[_Job],
@@ -449,7 +454,7 @@ def _in_turn(
         if not buffers:
             buffers.append(take_buffer())
         copy = memoryview(buffers[0])[: len(job[2])]
-        copy_chunk(copy, job[2], copy_bytes)
+        _copy(copy, job[2])
         yield work(job, copy, None)
 
 
@@ -472,7 +477,7 @@ def _on_copies(
         if slot is None:
             raise RuntimeError("the save was given up")
         copy = slot[: len(job[2])]
-        copy_chunk(copy, job[2], copy_bytes)
+        _copy(copy, job[2])
         return work(job, copy, lambda: free.put(slot))
 
     prepared = map_ahead(executor, copied, chunks, ahead)

@@ -1,31 +1,38 @@
-"""Reading the leaves of a manifest. Every byte is hashed before the caller gets it.
+"""Reading chunks: every byte is hashed before a caller gets it.
 
-Several threads read large chunks directly into the memory of their leaf, which is page-aligned so that
-reads can bypass the page cache. Small chunks that lie side by side in a pack are read together. Other
-threads hash, so that the disk is never idle: if each thread did both, a load would reach three quarters
-of the speed of the disk.
+All that reads chunks (a load, a stream, a check, a copy, a compaction) names them as `Wanted`, and gets
+them by `Read`s. Bytes that are not what they should be are read once more, not from the page cache,
+before a chunk counts as damaged: a bit that flipped on its way from the disk costs no checkpoint.
+
+In a load, several threads read large chunks directly into the memory of their leaf, which is
+page-aligned so that reads can bypass the page cache. Other threads hash, so that the disk never idles:
+if each thread did both, a load would reach three quarters of the speed of the disk.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
+from operator import attrgetter
 
-from perdure.errors import StoreError
-from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
-from perdure.store.chunk_read import first_fault
-from perdure.store.failures import DamagedChunk, is_gone, read_error
-from perdure.store.format import CHUNK_BYTES, PACKS
+from msgspec import Struct
+
+from perdure.store.aligned_buffers import SMALL_BYTES, leaf_memory
+from perdure.store.codec import decode, is_intact
+from perdure.store.failures import DamagedChunk, UnreadChunk, is_gone, read_error
+from perdure.store.format import CHUNK_BYTES, PACKS, hash_bytes, hash_each
 from perdure.store.json_blocks import batches
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
+from perdure.store.pack_index import PackedChunk
 from perdure.store.pools import finish, map_ahead, pool, submit
-from perdure.store.storage import Storage, StreamingStorage, read_again
+from perdure.store.storage import Storage
 
 READ_THREADS = 4
 HASH_THREADS = max(2, min(8, os.cpu_count() or 2))
@@ -41,17 +48,139 @@ VERIFY_BYTES = 64 * 1024 * 1024
 INLINE_READ_BYTES = 1024 * 1024
 
 
-@dataclass(slots=True)
-class PackRead:
-    """One read: (leaf, chunk, memory of the chunk) of one chunk, or of neighbours in a pack."""
+class Wanted(Struct, frozen=True, gc=False):
+    """A chunk to read.
 
-    parts: list[tuple[LeafEntry, Chunk, memoryview]] = field(default_factory=list)
-    nbytes: int = 0
+    Attributes:
+        pack, offset: Where it lies; the pack by its name inside `packs/`.
+        hash, length, size: Its hash, its stored bytes, and its bytes once it is decoded.
+        target: Memory for the decoded chunk. Without it the chunk is only checked, an encoded one by
+            its seal.
+        path: The leaf that errors name; "" for none.
+    """
 
+    pack: str
+    offset: int
+    hash: str
+    length: int
+    size: int
+    target: memoryview | None = None
+    path: str = ""
+
+
+class Read(Struct, frozen=True, gc=False):
+    """One read: a chunk, or neighbours in a pack.
+
+    Attributes:
+        where: What errors call the checkpoint or the run.
+        chunks: The chunks, in the order of the pack.
+        nbytes: Their stored bytes.
+    """
+
+    where: str
+    chunks: list[Wanted]
+    nbytes: int
+
+    @property
+    def object(self) -> str:
+        """The name of the pack in the storage."""
+        return PACKS + self.chunks[0].pack
+
+    @property
     def in_place(self) -> bool:
-        """Whether the bytes are read into their leaf: one chunk that is stored as it is."""
-        _, chunk, target = self.parts[0]
-        return len(self.parts) == 1 and chunk.length == len(target)
+        """Whether the bytes are read into their target: one chunk that is stored as it is."""
+        chunk = self.chunks[0]
+        return len(self.chunks) == 1 and chunk.target is not None and chunk.length == chunk.size
+
+    def memory(self) -> memoryview:
+        """The memory to read into."""
+        target = self.chunks[0].target
+        return target if self.in_place and target is not None else leaf_memory(self.nbytes)
+
+    def place(self, chunk: Wanted) -> str:
+        """What errors call the place of a chunk."""
+        leaf = f", leaf {chunk.path!r}, " if chunk.path else "/"
+        return f"{self.where}{leaf}{PACKS}{chunk.pack} at offset {chunk.offset}"
+
+    def failed(self, error: OSError) -> DamagedChunk | UnreadChunk:
+        """The error to raise for a failed read: a pack that is gone is damage."""
+        chunk = self.chunks[0]
+        place = self.place(chunk)
+        if not is_gone(error):
+            reason = f"{place}: cannot be read: {error}."
+            return UnreadChunk(str(read_error(error, place)), chunk.pack, reason)
+        return DamagedChunk(
+            f"{place}: expected a pack, found no such file.", chunk.pack, chunk.offset
+        )
+
+
+def grouped(where: str, wanted: Iterable[Wanted]) -> Iterator[Read]:
+    """A read for each large chunk, and for small ones that follow each other, up to CHUNK_BYTES
+    once they are decoded.
+
+    Args:
+        where: What errors call the checkpoint or the run.
+        wanted: The chunks, with those of a pack in the order of their places.
+    """
+    group: list[Wanted] = []
+    pack, end, nbytes, decoded = "", -1, 0, 0
+    for chunk in wanted:
+        length, size = chunk.length, chunk.size
+        if group and (
+            size >= SMALL_BYTES
+            or chunk.offset != end
+            or chunk.pack != pack
+            or decoded + size > CHUNK_BYTES
+        ):
+            yield Read(where, group, nbytes)
+            group, nbytes, decoded = [], 0, 0
+        if size >= SMALL_BYTES:
+            yield Read(where, [chunk], length)
+            continue
+        group.append(chunk)
+        pack, end = chunk.pack, chunk.offset + length
+        nbytes, decoded = nbytes + length, decoded + size
+    if group:
+        yield Read(where, group, nbytes)
+
+
+def verified(storage: Storage, read: Read) -> memoryview:
+    """Read and check chunks, and put them into their targets; returns them as they are stored.
+
+    Raises:
+        DamagedChunk: A chunk is not what it should be, or there is no such pack.
+        UnreadChunk: The pack cannot be read; nothing is known about its contents.
+    """
+    (check,) = _fetched(storage, [read])
+    return check()
+
+
+def check_each(
+    storage: Storage, reads: Iterable[Read]
+) -> Iterator[tuple[Wanted, DamagedChunk | UnreadChunk | None]]:
+    """Each chunk of the reads, and what is wrong with it. One read is in memory at a time."""
+    for read in reads:
+        try:
+            verified(storage, read)
+        except (DamagedChunk, UnreadChunk) as error:
+            if len(read.chunks) == 1:
+                yield read.chunks[0], error
+            else:  # one by one, to find out which
+                alone = [Read(read.where, [chunk], chunk.length) for chunk in read.chunks]
+                yield from check_each(storage, alone)
+        else:
+            for chunk in read.chunks:
+                yield chunk, None
+
+
+def packed(
+    pack: str, offset: int, chunks: Iterable[PackedChunk], *, decoded: bool = False
+) -> Iterator[Wanted]:
+    """Chunks that follow each other from `offset`, to be checked; if `decoded`, as in a restore."""
+    for digest, length, size in chunks:
+        target = new_bytes(size) if decoded and length != size else None
+        yield Wanted(pack, offset, digest, length, size, target)
+        offset += length
 
 
 def load_entries(
@@ -62,60 +191,67 @@ def load_entries(
     Raises as `loading.load_leaves` does.
     """
     leaves: dict[str, Leaf] = {}
-    parts: list[tuple[LeafEntry, Chunk, memoryview]] = []
+    wanted: list[Wanted] = []
+    packs = [pack.name for pack in manifest.packs]
     require_packs(storage, manifest, entries)
     for entry in entries:
+        path = entry.path
         if entry.text is not None:
-            leaves[entry.path] = Leaf(entry.dtype, (), memoryview(entry.text.encode()), True)
+            leaves[path] = Leaf(entry.dtype, (), memoryview(entry.text.encode()), True)
             continue
-        try:
-            target = leaf_memory(entry.nbytes)
-        except (MemoryError, OSError) as error:
-            what = f"{storage.where}: step {manifest.step}, leaf {entry.path!r}"
-            raise read_error(error, f"{what} of {entry.nbytes} bytes") from error
-        leaves[entry.path] = Leaf(entry.dtype, entry.shape, target, frozen=True)
-        if len(entry.chunks) == 1:
-            parts.append((entry, entry.chunks[0], target))
-            continue
+        target = new_memory(storage, manifest, entry, entry.nbytes)
+        leaves[path] = Leaf(entry.dtype, entry.shape, target, frozen=True)
         start = 0
         for chunk, size in zip(entry.chunks, entry.sizes(), strict=True):
-            parts.append((entry, chunk, target[start : start + size]))
+            part = target if size == len(target) else target[start : start + size]
+            wanted.append(
+                Wanted(packs[chunk.pack], chunk.offset, chunk.hash, chunk.length, size, part, path)
+            )
             start += size
-    read_parts(storage, manifest, parts)
+    load_chunks(storage, manifest, wanted)
     return leaves
 
 
-def read_parts(
-    storage: Storage, manifest: Manifest, parts: list[tuple[LeafEntry, Chunk, memoryview]]
-) -> None:
-    """Read and verify chunks, each into the memory that is given.
+def new_memory(storage: Storage, manifest: Manifest, entry: LeafEntry, nbytes: int) -> memoryview:
+    """Memory for a leaf, or for `nbytes` of it; raises `UnreachableError` if there is none."""
+    try:
+        return leaf_memory(nbytes)
+    except (MemoryError, OSError) as error:
+        what = f"{of_step(storage, manifest)}, leaf {entry.path!r} of {entry.nbytes} bytes"
+        raise read_error(error, what) from error
+
+
+def load_chunks(storage: Storage, manifest: Manifest, wanted: list[Wanted]) -> None:
+    """Read and verify chunks of a manifest, each into the memory that is given.
 
     Raises as `loading.load_leaves` does.
     """
-    spans = _spans(storage, list(grouped_reads(parts)))
-    if sum(read.nbytes for span in spans for read in span) < INLINE_READ_BYTES:
-        for span in spans:
-            for check in fetch_reads(storage, manifest, span):
+    # Sorted by place, so that neighbours meet and the disk is read from front to back.
+    wanted.sort(key=attrgetter("pack", "offset"))
+    requests = _requests(storage, list(grouped(of_step(storage, manifest), wanted)))
+    if sum(read.nbytes for request in requests for read in request) < INLINE_READ_BYTES:
+        for request in requests:
+            for check in _fetched(storage, request):
                 check()
         return
-    threads = storage.streams if isinstance(storage, StreamingStorage) else READ_THREADS
     hashers = pool("verify", HASH_THREADS)
-    pending: list[Future[None]] = []
+    pending: list[Future[memoryview]] = []
     failed = threading.Event()
 
-    def fetch(span: Sequence[PackRead]) -> list[Future[None]]:
-        checks: list[Future[None]] = []
-        for read, check in zip(span, fetch_reads(storage, manifest, span), strict=True):
+    def fetch(request: Sequence[Read]) -> list[Future[memoryview]]:
+        checks: list[Future[memoryview]] = []
+        for read, check in zip(request, _fetched(storage, request), strict=True):
             if failed.is_set():
                 break
-            if read.in_place():
+            if read.in_place:
                 checks.append(submit(hashers, check))
             else:  # at once, because its extra memory is freed by that
                 check()
         pending.extend(checks)
         return checks
 
-    with closing(map_ahead(pool("read", threads), fetch, spans, len(spans))) as fetched:
+    readers = pool("read", storage.streams or READ_THREADS)
+    with closing(map_ahead(readers, fetch, requests, len(requests))) as fetched:
         try:
             for checks in fetched:
                 for check in checks:
@@ -140,9 +276,9 @@ def verify_leaves(
 
 
 def damaged_chunks(
-    storage: Storage, manifest: Manifest, chunks: Sequence[tuple[LeafEntry, Chunk, int]]
+    storage: Storage, manifest: Manifest, chunks: Iterable[tuple[LeafEntry, Chunk, int]]
 ) -> list[DamagedChunk]:
-    """Read chunks one after the other, in the memory of one chunk.
+    """Read chunks one after the other, in the memory of one read.
 
     Args:
         storage: The run directory.
@@ -155,27 +291,44 @@ def damaged_chunks(
     Raises:
         UnreachableError: A chunk cannot be read.
     """
-    buffer = take_buffer()
+    in_order = sorted(chunks, key=lambda row: (row[1].pack, row[1].offset))
+    wanted = (
+        wanted_chunk(manifest, entry, chunk, None if chunk.length == size else new_bytes(size))
+        for entry, chunk, size in in_order
+    )
     errors: list[DamagedChunk] = []
-    try:
-        parts = [
-            (entry, chunk, memoryview(buffer)[:size])  # used for one chunk after the other
-            for entry, chunk, size in chunks
-        ]
-        reads = list(grouped_reads(parts))
-        while reads:
-            read = reads.pop(0)
-            try:
-                for check in fetch_reads(storage, manifest, [read]):
-                    check()
-            except DamagedChunk as error:
-                if len(read.parts) == 1:
-                    errors.append(error)
-                else:  # read them one by one to find the damaged ones
-                    reads[:0] = [PackRead([part], part[1].length) for part in read.parts]
-    finally:
-        give_buffer(buffer)
+    for _, error in check_each(storage, grouped(of_step(storage, manifest), wanted)):
+        if isinstance(error, UnreadChunk):
+            raise error
+        if error is not None:
+            errors.append(error)
     return errors
+
+
+def chunk_size(entry: LeafEntry, number: int) -> int:
+    """Bytes of one decoded chunk."""
+    if entry.size is None:
+        return entry.chunks[number].length
+    return min(CHUNK_BYTES, entry.size - number * CHUNK_BYTES)
+
+
+def wanted_chunk(
+    manifest: Manifest, entry: LeafEntry, chunk: Chunk, target: memoryview | None
+) -> Wanted:
+    """A chunk of a leaf; without a target one that is stored as it is, to be checked."""
+    size = chunk.length if target is None else len(target)
+    pack = manifest.packs[chunk.pack].name
+    return Wanted(pack, chunk.offset, chunk.hash, chunk.length, size, target, entry.path)
+
+
+def new_bytes(size: int) -> memoryview:
+    """Memory that need not be page-aligned."""
+    return memoryview(bytearray(size))
+
+
+def of_step(storage: Storage, manifest: Manifest) -> str:
+    """What errors call a checkpoint."""
+    return f"{storage.where}: step {manifest.step}"
 
 
 def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry]) -> None:
@@ -194,7 +347,7 @@ def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEn
         if not end:
             continue
         name = manifest.packs[number].name
-        what = f"{storage.where}: step {manifest.step}: {PACKS}{name}"
+        what = f"{of_step(storage, manifest)}: {PACKS}{name}"
         try:
             size = storage.size(PACKS + name)
         except OSError as error:
@@ -207,108 +360,97 @@ def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEn
             )
 
 
-def grouped_reads(parts: list[tuple[LeafEntry, Chunk, memoryview]]) -> Iterator[PackRead]:
-    """A read for each large chunk, and for small ones that follow each other, up to CHUNK_BYTES."""
-    under_way = PackRead()
-    pack, end = -1, -1
-    # Sorted by place, so that neighbours meet and the disk is read from front to back.
-    for part in sorted(parts, key=lambda part: (part[1].pack, part[1].offset)):
-        chunk = part[1]
-        if len(part[2]) >= SMALL_BYTES:
-            yield PackRead([part], chunk.length)
-            continue
-        follows = chunk.pack == pack and chunk.offset == end
-        if under_way.parts and (not follows or under_way.nbytes + chunk.length > CHUNK_BYTES):
-            yield under_way
-            under_way = PackRead()
-        under_way.parts.append(part)
-        under_way.nbytes += chunk.length
-        pack, end = chunk.pack, chunk.offset + chunk.length
-    if under_way.parts:
-        yield under_way
-
-
-def _spans(storage: Storage, reads: Sequence[PackRead]) -> list[list[PackRead]]:
+def _requests(storage: Storage, reads: Sequence[Read]) -> list[list[Read]]:
     """The reads of each request: one read, or from an object store all that lie side by side.
 
     To an object store a request costs more than its bytes (some servers look at the whole object for
     each), so every stream gets one contiguous share.
     """
-    if not isinstance(storage, StreamingStorage):
+    if not storage.streams:
         return [[read] for read in reads]
     share = -(-sum(read.nbytes for read in reads) // storage.streams)
     most = min(max(share, CHUNK_BYTES), STREAM_BYTES)
-    spans: list[list[PackRead]] = []
+    requests: list[list[Read]] = []
     room = buffered = 0
-    place = (-1, -1)
+    place = ("", -1)
     for read in reads:
-        chunk = read.parts[0][1]
+        chunk = read.chunks[0]
         if place != (chunk.pack, chunk.offset) or room <= 0 or buffered <= 0:
-            spans.append([])
+            requests.append([])
             room, buffered = most, BUFFERED_BYTES
-        spans[-1].append(read)
+        requests[-1].append(read)
         room -= read.nbytes
-        buffered -= 0 if read.in_place() else read.nbytes
+        buffered -= 0 if read.in_place else read.nbytes
         place = (chunk.pack, chunk.offset + read.nbytes)
-    return spans
+    return requests
 
 
-def fetch_reads(
-    storage: Storage, manifest: Manifest, span: Sequence[PackRead]
-) -> Iterator[Callable[[], None]]:
+def _fetched(storage: Storage, request: Sequence[Read]) -> Iterator[Callable[[], memoryview]]:
     """Fill the memory of one read after the other; yields a function that checks it."""
-    entry, first, _ = span[0].parts[0]
-    name = PACKS + manifest.packs[first.pack].name
-    memory = [
-        read.parts[0][2] if read.in_place() else memoryview(bytearray(read.nbytes)) for read in span
-    ]
+    read = request[0]
+    memory = [read.memory() for read in request]
     try:
-        if isinstance(storage, StreamingStorage):
-            filled = storage.read_each(name, first.offset, memory)
-        else:
-            filled = iter([storage.read_into(name, first.offset, data) for data in memory])
-        for read, data in zip(span, memory, strict=True):
-            entry, first, _ = read.parts[0]
-            yield partial(_check, storage, manifest, read, data, next(filled))
+        filled = storage.read_each(read.object, read.chunks[0].offset, memory)
+        for read, data in zip(request, memory, strict=True):
+            yield partial(_checked, storage, read, data, next(filled))
     except OSError as error:
-        raise _failed(storage, manifest, entry, first, error) from error
+        raise read.failed(error) from error
 
 
-def _check(
-    storage: Storage, manifest: Manifest, read: PackRead, data: memoryview, got: int
-) -> None:
-    """Compare every chunk of a read with its hash; raises `DamagedChunk`."""
-    entry, first, _ = read.parts[0]
-    in_place = read.in_place()
-    place = _place(storage, manifest, entry, first)
-    again = partial(
-        read_again, storage, PACKS + manifest.packs[first.pack].name, first.offset, data
-    )
-    chunks = [(chunk.hash, chunk.length, len(target)) for _, chunk, target in read.parts]
-    targets = [None if in_place else target for _, _, target in read.parts]
+def _checked(storage: Storage, read: Read, data: memoryview, got: int) -> memoryview:
+    """`data`, of which `got` bytes were read, once every chunk in it is what it should be."""
+    if (found := first_fault(read, data, got)) is None:
+        return data
     try:
-        found = first_fault(data, got, chunks, targets, place, again)
+        storage.drop_cached(read.object)
+        again = storage.read_into(read.object, read.chunks[0].offset, data)
     except OSError as error:
-        raise _failed(storage, manifest, entry, first, error) from error
-    if found:
-        entry, chunk, _ = read.parts[found[0]]
-        place, pack = _place(storage, manifest, entry, chunk), manifest.packs[chunk.pack].name
-        raise DamagedChunk(f"{place}: {found[1]}.", pack, chunk.offset)
-
-
-def _failed(
-    storage: Storage, manifest: Manifest, entry: LeafEntry, chunk: Chunk, error: OSError
-) -> StoreError:
-    """The error of a failed read of a chunk."""
-    place = _place(storage, manifest, entry, chunk)
-    if not is_gone(error):
-        return read_error(error, place)
-    name = manifest.packs[chunk.pack].name
-    return DamagedChunk(f"{place}: expected a pack, found no such file.", name, chunk.offset)
-
-
-def _place(storage: Storage, manifest: Manifest, entry: LeafEntry, chunk: Chunk) -> str:
-    return (
-        f"{storage.where}: step {manifest.step}, leaf {entry.path!r}, "
-        f"{PACKS}{manifest.packs[chunk.pack].name} at offset {chunk.offset}"
+        raise read.failed(error) from error
+    if (confirmed := first_fault(read, data, again)) is not None:
+        chunk, fault = confirmed
+        raise DamagedChunk(f"{read.place(chunk)}: {fault}.", chunk.pack, chunk.offset)
+    logging.getLogger(__name__).warning(
+        "%s: %s; read again, the bytes are right and are used. If this comes again, check the memory, "
+        "the disk and the network of this machine.",
+        read.place(found[0]),
+        found[1],
     )
+    return data
+
+
+def first_fault(read: Read, data: memoryview, available: int) -> tuple[Wanted, str] | None:
+    """The first damaged chunk and what is wrong with it; None if all are in their targets."""
+    chunks = read.chunks
+    ends = list(accumulate([chunk.length for chunk in chunks], initial=0))
+    stored = [data[start:stop] for start, stop in pairwise(ends)]
+    # There may be very many small chunks, so all are hashed by one call. Only if that finds a
+    # difference, or if some are encoded, are they checked one by one.
+    plain = ends[-1] <= available and all(chunk.length == chunk.size for chunk in chunks)
+    if plain and len(chunks) > 1 and hash_each(stored) == [chunk.hash for chunk in chunks]:
+        for chunk, part in zip(chunks, stored, strict=True):
+            if chunk.target is not None:
+                chunk.target[:] = part
+        return None
+    for chunk, part, start in zip(chunks, stored, ends, strict=False):
+        target = None if read.in_place else chunk.target
+        if fault := _fault(chunk, part, available - start, target):
+            return chunk, fault
+    return None
+
+
+def _fault(
+    chunk: Wanted, stored: memoryview, present: int, target: memoryview | None
+) -> str | None:
+    """What is wrong with a chunk, of which `present` bytes were read; None if it is good."""
+    if present < chunk.length:
+        return f"expected {chunk.length} bytes, found {max(0, present)}; the pack is cut short"
+    if chunk.length != chunk.size:
+        if target is not None:
+            return decode(stored, chunk.hash, target)
+        intact = is_intact(stored, chunk.hash, chunk.size)
+        return None if intact else f"its {chunk.length} encoded bytes do not match their seal"
+    if (actual := hash_bytes(stored)) != chunk.hash:
+        return f"expected hash {chunk.hash[:16]}, found {actual[:16]}"
+    if target is not None:
+        target[:] = stored
+    return None

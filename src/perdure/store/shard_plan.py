@@ -1,22 +1,27 @@
-"""Which process writes each chunk of a sharded array, and where the bytes of the chunk come from.
+"""Arrays whose elements lie in several processes or on several devices: who has, writes and sends what.
 
-Pure functions of the layouts, so that every process finds the same plan. Invariants: each chunk has one
-writer, a process that has as many bytes of it as any other, so that as few bytes as possible move; and
-each byte of a chunk comes from one process.
+Regions, layouts and plans are pure, so that every process finds the same plan. Invariants: each chunk
+has one writer, a process that has as many bytes of it as any other, so that as few bytes as possible
+move; each byte of a chunk comes from one process; and no more than a few chunks of a process are in
+memory beside its shards.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from msgspec import Struct
 
 from perdure.errors import CorruptionError
 from perdure.store.format import CHUNK_BYTES, chunk_spans
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Region = tuple[tuple[int, int], ...]
 """A part of an array: (start, stop) along each axis."""
@@ -147,6 +152,176 @@ def plan_shards(layouts: Mapping[str, ShardLayout], count: int) -> dict[str, Sha
     }
 
 
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+"""Elements are copied as unsigned integers, or as opaque bytes."""
+
+Fetch = Callable[[int, int, int, Callable[[memoryview], None]], None]
+"""Gets the slices of a chunk that another process has: (process, chunk, bytes, what takes them)."""
+
+
+class Shards(Struct, frozen=True, gc=False):
+    """The shards of an array that this process has. Other processes have the rest of the array.
+
+    Attributes:
+        shape: The shape of the array. Of PRNG keys it ends with the number of words of a key.
+        itemsize: Bytes of one element.
+        regions: Which elements each shard has. No region occurs twice.
+        parts: The bytes of each shard, row-major and little-endian.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    regions: tuple[Region, ...]
+    parts: tuple[memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.itemsize
+
+    def elements(self, found: Slice) -> np.ndarray[Any, Any]:
+        """The elements of a slice, in the memory of the shard that has them."""
+        data = self.parts[self.regions.index(found.region)]
+        return _array(data, found.region, self.itemsize)[_inside(found.part, found.region)]
+
+    def inside(self, slices: Sequence[Slice], start: int, stop: int) -> memoryview | None:
+        """The memory of the chunk from `start` to `stop`, which has these slices, if it lies in one
+        shard without a gap."""
+        region = slices[0].region
+        first = first_element(self.shape, region)
+        if first is None or any(found.region != region for found in slices):
+            return None
+        if slices_size(slices, self.itemsize) != stop - start:
+            return None
+        offset = start - first * self.itemsize
+        return self.parts[self.regions.index(region)][offset : offset + stop - start]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AssembledChunk:
+    """A chunk that is put together, from shards of this process and of others, when it is needed.
+
+    Attributes:
+        number: The number of the chunk in its leaf.
+        nbytes: Its bytes.
+        slices: Where they come from.
+        shards: The shards of this process.
+        process: The number of this process.
+        fetch: Gets the slices of another process.
+    """
+
+    number: int
+    nbytes: int
+    slices: Sequence[tuple[int, Slice]]
+    shards: Shards
+    process: int
+    fetch: Fetch
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def fill(self, target: memoryview) -> None:
+        """Put the bytes of the chunk into `target`. Raises `OSError` if another process is gone."""
+        by_process: dict[int, list[Slice]] = {}
+        for process, found in self.slices:
+            by_process.setdefault(process, []).append(found)
+        itemsize = self.shards.itemsize
+        for process, slices in by_process.items():
+            if process == self.process:
+                for found in slices:
+                    _in_chunk(target, found, itemsize)[...] = self.shards.elements(found)
+                continue
+
+            def place(received: memoryview, slices: Sequence[Slice] = slices) -> None:
+                for found, data in _in_turn(received, slices, itemsize):
+                    _in_chunk(target, found, itemsize)[...] = data
+
+            self.fetch(process, self.number, slices_size(slices, itemsize), place)
+
+
+ChunkBytes = memoryview | bytes | AssembledChunk
+
+
+def whole(chunk: ChunkBytes) -> memoryview | bytes:
+    """The bytes of a chunk, in new memory if they are put together."""
+    if not isinstance(chunk, AssembledChunk):
+        return chunk
+    memory = memoryview(bytearray(chunk.nbytes))
+    chunk.fill(memory)
+    return memory
+
+
+def assembled_chunks(shards: Shards) -> list[ChunkBytes]:
+    """The chunks of an array of which this process has all shards."""
+
+    def fetch(*_: object) -> NoReturn:
+        raise AssertionError("this process has all shards")
+
+    layout = ShardLayout(shards.shape, shards.itemsize, (shards.regions,))
+    plan = ShardPlan("an array", layout, [0])
+    return [chunk for _, chunk in own_chunks(plan, shards, 0, fetch)]
+
+
+def own_chunks(
+    plan: ShardPlan, shards: Shards, process: int, fetch: Fetch
+) -> Iterator[tuple[int, ChunkBytes]]:
+    """Number and bytes of each chunk of an array that `process`, this one, writes."""
+    for number, writer in enumerate(plan.writers):
+        if writer != process:
+            continue
+        start, stop = plan.spans[number]
+        slices = plan.slices(number, process)
+        is_here = all(holder == process for holder, _ in slices)
+        inside = shards.inside([found for _, found in slices], start, stop) if is_here else None
+        if inside is None:
+            inside = AssembledChunk(number, stop - start, slices, shards, process, fetch)
+        yield number, inside
+
+
+def slices_of(plan: ShardPlan, number: int, writer: int, process: int) -> list[Slice]:
+    """The slices of a chunk that `process` sends to `writer`, in the order in which they travel."""
+    return [found for holder, found in plan.slices(number, writer) if holder == process]
+
+
+def slices_size(slices: Iterable[Slice], itemsize: int) -> int:
+    """Bytes of slices."""
+    return sum(volume(found.part) for found in slices) * itemsize
+
+
+def read_slices(slices: Sequence[Slice], shards: Shards, memory: memoryview) -> int:
+    """Put the bytes of slices that the shards of this process have into `memory`, one after the other.
+
+    Returns how many bytes they have.
+    """
+    for found, data in _in_turn(memory, slices, shards.itemsize):
+        data[...] = shards.elements(found)
+    return slices_size(slices, shards.itemsize)
+
+
+def place_elements(data: memoryview, shards: Shards, slices: Iterable[Slice]) -> None:
+    """Copy elements of a chunk, whose bytes are `data`, into the shards that have them."""
+    for found in slices:
+        shards.elements(found)[...] = _in_chunk(data, found, shards.itemsize)
+
+
+def _in_turn(
+    memory: memoryview, slices: Sequence[Slice], itemsize: int
+) -> Iterator[tuple[Slice, np.ndarray[Any, Any]]]:
+    """Each slice, and an array over its bytes, which follow each other in `memory`."""
+    start = 0
+    for found in slices:
+        size = volume(found.part) * itemsize
+        yield found, _array(memory[start : start + size], found.part, itemsize)
+        start += size
+
+
+def _in_chunk(data: memoryview, found: Slice, itemsize: int) -> np.ndarray[Any, Any]:
+    """The elements of a slice, in the bytes of its chunk."""
+    stop = found.start + volume(found.block) * itemsize
+    block = _array(data[found.start : stop], found.block, itemsize)
+    return block[_inside(found.part, found.block)]
+
+
 def blocks(shape: tuple[int, ...], start: int, stop: int) -> list[Region]:
     """The elements from `start` to `stop`, in row-major order, as blocks in that order.
 
@@ -202,3 +377,18 @@ def first_element(shape: tuple[int, ...], region: Region) -> int | None:
 
 def _below(index: int, regions: list[Region]) -> list[Region]:
     return [((index, index + 1), *region) for region in regions]
+
+
+def _array(data: memoryview, region: Region, itemsize: int) -> np.ndarray[Any, Any]:
+    import numpy as np  # not needed to list a run
+
+    shape = [stop - start for start, stop in region]
+    return np.frombuffer(data, _WORDS.get(itemsize, f"V{itemsize}")).reshape(shape)
+
+
+def _inside(part: Region, region: Region) -> tuple[slice, ...]:
+    """A part of a region as slices of an array that has the elements of the region."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(part, region, strict=True)
+    )

@@ -15,8 +15,7 @@ from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
-from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
-from perdure.store.failures import read_error
+from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, take_buffer
 from perdure.store.format import CHUNK_BYTES, PACKS, chunk_spans
 from perdure.store.json_blocks import batches
 from perdure.store.leaf import Leaf
@@ -24,14 +23,25 @@ from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import map_ahead
 from perdure.store.reader import (
     READ_THREADS,
-    fetch_reads,
-    grouped_reads,
-    read_parts,
+    Wanted,
+    grouped,
+    load_chunks,
+    new_memory,
+    of_step,
     require_packs,
+    verified,
+    wanted_chunk,
 )
-from perdure.store.shard_chunks import Shards, place_elements
-from perdure.store.shard_plan import Region, RegionIndex, Slice, first_element, volume
-from perdure.store.storage import PageCachedStorage, Storage, StreamingStorage
+from perdure.store.shard_plan import (
+    Region,
+    RegionIndex,
+    Shards,
+    Slice,
+    place_elements,
+    slices_size,
+    volume,
+)
+from perdure.store.storage import Storage
 
 MOST_STREAMS = 8
 """Of chunks that do not lie in one shard; each takes a buffer."""
@@ -85,93 +95,6 @@ class SharedReads(Protocol):
         ...
 
 
-def load_shards(
-    storage: Storage,
-    manifest: Manifest,
-    entries: Sequence[LeafEntry],
-    regions: Regions,
-    sharing: SharedReads | None = None,
-) -> dict[str, Leaf]:
-    """Read and verify parts of some arrays of `manifest`; raises as `load_leaves` does."""
-    firsts: dict[str, int] = {}
-    count = 0
-    for leaf in manifest.leaves:
-        firsts[leaf.path] = count
-        count += len(leaf.chunks)
-    leaves: dict[str, Leaf] = {}
-    in_place: list[tuple[LeafEntry, Chunk, memoryview]] = []
-    passing: list[_Passing] = []
-    require_packs(storage, manifest, entries)
-    sizes = {entry.path: _sizes(entry, regions[entry.path]) for entry in entries}
-    for entry in entries:
-        wanted = tuple(sizes[entry.path])
-        itemsize = _itemsize(entry)
-        try:
-            parts = tuple(map(leaf_memory, sizes[entry.path].values()))
-        except (MemoryError, OSError) as error:
-            what = f"{storage.where}: step {manifest.step}, leaf {entry.path!r}"
-            raise read_error(error, f"a part of {what} of {entry.nbytes} bytes") from error
-        shards = Shards(entry.shape, itemsize, wanted, parts)
-        leaves[entry.path] = Leaf(
-            entry.dtype, entry.shape, memoryview(b""), frozen=True, shards=shards
-        )
-        index = RegionIndex(shards.shape, itemsize, wanted)
-        for number, (start, stop) in enumerate(chunk_spans(entry.nbytes)):
-            if not (slices := index.slices(start, stop)):
-                continue
-            if (target := _memory_inside(shards, slices, start, stop)) is not None:
-                in_place.append((entry, entry.chunks[number], target))
-            else:
-                chunk = entry.chunks[number]
-                place = firsts[entry.path] + number
-                passing.append(_Passing(place, entry, chunk, stop - start, shards, slices))
-    if sharing is None:
-        read_parts(storage, manifest, in_place)
-        _pass_through(storage, manifest, passing)
-    else:
-        with closing(sharing):
-            _read_shared(storage, manifest, in_place, passing, sharing)
-    return leaves
-
-
-def _read_shared(
-    storage: Storage,
-    manifest: Manifest,
-    in_place: list[tuple[LeafEntry, Chunk, memoryview]],
-    passing: Sequence[_Passing],
-    sharing: SharedReads,
-) -> None:
-    """Read and verify what this process needs, a part of it in other processes of this machine."""
-    shared = {item.number: item for item in passing if item.is_shared()}
-    alone = sum(len(data) for _, _, data in in_place)
-    alone += sum(item.nbytes for item in passing if item.number not in shared)
-
-    def place(number: int, data: memoryview) -> None:
-        place_elements(data, shared[number].shards, shared[number].slices)
-
-    wanted = {number: item.nbytes for number, item in shared.items()}
-    if not sharing.announce(manifest.fingerprint, wanted, alone, place):
-        sharing.close()  # at once: the others wait for what this process announces
-        read_parts(storage, manifest, in_place)
-        _pass_through(storage, manifest, passing)
-        return
-    read_parts(storage, manifest, in_place)
-    theirs = sharing.divide()
-    mine = [item for item in passing if item.number not in theirs]
-    _pass_through(storage, manifest, mine, sharing)
-    missing = theirs - sharing.finish()
-    _pass_through(storage, manifest, [shared[number] for number in missing])
-
-
-def _sizes(entry: LeafEntry, regions: Sequence[Region]) -> dict[Region, int]:
-    """The bytes of each different region."""
-    return {region: volume(region) * _itemsize(entry) for region in regions}
-
-
-def _itemsize(entry: LeafEntry) -> int:
-    return entry.nbytes // max(1, math.prod(entry.shape))
-
-
 class _Passing(NamedTuple):
     """A chunk of `nbytes` bytes, of which some elements belong into shards.
 
@@ -187,11 +110,84 @@ class _Passing(NamedTuple):
 
     def is_shared(self) -> bool:
         """Whether other processes need elements of it, too, and it is large."""
-        own = sum(volume(found.part) for found in self.slices) * self.shards.itemsize
-        return own < self.nbytes and self.nbytes >= SMALL_BYTES
+        return slices_size(self.slices, self.shards.itemsize) < self.nbytes >= SMALL_BYTES
 
 
-class _OwnBuffers:
+def load_shards(
+    storage: Storage,
+    manifest: Manifest,
+    entries: Sequence[LeafEntry],
+    regions: Regions,
+    sharing: SharedReads | None = None,
+) -> dict[str, Leaf]:
+    """Read and verify parts of some arrays of `manifest`; raises as `load_leaves` does."""
+    leaf_counts = [len(leaf.chunks) for leaf in manifest.leaves]
+    paths = [leaf.path for leaf in manifest.leaves]
+    firsts = dict(zip(paths, accumulate(leaf_counts, initial=0), strict=False))
+    leaves: dict[str, Leaf] = {}
+    in_place: list[Wanted] = []
+    passing: list[_Passing] = []
+    require_packs(storage, manifest, entries)
+    for entry in entries:
+        itemsize = entry.nbytes // max(1, math.prod(entry.shape))
+        wanted = tuple(dict.fromkeys(regions[entry.path]))
+        parts = tuple(
+            new_memory(storage, manifest, entry, volume(region) * itemsize) for region in wanted
+        )
+        shards = Shards(entry.shape, itemsize, wanted, parts)
+        leaves[entry.path] = Leaf(
+            entry.dtype, entry.shape, memoryview(b""), frozen=True, shards=shards
+        )
+        index = RegionIndex(shards.shape, itemsize, wanted)
+        for number, (start, stop) in enumerate(chunk_spans(entry.nbytes)):
+            if not (slices := index.slices(start, stop)):
+                continue
+            chunk = entry.chunks[number]
+            if (target := shards.inside(slices, start, stop)) is not None:
+                in_place.append(wanted_chunk(manifest, entry, chunk, target))
+            else:
+                place = firsts[entry.path] + number
+                passing.append(_Passing(place, entry, chunk, stop - start, shards, slices))
+    if sharing is not None:
+        with closing(sharing):
+            if _read_shared(storage, manifest, in_place, passing, sharing):
+                return leaves
+    load_chunks(storage, manifest, in_place)
+    _pass_through(storage, manifest, passing)
+    return leaves
+
+
+def _read_shared(
+    storage: Storage,
+    manifest: Manifest,
+    in_place: list[Wanted],
+    passing: Sequence[_Passing],
+    sharing: SharedReads,
+) -> bool:
+    """Read what this process needs, a part of it in other processes of this machine.
+
+    Returns False, and has read nothing, if there are none that share.
+    """
+    shared = {item.number: item for item in passing if item.is_shared()}
+    alone = sum(chunk.size for chunk in in_place)
+    alone += sum(item.nbytes for item in passing if item.number not in shared)
+
+    def place(number: int, data: memoryview) -> None:
+        place_elements(data, shared[number].shards, shared[number].slices)
+
+    wanted = {number: item.nbytes for number, item in shared.items()}
+    if not sharing.announce(manifest.fingerprint, wanted, alone, place):
+        return False
+    load_chunks(storage, manifest, in_place)
+    theirs = sharing.divide()
+    mine = [item for item in passing if item.number not in theirs]
+    _pass_through(storage, manifest, mine, sharing)
+    missing = theirs - sharing.finish()
+    _pass_through(storage, manifest, [shared[number] for number in missing])
+    return True
+
+
+class _Buffers:
     """Memory for chunks of which no other process gets anything; see `SharedReads`."""
 
     def __init__(self, count: int) -> None:
@@ -221,58 +217,42 @@ def _pass_through(
     """Read and verify chunks in the memory of a few, and copy their elements into the shards."""
     if not passing:
         return
-    threads = READ_THREADS
-    if isinstance(storage, StreamingStorage):
-        threads = min(storage.streams, MOST_STREAMS)
-    own = _OwnBuffers(threads) if sharing is None else None
-    buffers = sharing or own
-    assert buffers is not None
+    threads = min(storage.streams, MOST_STREAMS) or READ_THREADS
 
     def work(batch: Sequence[_Passing]) -> None:
         slot, memory = buffers.take()
         starts = list(accumulate([item.nbytes for item in batch], initial=0))
-        verified: list[tuple[int, int, int]] = []
+        parts = [memory[start:stop] for start, stop in pairwise(starts)]
+        done: list[tuple[int, int, int]] = []
         try:
-            places = [memory[start:stop] for start, stop in pairwise(starts)]
-            pairs = list(zip(batch, places, strict=True))
-            for item in batch if sharing is None else ():
-                if isinstance(storage, PageCachedStorage) and item.is_shared():
-                    storage.keep_cached(
-                        PACKS + manifest.packs[item.chunk.pack].name, item.chunk.offset
-                    )
-            for read in grouped_reads([(item.entry, item.chunk, data) for item, data in pairs]):
-                for check in fetch_reads(storage, manifest, [read]):
-                    check()
-            for item, data in pairs:
+            wanted = [
+                wanted_chunk(manifest, item.entry, item.chunk, data)
+                for item, data in zip(batch, parts, strict=True)
+            ]
+            if sharing is None:
+                for item, chunk in zip(batch, wanted, strict=True):
+                    if item.is_shared():
+                        storage.keep_cached(PACKS + chunk.pack, chunk.offset)
+            for read in grouped(of_step(storage, manifest), wanted):
+                verified(storage, read)
+            for item, data in zip(batch, parts, strict=True):
                 place_elements(data, item.shards, item.slices)
-            verified = [
+            done = [
                 (item.number, start, item.nbytes)
                 for item, start in zip(batch, starts, strict=False)
             ]
         finally:
-            buffers.give(slot, verified)
+            buffers.give(slot, done)
 
     # In the order of the packs, small ones together.
     in_order = sorted(passing, key=lambda item: (item.chunk.pack, item.chunk.offset))
     together = batches(in_order, lambda item: item.nbytes, CHUNK_BYTES)
+    buffers = sharing or _Buffers(threads)
     try:
         # Threads of its own: they wait for other processes, and no other restore may wait for them.
         with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
             for _ in map_ahead(readers, work, together, 2 * threads):
                 pass
     finally:
-        if own is not None:
-            own.close()
-
-
-def _memory_inside(
-    shards: Shards, slices: Sequence[Slice], start: int, stop: int
-) -> memoryview | None:
-    """The memory of the chunk from `start` to `stop` if all of it lies in one shard."""
-    region = slices[0].region
-    count = sum(volume(found.part) for found in slices if found.region == region)
-    first = first_element(shards.shape, region)
-    if first is None or count * shards.itemsize != stop - start:
-        return None
-    offset = start - first * shards.itemsize
-    return shards.parts[shards.regions.index(region)][offset : offset + stop - start]
+        if isinstance(buffers, _Buffers):
+            buffers.close()

@@ -1,4 +1,4 @@
-"""The interface of a storage: what each operation of a backend guarantees.
+"""`Storage`: what each operation of a backend guarantees.
 
 Names are relative, with `/` between parts. A backend knows nothing of packs or manifests.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar
 
 from perdure.errors import CorruptionError
 
@@ -18,11 +18,29 @@ class LostLock(OSError):
     """The lock that a change needs was lost; the change was not made."""
 
 
+class Entry(NamedTuple):
+    """What a listing says about an object.
+
+    Attributes:
+        size: Its bytes; None if the listing does not say.
+        version: A text that differs if the bytes do; "" if unknown.
+    """
+
+    size: int | None
+    version: str
+
+
 class Sink(Protocol):
-    """A new object that is being written, front to back."""
+    """A new object that is being written, front to back. A storage derives its sinks from this."""
 
     def write(self, data: memoryview) -> None:
         """Append `data`. The caller may reuse the memory once this returns."""
+
+    def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
+        """Append `data`, which lies in page-aligned memory that nobody changes until `release` is
+        called: from any thread, and before `commit` or `abort` returns."""
+        self.write(data)
+        release()
 
     def commit(self) -> None:
         """Make the object durable and visible, or raise; it survives power loss on return.
@@ -34,32 +52,22 @@ class Sink(Protocol):
         """Discard what was written. May be called after a failed commit, and twice."""
 
 
-@runtime_checkable
-class AdoptingSink(Protocol):
-    """A `Sink` that can write from the caller's memory without a copy."""
-
-    def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
-        """Append `data`, which lies in page-aligned memory that nobody changes until `release` is
-        called: from any thread, and before `commit` or `abort` returns."""
-
-
-class Readable(Protocol):
-    """The part of a `Storage` that chunks are read through."""
-
-    where: str
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int: ...
-
-
 class Storage(Protocol):
     """Durable named byte strings. Every failure is an `OSError` (`FileNotFoundError`, ...).
 
     `ConnectionError` means that there was no answer: nothing is known about the object, and it must
-    not be treated as damaged. `perdure.testing.StorageConformance` tests all of this.
+    not be treated as damaged. A storage derives from this class, whose last methods suit most of them.
+    `perdure.testing.StorageConformance` tests all of this.
     """
 
     where: str
     """Path or URL that errors show."""
+
+    streams: int = 0
+    """How many requests a load sends at a time, each for many chunks, if a request takes long."""
+
+    lists_versions: bool = False
+    """Whether `entries` has sizes and versions, so that objects need not be asked one by one."""
 
     def create(self, name: str, size: int) -> Sink:
         """Begin a new object of about `size` bytes, which is invisible until its commit.
@@ -112,90 +120,40 @@ class Storage(Protocol):
 
     def free_bytes(self) -> int | None:
         """Free space, None if that has no meaning."""
-        ...
+        return None
 
-
-@runtime_checkable
-class StreamingStorage(Protocol):
-    """A `Storage` whose requests take long, such as a bucket, and can read several parts at once."""
-
-    streams: int
-    """How many requests may run at a time."""
+    def entries(self, prefix: str, after: str = "") -> Mapping[str, Entry]:
+        """Every name under `prefix` that follows `after` in code point order, with its entry."""
+        unknown = Entry(None, "")
+        return {name: unknown for name in self.list(prefix) if name > after}
 
     def read_each(self, name: str, offset: int, targets: Sequence[memoryview]) -> Iterator[int]:
-        """Fill `targets` with bytes that follow each other from `offset`, by one request.
+        """Fill `targets` with bytes that follow each other from `offset`.
 
         Yields the number of bytes of each as soon as it is filled; fewer only at the end of the
-        object. Raises as `Storage.read_into` does.
+        object. Raises as `read_into` does.
         """
-        ...
+        for target in targets:
+            yield self.read_into(name, offset, target)
+            offset += len(target)
 
+    def make_folder(self, prefix: str) -> None:
+        """Make the directory for `prefix`, which ends in `/`, if the storage has directories.
 
-@runtime_checkable
-class PageCachedStorage(Protocol):
-    """A `Storage` whose large reads go past the page cache of this machine."""
+        It is durable on return.
+        """
 
     def keep_cached(self, name: str, offset: int) -> None:
         """Let the next read at `offset` go through the page cache, and raise no `OSError`.
 
         For bytes that other processes of this machine read, too: the storage then reads them once.
         """
-        ...
 
     def drop_cached(self, name: str) -> None:
         """Let the next reads of an object come from the disk, and raise no `OSError`."""
-        ...
 
 
-class Entry(NamedTuple):
-    """What a listing says about an object.
-
-    Attributes:
-        size: Its bytes; None if the listing does not say.
-        version: A text that differs if the bytes do; "" if unknown.
-    """
-
-    size: int | None
-    version: str
-
-
-@runtime_checkable
-class ListingStorage(Protocol):
-    """A `Storage` whose listing says more than names, so that objects need not be asked one by one."""
-
-    def entries(self, prefix: str, after: str = "") -> Mapping[str, Entry]:
-        """Every name under `prefix` that follows `after` in code point order, with its entry."""
-        ...
-
-
-@runtime_checkable
-class FolderStorage(Protocol):
-    """A `Storage` that can tell an empty prefix from one that is not there."""
-
-    def has_folder(self, prefix: str) -> bool:
-        """Whether there is a directory for `prefix`, which ends in `/`."""
-        ...
-
-    def make_folder(self, prefix: str) -> None:
-        """Make that directory if it is not there; durable on return."""
-
-
-def entries_of(storage: Storage, prefix: str, after: str = "") -> Mapping[str, Entry]:
-    """`ListingStorage.entries` of any storage."""
-    if isinstance(storage, ListingStorage):
-        return storage.entries(prefix, after)
-    unknown = Entry(None, "")
-    return {name: unknown for name in storage.list(prefix) if name > after}
-
-
-def read_again(storage: Readable, name: str, offset: int, target: memoryview) -> int:
-    """`Storage.read_into`, for bytes that seem to be damaged: not from the memory of this machine."""
-    if isinstance(storage, PageCachedStorage):
-        storage.drop_cached(name)
-    return storage.read_into(name, offset, target)
-
-
-def confirmed(storage: Readable, name: str, work: Callable[[], T]) -> T:
+def confirmed(storage: Storage, name: str, work: Callable[[], T]) -> T:
     """What `work` returns, which reads the object `name` and checks it.
 
     If that raises `CorruptionError`, `work` is called again, and reads from the disk.
@@ -203,8 +161,7 @@ def confirmed(storage: Readable, name: str, work: Callable[[], T]) -> T:
     try:
         return work()
     except CorruptionError:
-        if isinstance(storage, PageCachedStorage):
-            storage.drop_cached(name)
+        storage.drop_cached(name)
         return work()
 
 

@@ -8,7 +8,7 @@ from functools import cache
 
 import msgspec
 
-from perdure.errors import CorruptionError, StepNotFoundError, StoreError, UnreachableError
+from perdure.errors import CorruptionError, StepNotFoundError, StoreError
 from perdure.store.compact import (
     LiveChunks,
     check_chunks,
@@ -79,22 +79,12 @@ class ChunksToCopy:
         self.manifest = again
         return self.live()
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+    def raise_if_stopped(self) -> None:
+        """Called before each read."""
         if self._stopped():
             raise CopyStoppedError(
                 f"{self.where}: the copy of step {self.manifest.step} was stopped."
             )
-        try:
-            return self._source.storage.read_into(name, offset, target)
-        except FileNotFoundError:
-            raise
-        except ConnectionError as error:
-            raise UnreachableError(f"{self.where}: step {self.manifest.step}: {error}.") from error
-        except OSError as error:
-            raise StoreError(
-                f"{self.where}/{name}: cannot be read: {error}. Nothing of step {self.manifest.step} "
-                f"was copied. Correct the cause, then copy again."
-            ) from error
 
 
 def transfer(chunks: ChunksToCopy, source: Run, target: Run, *, link: bool, replace: bool) -> int:
@@ -106,7 +96,9 @@ def transfer(chunks: ChunksToCopy, source: Run, target: Run, *, link: bool, repl
     written = 0
     if live:
         ensure_free_bytes(target.storage, relocated_size(live) + BYTES_PER_SAVE)
-        _, copied = copy_chunks(chunks, target.storage, step, live, chunks.find_again)
+        _, copied = copy_chunks(
+            source.storage, target.storage, step, live, chunks.find_again, chunks.raise_if_stopped
+        )
         written = sum(place.length for place in copied.values())
         new |= copied
     places = chunks.stored | new

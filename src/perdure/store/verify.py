@@ -6,8 +6,7 @@ cannot be read is reported as such and not as damaged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from perdure.errors import (
@@ -17,15 +16,14 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.store.chunk_read import read_chunks
-from perdure.store.failures import DamagedChunk, is_gone, read_error
-from perdure.store.format import CHUNK_BYTES, MANIFESTS, PACKS, TEMP_SUFFIX, pack_step, step_of
-from perdure.store.json_blocks import batches
+from perdure.store.failures import DamagedChunk, UnreadChunk, is_gone, read_error
+from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, pack_step, step_of
 from perdure.store.log import log_place
 from perdure.store.log_view import LOG, REPAIR_ADVICE
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import UNTIL_VERIFIED
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
+from perdure.store.reader import Wanted, check_each, grouped, packed
 from perdure.store.rollback import decode_aside
 from perdure.store.run import Run
 from perdure.store.run_log import line_references, read_journal
@@ -135,13 +133,14 @@ class Packs:
             raise UnreachableError(f"{where}: {self.unread[name]}")
         if name in self.damaged:
             # Perhaps only its index is damaged, which a restore does not need.
-            try:
-                _read_chunks(self.run, name, chunk.offset, [wanted])
+            ((_, error),) = _check(self.run, name, chunk.offset, [wanted])
+            if error is None:
                 self._good[name][chunk.offset] = wanted
                 return
-            except DamagedChunk as error:
-                if _is_missing(error):
-                    raise CorruptionError(f"{where} needs {name}, which is missing.") from None
+            if isinstance(error, UnreadChunk):
+                raise error
+            if _is_missing(error):
+                raise CorruptionError(f"{where} needs {name}, which is missing.")
         raise CorruptionError(
             f"{where}: {name} does not hold chunk {chunk.hash[:16]} at offset {chunk.offset}."
         )
@@ -356,7 +355,7 @@ def _log_problem(run: Run) -> str | None:
 
 def _read_pack(
     run: Run, pack: str, size: int
-) -> Iterator[tuple[int, PackedChunk | DamagedChunk | UnreachableError]]:
+) -> Iterator[tuple[int, PackedChunk | DamagedChunk | UnreadChunk]]:
     """(offset, chunk) of every chunk of a pack that is what its hash says; the error for another.
 
     Raises `CorruptionError` if the index is damaged or the pack is gone, `UnreachableError` if the
@@ -369,55 +368,33 @@ def _read_pack(
         start, length = index_span(trailer, size, where)
         return decode_pack_index(_read(run, pack, start, length), trailer, start, where)
 
-    offset = 0
     index = confirmed(run.storage, PACKS + pack, read_index)
-    for group in _neighbours(index):
-        is_good = len(group) > 1 and _is_good(run, pack, offset, group)
-        for chunk in group:
-            yield offset, chunk if is_good else _checked(run, pack, offset, chunk)
-            offset += chunk[1]
+    for chunk, error in _check(run, pack, 0, index):
+        if error is not None and _is_missing(error):
+            raise error
+        yield chunk.offset, error or (chunk.hash, chunk.length, chunk.size)
 
 
-def _neighbours(chunks: Sequence[PackedChunk]) -> Iterator[list[PackedChunk]]:
-    """Chunks that follow each other, in groups of at most CHUNK_BYTES decoded, as each read costs."""
-    return batches(chunks, lambda chunk: chunk[2], CHUNK_BYTES)
-
-
-def _is_good(run: Run, pack: str, offset: int, chunks: Sequence[PackedChunk]) -> bool:
-    """Whether a restore could use all of these neighbours."""
-    try:
-        _read_chunks(run, pack, offset, chunks)
-    except (DamagedChunk, UnreachableError):
-        return False
-    return True
-
-
-def _checked(
-    run: Run, pack: str, offset: int, chunk: PackedChunk
-) -> PackedChunk | DamagedChunk | UnreachableError:
-    """The chunk, or the error if a restore could not use it. Raises that of a pack that is gone."""
-    try:
-        _read_chunks(run, pack, offset, [chunk])
-    except DamagedChunk as error:
-        if _is_missing(error):
-            raise
-        return error
-    except UnreachableError as error:
-        return error
-    return chunk
-
-
-def _read_chunks(run: Run, pack: str, offset: int, chunks: Sequence[PackedChunk]) -> None:
-    """Raise unless a restore could use the chunks at this place."""
-    with _as_unreachable(run, pack, offset):
-        read_chunks(run.storage, pack, offset, chunks, decoded=True)
+def _check(
+    run: Run, pack: str, offset: int, chunks: Iterable[PackedChunk]
+) -> Iterator[tuple[Wanted, DamagedChunk | UnreadChunk | None]]:
+    """Each chunk, and why a restore could not use it; an outage stops the whole check."""
+    wanted = packed(pack, offset, chunks, decoded=True)
+    for chunk, error in check_each(run.storage, grouped(run.where, wanted)):
+        if error is not None and isinstance(error.__cause__, ConnectionError):
+            raise error.__cause__
+        yield chunk, error
 
 
 def _read(run: Run, pack: str, offset: int, length: int) -> bytes:
     """A part of a pack that is no chunk."""
     data = bytearray(length)
-    with _as_unreachable(run, pack, offset):
+    try:
         got = run.storage.read_into(PACKS + pack, offset, memoryview(data))
+    except ConnectionError:
+        raise
+    except OSError as error:
+        raise read_error(error, f"{run.where}/{PACKS}{pack} at offset {offset}") from error
     if got != length:
         raise CorruptionError(
             f"{run.where}/{PACKS}{pack}: expected {length} bytes at offset {offset}, found {got}."
@@ -425,17 +402,6 @@ def _read(run: Run, pack: str, offset: int, length: int) -> bytes:
     return bytes(data)
 
 
-@contextmanager
-def _as_unreachable(run: Run, pack: str, offset: int) -> Iterator[None]:
-    """Turn the failure of a read into a `StoreError`; an outage stops the whole check."""
-    try:
-        yield
-    except ConnectionError:
-        raise
-    except OSError as error:
-        raise read_error(error, f"{run.where}/{PACKS}{pack} at offset {offset}") from error
-
-
-def _is_missing(error: CorruptionError) -> bool:
+def _is_missing(error: StoreError) -> bool:
     """Whether a pack is gone, rather than damaged."""
     return isinstance(error.__cause__, FileNotFoundError)

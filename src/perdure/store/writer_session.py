@@ -34,7 +34,7 @@ from perdure.store.run_marker import (
     new_marker,
     require_folders,
 )
-from perdure.store.storage import FolderStorage, Storage
+from perdure.store.storage import Storage
 
 
 class WriterSession:
@@ -106,8 +106,7 @@ class WriterSession:
         is_lost = not self.starts_over and not steps
         if is_lost and (why := log.view.lost_manifests(storage)):
             raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
-        if isinstance(storage, FolderStorage):
-            storage.make_folder(MANIFESTS)
+        storage.make_folder(MANIFESTS)
         if log.view.last is None and log.view.problem is None:
             log.append(Started(run=log.run))
         if steps and log.view.saved is None and log.view.problem is None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from group import launch
 
 from perdure.distribute import lifeline
+from perdure.distribute.key_value_group import KeyValueProcesses
 from perdure.distribute.lifeline import Lifeline
 
 LIMIT_S = 60
@@ -22,7 +23,7 @@ LIMIT_S = 60
 CHILD = """
 import sys
 from perdure.distribute.lifeline import Lifeline
-Lifeline(2, "127.0.0.1", print, lambda: sys.argv[1].encode(), print)
+Lifeline(2, "127.0.0.1", print, lambda: sys.argv[1].encode())
 print("here", flush=True)
 sys.stdin.read()
 """
@@ -41,9 +42,28 @@ class Board:
         return self.address
 
 
-def made(index: int, board: Board) -> tuple[Lifeline, queue.Queue[int]]:
-    gone: queue.Queue[int] = queue.Queue()
-    return Lifeline(index, "127.0.0.1", board.publish, board.look, gone.put), gone
+class Gone:
+    """The processes that a lifeline finds gone, one after the other."""
+
+    def __init__(self, lifeline: Lifeline) -> None:
+        self._lifeline = lifeline
+        self._read = 0
+
+    def empty(self) -> bool:
+        return len(self._lifeline.gone) == self._read
+
+    def get(self) -> int:
+        deadline = time.monotonic() + LIMIT_S
+        while self.empty():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        self._read += 1
+        return self._lifeline.gone[self._read - 1]
+
+
+def made(index: int, board: Board) -> tuple[Lifeline, Gone]:
+    lifeline = Lifeline(index, "127.0.0.1", board.publish, board.look)
+    return lifeline, Gone(lifeline)
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +85,8 @@ def test_a_killed_process_is_reported_to_all() -> None:
         assert child.stdout.readline() == b"here\n"
         assert chief_gone.empty()
         child.send_signal(signal.SIGKILL)
-        assert chief_gone.get(timeout=LIMIT_S) == 2
-        assert other_gone.get(timeout=LIMIT_S) == 2
+        assert chief_gone.get() == 2
+        assert other_gone.get() == 2
     finally:
         child.kill()
         child.communicate()
@@ -80,13 +100,13 @@ def test_process_0_is_reported_and_late_processes_hear_of_all_losses() -> None:
     first, first_gone = made(1, board)
     second, _ = made(2, board)
     second.stop()
-    assert chief_gone.get(timeout=LIMIT_S) == 2
-    assert first_gone.get(timeout=LIMIT_S) == 2
+    assert chief_gone.get() == 2
+    assert first_gone.get() == 2
     late, late_gone = made(3, board)
-    assert late_gone.get(timeout=LIMIT_S) == 2
+    assert late_gone.get() == 2
     chief.stop()
-    assert first_gone.get(timeout=LIMIT_S) == 0
-    assert late_gone.get(timeout=LIMIT_S) == 0
+    assert first_gone.get() == 0
+    assert late_gone.get() == 0
     first.stop()
     late.stop()
 
@@ -99,8 +119,8 @@ def test_process_0_is_reported_as_soon_as_it_leaves() -> None:
     assert gone.empty()
     chief.leaving()
     late, late_gone = made(2, board)
-    assert gone.get(timeout=LIMIT_S) == 0
-    assert late_gone.get(timeout=LIMIT_S) == 0
+    assert gone.get() == 0
+    assert late_gone.get() == 0
     late.stop()
     other.stop()
     chief.stop()
@@ -111,31 +131,31 @@ def test_a_process_that_starts_before_process_0_is_reported() -> None:
     early, _ = made(1, board)  # process 0 does not listen yet
     chief, chief_gone = made(0, board)
     early.stop()
-    assert chief_gone.get(timeout=LIMIT_S) == 1
+    assert chief_gone.get() == 1
     chief.stop()
 
 
 def test_a_process_that_has_read_a_message_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the others would wait for a process that ends right after its first exchange."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    from perdure.distribute.torch import group
+    class Shelf(dict[str, bytes]):
+        error = RuntimeError
+        timeout = ""
+        set = dict.__setitem__  # pyright: ignore[reportAssignmentType]
+
+        def get(self, key: str, seconds: float) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return self[key]
 
     monkeypatch.setattr(lifeline, "_LOOK_S", 1e6)
-    wait = timedelta(seconds=LIMIT_S)
-    server: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
-
-    def client() -> Any:
-        return TCPStore("127.0.0.1", server.port, is_master=False, timeout=wait)
-
-    early, chief = group._LossWatch(wait), group._LossWatch(wait)
-    early.start(client(), 1, "127.0.0.1")
-    chief.start(client(), 0, "127.0.0.1")
-    assert early._lifeline is not None
-    assert early._lifeline._connection is None
-    server.set("message", b"x")
-    assert group._Store(client(), early).get("message", 0) == b"x"
-    assert early._lifeline._connection is not None
+    board, shelf = Board(), Shelf()
+    early, _ = made(1, board)
+    chief, gone = made(0, board)
+    KeyValueProcesses(lambda: shelf, 0, 2).broadcast(b"x")  # pyright: ignore[reportArgumentType]
+    group = KeyValueProcesses(lambda: shelf, 1, 2, lifeline=early)  # pyright: ignore[reportArgumentType]
+    assert group.broadcast(None) == b"x"
+    for connection in early._sockets:  # its end
+        connection.shutdown(socket.SHUT_RDWR)
+    assert gone.get() == 1
     early.stop()
     chief.stop()
 
@@ -150,7 +170,7 @@ def test_other_connections_are_ignored() -> None:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(message)
     member.stop()
-    assert gone.get(timeout=LIMIT_S) == 1
+    assert gone.get() == 1
     assert gone.empty()
     chief.stop()
 
@@ -168,7 +188,7 @@ def test_a_forked_child_does_not_hold_the_connection() -> None:
         os._exit(0)
     try:
         member.stop()
-        assert gone.get(timeout=LIMIT_S) == 1
+        assert gone.get() == 1
     finally:
         os.close(write)
         os.waitpid(child, 0)
@@ -215,37 +235,59 @@ def test_process_0_leaves_without_keeping_the_others_in_a_collective(origin: str
     assert answer["error"] == "RuntimeError"
 
 
+def served(seconds: float = LIMIT_S) -> Any:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    wait = timedelta(seconds=seconds)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+
+
 def test_the_keys_of_an_earlier_attempt_of_torchrun_are_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torchrun keeps its store, where process 0 of the earlier attempt still has an address."""
+    from perdure.distribute.cluster import Cluster, ClusterOptions
     from perdure.distribute.torch import group
 
-    class Store(dict[str, bytes]):
-        def set(self, key: str, value: bytes) -> None:
-            self[key] = value
-
-    store = Store()
+    store = served()
+    before = store.num_keys()
     for attempt in ("0", "1"):
         monkeypatch.setattr(group, "_ATTEMPT", attempt)
-        watch = group._LossWatch(timedelta(seconds=LIMIT_S))
-        watch.start(store, 0, "127.0.0.1")
-        watch.stop()
-        store.set(group._left(0), b"")
-    assert len(store) == 4
+        cluster = Cluster("127.0.0.1:1", 1, 0)
+        member = group._Membership(store, "127.0.0.1", cluster, ClusterOptions())
+        member.watch()
+        member.leave()
+    assert store.num_keys() - before == 4
 
 
 def test_a_timeout_names_the_missing_process() -> None:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
     from perdure.distribute.torch import group
     from perdure.errors import WorkerLostError
 
-    wait = timedelta(milliseconds=50)
-    server: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
-    store = group._Store(server, group._LossWatch(wait))
-    with pytest.raises(WorkerLostError, match="process 3 did not come"):
-        store.get("never", 3)
-    assert not store.has("never")
-    store.set("now", b"")
-    assert store.has("now")
+    store = served()
+    members = KeyValueProcesses(
+        lambda: group._Store("127.0.0.1", store.port, LIMIT_S), 0, 4, limit=0.05
+    )
+    with pytest.raises(WorkerLostError, match="process 1 did not come"):
+        members.barrier()
+
+
+def test_a_process_that_is_gone_ends_a_wait_and_not_a_message() -> None:
+    """What a process wrote before its end is still read."""
+    from perdure.distribute.torch import group
+    from perdure.errors import WorkerLostError
+
+    store, board = served(), Board()
+    chief, _ = made(0, board)
+    chief.gone.append(1)
+    members = [
+        KeyValueProcesses(
+            lambda: group._Store("127.0.0.1", store.port, LIMIT_S), index, 2, lifeline=chief
+        )
+        for index in range(2)
+    ]
+    members[1].collect(b"last words")
+    assert members[0].collect(b"") == [b"", b"last words"]
+    with pytest.raises(WorkerLostError, match="waiting for process 1 failed"):
+        members[0].collect(b"")
+    chief.stop()

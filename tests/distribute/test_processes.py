@@ -16,7 +16,7 @@ import pytest
 from perdure import CheckpointManager
 from perdure.distribute import key_value_group
 from perdure.distribute.jax import group as jax_group
-from perdure.distribute.key_value_group import KeyValueProcesses, late
+from perdure.distribute.key_value_group import KeyValueProcesses, KeyValueStore, late
 from perdure.distribute.torch import group as torch_group
 from perdure.errors import WorkerLostError
 from perdure.runtime.process_group import SingleProcess
@@ -24,6 +24,9 @@ from perdure.runtime.process_group import SingleProcess
 
 class Shelf:
     """A key-value store for threads that stand for processes."""
+
+    error: type[Exception] = RuntimeError
+    timeout = "timeout"
 
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
@@ -35,18 +38,23 @@ class Shelf:
             self.content[key] = value
             self._changed.notify_all()
 
-    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
+    def get(self, key: str, seconds: float) -> bytes:
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self.content, timeout=30), key
+            if not self._changed.wait_for(lambda: key in self.content, timeout=min(seconds, 30)):
+                raise RuntimeError("timeout")
             return self.content[key]
-
-    def has(self, key: str) -> bool:
-        with self._changed:
-            return key in self.content
 
     def delete(self, key: str) -> None:
         with self._changed:
             del self.content[key]
+
+    def answers(self, text: str) -> bool:
+        return True
+
+
+def writer_of(key: str) -> int:
+    """The process that sets the key `perdure/CHANNEL/ROUND/WRITER`."""
+    return int(key.split("/")[3])
 
 
 def together(count: int, work: Callable[[KeyValueProcesses], Any]) -> tuple[list[Any], Shelf]:
@@ -80,9 +88,9 @@ def test_process_0_collects_with_one_message_of_each_other(
     reads: list[int] = []
     real = Shelf.get
 
-    def get(shelf: Shelf, key: str, process: int, waited: float = 0.0) -> bytes:
-        reads.append(process)
-        return real(shelf, key, process)
+    def get(shelf: Shelf, key: str, seconds: float) -> bytes:
+        reads.append(writer_of(key))
+        return real(shelf, key, seconds)
 
     monkeypatch.setattr(Shelf, "get", get)
 
@@ -117,9 +125,9 @@ class Counting(Shelf):
         self.count()
         super().set(key, value)
 
-    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
+    def get(self, key: str, seconds: float) -> bytes:
         self.count()
-        return super().get(key, process)
+        return super().get(key, seconds)
 
     def delete(self, key: str) -> None:
         self.count()
@@ -186,23 +194,24 @@ class Limited(Shelf):
         if key.endswith("/1/0"):
             self.came.set()
 
-    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
+    def get(self, key: str, seconds: float) -> bytes:
+        process = writer_of(key)
         if process == self.absent:
             assert not self.impatient or self.waited.wait(30)
-            raise late(process, 7)
+            raise RuntimeError("timeout")
         if process == 0 and (self.impatient or self.never):
             assert self.never or self.came.wait(30)
             self.impatient = False
             self.waited.set()
-            raise late(0, 7)
-        return super().get(key, process)
+            raise RuntimeError("timeout")
+        return super().get(key, seconds)
 
 
 def lost_in(shelf: Limited, members: Sequence[int], work: Callable[[Any], Any]) -> list[str]:
     """What processes of a group of four raise."""
 
     def run(index: int) -> str:
-        group = KeyValueProcesses(lambda: shelf, index, 4)
+        group = KeyValueProcesses(lambda: shelf, index, 4, limit=7)
         with pytest.raises(WorkerLostError) as error:
             work(group)
         with pytest.raises(WorkerLostError):
@@ -233,15 +242,19 @@ def test_a_process_0_that_does_not_come_is_named() -> None:
 
 
 class Dawdling(Shelf):
-    """Each process comes 5 s after the one before it, on a clock of its own; the limit is 7 s."""
+    """Each process comes 5 s after the one before it, on a clock of its own."""
 
     now = 0.0
 
-    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
-        if waited + 5 > 7:
-            self.now += 7 - waited
-            raise late(process, 7)
-        self.now += 5
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def get(self, key: str, seconds: float) -> bytes:
+        self.waits.append(seconds)
+        self.now += min(5, seconds)
+        if seconds < 5:
+            raise RuntimeError("timeout")
         return b"\0here"
 
 
@@ -249,12 +262,19 @@ def test_the_waits_of_one_operation_have_one_limit(monkeypatch: pytest.MonkeyPat
     shelf = Dawdling()
     monkeypatch.setattr(key_value_group, "monotonic", lambda: shelf.now)
     with pytest.raises(WorkerLostError, match="process 2 did not come"):
-        KeyValueProcesses(lambda: shelf, 0, 4).collect(b"")
-    assert shelf.now == 7
+        KeyValueProcesses(lambda: shelf, 0, 4, limit=7).collect(b"")
+    assert shelf.waits == [7, 2]
 
 
-def test_the_stores_wait_for_what_is_left_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And long enough to find a key that is there."""
+def test_what_is_there_is_read_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Dawdling()
+    monkeypatch.setattr(key_value_group, "monotonic", lambda: shelf.now)
+    with pytest.raises(WorkerLostError, match="process 3 did not come"):
+        KeyValueProcesses(lambda: shelf, 0, 4, limit=10).collect(b"")
+    assert shelf.waits == [10, 5, 1], "long enough to find a key"
+
+
+def test_the_clients_wait_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     class Client:
@@ -268,11 +288,16 @@ def test_the_stores_wait_for_what_is_left_of_the_limit(monkeypatch: pytest.Monke
             waits.append(milliseconds / 1000)
             return b"x"
 
-    monkeypatch.setattr(jax._src.distributed.global_state, "client", Client())
-    watch = torch_group._LossWatch(timedelta(seconds=20))
-    for store in (torch_group._Store(Client(), watch), jax_group._CoordinationService(20)):
-        assert [store.get("key", 1, waited) for waited in (0, 15, 25)] == [b"x"] * 3
-    assert waits == [20, 5, 1] * 2
+    for store in clients(monkeypatch, Client()):
+        assert store.get("key", 5) == b"x"
+    assert waits == [5, 5]
+
+
+def clients(monkeypatch: pytest.MonkeyPatch, client: Any) -> list[KeyValueStore]:
+    """The clients of PyTorch and of JAX, over another one."""
+    monkeypatch.setattr(torch_group, "TCPStore", lambda *_, **__: client)
+    monkeypatch.setattr(jax._src.distributed.global_state, "client", client)
+    return [torch_group._Store("127.0.0.1", 1, 20), jax_group._CoordinationService()]
 
 
 @pytest.mark.parametrize(
@@ -294,18 +319,12 @@ def test_a_store_that_does_not_answer_means_that_process_0_is_gone(
         set_timeout = set = get = check = delete_key = fail
         key_value_set_bytes = blocking_key_value_get_bytes = key_value_delete = fail
 
-    monkeypatch.setattr(jax._src.distributed.global_state, "client", Client())
-    watch = torch_group._LossWatch(timedelta(seconds=20))
-    store: Any = (
-        torch_group._Store(Client(), watch)
-        if engine == "torch"
-        else jax_group._CoordinationService(20)
-    )
+    store = clients(monkeypatch, Client())[engine == "jax"]
+    group = KeyValueProcesses(lambda: store, 0, 2)
     calls: list[Callable[[], Any]] = [
-        lambda: store.set("key", b""),
-        lambda: store.get("key", 1),
-        lambda: store.has("key"),
-        lambda: store.delete("key"),
+        lambda: group._set("key", b""),
+        lambda: group._get("key", 1),
+        lambda: group._delete(["key"]),
     ]
     for call in calls:
         with pytest.raises(WorkerLostError) as caught:

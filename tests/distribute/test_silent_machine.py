@@ -11,14 +11,14 @@ import json
 import queue
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
 from perdure.distribute import lifeline
-from perdure.distribute.lifeline import Lifeline
-from perdure.distribute.silent_machine import close_connections, is_unanswered, probe
+from perdure.distribute.lifeline import Lifeline, close_connections, is_unanswered, probe
 
 LIMIT_S = 60
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
@@ -36,6 +36,13 @@ def pair(closing: ExitStack, address: str) -> tuple[socket.socket, socket.socket
     here = closing.enter_context(socket.create_connection(listener.getsockname(), LIMIT_S))
     there, _ = listener.accept()
     return here, closing.enter_context(there)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_only_connections_to_the_machine_are_closed(closing: ExitStack) -> None:
@@ -71,27 +78,26 @@ def test_all_close_their_connections_to_a_machine_that_is_silent(
     monkeypatch.setattr(lifeline, "is_unanswered", lambda _: silent)
     closed: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(lifeline, "close_connections", closed.put)
-    gone: queue.Queue[int] = queue.Queue()
     board: list[bytes] = []
 
     def look() -> bytes | None:
         return board[0] if board else None
 
-    chief = Lifeline(0, "127.0.0.1", board.append, look, gone.put)
+    chief = Lifeline(0, "127.0.0.1", board.append, look)
     closing.callback(chief.stop)
-    other = Lifeline(1, "127.0.0.1", board.append, look, gone.put)
+    other = Lifeline(1, "127.0.0.1", board.append, look)
     closing.callback(other.stop)
     address = json.loads(board[0])
     member = socket.create_connection(("127.0.0.1", address["port"]), LIMIT_S)
     member.sendall(json.dumps({"token": address["token"], "index": 2}).encode() + b"\n")
     member.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     member.close()
-    assert [gone.get(timeout=LIMIT_S) for _ in range(2)] == [2, 2]
-    late = Lifeline(3, "127.0.0.1", board.append, look, gone.put)
-    assert gone.get(timeout=LIMIT_S) == 2
+    wait_until(lambda: [chief.gone, other.gone] == [[2], [2]])
+    late = Lifeline(3, "127.0.0.1", board.append, look)
+    wait_until(lambda: late.gone == [2])
     late.stop()
     # Else the report of the next one could reach a closed socket, whose reset stands for silence.
-    assert [gone.get(timeout=LIMIT_S) for _ in range(2)] == [3, 3]
+    wait_until(lambda: [chief.gone, other.gone] == [[2, 3], [2, 3]])
     other.stop()
     chief.stop()
     machines = [closed.get_nowait() for _ in range(closed.qsize())]

@@ -1,8 +1,5 @@
 """Barriers, broadcasts and votes of a group of processes, outside of the training step.
 
-Every process of the group calls the same operations of one channel in the same order, from one thread
-at a time.
-
 The operations go through a key-value store in process 0 (JAX's coordination service, torch's
 TCPStore), not through the devices' collectives. So a save in the background may wait for the others on
 a channel of its own while the main thread runs steps; with collectives the two threads could call them
@@ -15,19 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
+from perdure.distribute.lifeline import Lifeline
 from perdure.errors import WorkerLostError
 from perdure.runtime.process_group import ByAgreement, given
 
 # gRPC refuses messages above 4 MiB.
 _PIECE = 2**20
 
-LOOK_S = 1.0
-"""How long it may take to find out whether a key is there."""
+# How long it may take to find out whether a key is there.
+_LOOK_S = 1.0
+# Between two checks whether the process that is waited for is gone.
+_CHECK_S = 0.5
 
+# Begins the text of an error that all processes raise.
 _FAILED = b"\3"
-"""Begins the text of an error that all processes raise."""
 
 LOST = (
     "Save nothing: the group is incomplete. Exit now, and restart the whole group from the last "
@@ -36,38 +36,60 @@ LOST = (
 
 
 class KeyValueStore(Protocol):
-    """A store that all processes of a group reach."""
+    """A framework's client of a store that all processes of a group reach.
+
+    Attributes:
+        error: What its requests raise.
+        timeout: A word in the text of the error for a key that did not come in time.
+    """
+
+    error: type[Exception]
+    timeout: str
 
     def set(self, key: str, value: bytes) -> None: ...
 
-    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
-        """Wait for the key, which `process` sets; raise WorkerLostError when it does not come.
-
-        `waited`: the seconds of the limit that are over already.
-        """
-        ...
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there. It may take a second if not."""
+    def get(self, key: str, seconds: float) -> bytes:
+        """Wait so long for the key."""
         ...
 
     def delete(self, key: str) -> None: ...
+
+    def answers(self, text: str) -> bool:
+        """Whether the store itself is there, by the text of an error that is no timeout."""
+        ...
 
 
 class KeyValueProcesses(ByAgreement):
     """A group that communicates through a key-value store.
 
-    `connect` opens a connection to the store. Each channel has its own, because a store's client may
-    hold a lock while it waits.
+    Args:
+        connect: Opens a connection to the store. Each channel has its own, because a store's client may
+            hold a lock while it waits.
+        index: The number of this process.
+        count: The number of processes.
+        limit: The seconds after which a process counts as hung.
+        lifeline: Notices that a process is gone, for a store that does not.
+        channel: A name for the keys.
+        members: Their numbers in the group that `lifeline` knows.
     """
 
     def __init__(
-        self, connect: Callable[[], KeyValueStore], index: int, count: int, channel: str = "main"
+        self,
+        connect: Callable[[], KeyValueStore],
+        index: int,
+        count: int,
+        limit: float = 600,
+        lifeline: Lifeline | None = None,
+        channel: str = "main",
+        members: Sequence[int] = (),
     ) -> None:
         self.index = index
         self.count = count
         self._connect = connect
+        self._limit = limit
+        self._lifeline = lifeline
         self._name = channel
+        self._members = members or range(count)
         self._store = connect()
         self._round = 0
         self._channels: dict[str, KeyValueProcesses] = {}
@@ -125,19 +147,18 @@ class KeyValueProcesses(ByAgreement):
 
     def channel(self, name: str) -> KeyValueProcesses:
         if name not in self._channels:
-            self._channels[name] = KeyValueProcesses(
-                self._connect, self.index, self.count, f"{self._name}/{name}"
-            )
+            self._channels[name] = self._group(self.index, self._members, f"{self._name}/{name}")
         return self._channels[name]
 
     def subgroup(self, members: Sequence[int]) -> KeyValueProcesses:
         """Some processes of this group, of which this is one, as a group of their own."""
         name = f"{self._name}/of-{'-'.join(map(str, members))}"
+        return self._group(members.index(self.index), members, name)
+
+    def _group(self, index: int, members: Sequence[int], name: str) -> KeyValueProcesses:
+        count = len(members)
         return KeyValueProcesses(
-            lambda: _MembersStore(self._connect(), members),
-            members.index(self.index),
-            len(members),
-            name,
+            self._connect, index, count, self._limit, self._lifeline, name, members
         )
 
     def _next_round(self) -> None:
@@ -157,7 +178,7 @@ class KeyValueProcesses(ByAgreement):
         self._failure = lost
         self._round += 1
         with suppress(WorkerLostError):  # the store is gone too, which ends their wait
-            self._store.set(self._key(self._round, "0"), _FAILED + str(lost).encode())
+            self._set(self._key(self._round, "0"), _FAILED + str(lost).encode())
 
     def _answer(self) -> bytes:
         """What process 0 broadcasts. Waited for twice as long if process 0 itself waits for another."""
@@ -165,56 +186,77 @@ class KeyValueProcesses(ByAgreement):
             return self._read(0)
         except WorkerLostError:
             before, now = (self._key(number, "0") for number in (self._round - 1, self._round))
-            if not self._collected or not (self._store.has(before) or self._store.has(now)):
+            if not self._collected or (
+                self._get(before, _LOOK_S) is None and self._get(now, _LOOK_S) is None
+            ):
                 raise
             return self._read(0)
 
     def _key(self, number: int, writer: str) -> str:
         return f"perdure/{self._name}/{number}/{writer}"
 
-    def _delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._store.delete(key)
-
     def _write(self, writer: str, data: bytes) -> list[str]:
         """Write the pieces first, then the key that readers wait for, which has their number."""
         base = self._key(self._round, writer)
         pieces = [data[i : i + _PIECE] for i in range(0, len(data), _PIECE)]
         if len(pieces) <= 1:
-            self._store.set(base, b"\0" + data)
+            self._set(base, b"\0" + data)
             return [base]
         for number, piece in enumerate(pieces):
-            self._store.set(f"{base}/{number}", piece)
-        self._store.set(base, b"\1" + str(len(pieces)).encode())
+            self._set(f"{base}/{number}", piece)
+        self._set(base, b"\1" + str(len(pieces)).encode())
         return [base, *(f"{base}/{number}" for number in range(len(pieces)))]
 
     def _read(self, process: int, waited: float = 0.0) -> bytes:
         base = self._key(self._round, f"{process}")
-        value = self._store.get(base, process, waited)
+        value = self._wait(base, process, waited)
         if value[:1] == b"\0":
             return value[1:]
         if value[:1] == _FAILED:
             self._failure = WorkerLostError(value[1:].decode())
             raise self._failure
         pieces = range(int(value[1:]))
-        return b"".join(self._store.get(f"{base}/{number}", process) for number in pieces)
+        return b"".join(self._wait(f"{base}/{number}", process) for number in pieces)
 
+    def _wait(self, key: str, process: int, waited: float = 0.0) -> bytes:
+        """What `process` writes; `waited` seconds of the limit are over already."""
+        number, lifeline = self._members[process], self._lifeline
+        left = max(self._limit - waited, min(self._limit, _LOOK_S))
+        while True:
+            is_gone = lifeline is not None and number in lifeline.gone
+            seconds = left if lifeline is None else min(left, _CHECK_S)
+            if (value := self._get(key, seconds)) is not None:
+                if lifeline is not None:
+                    lifeline.connect()  # from its first message on, process 0 listens
+                return value
+            if is_gone:
+                raise lost(f"waiting for process {number}")
+            if (left := left - seconds) <= 0:
+                raise late(number, self._limit)
 
-class _MembersStore:
-    """A store whose waits are for processes by their number in a subgroup."""
+    def _set(self, key: str, value: bytes) -> None:
+        self._request("a message to the other processes", self._store.set, key, value)
 
-    def __init__(self, store: KeyValueStore, members: Sequence[int]) -> None:
-        self._store = store
-        self._members = members
-        self.set, self.has, self.delete = store.set, store.has, store.delete
+    def _get(self, key: str, seconds: float) -> bytes | None:
+        return self._request("waiting for the other processes", self._store.get, key, seconds)
 
-    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
-        return self._store.get(key, self._members[process], waited)
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._request("a message to the other processes", self._store.delete, key)
 
-
-def time_left(limit: float, waited: float) -> float:
-    """The seconds of a limit that are left, and at least as long as it takes to find a key."""
-    return max(limit - waited, min(limit, LOOK_S))
+    def _request(self, what: str, request: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer of the store; None if a key did not come in time."""
+        store = self._store
+        try:
+            return request(*arguments)
+        except store.error as error:
+            text = str(error)
+            if store.timeout in text:
+                return None
+            if store.answers(text):
+                raise lost(what, error) from error
+            server = "process 0 (or the launcher, if that serves the group's messages)"
+            raise lost(what, error, server) from error
 
 
 def late(process: int, seconds: float) -> WorkerLostError:
@@ -232,8 +274,3 @@ def lost(
     """The error for an operation of the group that failed because `gone` is gone."""
     reason = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error) else ""
     return WorkerLostError(f"{what} failed: {gone} is gone{reason}. {LOST}")
-
-
-def unreachable(what: str, error: BaseException) -> WorkerLostError:
-    """The error for an operation that failed because the key-value store does not answer."""
-    return lost(what, error, "process 0 (or the launcher, if that serves the group's messages)")

@@ -25,15 +25,8 @@ from perdure.distribute.cluster.variables import join_address
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
 from perdure.distribute.jax.programs import type_of
-from perdure.distribute.key_value_group import (
-    LOOK_S,
-    KeyValueProcesses,
-    late,
-    lost,
-    time_left,
-    unreachable,
-)
-from perdure.errors import ClusterError, UnsupportedLeafError, WorkerLostError
+from perdure.distribute.key_value_group import KeyValueProcesses, lost
+from perdure.errors import ClusterError, UnsupportedLeafError
 from perdure.runtime.process_group import Processes, SingleProcess
 from perdure.state.jax_state import weaken
 
@@ -69,7 +62,7 @@ def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Proce
 def _members(process_id: int, num_processes: int, wait_s: float) -> Processes:
     # One for all strategies of a process, because it counts the rounds of a channel.
     # A save may keep a process from a barrier for a while; the heartbeat detects a dead process.
-    return KeyValueProcesses(lambda: _CoordinationService(wait_s), process_id, num_processes)
+    return KeyValueProcesses(_CoordinationService, process_id, num_processes, wait_s)
 
 
 def _initialize(
@@ -109,48 +102,26 @@ def _initialize(
 class _CoordinationService:
     """JAX's key-value store, which process 0 serves. Its client may be shared by threads."""
 
-    def __init__(self, wait_s: float) -> None:
+    error: type[Exception] = jax.errors.JaxRuntimeError
+    timeout = "DEADLINE_EXCEEDED"
+
+    def __init__(self) -> None:
         from jax._src import distributed
 
         self._client: Any = distributed.global_state.client
-        self._wait_s = wait_s
 
     def set(self, key: str, value: bytes) -> None:
-        try:
-            self._client.key_value_set_bytes(key, value)
-        except jax.errors.JaxRuntimeError as error:
-            raise _failed("a message to the other processes", error) from error
+        self._client.key_value_set_bytes(key, value)
 
-    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
-        try:
-            limit_ms = int(1000 * time_left(self._wait_s, waited))
-            return self._client.blocking_key_value_get_bytes(key, limit_ms)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                raise late(process, self._wait_s) from error
-            raise _failed("waiting for the other processes", error) from error
-
-    def has(self, key: str) -> bool:
-        try:
-            self._client.blocking_key_value_get_bytes(key, int(1000 * LOOK_S))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return False
-            raise _failed("waiting for the other processes", error) from error
-        return True
+    def get(self, key: str, seconds: float) -> bytes:
+        return self._client.blocking_key_value_get_bytes(key, int(1000 * seconds))
 
     def delete(self, key: str) -> None:
-        # Only to free memory: a key that stays is never read again.
-        try:
-            self._client.key_value_delete(key)
-        except jax.errors.JaxRuntimeError as error:
-            raise _failed("a message to the other processes", error) from error
+        self._client.key_value_delete(key)  # only to free memory: it is never read again
 
-
-def _failed(what: str, error: BaseException) -> WorkerLostError:
-    """The error for an operation of the store, which also fails if it knows that a process is gone."""
-    is_gone = "UNAVAILABLE" in str(error) and "unhealthy" not in str(error)
-    return (unreachable if is_gone else lost)(what, error)
+    def answers(self, text: str) -> bool:
+        # It fails, too, if it knows that a process is gone.
+        return "UNAVAILABLE" not in text or "unhealthy" in text
 
 
 def exchange(

@@ -12,10 +12,9 @@ import ipaddress
 import json
 import os
 import sys
-import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from perdure.distribute import pytree
 from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, with_existing
 from perdure.distribute.cluster.listener import listen
 from perdure.distribute.engine import Merge, sliced
-from perdure.distribute.key_value_group import KeyValueProcesses, late, lost, time_left, unreachable
+from perdure.distribute.key_value_group import KeyValueProcesses, lost
 from perdure.distribute.lifeline import Lifeline
 from perdure.errors import ClusterError
 from perdure.runtime.framework_group import innermost_store
@@ -39,8 +38,10 @@ _subgroups: dict[tuple[int, ...], Processes] = {}
 # In every key: torchrun keeps one store for all attempts, with the values of the earlier ones.
 _ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
-_FAILED_LEAVE = timedelta(seconds=5)
+_FAILED_LEAVE_S = 5.0
 """How long process 0 waits for the others after an unhandled error, which they may raise too."""
+# Between two looks whether another process has left.
+_LOOK_S = 0.1
 
 
 def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
@@ -96,6 +97,106 @@ def subgroup(processes: Processes, group: Any) -> Processes:
     return _subgroups[members]
 
 
+class _Store:
+    """PyTorch's key-value store in process 0, by a connection of its own.
+
+    A connection is locked during a wait.
+    """
+
+    error: type[Exception] = RuntimeError
+    timeout = "timeout"
+
+    def __init__(self, host: str, port: int, seconds: float) -> None:
+        wait = timedelta(seconds=seconds)
+        self._store: Any = TCPStore(host, port, is_master=False, timeout=wait)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str, seconds: float) -> bytes:
+        self._store.set_timeout(timedelta(seconds=seconds))
+        return self._store.get(key)
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def answers(self, text: str) -> bool:
+        return False
+
+    def look(self, key: str) -> bytes | None:
+        """The value of a key, if it is there. None, too, if process 0 is gone: all waits have ended."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.get(key) if self._store.check([key]) else None
+        return None
+
+
+class _Membership:
+    """This process in a group whose messages go through a store that process 0 serves.
+
+    Args:
+        served: The store: in process 0 the server, and for another one a connection to it.
+        host: Where process 0 listens.
+    """
+
+    def __init__(
+        self, served: TCPStore, host: str, cluster: Cluster, options: ClusterOptions
+    ) -> None:
+        self._served = served
+        self._address = host, served.port
+        self._cluster = cluster
+        self._options = options
+        self._lifeline: Lifeline | None = None
+
+    def connect(self) -> _Store:
+        return _Store(*self._address, self._options.operation_timeout)
+
+    def watch(self) -> None:
+        """Begin to notice that other processes are gone."""
+        key, store = f"perdure/attempt-{_ATTEMPT}/lifeline", self.connect()
+        with contextlib.suppress(OSError):  # without it, waits end after the time limit
+            self._lifeline = Lifeline(
+                self._cluster.process_id,
+                self._address[0],
+                lambda address: store.set(key, address),
+                lambda: store.look(key),
+                self._options.heartbeat,
+            )
+
+    def processes(self, channel: str = "main") -> Processes:
+        return KeyValueProcesses(
+            self.connect,
+            self._cluster.process_id,
+            self._cluster.num_processes,
+            self._options.operation_timeout,
+            self._lifeline,
+            channel,
+        )
+
+    def leave(self) -> None:
+        """Announce that this process leaves. Process 0, which serves the store, waits for the others.
+
+        They may still read messages from its store: the outcome of the last save, or the error that all
+        processes raise. No process may wait for this one in a collective any more (`_end_collectives`);
+        one may do so all the same after an error, because `DistributedDataParallel` keeps its
+        connections.
+        """
+        lifeline, limit = self._lifeline, self._options.leave_timeout
+        if lifeline is not None:
+            lifeline.leaving()
+        deadline = monotonic() + (min(limit, _FAILED_LEAVE_S) if _has_failed() else limit)
+        with contextlib.suppress(RuntimeError):
+            self._served.set(_left(self._cluster.process_id), "")
+            if self._cluster.is_chief:
+                store = self.connect()
+                waiting = set(range(1, self._cluster.num_processes))
+                while waiting and monotonic() < deadline:
+                    waiting -= set(lifeline.gone if lifeline is not None else ())
+                    waiting = {p for p in waiting if store.look(_left(p)) is None}
+                    sleep(_LOOK_S if waiting else 0)
+        if lifeline is not None:
+            lifeline.stop()
+
+
 def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
     """Join the process group that the program has initialized.
 
@@ -107,18 +208,18 @@ def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
     known = dist.distributed_c10d._get_default_store()
     wait = timedelta(seconds=options.operation_timeout)
     _exchange.timeout = wait
-    watch = _LossWatch(wait, options.heartbeat)
     if cluster.is_chief:
         host = _address_of_this(known)
         served = _serve_store(host, 0, cluster, wait, wait_for_workers=False)
-        port = served.port
-        watch.start(_client(host, port, wait), 0, host)
-        known.set(address, json.dumps([host, port]))
+        member = _Membership(served, host, cluster, options)
+        member.watch()
+        known.set(address, json.dumps([host, served.port]))
     else:
         host, port = json.loads(known.get(address))
         try:
-            served = _client(host, port, wait)
-            watch.start(_client(host, port, wait), cluster.process_id, host)
+            served = TCPStore(host, port, is_master=False, timeout=wait)
+            member = _Membership(served, host, cluster, options)
+            member.watch()
         except RuntimeError as error:
             raise ClusterError(
                 f"process {cluster.process_id} cannot reach process 0 at {host}:{port} ({error}); call "
@@ -130,16 +231,45 @@ def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
         # The group is the program's, which may still use it in exit handlers. After an unhandled error
         # it does not, and the others would wait for this process in a collective of that group.
         _end_collectives(everything=_has_failed())
-        _leave(served, cluster, timedelta(seconds=options.leave_timeout), watch)
+        member.leave()
 
     # An exit handler that the children of multiprocessing run too, unlike those of atexit.
     Finalize(None, leave_group, exitpriority=0)
-    return KeyValueProcesses(
-        lambda: _Store(_client(host, port, wait), watch),
-        cluster.process_id,
-        cluster.num_processes,
-        channel=f"attempt-{_ATTEMPT}",
-    )
+    return member.processes(f"attempt-{_ATTEMPT}")
+
+
+def _make_group(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes:
+    """Wait for all processes, and initialize the process group."""
+    await_members(cluster, options.start_timeout)
+    host, port = cluster.host_port
+    start = timedelta(seconds=options.start_timeout)
+    try:
+        if cluster.is_chief:
+            store = _serve_store(host, port, cluster, start, wait_for_workers=True)
+        else:
+            store = TCPStore(host, port, cluster.num_processes, False, start, wait_for_workers=True)
+        member = _Membership(store, host, cluster, options)
+        if cluster.is_chief:  # before the others have finished the next call
+            member.watch()
+        # The limit is for a process that hangs. A process that is gone closes its connections, which
+        # the others notice at once.
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=cluster.process_id,
+            world_size=cluster.num_processes,
+            timeout=timedelta(seconds=options.operation_timeout),
+        )
+    except (OSError, RuntimeError) as error:
+        raise ClusterError(
+            f"process {cluster.process_id} could not join the group of {cluster.num_processes} at "
+            f"{cluster.coordinator} (from {cluster.source}): {error}"
+        ) from error
+    if not cluster.is_chief:
+        member.watch()
+    atexit.register(member.leave)
+    atexit.register(_end_collectives)  # called before `leave`
+    return member.processes()
 
 
 def _address_of_this(store: Any) -> str:
@@ -166,9 +296,14 @@ def _serve_store(
     )
 
 
-def _client(host: str, port: int, wait: timedelta) -> TCPStore:
-    """A new connection to the store of process 0."""
-    return TCPStore(host, port, is_master=False, timeout=wait)
+def _has_failed() -> bool:
+    """Whether this process ends by an unhandled error."""
+    return getattr(sys, "last_value", None) is not None
+
+
+def _left(process: int) -> str:
+    """The key that a process sets when it leaves."""
+    return f"perdure/attempt-{_ATTEMPT}/left/{process}"
 
 
 class _Exchange:
@@ -194,71 +329,6 @@ class _Exchange:
 _exchange = _Exchange()
 
 
-def _make_group(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes:
-    """Wait for all processes, and initialize the process group."""
-    await_members(cluster, options.start_timeout)
-    host, port = cluster.host_port
-    start = timedelta(seconds=options.start_timeout)
-    # The limit is for a process that hangs. A process that is gone closes its connections, which the
-    # others notice at once.
-    wait = timedelta(seconds=options.operation_timeout)
-    try:
-        if cluster.is_chief:
-            store = _serve_store(host, port, cluster, start, wait_for_workers=True)
-        else:
-            store = TCPStore(host, port, cluster.num_processes, False, start, wait_for_workers=True)
-        watch = _LossWatch(wait, options.heartbeat)
-        if cluster.is_chief:  # before the others have finished the next call
-            watch.start(_client(host, port, wait), 0, host)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=cluster.process_id,
-            world_size=cluster.num_processes,
-            timeout=wait,
-        )
-    except (OSError, RuntimeError) as error:
-        raise ClusterError(
-            f"process {cluster.process_id} could not join the group of {cluster.num_processes} at "
-            f"{cluster.coordinator} (from {cluster.source}): {error}"
-        ) from error
-    if not cluster.is_chief:
-        watch.start(_client(host, port, wait), cluster.process_id, host)
-    atexit.register(_leave, store, cluster, timedelta(seconds=options.leave_timeout), watch)
-    atexit.register(_end_collectives)  # called before `_leave`
-    return KeyValueProcesses(
-        lambda: _Store(_client(host, port, wait), watch),
-        cluster.process_id,
-        cluster.num_processes,
-    )
-
-
-def _leave(store: TCPStore, cluster: Cluster, limit: timedelta, watch: _LossWatch) -> None:
-    """Announce that this process leaves. Process 0, which serves `store`, waits for the others.
-
-    They may still read messages from its store: the outcome of the last save, or the error that all
-    processes raise. No process may wait for this one in a collective any more (`_end_collectives`); one
-    may do so all the same after an error, because `DistributedDataParallel` keeps its connections.
-    """
-    watch.leaving()
-    limit = min(limit, _FAILED_LEAVE) if _has_failed() else limit
-    with contextlib.suppress(RuntimeError):
-        store.set(_left(cluster.process_id), "")
-        if cluster.is_chief:
-            store.wait([_left(process) for process in range(cluster.num_processes)], limit)
-    watch.stop()
-
-
-def _has_failed() -> bool:
-    """Whether this process ends by an unhandled error."""
-    return getattr(sys, "last_value", None) is not None
-
-
-def _left(process: int) -> str:
-    """The key that a process sets when it leaves."""
-    return f"perdure/attempt-{_ATTEMPT}/left/{process}"
-
-
 def _end_collectives(*, everything: bool = True) -> None:
     """Close the connections of the collectives: a process that waits in one for this one gets an error.
 
@@ -269,130 +339,6 @@ def _end_collectives(*, everything: bool = True) -> None:
         _exchange.close()
         if everything and dist.is_initialized():
             dist.destroy_process_group()
-
-
-class _LossWatch:
-    """Ends the waits of this process for a process that is gone.
-
-    The store ends a wait only when the key gets a value, or after the time limit. So this object sets a
-    special value for the process that is gone, unless that process has set its own value before.
-    """
-
-    GONE = b"\2"
-
-    def __init__(self, wait: timedelta, silence: float = ClusterOptions.heartbeat) -> None:
-        self.seconds = wait.total_seconds()
-        self._silence = silence
-        self._guard = threading.Lock()
-        self._awaited: dict[str, int] = {}
-        self._gone: set[int] = set()
-        self._store: Any = None
-        self._lifeline: Lifeline | None = None
-
-    def start(self, store: Any, index: int, host: str) -> None:
-        """Begin to watch.
-
-        Args:
-            store: A connection to the store that nothing else uses.
-            index: The number of this process.
-            host: Where process 0 listens.
-        """
-        address = f"perdure/attempt-{_ATTEMPT}/lifeline"
-
-        def look() -> bytes | None:
-            try:
-                return store.get(address) if store.check([address]) else None
-            except RuntimeError:  # process 0 is gone, so every wait ends with an error anyway
-                return None
-
-        self._store = store
-        with contextlib.suppress(OSError):  # without a connection, waits end after the time limit
-            self._lifeline = Lifeline(
-                index,
-                host,
-                lambda data: store.set(address, data),
-                look,
-                self._on_gone,
-                self._silence,
-            )
-
-    def connect(self) -> None:
-        """Connect to process 0, so that it notices the end of this process.
-
-        Called after every message from another process: from the first one on, process 0 listens.
-        """
-        if self._lifeline is not None:
-            with contextlib.suppress(OSError):
-                self._lifeline.connect()
-
-    def leaving(self) -> None:
-        if self._lifeline is not None:
-            self._lifeline.leaving()
-
-    def stop(self) -> None:
-        if self._lifeline is not None:
-            self._lifeline.stop()
-
-    @contextlib.contextmanager
-    def awaiting(self, key: str, process: int) -> Iterator[bool]:
-        """Note a wait for `key`, which `process` sets; yields whether it is known to be gone."""
-        with self._guard:
-            self._awaited[key] = process
-            gone = process in self._gone
-        try:
-            yield gone
-        finally:
-            with self._guard:
-                del self._awaited[key]
-
-    def _on_gone(self, process: int) -> None:
-        with self._guard:
-            self._gone.add(process)
-            keys = [key for key, setter in self._awaited.items() if setter == process]
-        with contextlib.suppress(RuntimeError):  # if the store is gone too, every wait has ended
-            for key in (*keys, _left(process)):
-                self._store.compare_set(key, "", self.GONE.decode())
-
-
-class _Store:
-    """PyTorch's key-value store. Each channel needs its own: a connection is locked during a wait."""
-
-    def __init__(self, store: Any, watch: _LossWatch) -> None:
-        self._store = store
-        self._watch = watch
-
-    def set(self, key: str, value: bytes) -> None:
-        try:
-            self._store.set(key, value)
-        except RuntimeError as error:
-            raise unreachable("a message to the other processes", error) from error
-
-    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
-        try:
-            self._store.set_timeout(timedelta(seconds=time_left(self._watch.seconds, waited)))
-            with self._watch.awaiting(key, process) as gone:
-                missing = gone and not self._store.check([key])
-                value = _LossWatch.GONE if missing else self._store.get(key)
-        except RuntimeError as error:
-            if "timeout" in str(error):
-                raise late(process, self._watch.seconds) from error
-            raise unreachable("waiting for the other processes", error) from error
-        if value == _LossWatch.GONE:
-            raise lost(f"waiting for process {process}")
-        self._watch.connect()
-        return value
-
-    def has(self, key: str) -> bool:
-        try:
-            return self._store.check([key])
-        except RuntimeError as error:
-            raise unreachable("waiting for the other processes", error) from error
-
-    def delete(self, key: str) -> None:
-        try:
-            self._store.delete_key(key)
-        except RuntimeError as error:
-            raise unreachable("a message to the other processes", error) from error
 
 
 def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merge | None) -> Any:

@@ -15,7 +15,7 @@ from perdure.distribute import (
     TFConfigClusterResolver,
     resolve,
 )
-from perdure.distribute.cluster.schedulers import expand_hosts, from_kubernetes
+from perdure.distribute.cluster.sources import expand_hosts, from_kubernetes
 from perdure.errors import ClusterError
 
 WORKERS = ["a:1", "b:2", "c:3"]

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,7 @@ LIMIT_S = 60
 CHILD = """
 import sys
 from perdure.distribute.lifeline import Lifeline
-Lifeline(2, "127.0.0.1", print, lambda: sys.argv[1].encode())
+Lifeline(2, "127.0.0.1", print, lambda: sys.argv[1].encode(), print)
 print("here", flush=True)
 sys.stdin.read()
 """
@@ -40,6 +41,9 @@ class Board:
 
     def look(self) -> bytes | None:
         return self.address
+
+    def end_wait(self, key: str) -> None:
+        raise AssertionError(f"nothing waits for {key}")
 
 
 class Gone:
@@ -62,7 +66,7 @@ class Gone:
 
 
 def made(index: int, board: Board) -> tuple[Lifeline, Gone]:
-    lifeline = Lifeline(index, "127.0.0.1", board.publish, board.look)
+    lifeline = Lifeline(index, "127.0.0.1", board.publish, board.look, board.end_wait)
     return lifeline, Gone(lifeline)
 
 
@@ -278,8 +282,9 @@ def test_a_process_that_is_gone_ends_a_wait_and_not_a_message() -> None:
     from perdure.errors import WorkerLostError
 
     store, board = served(), Board()
-    chief, _ = made(0, board)
-    chief.gone.append(1)
+    client = group._Store("127.0.0.1", store.port, LIMIT_S)
+    chief = Lifeline(0, "127.0.0.1", board.publish, board.look, client.end_wait)
+    other, _ = made(1, board)
     members = [
         KeyValueProcesses(
             lambda: group._Store("127.0.0.1", store.port, LIMIT_S), index, 2, lifeline=chief
@@ -287,7 +292,9 @@ def test_a_process_that_is_gone_ends_a_wait_and_not_a_message() -> None:
         for index in range(2)
     ]
     members[1].collect(b"last words")
+    threading.Timer(0.2, other.stop).start()
     assert members[0].collect(b"") == [b"", b"last words"]
-    with pytest.raises(WorkerLostError, match="waiting for process 1 failed"):
-        members[0].collect(b"")
+    for _ in range(2):  # while it waits, and when it is known
+        with pytest.raises(WorkerLostError, match="waiting for process 1 failed"):
+            members[0].collect(b"")
     chief.stop()

@@ -16,7 +16,7 @@ import pytest
 from group import free_port
 
 from perdure.distribute import Cluster, ClusterOptions
-from perdure.distribute.cluster import Member, await_members, listener, rendezvous
+from perdure.distribute.cluster import Member, await_members, rendezvous
 from perdure.errors import ClusterError
 
 # Limits for a rendezvous that never completes, and for one that completes when all have arrived.
@@ -123,9 +123,9 @@ def test_process_0_listens_at_the_address_of_the_coordinator(
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, 0))]
 
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    assert listener.local_address(host) == address
+    assert rendezvous.local_address(host) == address
     monkeypatch.undo()
-    with listener.listen(address or "192.0.2.1", 0) as server:
+    with rendezvous.listen(address or "192.0.2.1", 0) as server:
         port = server.getsockname()[1]
         for knock in ("127.0.0.1", "127.0.0.2"):
             with socket.socket() as client:

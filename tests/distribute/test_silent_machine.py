@@ -83,9 +83,9 @@ def test_all_close_their_connections_to_a_machine_that_is_silent(
     def look() -> bytes | None:
         return board[0] if board else None
 
-    chief = Lifeline(0, "127.0.0.1", board.append, look)
+    chief = Lifeline(0, "127.0.0.1", board.append, look, print)
     closing.callback(chief.stop)
-    other = Lifeline(1, "127.0.0.1", board.append, look)
+    other = Lifeline(1, "127.0.0.1", board.append, look, print)
     closing.callback(other.stop)
     address = json.loads(board[0])
     member = socket.create_connection(("127.0.0.1", address["port"]), LIMIT_S)
@@ -93,7 +93,7 @@ def test_all_close_their_connections_to_a_machine_that_is_silent(
     member.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     member.close()
     wait_until(lambda: [chief.gone, other.gone] == [[2], [2]])
-    late = Lifeline(3, "127.0.0.1", board.append, look)
+    late = Lifeline(3, "127.0.0.1", board.append, look, print)
     wait_until(lambda: late.gone == [2])
     late.stop()
     # Else the report of the next one could reach a closed socket, whose reset stands for silence.

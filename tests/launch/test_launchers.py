@@ -22,7 +22,7 @@ import yaml
 from manifest_schema import errors
 
 from perdure import EXIT_PREEMPTED
-from perdure.distribute.cluster.schedulers import from_kubernetes
+from perdure.distribute.cluster.sources import from_kubernetes
 from perdure.runtime.ports import free_ports
 from perdure.store import Run
 from perdure.testing import check_run

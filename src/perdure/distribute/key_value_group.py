@@ -10,11 +10,11 @@ one value that all read: a fixed number of requests for each process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from time import monotonic
 from typing import Any, Protocol
 
-from perdure.distribute.lifeline import Lifeline
+from perdure.distribute.lifeline import GONE, Lifeline
 from perdure.errors import WorkerLostError
 from perdure.runtime.process_group import ByAgreement, given
 
@@ -23,8 +23,6 @@ _PIECE = 2**20
 
 # How long it may take to find out whether a key is there.
 _LOOK_S = 1.0
-# Between two checks whether the process that is waited for is gone.
-_CHECK_S = 0.5
 
 # Begins the text of an error that all processes raise.
 _FAILED = b"\3"
@@ -222,17 +220,15 @@ class KeyValueProcesses(ByAgreement):
         """What `process` writes; `waited` seconds of the limit are over already."""
         number, lifeline = self._members[process], self._lifeline
         left = max(self._limit - waited, min(self._limit, _LOOK_S))
-        while True:
-            is_gone = lifeline is not None and number in lifeline.gone
-            seconds = left if lifeline is None else min(left, _CHECK_S)
-            if (value := self._get(key, seconds)) is not None:
-                if lifeline is not None:
-                    lifeline.connect()  # from its first message on, process 0 listens
-                return value
-            if is_gone:
-                raise lost(f"waiting for process {number}")
-            if (left := left - seconds) <= 0:
-                raise late(number, self._limit)
+        with nullcontext() if lifeline is None else lifeline.awaiting(key, number):
+            value = self._get(key, left)
+        if value is None:
+            raise late(number, self._limit)
+        if value == GONE:
+            raise lost(f"waiting for process {number}")
+        if lifeline is not None:
+            lifeline.connect()  # from its first message on, process 0 listens
+        return value
 
     def _set(self, key: str, value: bytes) -> None:
         self._request("a message to the other processes", self._store.set, key, value)

@@ -16,11 +16,14 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from perdure.distribute.cluster.listener import listen
+from perdure.distribute.cluster.rendezvous import listen
+
+GONE = b"\2"
+"""In the place of a value that a process did not set before it was gone."""
 
 _LONGEST_LINE = 2**12
 _CONNECT_S = 5.0
@@ -36,8 +39,9 @@ class Lifeline:
     """This process's end, with a thread for each connection.
 
     `publish` stores the address of process 0 for the others, and `look` reads it (None until it is
-    there). Process 0 listens at `host`, where the others reach it. A machine that has not answered for
-    about `silence` seconds is gone: all connections of this process to it are closed then.
+    there). `end_wait` stores `GONE` for a key that has no value. Process 0 listens at `host`, where the
+    others reach it. A machine that has not answered for about `silence` seconds is gone: all
+    connections of this process to it are closed then.
 
     Attributes:
         gone: The numbers of the processes that are gone.
@@ -51,12 +55,16 @@ class Lifeline:
         host: str,
         publish: Callable[[bytes], None],
         look: Callable[[], bytes | None],
+        end_wait: Callable[[str], None],
         silence: float = 10,
     ) -> None:
         self.gone: list[int] = []
         self._index = index
         self._host = host
         self._look = look
+        self._end_wait = end_wait
+        # The keys that threads of this process wait for, and who sets them.
+        self._awaited: dict[str, int] = {}
         self._silence = silence
         self._pid = os.getpid()
         self._stopping = threading.Event()
@@ -88,6 +96,20 @@ class Lifeline:
                 if self._connection is None and (text := self._look()) is not None:
                     self._connection = self._connected(json.loads(text))
         return self._connection
+
+    @contextmanager
+    def awaiting(self, key: str, process: int) -> Iterator[None]:
+        """Surrounds a wait for a key that `process` sets, which ends if that process is gone."""
+        with self._guard:
+            self._awaited[key] = process
+            is_gone = process in self.gone
+        try:
+            if is_gone:
+                self._end_wait(key)
+            yield
+        finally:
+            with self._guard:
+                del self._awaited[key]
 
     def leaving(self) -> None:
         """Process 0 announces that it leaves, so that no process waits for it longer."""
@@ -181,8 +203,12 @@ class Lifeline:
         if not self._stopping.wait(_GRACE_S):
             if machine:
                 close_connections(machine)
-            if index not in self.gone:
-                self.gone.append(index)
+            with self._guard:
+                if index not in self.gone:
+                    self.gone.append(index)
+                keys = [key for key, setter in self._awaited.items() if setter == index]
+            for key in keys:
+                self._end_wait(key)
 
 
 def _start(target: Callable[..., None], *arguments: Any) -> None:

@@ -8,10 +8,10 @@ from perdure.distribute.cluster.cluster_spec import (
     ClusterOptions,
     ClusterResolver,
     SimpleClusterResolver,
+    TFConfigClusterResolver,
 )
 from perdure.distribute.cluster.rendezvous import Member, await_members
-from perdure.distribute.cluster.resolve import SOURCES, resolve, resolve_for, with_existing
-from perdure.distribute.cluster.tf_config import TFConfigClusterResolver
+from perdure.distribute.cluster.sources import SOURCES, resolve, resolve_for, with_existing
 
 __all__ = [
     "SOURCES",

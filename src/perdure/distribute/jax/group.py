@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, with_existing
-from perdure.distribute.cluster.listener import ALL, local_address
-from perdure.distribute.cluster.variables import join_address
+from perdure.distribute.cluster.rendezvous import ALL, local_address
+from perdure.distribute.cluster.sources import join_address
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.jax.compilation import write_from_all
 from perdure.distribute.jax.programs import type_of

@@ -17,7 +17,7 @@ from typing import Any
 from ray.train.backend import Backend, BackendConfig
 
 from perdure.distribute.cluster import Cluster, ClusterOptions
-from perdure.distribute.cluster.variables import ADDRESS, COUNT, INDEX, join_address
+from perdure.distribute.cluster.sources import ADDRESS, COUNT, INDEX, join_address
 from perdure.errors import ClusterError
 from perdure.runtime.ports import free_ports
 

@@ -24,10 +24,10 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 from perdure.checkpoint.slice_exchange import own_host
 from perdure.distribute import pytree
 from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, with_existing
-from perdure.distribute.cluster.listener import listen
+from perdure.distribute.cluster.rendezvous import listen
 from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.key_value_group import KeyValueProcesses, lost
-from perdure.distribute.lifeline import Lifeline
+from perdure.distribute.lifeline import GONE, Lifeline
 from perdure.errors import ClusterError
 from perdure.runtime.framework_group import innermost_store
 from perdure.runtime.process_group import Processes, SingleProcess
@@ -129,6 +129,10 @@ class _Store:
             return self._store.get(key) if self._store.check([key]) else None
         return None
 
+    def end_wait(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):  # if the store is gone too, every wait has ended
+            self._store.compare_set(key, "", GONE.decode())
+
 
 class _Membership:
     """This process in a group whose messages go through a store that process 0 serves.
@@ -159,6 +163,7 @@ class _Membership:
                 self._address[0],
                 lambda address: store.set(key, address),
                 lambda: store.look(key),
+                store.end_wait,
                 self._options.heartbeat,
             )
 

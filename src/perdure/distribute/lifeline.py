@@ -165,7 +165,7 @@ class Lifeline:
             is_known = index in self._reports or index in self._members.values()
         self._sockets.remove(connection)
         connection.close()
-        if index is not None and not is_known:
+        if index is not None and not is_known and not self._stopping.is_set():
             self._tell(index, silent)
             self._lost(index, silent)
 

@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from perdure.cli import main
-from perdure.distribute.engine import Stream
-from perdure.distribute.watching_engines import TracedEngine, traced_engine
 from perdure.drill.causes import CAUSES
 from perdure.drill.step_causes import PARTS, Parts, first_different_part, generators_that_differ
 
@@ -159,47 +158,38 @@ def test_generators_count_where_both_draw_and_no_strategy_has_keys() -> None:
     assert generators_that_differ({**step(), **drawn}, {**step(), **other}) == ("numpy",)
 
 
-class Whole:
-    """A fused step."""
-
-    def __call__(self, *given: Any) -> Any:
-        return given
-
-    def explain(self) -> str:
-        return "Fast"
-
-
-class Fused:
-    """An engine with a fused step."""
-
-    def fused_step(self, *arguments: Any) -> Any:
-        return Whole()
-
-    def grad(self, fn: Any, state: Any, share: Any, stream: Stream) -> Any:
-        return share
-
-    def key(self, stream: Stream) -> Any:
-        return [*stream]
-
-
 def test_only_the_traced_step_leaves_the_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from perdure.data import ArrayDataset
+    from perdure.jax import OneDeviceStrategy
+
     traced: list[tuple[str, int | None]] = []
 
     class Hook:
+        is_doctor = False
+
+        def is_tracing(self) -> bool:
+            return True
+
         def is_computing_traced(self, step: int) -> bool:
             return step == 4
 
         def trace(self, part: str, number: int | None, digests: Any) -> None:
             traced.append((part, number))
 
-    engine: Any = Fused()
-    assert traced_engine(engine) is engine
+    def grad(state: Any, batch: Any, key: Any) -> Any:
+        return {"w": (state["w"] * batch["x"]).sum()}
+
+    def update(state: Any, total: Any) -> Any:
+        return {"w": state["w"] - 0.1 * total["w"]}, {}
+
+    strategy = OneDeviceStrategy(replicas=2)
+    data = ArrayDataset({"x": np.ones(8, np.float32)}, 8, shuffle=False)
     monkeypatch.setattr("perdure.checkpoint.step_trace.drill_hook", Hook)
-    engine = TracedEngine(engine)
-    fused = engine.fused_step(None, None, 2, 0)
-    steps = [(fused(None, (), step) is None, fused.explain()) for step in (2, 3, 4)]
-    why = "Not fast: the step was traced, which reports each of its parts."
-    assert steps == [(False, "Fast"), (True, why), (False, "Fast")]
-    for number in (2, 3):
-        assert engine.grad(max, {"w": 1}, {"x": 2}, Stream(0, number, 0))
-    assert traced == [("before", None), ("batch", 0), ("key", 0), ("contribution", 0)]
+    step, state = strategy.step(grad, update), {"w": np.float32(1)}
+    fast = []
+    for number in (2, 3, 4):
+        state, _ = step(state, strategy.batch(data, number))
+        fast.append(strategy.explain(step).partition(":")[0])
+    assert fast == ["Fast", "Not fast", "Fast"]
+    parts = [(part, r) for r in range(2) for part in ("batch", "key", "contribution")]
+    assert traced == [("before", None), *parts, ("total", None), ("update", None)]

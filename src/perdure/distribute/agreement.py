@@ -8,7 +8,7 @@ they are equal, without another message.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
@@ -29,10 +29,14 @@ _ALIKE = (
 
 
 class Agreement:
-    """The exchange of partial sums for one function, which nearly always gives the same structure."""
+    """The exchange of partial sums for one function, which nearly always gives the same structure.
 
-    def __init__(self, plan: Plan) -> None:
+    `check` is a collective that all processes call before each exchange.
+    """
+
+    def __init__(self, plan: Plan, check: Callable[[], None] | None = None) -> None:
         self._plan = plan
+        self._check = check
         self._engine = plan.engine
         self._counts = tuple(len(roots) for roots in plan.roots)
         # The structure that all processes have. Zeros of it are sent for a contribution that a process
@@ -101,6 +105,8 @@ class Agreement:
         # Numbers of 16 bits, so that no group is large enough for their sum to overflow.
         digest = np.frombuffer(blake3(text.encode()).digest(8), np.uint16).astype(np.int32)
         values = [{"check": digest, "value": root} for root in roots]
+        if self._check is not None:
+            self._check()
         total = engine.exchange(values, self._counts, merge_all)
         return total["check"].tolist() == (digest * sum(self._counts)).tolist(), total["value"]
 

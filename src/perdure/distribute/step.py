@@ -6,21 +6,25 @@ a value.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from perdure.checkpoint.group_save import require_same
 from perdure.checkpoint.journal import Journal
+from perdure.checkpoint.step_trace import is_computing_traced, is_tracing, trace_part
 from perdure.distribute.agreement import Agreement
+from perdure.distribute.arrays import namespace
 from perdure.distribute.audit import Audit, AuditedStep, AuditOptions
 from perdure.distribute.engine import Grad, Stream, Update, stack
 from perdure.distribute.reduction import reduction_of
 from perdure.distribute.step_check import step_check
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica
-from perdure.errors import ArgumentError, StateError, TopologyError
+from perdure.errors import ArgumentError, NonFiniteError, StateError, TopologyError
 from perdure.runtime.process_group import Processes
 from perdure.state import flatten
+from perdure.text import few
 
 
 class TrainStep:
@@ -39,6 +43,8 @@ class TrainStep:
         update: Update,
         journal: Journal | None = None,
         donate: bool | None = None,
+        *,
+        check_finite: bool = False,
     ) -> None:
         if not isinstance(journal, Journal | None):
             raise ArgumentError(
@@ -52,13 +58,18 @@ class TrainStep:
         self._grad = grad
         self._update = update
         self._run = plan.engine.runner()
-        self._fused = plan.engine.fused_step(grad, update, plan.replicas, seed)
+        self._finite = _FiniteCheck(plan) if check_finite else None
+        self._fused = (
+            None if check_finite else plan.engine.fused_step(grad, update, plan.replicas, seed)
+        )
         self._checked = False
-        self._agreement = Agreement(plan)
+        # The flags are read before the other processes wait for values that will not come.
+        self._agreement = Agreement(plan, self._finite and self._finite.check)
         plan.steps += 1
         self._number = plan.steps
         self._updates = 0
-        self._audited = False
+        self._is_tracing = is_tracing()
+        self._by_verbs_because = ""
         self._step_check = step_check(plan, seed, (grad, update), self._fused)
         self.set_audit(AuditOptions())
 
@@ -80,10 +91,12 @@ class TrainStep:
 
     def explain(self) -> str:
         """See Strategy.explain."""
+        if self._finite is not None:
+            return "Not fast: check_finite=True reads every contribution between grad and update."
         if self._fused is None:
             return "Not fast: this engine calls grad for each replica and adds one by one."
-        if self._audited:
-            return "Not fast: the step was audited, which compares the contributions of replicas."
+        if self._by_verbs_because:
+            return f"Not fast: the step was {self._by_verbs_because}."
         return self._fused.explain() or "Not decided yet: the first call of the step decides."
 
     def __call__(self, state: Any, batch: PerReplica) -> tuple[Any, Any]:
@@ -97,6 +110,7 @@ class TrainStep:
             The state after the step, and the logs that `update` returned.
 
         Raises:
+            NonFiniteError: A contribution is not finite, under `check_finite`.
             SilentCorruptionError: An audited contribution was computed with other bits.
             StateError: Replicas contribute different structures, or, at the first step, the processes
                 of the group have different states.
@@ -112,9 +126,16 @@ class TrainStep:
         if journal is not None:
             journal.note(batch.values, engine.processes, sum(engine.devices_per_process))
         audit = self._audit and self._audit.of_step(step)
-        # In one fused program there is no contribution to compare.
-        self._audited = bool(audit)
-        if self._fused and not audit:
+        traced = self._is_tracing and is_computing_traced(step + 1)
+        # In one fused program there are no contributions.
+        self._by_verbs_because = (
+            "audited, which compares the contributions of replicas"
+            if audit
+            else "traced, which reports each of its parts"
+            if traced
+            else ""
+        )
+        if self._fused and not self._by_verbs_because:
 
             def reference(whole: Any) -> list[tuple[Any, Any]]:
                 results.extend(self._by_verbs(whole, batch, step))
@@ -126,7 +147,7 @@ class TrainStep:
                 return result
             if results:
                 return self._as_one(results)
-        return self._as_one(self._by_verbs(state, batch, step, audit, journal))
+        return self._as_one(self._by_verbs(state, batch, step, audit, journal, traced))
 
     def _by_verbs(
         self,
@@ -135,16 +156,23 @@ class TrainStep:
         step: int,
         audit: AuditedStep | None = None,
         journal: Journal | None = None,
+        traced: bool = False,
     ) -> list[tuple[Any, Any]]:
         """(state, logs) of each device, or of their one memory."""
         plan, engine = self._plan, self._plan.engine
         states = engine.place(state)
-        total = self._total(states, batch, step, audit)
+        total = self._total(states, batch, step, audit, traced)
+        if self._finite is not None and engine.processes.count == 1:
+            self._finite.check()
         if journal is not None:
             journal.note_total(total)
+        if traced:
+            trace_part("total", total)
         stream = Stream(self._seed, step, plan.replicas)
         # The total is on the first device.
         results = [engine.update(self._update, states[0], total, stream)]
+        if traced:  # once, because all local devices compute the same
+            trace_part("update", results[0][0])
         for number in range(1, len(states)):
             moved = engine.put(total, engine.devices[number])
             results.append(engine.update(self._update, states[number], moved, stream))
@@ -173,7 +201,12 @@ class TrainStep:
         return state, stack(self._plan.engine.trees, all_logs)
 
     def _total(
-        self, states: list[Any], batch: PerReplica, step: int, audit: AuditedStep | None
+        self,
+        states: list[Any],
+        batch: PerReplica,
+        step: int,
+        audit: AuditedStep | None,
+        traced: bool,
     ) -> Any:
         """The sum of the contributions of all replicas of the group."""
         plan, engine = self._plan, self._plan.engine
@@ -181,7 +214,16 @@ class TrainStep:
 
         def compute(device: int, placed: Any, replica: int, share: Any) -> Any:
             share = engine.put(share, engine.devices[device])
-            return engine.grad(self._grad, placed, share, Stream(self._seed, step, replica))
+            stream = Stream(self._seed, step, replica)
+            if not traced:
+                return engine.grad(self._grad, placed, share, stream)
+            if replica == 0:
+                trace_part("before", placed)
+            trace_part("batch", share, replica)
+            trace_part("key", {"key": engine.key(stream)}, replica)
+            value = engine.grad(self._grad, placed, share, stream)
+            trace_part("contribution", value, replica)
+            return value
 
         def contribute(device: int, placed: Any) -> Iterator[tuple[int, Any]]:
             reduction.begin(device)
@@ -189,6 +231,8 @@ class TrainStep:
                 value = compute(device, placed, replica, batch.values[replica - first])
                 if audit:
                     audit.keep(replica, value)
+                if self._finite is not None:
+                    self._finite.note(step, replica, value)
                 reduction.push(device, replica, value)
                 yield replica, value
                 del value  # not alive beside the next one
@@ -220,6 +264,43 @@ class TrainStep:
                 f"{batch.replicas}: the batch was made by another strategy"
             )
         return batch.step
+
+
+class _FiniteCheck:
+    """Finds the replica whose contributions are not finite, before `update` changes the state.
+
+    Flags are computed with the contributions and read once in a step, so that devices need not wait.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._engine = plan.engine
+        self._step = -1
+        self._seen: dict[int, tuple[list[str], list[Any]]] = {}
+
+    def note(self, step: int, replica: int, value: Any) -> None:
+        if step != self._step:  # of an earlier one that failed before its check
+            self._seen.clear()
+        flags: list[Any] = []
+        self._engine.trees.map(lambda leaf: flags.append(namespace(leaf).is_finite(leaf)), value)
+        self._step, self._seen[replica] = step, (self._engine.trees.paths(value), flags)
+
+    def check(self) -> None:
+        """Raise `NonFiniteError` in all processes if a contribution is not finite. A collective."""
+        seen, self._seen = self._seen, {}
+        bad = [
+            (replica, name)
+            for replica in sorted(seen)
+            for name, finite in zip(*seen[replica], strict=True)
+            if not bool(finite)
+        ]
+        texts = self._engine.processes.gather(json.dumps(bad).encode())
+        if bad := [item for text in texts for item in json.loads(text)]:
+            lines = [f"{name} of logical replica {replica}" for replica, name in bad]
+            raise NonFiniteError(
+                f"step {self._step}: NaN or infinity in {few(lines, 10)}. The state has not changed. "
+                f"strategy.batch(dataset, {self._step}).values holds the shares of this step, and "
+                f"strategy.keys({self._step}) their keys"
+            )
 
 
 def _require_same_state(processes: Processes, state: Any) -> None:

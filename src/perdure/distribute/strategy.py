@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
@@ -35,7 +35,6 @@ from perdure.distribute.run.replicas import ReplicaRun
 from perdure.distribute.step import TrainStep
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica, ReduceOp
-from perdure.distribute.watching_engines import FiniteEngine, traced_engine
 from perdure.errors import DataError, TopologyError
 from perdure.runtime.process_group import Processes
 from perdure.tensorflow_names import TensorFlowNames
@@ -239,17 +238,14 @@ class Strategy(TensorFlowNames):
                 f"replicas={self._replicas}"
             )
         note_strategy_in_use(self)
-        engine = traced_engine(self._engine)
-        if check_finite:
-            engine = cast(Engine, FiniteEngine(engine))
-        plan = self._plan if engine is self._engine else Plan(engine, self._replicas)
         train_step = TrainStep(
-            plan,
+            self._plan,
             self._seed,
             ReplicaFunction(grad, self._replicas, "grad"),
             ReplicaFunction(update, self._replicas, "update"),
             journal,
             donate,
+            check_finite=check_finite,
         )
         train_step.set_audit(audited)
         return train_step

@@ -1,7 +1,14 @@
 """For users of JAX: strategies, metrics, losses and members that differ between processes.
 
+Before JAX starts, the strategies fix the size of its thread pool and join the group.
+
 Inside the package this module is `perdure.jax`; `import jax` still means the framework.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from perdure.checkpoint import PerRank
 from perdure.distribute import (
@@ -16,14 +23,15 @@ from perdure.distribute import (
     metrics,
     scale_regularization_loss,
 )
+from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
+from perdure.distribute.strategy import Strategy
 from perdure.errors import missing_extra
+from perdure.runtime.process_group import SingleProcess
 
 try:
-    from perdure.distribute.jax.strategies import (
-        MirroredStrategy,
-        MultiWorkerMirroredStrategy,
-        OneDeviceStrategy,
-    )
+    from perdure.distribute.jax import group
+    from perdure.distribute.jax.engine import Devices, JaxEngine
+    from perdure.distribute.jax.xla_settings import pin
 except ModuleNotFoundError as error:
     raise missing_extra("jax", error) from error
 
@@ -43,3 +51,85 @@ __all__ = [
     "metrics",
     "scale_regularization_loss",
 ]
+
+
+class MirroredStrategy(Strategy):
+    """The local devices of one process; each holds the whole state.
+
+    Args:
+        devices: All (None), the first n (a number), or a list.
+        replicas: V, the number of logical replicas; by default the number of devices.
+        seed: 0 to 2**63 - 1.
+        threads: The size of the CPU's thread pool, which is part of the recipe; by default PJRT_NPROC,
+            or 8.
+
+    Raises:
+        TopologyError: The devices do not exist, or `threads` contradicts a pool that is fixed already.
+    """
+
+    def __init__(
+        self,
+        devices: Devices = None,
+        replicas: int | None = None,
+        *,
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        pool = pin(threads)
+        super().__init__(JaxEngine(devices, SingleProcess(), pool), replicas, seed=seed)
+
+
+class OneDeviceStrategy(MirroredStrategy):
+    """One device; by default the first."""
+
+    def __init__(
+        self,
+        device: Any = None,
+        replicas: int | None = None,
+        *,
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        devices = 1 if device is None else [device]
+        super().__init__(devices, replicas, seed=seed, threads=threads)
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """The devices of a group of processes. Make it before anything else that uses JAX.
+
+    The group is, in this order: the one that the program has already initialized in the framework, that
+    of `cluster_resolver`, or the one that the environment describes (docs/CLUSTER.md).
+
+    A step raises WorkerLostError when another process dies: save nothing, leave with os._exit, and
+    restart the whole group from the last checkpoint.
+
+    Args:
+        cluster_resolver: The group, or the name of a source ("slurm").
+        replicas: V, the number of logical replicas; by default the number of devices in the group.
+        devices: The local devices, as in MirroredStrategy.
+        seed: 0 to 2**63 - 1.
+        threads: The size of the CPU's thread pool, as in MirroredStrategy.
+        local_device_ids: The accelerators that JAX gives to this process.
+        options: Time limits.
+
+    Raises:
+        ClusterError: A process does not come or comes twice, or descriptions contradict each other.
+        RecipeMismatchError: The processes have different recipes.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | str | None = None,
+        replicas: int | None = None,
+        *,
+        devices: Devices = None,
+        seed: int = 0,
+        threads: int | None = None,
+        local_device_ids: Sequence[int] | None = None,
+        options: ClusterOptions | None = None,
+    ) -> None:
+        cluster = resolve_for("jax", cluster_resolver)
+        pool = pin(threads)
+        processes = group.join(cluster, local_device_ids, options)
+        super().__init__(JaxEngine(devices, processes, pool), replicas, seed=seed)
+        self.cluster_resolver = cluster

@@ -12,7 +12,7 @@ from test_same_start import Member
 
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
-from perdure.distribute.agreement import Agreement
+from perdure.distribute.reduction import Agreement
 from perdure.errors import StateError
 
 V, CALLS, ODD = 6, 4, 2

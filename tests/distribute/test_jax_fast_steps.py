@@ -23,7 +23,7 @@ from perdure.checkpoint import CheckpointManager
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 from perdure.distribute.audit import AuditOptions
-from perdure.distribute.jax.fused import hlo, hlo_graph, hlo_values, proven_programs
+from perdure.distribute.jax.fused import hlo, hlo_graph, proven_programs
 from perdure.distribute.jax.programs import add_program
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
@@ -454,8 +454,8 @@ def test_moves_of_elements_are_followed() -> None:
             return bytes([16, 11, 26, len(sizes), *sizes, 42, len(layout), *layout])
 
         instruction = hlo_graph.Instruction(opcode, shape(*after), content, 0, 1, (0,), (), (), b"")
-        start = hlo_values.Origin("x", shape(*before))
-        return hlo_values.moved(instruction, shape(*before), start)
+        start = hlo.Origin("x", shape(*before))
+        return hlo.moved(instruction, shape(*before), start)
 
     row, column = ((2, 3), (1, 0)), ((2, 3), (0, 1))
     assert origin("copy", row, column).positions is None

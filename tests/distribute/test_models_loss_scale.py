@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from perdure.distribute import LossScale
-from perdure.distribute.loss_scale import LARGEST
+from perdure.distribute.losses import LARGEST
 from perdure.state import flatten, restore
 
 FINITE = [True, True, True, False, False, True, True, True, True]

@@ -14,15 +14,18 @@ from perdure.distribute.cluster import (
     TFConfigClusterResolver,
     resolve,
 )
-from perdure.distribute.initialize import initialize_distributed
 from perdure.distribute.inputs import (
     AutoShardPolicy,
     DistributedDataset,
     InputContext,
     ValueContext,
 )
-from perdure.distribute.loss_scale import LossScale
-from perdure.distribute.losses import compute_average_loss, scale_regularization_loss
+from perdure.distribute.key_value_group import initialize_distributed
+from perdure.distribute.losses import (
+    LossScale,
+    compute_average_loss,
+    scale_regularization_loss,
+)
 from perdure.distribute.run.context import (
     ReplicaContext,
     get_replica_context,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -242,7 +243,7 @@ class AuditedStep:
             case.share = self._shares[case.replica - self._audit.plan.first]
         if case.sent or all(self._audit.devices[device][0] == owner for device in devices):
             return
-        data = _packed(flatten(case.share)) if is_owner else b""
+        data = _packed(flatten(case.share) if is_owner else {})
         case.sent = self._processes.gather(data)[owner]
 
     def _share(self, case: _Case) -> Any:
@@ -386,24 +387,11 @@ def _difference(right: Leaf, other: Leaf) -> tuple[int, str]:
     return bits, f",{where} 0x{values[1]} for 0x{values[0]}"
 
 
-_LENGTH = 8
-"""Bytes of the number that says how long the header of a message is."""
-
-
 def _packed(leaves: Mapping[str, Leaf]) -> bytes:
-    """Path, dtype, shape and bytes of each leaf."""
-    rows = [[path, leaf.dtype, leaf.shape, leaf.nbytes] for path, leaf in leaves.items()]
-    header = json.dumps(rows).encode()
-    parts = [len(header).to_bytes(_LENGTH), header, *(leaf.data for leaf in leaves.values())]
-    return b"".join(parts)
+    rows = [[path, leaf.dtype, leaf.shape, leaf.data] for path, leaf in leaves.items()]
+    return msgspec.msgpack.encode(rows)
 
 
 def _unpacked(message: bytes) -> dict[str, Leaf]:
-    """The leaves of a message of `_packed`, over its memory."""
-    data = memoryview(message)
-    at = _LENGTH + int.from_bytes(data[:_LENGTH])
-    leaves = {}
-    for path, dtype, shape, nbytes in json.loads(bytes(data[_LENGTH:at])):
-        leaves[path] = Leaf(dtype, tuple(shape), data[at : at + nbytes])
-        at += nbytes
-    return leaves
+    rows = msgspec.msgpack.decode(message)
+    return {path: Leaf(dtype, tuple(shape), data) for path, dtype, shape, data in rows}

@@ -9,14 +9,17 @@ one value that all read: a fixed number of requests for each process.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from importlib import import_module
 from time import monotonic
 from typing import Any, Protocol
 
+from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.lifeline import GONE, Lifeline
-from perdure.errors import WorkerLostError
-from perdure.runtime.process_group import ByAgreement, given
+from perdure.errors import ClusterError, WorkerLostError, missing_extra
+from perdure.runtime.process_group import ByAgreement, Processes, given
 
 # gRPC refuses messages above 4 MiB.
 _PIECE = 2**20
@@ -26,6 +29,8 @@ _LOOK_S = 1.0
 
 # Begins the text of an error that all processes raise.
 _FAILED = b"\3"
+
+ENGINES = ("jax", "torch")
 
 LOST = (
     "Save nothing: the group is incomplete. Exit now, and restart the whole group from the last "
@@ -270,3 +275,50 @@ def lost(
     """The error for an operation of the group that failed because `gone` is gone."""
     reason = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error) else ""
     return WorkerLostError(f"{what} failed: {gone} is gone{reason}. {LOST}")
+
+
+def initialize_distributed(
+    engine: str | None = None,
+    resolver: ClusterResolver | str | None = None,
+    options: ClusterOptions | None = None,
+) -> Processes:
+    """Join the group of processes that the environment describes.
+
+    If the program has already called `jax.distributed.initialize` or
+    `torch.distributed.init_process_group` (with any backend), this joins that group. Otherwise it reads
+    the variables of `perdure run`, another launcher or a scheduler (see `resolve`), waits for the other
+    processes, and calls that function with every argument, so that the framework detects nothing by
+    itself. A process that is alone gets a process group of one on PyTorch, so that
+    `DistributedDataParallel` works there too, and nothing on JAX. May be called twice.
+
+    `MultiWorkerMirroredStrategy` joins its group without this call.
+
+    Args:
+        engine: "jax" or "torch"; by default the one that the program has imported.
+        resolver: The group, or the name of a source, instead of the environment.
+        options: Time limits.
+
+    Returns:
+        The group. Pass it on: `CheckpointManager(..., processes=perdure.initialize_distributed())`.
+
+    Raises:
+        ClusterError: The description contradicts itself or the group of the framework, or a process did
+            not come in time.
+    """
+    if engine is None:
+        imported = [name for name in ENGINES if name in sys.modules]
+        if len(imported) != 1:
+            state = "both" if imported else "neither"
+            raise ClusterError(
+                f"initialize_distributed: expected the program to have imported jax or torch, found "
+                f'{state}; name the one that trains: perdure.initialize_distributed("jax")'
+            )
+        (engine,) = imported
+    if engine not in ENGINES:
+        raise ClusterError(f"initialize_distributed: expected 'jax' or 'torch', found {engine!r}")
+    cluster = resolve_for(engine, resolver)
+    try:
+        group = import_module(f"perdure.distribute.{engine}.group")
+    except ModuleNotFoundError as error:
+        raise missing_extra(engine, error) from error
+    return group.initialize(cluster, options)

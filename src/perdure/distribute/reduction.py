@@ -2,18 +2,29 @@
 
 Contributions are added on each device, then in each process, then in the group. Every addition is an
 edge of `perdure.distribute.reduction_tree`, whatever the devices, and is made by the engine's `add`.
+
+What the processes of a group add is compared, because a process may fail, leave a step out, or
+contribute another structure. With every partial sum travels a digest of its step and structure, and the
+sum of these digests shows every process whether they are equal, without another message.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
-from perdure.distribute.agreement import Agreement, differences
+import numpy as np
+from blake3 import blake3
+
+from perdure.distribute.arrays import namespace
 from perdure.distribute.engine import describe, signature
 from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge
 from perdure.distribute.topology import Plan
-from perdure.errors import StateError
+from perdure.errors import PerdureError, StateError, WorkerLostError
+from perdure.text import few
 
 
 class _DeviceSum:
@@ -100,3 +111,142 @@ class Reduction:
                 f"logical {names[1]} gives another structure than {names[0]}: "
                 + differences(one, two, *names)
             )
+
+
+_ALIKE = (
+    "In a group every process makes the same steps: what one of them skips or repeats (a bad batch, "
+    "a loss that is not finite), all of them have to"
+)
+
+
+class Agreement:
+    """The exchange of partial sums for one function, which nearly always gives the same structure.
+
+    `check` is a collective that all processes call before each exchange.
+    """
+
+    def __init__(self, plan: Plan, check: Callable[[], None] | None = None) -> None:
+        self._plan = plan
+        self._check = check
+        self._engine = plan.engine
+        self._counts = tuple(len(roots) for roots in plan.roots)
+        # The structure that all processes have. Zeros of it are sent for a contribution that a process
+        # does not have, because all processes have to send equally many bytes.
+        self._form: Hashable = None
+        self._described = ""
+        self._shapes: list[list[int]] = []
+        self._scalars: Any = None
+
+    def exchange(self, at: str, roots: list[Any]) -> Any:
+        """The sum of the partial sums of all processes, on the first local device. A collective.
+
+        Args:
+            at: What all processes are at, such as "step 3".
+            roots: The partial sums of this process.
+
+        Raises:
+            StateError: The processes are at different steps, one of them has failed in this one, or
+                their values have different structures. Raised in all processes.
+        """
+        form = signature(self._engine.trees, roots[0])
+        is_new = form != self._form
+        described = self._description(roots[0]) if is_new else self._described
+        if self._form is None:
+            self._compare(at, described)
+        else:
+            sent = self._zeros(len(roots)) if is_new else roots
+            try:
+                is_equal, total = self._sum(sent, f"{at} {described}")
+            except WorkerLostError:
+                raise
+            except PerdureError as error:  # of this process alone, which has sent nothing
+                self.fail(at, error)
+                raise
+            if not is_equal:
+                self._compare(at, described)
+                raise StateError(f"{at}: the processes add different values. {_ALIKE}.")
+            if not is_new:
+                return total
+        # All processes have this structure.
+        self._form, self._described, self._shapes = form, described, []
+        self._scalars = self._engine.trees.map(self._scalar, roots[0])
+        return self.exchange(at, roots)
+
+    def fail(self, at: str, error: BaseException) -> None:
+        """Let all processes raise an error, because this one has failed there. A collective."""
+        index = self._engine.processes.index
+        with suppress(PerdureError):  # the caller raises `error`
+            if self._form is not None:
+                self._sum(self._zeros(self._counts[index]), f"{at} failed in {index}")
+            self._compare(at, "", f"{type(error).__name__}: {error}")
+
+    def _sum(self, roots: list[Any], text: str) -> tuple[bool, Any]:
+        """The sum, and whether all processes have given the same text."""
+        engine, plan = self._engine, self._plan
+
+        def merge_all(values_of_processes: list[list[Any]]) -> Any:
+            all_nodes = [
+                node
+                for roots, values in zip(plan.roots, values_of_processes, strict=True)
+                for node in zip(roots, values, strict=True)
+            ]
+            ((_, total),) = merge(all_nodes, plan.replicas, engine.add)
+            return total
+
+        # Numbers of 16 bits, so that no group is large enough for their sum to overflow.
+        digest = np.frombuffer(blake3(text.encode()).digest(8), np.uint16).astype(np.int32)
+        values = [{"check": digest, "value": root} for root in roots]
+        if self._check is not None:
+            self._check()
+        total = engine.exchange(values, self._counts, merge_all)
+        return total["check"].tolist() == (digest * sum(self._counts)).tolist(), total["value"]
+
+    def _scalar(self, leaf: Any) -> Any:
+        self._shapes.append(list(leaf.shape))
+        return namespace(leaf).zeros([], leaf.dtype)
+
+    def _zeros(self, count: int) -> list[Any]:
+        """So many values of the structure that all processes have."""
+        shapes = iter(self._shapes)
+        zeros = self._engine.trees.map(
+            lambda leaf: namespace(leaf).zeros(next(shapes), leaf.dtype), self._scalars
+        )
+        return [self._engine.put(zeros, self._engine.devices[0])] * count
+
+    def _description(self, value: Any) -> str:
+        return json.dumps(describe(self._engine.trees, value), sort_keys=True)
+
+    def _compare(self, at: str, described: str, error: str = "") -> None:
+        """Raise `StateError` unless all processes are at one step with one structure. A collective."""
+        processes = self._engine.processes
+        rows = [
+            json.loads(row) for row in processes.gather(json.dumps([at, described, error]).encode())
+        ]
+        for process, (there, _, failure) in enumerate(rows):
+            if failure:
+                raise StateError(f"process {process} failed in {there}: {failure}. {_ALIKE}.")
+        for process, (there, text, _) in enumerate(rows):
+            if there != at:
+                raise StateError(
+                    f"process {processes.index} is at {at}, and process {process} at {there}. {_ALIKE}."
+                )
+            if text != described:
+                raise StateError(
+                    f"process {process} gives another structure than process {processes.index}: "
+                    + differences(
+                        json.loads(described),
+                        json.loads(text),
+                        f"process {processes.index}",
+                        f"process {process}",
+                    )
+                )
+
+
+def differences(one: dict[str, str], other: dict[str, str], name: str, other_name: str) -> str:
+    """The leaves of two structures that differ, as a text."""
+    lines = [
+        f"{path}: {one.get(path, 'nothing')} in {name}, {other.get(path, 'nothing')} in {other_name}"
+        for path in sorted(one.keys() | other.keys())
+        if one.get(path) != other.get(path)
+    ]
+    return few(lines, separator="; ") or "the containers differ"

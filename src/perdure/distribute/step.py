@@ -13,11 +13,10 @@ from typing import Any
 from perdure.checkpoint.group_save import require_same
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.step_trace import is_computing_traced, is_tracing, trace_part
-from perdure.distribute.agreement import Agreement
 from perdure.distribute.arrays import namespace
 from perdure.distribute.audit import Audit, AuditedStep, AuditOptions
 from perdure.distribute.engine import Grad, Stream, Update, stack
-from perdure.distribute.reduction import reduction_of
+from perdure.distribute.reduction import Agreement, reduction_of
 from perdure.distribute.step_check import step_check
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica

@@ -10,7 +10,8 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,6 @@ from perdure.distribute.cluster import Cluster, ClusterOptions, await_members, w
 from perdure.distribute.cluster.rendezvous import ALL, local_address
 from perdure.distribute.cluster.sources import join_address
 from perdure.distribute.engine import Merge, sliced
-from perdure.distribute.jax.compilation import write_from_all
 from perdure.distribute.jax.programs import type_of
 from perdure.distribute.key_value_group import KeyValueProcesses, lost
 from perdure.errors import ClusterError, UnsupportedLeafError
@@ -97,6 +97,42 @@ def _initialize(
             f"process {cluster.process_id} could not join the group of {cluster.num_processes} at "
             f"{cluster.coordinator} (from {cluster.source}): {error}"
         ) from error
+
+
+_CACHE_WRITE = (
+    "cache_key", "compile_time_secs", "module_name", "backend", "executable", "host_callbacks",
+)  # fmt: skip
+
+
+def write_from_all(process_id: int, environ: Mapping[str, str] | None = None) -> bool:
+    """Let this process write to JAX's cache of compiled programs; False if nothing was changed.
+
+    JAX lets only process 0 write, because object stores handle many writers badly. But on CPU its keys
+    name the devices, so no other process would find its programs, and each restart of a group would
+    wait for compilers. If `perdure run` has set the cache, on a local disk, every process writes its own
+    entries. JAX has no setting for it; with a release whose function is different, nothing is changed.
+    """
+    environ = os.environ if environ is None else environ
+    if process_id == 0 or not environ.get("PERDURE_SHARED_CACHE"):
+        return False
+    from jax._src import compilation_cache, compiler
+
+    original: Any = getattr(compiler, "_cache_write", None)
+    if original is None or tuple(inspect.signature(original).parameters) != _CACHE_WRITE:
+        return False
+
+    def write(
+        key: str, seconds: float, name: str, backend: Any, program: Any, callbacks: Any
+    ) -> None:
+        if callbacks or backend.platform != "cpu":
+            return
+        try:
+            compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
+        except Exception as error:  # noqa: BLE001 (as in JAX: a full disk ends no training)
+            warnings.warn(f"{name} was not kept in the cache: {error!r}", stacklevel=2)
+
+    compiler._cache_write = write  # pyright: ignore[reportAttributeAccessIssue]
+    return True
 
 
 class _CoordinationService:

@@ -143,7 +143,7 @@ def _require_equal(one: Cluster, other: Cluster) -> None:
 
 def from_jax(environ: Mapping[str, str]) -> Cluster | None:
     """JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."""
-    if not _is_complete((ADDRESS, COUNT, INDEX), environ):
+    if not _is_complete((ADDRESS, COUNT, INDEX), INDEX, environ):
         return None
     count, index = (integer(name, environ[name]) for name in (COUNT, INDEX))
     return Cluster(environ[ADDRESS], count, index, source="JAX_* variables")
@@ -151,7 +151,7 @@ def from_jax(environ: Mapping[str, str]) -> Cluster | None:
 
 def from_torchrun(environ: Mapping[str, str]) -> Cluster | None:
     """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; another port if torchrun itself uses that one."""
-    if not _is_complete((HOST, PORT, SIZE, RANK), environ):
+    if not _is_complete((HOST, PORT, RANK, SIZE), RANK, environ):
         return None
     port, count, index = (integer(name, environ[name]) for name in (PORT, SIZE, RANK))
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -161,12 +161,12 @@ def from_torchrun(environ: Mapping[str, str]) -> Cluster | None:
     return Cluster(address, count, index, source="torchrun's variables")
 
 
-def _is_complete(names: tuple[str, ...], environ: Mapping[str, str]) -> bool:
-    """False if the variables are not there; the last one, the number, may be left to a scheduler."""
+def _is_complete(names: tuple[str, ...], index: str, environ: Mapping[str, str]) -> bool:
+    """False if the variables are not there, or only `index`, which a scheduler sets too."""
     missing = [name for name in names if name not in environ]
     if len(missing) == len(names):
         return False
-    if names[-1] in missing and any(name in environ for name in _SCHEDULED):
+    if index in missing and any(name in environ for name in _SCHEDULED):
         return False
     if missing:
         present = [f"{name}={environ[name]}" for name in names if name in environ]

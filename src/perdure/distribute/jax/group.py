@@ -109,8 +109,9 @@ def write_from_all(process_id: int, environ: Mapping[str, str] | None = None) ->
 
     JAX lets only process 0 write, because object stores handle many writers badly. But on CPU its keys
     name the devices, so no other process would find its programs, and each restart of a group would
-    wait for compilers. If `perdure run` has set the cache, on a local disk, every process writes its own
-    entries. JAX has no setting for it; with a release whose function is different, nothing is changed.
+    wait for compilers. If `perdure run` has set the cache, on a local disk, every process writes its
+    own entries. JAX has no setting for it; with a release whose function is different, nothing is
+    changed.
     """
     environ = os.environ if environ is None else environ
     if process_id == 0 or not environ.get("PERDURE_SHARED_CACHE"):

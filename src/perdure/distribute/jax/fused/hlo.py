@@ -1,6 +1,6 @@
 """Comparison of optimized XLA programs by how each of their results is made.
 
-Two results are the same if the same instructions make them of the same values: a hash for each value, of
+Two results are the same if the same instructions make them of the same values: each value has a hash of
 the instruction and of what it takes. What is not understood is the same as nothing else. The order in
 which independent instructions run does not count, and neither do names. A computation that an
 instruction applies (a fusion, the addition of a reduction) is one kernel, whose instructions count in

@@ -32,7 +32,7 @@ from perdure import (
     load_checkpoint,
 )
 from perdure.checkpoint import Processes, SingleProcess
-from perdure.checkpoint.arguments import makes_state
+from perdure.checkpoint.checkpoint import makes_state
 from perdure.checkpoint.state_digest import state_digest
 from perdure.errors import (
     ArgumentError,

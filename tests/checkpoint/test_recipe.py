@@ -15,7 +15,7 @@ import perdure
 from messages import unnamed
 from perdure import CheckpointManager
 from perdure.checkpoint.recipe import allowed, check_group, check_resume
-from perdure.errors import ClusterError, RecipeMismatchError
+from perdure.errors import RecipeMismatchError
 from perdure.store import Run
 from pretend import Pretend, play
 
@@ -78,8 +78,8 @@ def test_a_field_that_one_side_lacks_is_a_warning() -> None:
     note = check_resume("run: step 2", {**RECIPE, "old": 1}, {**RECIPE, "new": "x"}, frozenset())
     assert note is not None
     assert note.splitlines()[1:] == [
-        "  new: only the run has it ('x')",
-        "  old: only the checkpoint has it (1)",
+        "  new: the checkpoint has nothing, this run has 'x'",
+        "  old: the checkpoint has 1, this run has nothing",
     ]
 
 
@@ -128,14 +128,14 @@ def test_a_worker_with_another_recipe_raises_in_all_before_anything_is_saved(
 def test_releases_are_not_mixed_in_a_group() -> None:
     def program(other: str) -> Callable[[Pretend], str | None]:
         return lambda processes: check_group(
-            processes, RECIPE, frozenset(), other if processes.index else ""
+            processes, {**RECIPE, **({"perdure": other} if processes.index else {})}, frozenset()
         )
 
     errors = play(3, program("0.0.9"))
-    assert {type(error) for error in errors} == {ClusterError}
+    assert {type(error) for error in errors} == {RecipeMismatchError}
     assert len({str(error) for error in errors}) == 1
-    assert perdure.__version__ in str(errors[0])
-    assert "0.0.9 in process 1" in str(errors[0])
+    assert f"has {perdure.__version__!r}, process 1" in str(errors[0])
+    assert "has '0.0.9'" in str(errors[0])
     assert play(3, program(perdure.__version__)) == [None] * 3
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.retention import recorded_retention
 from perdure.errors import (
     ArgumentError,
@@ -20,13 +22,12 @@ from perdure.store.format import manifest_name, steps_text
 from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
+from perdure.text import few
 
 FORMS = "RUN@STEP, RUN@latest, RUN@best, RUN@best:max:METRIC or RUN@best:min:METRIC"
 
 _STEPS = re.compile(r"(?P<run>.+)@(?P<which>latest|best|best:[^@/]*|\d+(?:,\d+)*)", re.DOTALL)
 _BEST = re.compile(r"(?P<run>.+?)@(?P<which>best:(?:max|min):.+)", re.DOTALL)
-
-_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,24 @@ class Address(NamedTuple):
     run: Run
     given: str
     which: str | None
+
+    def steps(self) -> list[int]:
+        """The steps that the address names; the newest if it names none."""
+        if self.which is not None and self.which[0].isdigit():
+            return [int(step) for step in self.which.split(",")]
+        steps = self.run.steps()
+        if not steps:
+            raise StepNotFoundError(f"{self.run.where}: expected a checkpoint, found none yet.")
+        return steps[-1:] if self.which in (None, "latest") else [_best(self.run, str(self.which))]
+
+    def step(self) -> int:
+        """The one step that the address names."""
+        steps = self.steps()
+        if len(steps) > 1:
+            raise ArgumentError(
+                f"expected RUN@STEP with one step, found {self.given}@{self.which}."
+            )
+        return steps[0]
 
 
 def open_run(where: Where) -> Run:
@@ -100,7 +119,7 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
     if isinstance(where, StoredCheckpoint):
         return where
     address = find_run(where)
-    return checkpoint_at(address.run, _one_step(address), address.given)
+    return checkpoint_at(address.run, address.step(), address.given)
 
 
 def open_checkpoints(where: Where) -> list[StoredCheckpoint]:
@@ -111,7 +130,7 @@ def open_checkpoints(where: Where) -> list[StoredCheckpoint]:
     if isinstance(where, StoredCheckpoint):
         return [where]
     address = find_run(where)
-    steps = _steps(address)
+    steps = address.steps()
     if address.which is None:
         steps = address.run.steps()
     return [checkpoint_at(address.run, step, address.given) for step in steps]
@@ -156,7 +175,7 @@ def find_run(where: Where) -> Address:
             "directory write '.'."
         )
     readings: list[tuple[str, str | None]] = [(text, None)]
-    if match := _BEST.fullmatch(text) or _STEPS.fullmatch(text):
+    if match := _parse(text):
         readings.insert(1 if os.path.isdir(text) else 0, (match["run"], match["which"]))
     errors: list[NotARunError] = []
     for run, which in readings:
@@ -164,10 +183,16 @@ def find_run(where: Where) -> Address:
             return Address(Run(run), run, which)
         except NotARunError as error:
             errors.append(error)
-    run, at, which = text.rpartition("@")
-    if at and run and len(errors) == 1 and "/" not in which and _is_run(run):
-        raise StepNotFoundError(f"{run}: expected {FORMS}, found @{which}.")
+    name, _, which = text.rpartition("@")
+    if name and match is None and "/" not in which:
+        with suppress(NotARunError):
+            Run(name)
+            raise StepNotFoundError(f"{name}: expected {FORMS}, found @{which}.")
     raise errors[0]
+
+
+def _parse(text: str) -> re.Match[str] | None:
+    return _BEST.fullmatch(text) or _STEPS.fullmatch(text)
 
 
 def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
@@ -178,15 +203,12 @@ def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
     Raises:
         ArgumentError: `where` names another step than `step`, or several.
     """
-    # Imported here, because it needs NumPy, without which `perdure show --tree` starts sooner.
-    from perdure.checkpoint.arguments import step_number
-
     address = find_run(where)
     run, given, which = address
     wanted = None if step is None else step_number(step)
     if which is None:
         return run, wanted
-    named = None if which == "latest" else step_number(_one_step(address))
+    named = None if which == "latest" else step_number(address.step())
     if wanted is not None and named != wanted:
         raise ArgumentError(
             f"step: expected {'None' if named is None else f'{named} or None'}, because the checkpoint "
@@ -195,18 +217,19 @@ def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
     return run, named
 
 
-def named_step(run: Run, name: str) -> int | None:
-    """The step that a name of a checkpoint of `run` says; None for the newest good one.
+def step_or_name(step: Any, run: Run) -> int | None:
+    """The step of a number, or of a name such as `RUN@STEP`; None for the newest good checkpoint.
 
     Raises as `open_checkpoint`, and `ArgumentError` for any other name.
     """
-    for pattern in (_BEST, _STEPS):
-        if (match := pattern.fullmatch(name)) and _is_of(match["run"], run):
-            which = match["which"]
-            return None if which == "latest" else _one_step(Address(run, run.where, which))
+    if not isinstance(step, str):
+        return None if step is None else step_number(step)
+    if (match := _parse(step)) and _is_of(match["run"], run):
+        address = Address(run, run.where, match["which"])
+        return None if address.which == "latest" else address.step()
     raise ArgumentError(
         f"step: expected a step, or a name such as {name_at_step(run.where, 120)!r} (with @latest, "
-        f"@best, @best:max:METRIC or @best:min:METRIC for a step), found {name!r}. For another run "
+        f"@best, @best:max:METRIC or @best:min:METRIC for a step), found {step!r}. For another run "
         f"directory use `perdure.load_checkpoint`."
     )
 
@@ -214,36 +237,6 @@ def named_step(run: Run, name: str) -> int | None:
 def _is_of(name: str, run: Run) -> bool:
     """Whether a name is that of the run: its URL, or any path of its directory."""
     return name == run.where or os.path.realpath(name) == os.path.realpath(run.where)
-
-
-def _one_step(address: Address) -> int:
-    steps = _steps(address)
-    if len(steps) > 1:
-        raise ArgumentError(
-            f"expected RUN@STEP with one step, found {address.given}@{address.which}."
-        )
-    return steps[0]
-
-
-def _is_run(text: str) -> bool:
-    try:
-        Run(text)
-    except NotARunError:
-        return False
-    return True
-
-
-def _steps(address: Address) -> list[int]:
-    """The steps that an address names; the newest if it names none."""
-    run, _, which = address
-    if which is not None and which[0].isdigit():
-        return [int(step) for step in which.split(",")]
-    steps = run.steps()
-    if not steps:
-        raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none yet.")
-    if which in (None, "latest"):
-        return steps[-1:]
-    return [_best(run, str(which))]
 
 
 def read_manifests(run: Run) -> tuple[dict[int, Manifest], dict[int, str], dict[int, str]]:
@@ -282,7 +275,6 @@ def _best(run: Run, which: str) -> int:
         )
     if damaged or unread:
         names = [manifest_name(step) for step in sorted(damaged | unread)]
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         what_next = (
             f"or set the damaged ones aside: `perdure verify {run.where} --repair`."
             if damaged
@@ -290,7 +282,7 @@ def _best(run: Run, which: str) -> int:
         )
         raise (CorruptionError if damaged else UnreachableError)(
             f"{run.where}: expected to compare the metrics of all checkpoints, found manifests that "
-            f"cannot be read, of which one may be the best: {', '.join(names[:_MOST_NAMES])}{more}. "
+            f"cannot be read, of which one may be the best: {few(names)}. "
             f"Name a step, RUN@STEP, {what_next}"
         )
     sign = 1.0 if parts[1] == "max" else -1.0
@@ -305,16 +297,3 @@ def _best(run: Run, which: str) -> int:
             f"steps {steps_text(sorted(manifests))}; {held}."
         )
     return max(scores)[1]
-
-
-def step_or_name(step: Any, run: Run) -> int | None:
-    """The step of a number, or of a name such as `RUN@STEP`; None for the newest good one.
-
-    Raises as `named_step` and `step_number`.
-    """
-    # Imported here, because it needs NumPy, without which `perdure show --tree` starts sooner.
-    from perdure.checkpoint.arguments import step_number
-
-    if isinstance(step, str):
-        return named_step(run, step)
-    return None if step is None else step_number(step)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from functools import partial
 from numbers import Real
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from perdure.errors import ArgumentError
-from perdure.state import is_state
 from perdure.store.format import MAX_STEP
-
-_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type)
 
 
 def step_number(step: Any) -> int:
@@ -81,42 +76,26 @@ def metric_numbers(metrics: Any) -> dict[str, float]:
     return numbers
 
 
-def makes_state(value: Any) -> bool:
-    """Whether `value` is a function that makes a state, and not a state that can be called.
-
-    Modules of every framework are callable. The only values taken for a function are functions,
-    methods, classes, `functools.partial`s, compiled functions, and callables that cannot be saved.
-    """
-    if not callable(value):
-        return False
-    if isinstance(value, _FUNCTIONS) or type(value) is partial:
-        return True
-    # `__wrapped__`: what jax.jit, eqx.filter_jit and functools.wraps leave on a function.
-    return hasattr(value, "__wrapped__") or not is_state(value)
-
-
 def require_name(argument: str, name: Any) -> None:
     """Raise `ArgumentError` unless `name`, a key of `argument`, is a string that UTF-8 can hold."""
     if not isinstance(name, str):
         raise ArgumentError(f"{argument}: expected strings as names, found {shown(name)}.")
-    if not is_text(name):
+    if not is_unicode(name):
         raise ArgumentError(
             f"{argument}: expected names in Unicode, found {shown(name)}, which UTF-8 cannot hold."
         )
-
-
-def is_text(value: Any) -> bool:
-    """Whether `value` is a string that UTF-8 can hold."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def shown(value: Any) -> str:
     """The `repr` of a value for an error, cut to one line of at most 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a string."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

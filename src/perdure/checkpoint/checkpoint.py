@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -22,7 +23,7 @@ from perdure.errors import (
     StepNotFoundError,
     warn_caller,
 )
-from perdure.state import AttributeState, flatten, unflatten
+from perdure.state import AttributeState, flatten, is_state, unflatten
 from perdure.state import restore as restore_state
 from perdure.state.epoch_ends import load_epoch_ends
 from perdure.state.paths import join_key, split_path
@@ -326,3 +327,18 @@ def load_verified(
     where = f"{run.where}: step {manifest.step}"
     load_epoch_ends(loaded.leaves, manifest.process_leaves, where)
     return loaded
+
+
+def makes_state(value: Any) -> bool:
+    """Whether `value` is a function that makes a state, and not a state that can be called.
+
+    Modules of every framework are callable. The only values taken for a function are functions,
+    methods, classes, `functools.partial`s, compiled functions, and callables that cannot be saved.
+    """
+    if not callable(value):
+        return False
+    functions = (FunctionType, MethodType, BuiltinFunctionType, type)
+    if isinstance(value, functions) or type(value) is partial:
+        return True
+    # `__wrapped__`: what jax.jit, eqx.filter_jit and functools.wraps leave on a function.
+    return hasattr(value, "__wrapped__") or not is_state(value)

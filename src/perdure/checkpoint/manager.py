@@ -17,9 +17,14 @@ from types import NoneType
 from typing import Any, NoReturn, SupportsFloat, overload
 
 from perdure.checkpoint.address import step_or_name
-from perdure.checkpoint.arguments import makes_state, positive, step_number
+from perdure.checkpoint.arguments import positive, step_number
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
-from perdure.checkpoint.checkpoint import Checkpoint, managers, takes_tensorflow_order
+from perdure.checkpoint.checkpoint import (
+    Checkpoint,
+    makes_state,
+    managers,
+    takes_tensorflow_order,
+)
 from perdure.checkpoint.group_call import GroupCall, require_group, together
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.managed_directory import ManagedDirectory, SaveInterval, describe_newest

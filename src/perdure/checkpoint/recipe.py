@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import NoneType
 from typing import Any
 from weakref import WeakSet
@@ -19,9 +19,9 @@ from weakref import WeakSet
 import msgspec
 
 from perdure import errors
-from perdure.checkpoint.arguments import is_text, require_name, shown
+from perdure.checkpoint.arguments import is_unicode, require_name, shown
 from perdure.checkpoint.group_call import GroupCall, SentError, caught, decoded, together
-from perdure.errors import ArgumentError, ClusterError, RecipeMismatchError, warn_caller
+from perdure.errors import ArgumentError, RecipeMismatchError, warn_caller
 from perdure.runtime.process_group import Processes
 from perdure.state.environment import of_process
 from perdure.store.manifest import RecipeValue
@@ -47,12 +47,11 @@ def note_strategy_in_use(strategy: Any) -> None:
     _strategies_in_use.add(strategy)
 
 
-class _ProcessRecipe(msgspec.Struct):
-    """A recipe, the name of the process that has it, and the release of perdure there."""
+class _NamedRecipe(msgspec.Struct):
+    """A recipe, and whose it is."""
 
-    process: str
-    recipe: dict[str, RecipeValue]
-    release: str = "an earlier one"
+    name: str
+    recipe: Recipe
 
 
 class RecipeCheck:
@@ -165,7 +164,7 @@ def _plain(value: Any) -> RecipeValue | None:
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value) if is_text(value) else None
+        return str.__str__(value) if is_unicode(value) else None
     if isinstance(value, int):
         return int(value) if -(2**63) <= value < 2**64 else None
     if isinstance(value, float):
@@ -201,87 +200,96 @@ def check_resume(where: str, saved: Recipe, current: Recipe, allow: frozenset[st
     """
     if not saved or not current:
         return None
-    refused, noted = [], []
-    for field in sorted(saved.keys() | current.keys()):
-        if field not in saved or field not in current:
-            side, recipe = ("checkpoint", saved) if field in saved else ("run", current)
-            noted.append(f"{field}: only the {side} has it ({recipe[field]!r})")
-        elif not _same(saved[field], current[field]):
-            line = f"{field}: the checkpoint has {saved[field]!r}, this run has {current[field]!r}"
-            (noted if _is_allowed(field, allow) else refused).append(line + _weight(field))
-    if refused:
-        raise RecipeMismatchError(
-            f"{where} was made by another recipe, so that resuming would not give the bits of an "
-            f"uninterrupted run:{_lines(refused)}\nUse the recipe of the checkpoint, or "
-            f"{_how_to_allow(refused, allow)}"
-        )
-    if noted:
-        return f"{where} was made by a recipe that is not the same in all:{_lines(noted)}"
+    sides = _NamedRecipe("the checkpoint", saved), _NamedRecipe("this run", current)
+    differing = _differences(*sides)
+    comparable = saved.keys() & current.keys()
+    _require_allowed(
+        {line: field for line, field in differing.items() if field in comparable},
+        allow,
+        f"{where} was made by another recipe, so that resuming would not give the bits of an "
+        f"uninterrupted run",
+        "Use the recipe of the checkpoint",
+    )
+    if differing:
+        return f"{where} was made by a recipe that is not the same in all:{_lines(differing)}"
     return None
 
 
-def check_group(
-    processes: Processes, recipe: Recipe, allow: frozenset[str], release: str = ""
-) -> str | None:
+def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> str | None:
     """Raise the same error in every process unless all have one recipe and release. A collective.
 
-    Releases may send other messages in a group save, so they are not mixed; `release` is this one.
+    Releases may send other messages in a group save, so another one is a difference in the field
+    `perdure`. A field that one process lacks counts as a difference, because all run one program.
 
-    Returns what the chief warns about, as `check_resume` does. A field that one process lacks counts as
-    a difference, because all run one program.
+    Returns what the chief warns about, as `check_resume` does.
     """
     if processes.count == 1:
         return None
     name = f"process {processes.index} ({socket.gethostname()}, pid {os.getpid()})"
-    this_process = _ProcessRecipe(name, dict(recipe), release or _release())
+    release = sys.modules["perdure"].__version__  # it imports this module
     notes: list[str] = []
 
-    def decide(sent: list[bytes]) -> bytes:
-        recipes = [decoded(data, _ProcessRecipe) for data in sent]
-        note, error = caught(lambda: _require_one_recipe(recipes, allow))
-        notes.extend([note] if note else [])
-        return msgspec.msgpack.encode(SentError.of(error))
+    def compare(sent: list[bytes]) -> None:
+        first, *others = [decoded(data, _NamedRecipe) for data in sent]
+        differing = {line: f for other in others for line, f in _differences(first, other).items()}
+        _require_allowed(
+            differing,
+            allow,
+            "the processes of the group do not have one recipe, so that the result would depend on "
+            "which of them does what",
+            "Start all of them from one program with the same arguments and packages on machines of "
+            "one kind",
+        )
+        if differing:
+            notes.append(f"the processes of the group do not have one recipe:{_lines(differing)}")
 
-    answer = processes.agree(msgspec.msgpack.encode(this_process), decide)
+    def decide(sent: list[bytes]) -> bytes:
+        return msgspec.msgpack.encode(SentError.of(caught(lambda: compare(sent))[1]))
+
+    mine = _NamedRecipe(name, {"perdure": release, **recipe})
+    answer = processes.agree(msgspec.msgpack.encode(mine), decide)
     if (error := decoded(answer, SentError | None)) is not None:
         raise getattr(errors, error.kind, RecipeMismatchError)(error.text)
     return notes[0] if notes and processes.is_chief else None
 
 
-def _require_one_recipe(recipes: Sequence[_ProcessRecipe], allow: frozenset[str]) -> str | None:
-    """What to warn about; raises what `check_group` does."""
-    first, *others = recipes
-    for other in others:
-        if other.release != first.release:
-            raise ClusterError(
-                f"expected one release of perdure in the group, found {first.release} in "
-                f"{first.process} and {other.release} in {other.process}. Nothing was saved or "
-                f"restored. Install the same release on all machines."
-            )
-    refused, noted = [], []
-    for other in others:
-        for field in sorted(first.recipe.keys() | other.recipe.keys()):
-            values = [process.recipe.get(field) for process in (first, other)]
-            if not _same(*values):
-                sides = [
-                    f"{process.process} has {'nothing' if value is None else repr(value)}"
-                    for process, value in zip((first, other), values, strict=True)
-                ]
-                line = f"{field}: {', '.join(sides)}{_weight(field)}"
-                (noted if _is_allowed(field, allow) else refused).append(line)
+def _differences(one: _NamedRecipe, other: _NamedRecipe) -> dict[str, str]:
+    """A line for each field with two values, and the field."""
+    lines: dict[str, str] = {}
+    for field in sorted(one.recipe.keys() | other.recipe.keys()):
+        values = [side.recipe.get(field) for side in (one, other)]
+        if not _same(*values):
+            sides = [
+                f"{side.name} has {'nothing' if value is None else repr(value)}"
+                for side, value in zip((one, other), values, strict=True)
+            ]
+            name = field.partition(".")[2] if _is_setting(field) else field
+            weight = " (may change bits)" if name in ENVIRONMENT_FIELDS else ""
+            lines[f"{field}: {', '.join(sides)}{weight}"] = field
+    return lines
+
+
+def _require_allowed(
+    differing: Mapping[str, str], allow: frozenset[str], problem: str, remedy: str
+) -> None:
+    """Raise `RecipeMismatchError` for the lines whose field may not differ."""
+    # `threads` allows `torch.threads` too.
+    refused = {
+        line: field
+        for line, field in differing.items()
+        if not (field in allow or (_is_setting(field) and field.partition(".")[2] in allow))
+    }
     if refused:
+        fields = sorted({*refused.values()})
+        already = f" (allowed so far: {', '.join(sorted(allow))})" if allow else ""
         raise RecipeMismatchError(
-            f"the processes of the group do not have one recipe, so that the result would depend on "
-            f"which of them does what:{_lines(refused)}\nStart all of them from one program with the "
-            f"same arguments on machines of one kind, or {_how_to_allow(refused, allow)}"
+            f"{problem}:{_lines(refused)}\n{remedy}, or name what may differ: "
+            f"allow={tuple(fields)!r}, or {ALLOW}={','.join(fields)} in the environment{already}."
         )
-    if noted:
-        return f"the processes of the group do not have one recipe:{_lines(noted)}"
-    return None
 
 
-def _release() -> str:
-    return sys.modules["perdure"].__version__  # it imports this module
+def _lines(lines: Iterable[str]) -> str:
+    return f"\n  {few(lines, _MOST_LINES, chr(10) + '  ')}"
 
 
 def _same(one: RecipeValue | None, other: RecipeValue | None) -> bool:
@@ -292,26 +300,3 @@ def _same(one: RecipeValue | None, other: RecipeValue | None) -> bool:
 def _is_setting(field: str) -> bool:
     """Whether a field is one of `of_process`."""
     return field.partition(".")[0] in ("jax", "tensorflow", "torch") and "." in field
-
-
-def _is_allowed(field: str, allow: frozenset[str]) -> bool:
-    """`threads` allows `torch.threads` too."""
-    return field in allow or (_is_setting(field) and field.partition(".")[2] in allow)
-
-
-def _weight(field: str) -> str:
-    name = field.partition(".")[2] if _is_setting(field) else field
-    return " (may change bits)" if name in ENVIRONMENT_FIELDS else ""
-
-
-def _lines(lines: Sequence[str]) -> str:
-    return f"\n  {few(lines, _MOST_LINES, chr(10) + '  ')}"
-
-
-def _how_to_allow(refused: Sequence[str], allow: frozenset[str]) -> str:
-    fields = sorted({line.partition(":")[0] for line in refused})
-    already = f" (allowed so far: {', '.join(sorted(allow))})" if allow else ""
-    return (
-        f"name what may differ: allow={tuple(fields)!r}, or {ALLOW}={','.join(fields)} in the "
-        f"environment{already}."
-    )

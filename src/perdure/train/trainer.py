@@ -14,7 +14,7 @@ from typing import Any
 
 from perdure.checkpoint import CheckpointManager, Restored, latest_checkpoint
 from perdure.checkpoint.address import open_checkpoint
-from perdure.checkpoint.arguments import makes_state
+from perdure.checkpoint.checkpoint import makes_state
 from perdure.data.example_trees import unstack, weight_of
 from perdure.data.pipelines import gives_batch_of_step
 from perdure.errors import StepNotFoundError, TrainError

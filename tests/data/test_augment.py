@@ -9,7 +9,7 @@ import pytest
 
 from messages import unnamed
 from perdure.data import ArrayDataset, Augment, Dataset, StreamDataset
-from perdure.data.augment import example_keys
+from perdure.data.dataset import example_keys
 from perdure.errors import DataError
 
 N = 50

@@ -1,7 +1,6 @@
 """The map from a step to a global batch."""
 
-from perdure.data.augment import Augment
-from perdure.data.dataset import ArrayDataset, Dataset
+from perdure.data.dataset import ArrayDataset, Augment, Dataset
 from perdure.data.idx import load_images, read_idx
 from perdure.data.permutation import permute
 from perdure.data.prefetch import Prefetch

@@ -1,22 +1,179 @@
-"""Datasets whose examples are read by index.
+"""Datasets: the map from a step to a global batch.
 
-Invariant: the examples of a batch and their order are a function of the seed, the step and the number
-of examples. Memory does not grow with that number.
+Invariant: the rows of a replica are a function of (step, replica, replicas), and the rows of all
+replicas of a step, concatenated, are the same global batch for every number of replicas. There is no
+iterator, and so no position to save. Memory does not grow with the number of examples. The random
+change of an example depends on the seed, the epoch and the index of the example alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from perdure.data.augment import Augment
-from perdure.data.dataset_base import DatasetBase, ReplicaRows, WeightedIndex
-from perdure.data.permutation import permute
+from perdure.data.example_trees import add_weight, stack, unstack
+from perdure.data.permutation import finalise, fold, permute
 from perdure.data.sources import ArraySource, as_source
-from perdure.errors import DataError
+from perdure.errors import DataError, TopologyError
+
+WeightedIndex = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+"""The example number (int64) and the weight (float32; 1, or 0 for padding) of each of some rows."""
+
+
+@dataclass(frozen=True)
+class Augment:
+    """A random change of examples.
+
+    Args:
+        fn: `fn(example, rng)` returns the changed example; `rng` is a `numpy.random.Generator` for
+            this example alone. With `batched` it is `fn(batch, keys)`: `keys` is uint32[rows, 2], the
+            data of one threefry key of JAX per row (`jax.random.wrap_key_data(keys)`), and no row may
+            depend on another.
+        batched: whether `fn` takes whole batches.
+        name: the name of the change in the recipe, by default that of the function. Change it when the
+            function changes.
+
+    An exception in `fn` becomes a `DataError` that names the example.
+    """
+
+    fn: Callable[[Any, Any], Any]
+    batched: bool = False
+    name: str | None = None
+
+    def recipe(self) -> dict[str, str]:
+        """The fields of a recipe. Another NumPy may draw other numbers from a Generator."""
+        name = self.name or getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
+        return {"augment": name} if self.batched else {"augment": name, "numpy": np.__version__}
+
+    def __call__(self, batch: Any, index: npt.NDArray[np.int64], key: tuple[int, int]) -> Any:
+        """The changed batch.
+
+        `index` has the numbers of its examples (int64[rows]), and `key` is (seed, epoch).
+        """
+        words = example_keys(index, key)
+        if self.batched:
+            halves = [words[:, 0] >> np.uint64(32), words[:, 0] & np.uint64(0xFFFFFFFF)]
+            try:
+                return self.fn(batch, np.stack(halves, axis=-1).astype(np.uint32))
+            except Exception as error:
+                raise DataError(
+                    f"examples {index.min()} to {index.max()}: augment failed: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        changed = []
+        for number, word, example in zip(index, words, unstack(batch), strict=True):
+            try:
+                changed.append(self.fn(example, np.random.Generator(np.random.Philox(key=word))))
+            except Exception as error:
+                raise DataError(
+                    f"example {number}: augment failed: {type(error).__name__}: {error}"
+                ) from error
+        return stack(changed, changed[0], lambda row: f"example {index[row]}, after augment")
+
+
+def example_keys(index: npt.NDArray[np.int64], key: tuple[int, int]) -> npt.NDArray[np.uint64]:
+    """128 bits per example, uint64[rows, 2]. Within an epoch no two examples share the first word."""
+    first = finalise(np.uint64(fold(key)) ^ index.astype(np.uint64))
+    second = finalise(first + np.uint64(fold((*key, 1))))
+    return np.stack([first, second], axis=-1)
+
+
+class DatasetBase:
+    """Base of the datasets. `num_examples` and `steps_per_epoch` count one epoch."""
+
+    num_examples: int
+    steps_per_epoch: int
+    sequential = False
+    """Whether batches that are not asked for in the order of the steps cost more."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        seed: int,
+        augment: Augment | Callable[[Any, Any], Any] | None,
+        fingerprint: str | None,
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch_size: expected at least 1, found {batch_size}.")
+        self.batch_size = batch_size
+        self.seed = seed
+        self._augment = (
+            Augment(augment) if augment and not isinstance(augment, Augment) else augment
+        )
+        self._given_fingerprint = fingerprint
+        self._settings: dict[str, int | bool] = {}
+        """Other arguments that decide the batches, for the recipe."""
+
+    def epoch(self, step: int) -> tuple[int, int]:
+        """The epoch of a global step, and its number within that epoch. Both start at 0.
+
+        Raises:
+            DataError: `step` is negative, or no integer.
+        """
+        return divmod(step_index(step), self.steps_per_epoch)
+
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
+        """The rows of one logical replica in the global batch of a step.
+
+        Args:
+            step: the global step.
+            replica: which of the equal, contiguous parts of the batch.
+            replicas: the number of parts; it must divide `batch_size`.
+
+        Returns:
+            The stacked examples with their weights (float32[batch_size / replicas]; 0 for padding): a
+            dict gets the entry "weight", a tuple or list one more member, anything else becomes
+            (examples, weight).
+
+        Raises:
+            TopologyError: the batch does not divide evenly.
+            DataError: `step` is negative, or no integer; or an example cannot be read, and the message
+                names the step and the example.
+        """
+        step = step_index(step)
+        size = rows_per_replica(self.batch_size, replicas)
+        if not 0 <= replica < replicas:
+            raise TopologyError(f"replica: expected 0 to {replicas - 1}, found {replica}.")
+        try:
+            examples, index, weight = self._rows(step, replica * size, size)
+            if self._augment is not None:
+                examples = self._augment(examples, index, (self.seed, self.epoch(step)[0]))
+            return add_weight(examples, weight)
+        except DataError as error:
+            raise DataError(f"step {step}: {error}") from error.__cause__
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identifies the examples. docs/DATA.md says how many of their bytes it covers."""
+        given = self._given_fingerprint
+        return self._compute_fingerprint() if given is None else given
+
+    def recipe(self) -> dict[str, str | int | bool]:
+        """The fields of a recipe that this dataset decides."""
+        return {
+            "dataset": self.fingerprint,
+            "examples": self.num_examples,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            **self._settings,
+            **({} if self._augment is None else self._augment.recipe()),
+        }
+
+    def _rows(
+        self, step: int, start: int, size: int
+    ) -> tuple[Any, npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The stacked examples of the rows [start, start + size) of the global batch of a step, their
+        numbers and their weights."""
+        raise NotImplementedError
+
+    def _compute_fingerprint(self) -> str:
+        raise NotImplementedError
 
 
 class Dataset(DatasetBase):
@@ -50,7 +207,7 @@ class Dataset(DatasetBase):
         fingerprint: str | None = None,
     ) -> None:
         super().__init__(batch_size, seed, augment, fingerprint)
-        self._source = source if isinstance(source, ArraySource) else as_source(source)
+        self._source = self._open(source)
         self.num_examples = len(self._source)
         if drop_remainder and batch_size > self.num_examples:
             raise DataError(
@@ -58,10 +215,12 @@ class Dataset(DatasetBase):
                 f"{self.num_examples} examples; use a smaller batch_size or drop_remainder=False."
             )
         self.shuffle = shuffle
-        self.drop_remainder = drop_remainder
+        self._settings = {"shuffle": shuffle, "drop_remainder": drop_remainder}
         whole, rest = divmod(self.num_examples, batch_size)
         self.steps_per_epoch = whole if drop_remainder or not rest else whole + 1
         self._last_index: tuple[int, WeightedIndex] | None = None
+
+    _open = staticmethod(as_source)
 
     def indices(self, step: int) -> WeightedIndex:
         """Which examples are in the global batch of a step.
@@ -84,48 +243,56 @@ class Dataset(DatasetBase):
         self._last_index = (step, (index, weight))
         return index, weight
 
-    def _rows(self, step: int, start: int, size: int) -> ReplicaRows:
+    def _rows(self, step: int, start: int, size: int) -> Any:
         batch_index, batch_weight = self.indices(step)
         index = batch_index[start : start + size]
         examples = self._source.take(index, self.epoch(step)[0])
-        return ReplicaRows(examples, index, batch_weight[start : start + size].copy())
+        return examples, index, batch_weight[start : start + size].copy()
 
     def _compute_fingerprint(self) -> str:
         return self._source.fingerprint()
-
-    def _recipe_fields(self) -> dict[str, str | int | bool]:
-        return {"shuffle": self.shuffle, "drop_remainder": self.drop_remainder}
 
 
 class ArrayDataset(Dataset):
     """Batches of the examples in arrays, which are in memory or mapped from files.
 
     Args:
-        arrays: a dict of arrays, a tuple of arrays or one array, `[examples, ...]` each. They are not
+        source: a dict of arrays, a tuple of arrays or one array, `[examples, ...]` each. They are not
             copied, so do not write into them.
 
     The other arguments and the errors are those of `Dataset`.
+
+    Attributes:
+        epochs: How often the examples are repeated; None for ever.
     """
 
-    def __init__(
-        self,
-        arrays: Mapping[str, npt.ArrayLike] | tuple[npt.ArrayLike, ...] | npt.ArrayLike,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_remainder: bool = False,
-        augment: Augment | Callable[[Any, Any], Any] | None = None,
-        fingerprint: str | None = None,
-    ) -> None:
-        source = ArraySource(arrays)
-        super().__init__(
-            source,
-            batch_size,
-            seed=seed,
-            shuffle=shuffle,
-            drop_remainder=drop_remainder,
-            augment=augment,
-            fingerprint=fingerprint,
+    epochs: int | None = None
+    _open = staticmethod(ArraySource)
+
+
+def step_index(step: Any) -> int:
+    """`step` as an int, from an integer of any framework; raises `DataError` for another value."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)
+    except TypeError:
+        found = f"{step!r} of type {type(step).__name__}"
+        raise DataError(f"step: expected an integer of at least 0, found {found}.") from None
+    if number < 0:
+        raise DataError(f"step: expected an integer of at least 0, found {number}.")
+    return number
+
+
+def rows_per_replica(batch_size: int, replicas: int) -> int:
+    """The number of rows of one replica; raises `TopologyError` if the batch does not divide evenly."""
+    if replicas < 1:
+        raise TopologyError(f"replicas: expected at least 1, found {replicas}.")
+    if batch_size % replicas:
+        smaller = batch_size // replicas * replicas
+        nearest = f"{smaller} and {smaller + replicas}" if smaller else f"{replicas}"
+        raise TopologyError(
+            f"a global batch of {batch_size} does not divide into {replicas} logical replicas; "
+            f"the nearest batch sizes that do: {nearest}"
         )
-        self._arrays = source.arrays
+    return batch_size // replicas

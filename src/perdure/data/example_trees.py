@@ -19,60 +19,59 @@ from perdure.errors import DataError
 WEIGHT = "weight"
 
 
-def stack(examples: Sequence[Any], reference: Any, name: Callable[[int], str]) -> Any:
+def stack(
+    examples: Sequence[Any], reference: Any, name: Callable[[int], str], path: str = ""
+) -> Any:
     """One tree of arrays with a leading axis over the examples.
 
     Args:
         examples: one example per row.
         reference: the example whose structure, dtypes and shapes all others must have.
         name: returns a name for the example of a row, for errors.
+        path: that of the examples in a larger tree.
 
     Raises:
         DataError: an example differs from the reference, or has a leaf that is no array or number. The
             message names the example and the leaf.
     """
-    return _stack(list(examples), reference, name, "")
 
+    def differs(row: int, expected: Any, found: Any, advice: str) -> DataError:
+        return DataError(
+            f"{_leaf_name(name(row), path)}: expected {_describe(expected)} as in the first example, "
+            f"found {_describe(found)}. {advice}"
+        )
 
-def _stack(examples: list[Any], reference: Any, name: Callable[[int], str], path: str) -> Any:
     keys = _keys(reference)
     if keys is not None:
         for row, example in enumerate(examples):
             if type(example) is not type(reference) or set(_keys(example) or ()) != set(keys):
-                raise DataError(
-                    f"{_leaf_name(name(row), path)}: expected {_describe(reference)} as in the "
-                    f"first example, found {_describe(example)}. All examples must have one structure."
-                )
-        return _rebuild(
-            reference,
-            [_stack([e[k] for e in examples], reference[k], name, _join(path, k)) for k in keys],
-        )
-    first = _array(reference, lambda _: "the first example", 0, path)
+                raise differs(row, reference, example, "All examples must have one structure.")
+        children = [
+            stack([example[key] for example in examples], reference[key], name, _join(path, key))
+            for key in keys
+        ]
+        return _rebuild(reference, children)
+    first = _array(reference, _leaf_name("the first example", path))
     rows = np.empty((len(examples), *first.shape), first.dtype)
     for row, example in enumerate(examples):
-        array = _array(example, name, row, path)
+        array = _array(example, _leaf_name(name(row), path))
         if array.dtype != first.dtype or array.shape != first.shape:
-            raise DataError(
-                f"{_leaf_name(name(row), path)}: expected {_describe(first)} as in the first "
-                f"example, found {_describe(array)}. Convert all examples to one dtype and shape; "
-                f"nothing is cropped or converted silently."
-            )
+            advice = "Convert all examples to one dtype and shape; nothing is converted silently."
+            raise differs(row, first, array, advice)
         rows[row] = array
     return rows
 
 
-def _array(value: Any, name: Callable[[int], str], row: int, path: str) -> npt.NDArray[Any]:
-    """A leaf of an example as an array of numbers."""
+def _array(value: Any, name: str) -> npt.NDArray[Any]:
+    """A leaf of an example as an array of numbers; `name` is its name in errors."""
     try:
         array = np.asarray(value)
     except Exception as error:
-        raise DataError(
-            f"{_leaf_name(name(row), path)}: {type(value).__name__} is not an array: {error}"
-        ) from error
+        raise DataError(f"{name}: {type(value).__name__} is not an array: {error}") from error
     if array.dtype.hasobject or array.dtype.kind in "SUMm":
         raise DataError(
-            f"{_leaf_name(name(row), path)}: expected an array or a number, found "
-            f"{_describe(value)}. Convert it to numbers, or leave it out."
+            f"{name}: expected an array or a number, found {_describe(value)}. Convert it to numbers, "
+            f"or leave it out."
         )
     return array
 

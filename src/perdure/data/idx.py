@@ -29,8 +29,6 @@ Images = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _IMAGES = re.compile(r"images[-.]idx3-ubyte(\.gz)?$")
-# The two parts of MNIST in the order in which they are concatenated.
-_PARTS = ("train", "t10k")
 _NPZ = ((("x_train", "y_train"), ("x_test", "y_test")), (("images", "labels"),))
 _AGAIN = "Download the file again."
 
@@ -89,7 +87,8 @@ def load_images(path: str | os.PathLike[str]) -> Images:
         parts = _from_npz(path)
     else:
         parts = [_from_idx(images) for images in (_image_files(path) if path.is_dir() else [path])]
-    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+    images, labels = zip(*parts, strict=True)
+    return np.concatenate(images), np.concatenate(labels)
 
 
 def _content(path: Path) -> bytes:
@@ -110,21 +109,20 @@ def _content(path: Path) -> bytes:
 
 
 def _image_files(directory: Path) -> list[Path]:
+    files = sorted(directory.iterdir())
     by_prefix: dict[str, Path] = {}
-    for file in sorted(
-        directory.iterdir()
-    ):  # of a file that is there twice, the plain one is first
+    for file in files:  # of a file that is there twice, the plain one is first
         if match := _IMAGES.search(file.name):
             by_prefix.setdefault(file.name[: match.start()], file)
     if not by_prefix:
         raise DataError(
             f"{directory}: no IDX images: expected *images-idx3-ubyte or *images-idx3-ubyte.gz; "
-            f"found {few(sorted(p.name for p in directory.iterdir())) or 'nothing'}."
+            f"found {few(file.name for file in files) or 'nothing'}."
         )
-    order = {part: number for number, part in enumerate(_PARTS)}
-    return [
-        by_prefix[p] for p in sorted(by_prefix, key=lambda p: (order.get(p.rstrip("-."), 2), p))
-    ]
+    # The two parts of MNIST in the order in which they are concatenated, then others.
+    parts = {"train": 0, "t10k": 1}
+    order = sorted(by_prefix, key=lambda prefix: (parts.get(prefix.rstrip("-."), 2), prefix))
+    return [by_prefix[prefix] for prefix in order]
 
 
 def _from_idx(path: Path) -> Images:
@@ -160,15 +158,15 @@ def _from_npz(path: Path) -> list[Images]:
 
 
 def _checked(images: Any, labels: Any, images_at: str, labels_at: str) -> Images:
-    def require(fits: bool, at: str, array: Any, expected: str) -> None:
+    is_images = images.shape[1:] == (28, 28) and images.dtype == np.uint8
+    is_labels = labels.ndim == 1 and labels.dtype.kind in "iu"
+    for fits, at, array, expected in (
+        (is_images, images_at, images, "images uint8 of shape [n, 28, 28]"),
+        (is_labels, labels_at, labels, "labels as integers of shape [n]"),
+    ):
         if not fits:
             found = f"{array.dtype} of shape {list(array.shape)}"
             raise DataError(f"{at}: expected {expected}, found {found}.")
-
-    fit = images.shape[1:] == (28, 28) and images.dtype == np.uint8
-    require(fit, images_at, images, "images uint8 of shape [n, 28, 28]")
-    fit = labels.ndim == 1 and labels.dtype.kind in "iu"
-    require(fit, labels_at, labels, "labels as integers of shape [n]")
     if len(images) != len(labels):
         raise DataError(
             f"{images_at} holds {len(images)} images and {labels_at} {len(labels)} labels; expected "

@@ -83,14 +83,16 @@ def _feistel(
 @functools.lru_cache(maxsize=64)
 def _round_keys(key: tuple[int, ...]) -> tuple[np.uint64, ...]:
     state = fold(key)
-    return tuple(np.uint64(_finalise(state + (i + 1) * _GOLDEN)) for i in range(ROUNDS))
+    words = [(state + (i + 1) * _GOLDEN) & _MASK for i in range(ROUNDS)]
+    return tuple(finalise(np.array(words, np.uint64)))
 
 
 def fold(key: tuple[int, ...]) -> int:
     """A 64-bit hash of a tuple of integers; it depends on their order and number."""
     state = len(key)
     for part in key:
-        state = _finalise((state + _GOLDEN) ^ (part & _MASK))
+        word = ((state + _GOLDEN) ^ part) & _MASK
+        state = int(finalise(np.array([word], np.uint64))[0])
     return state
 
 
@@ -99,10 +101,3 @@ def finalise(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX_1)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(_MIX_2)
     return value ^ (value >> np.uint64(31))
-
-
-def _finalise(value: int) -> int:
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
-    return value ^ (value >> 31)

@@ -66,16 +66,6 @@ def pipeline_error(data: Any) -> DataError:
     )
 
 
-class TensorFlowDataset(ArrayDataset):
-    """The batches of a pipeline; see `by_index`.
-
-    Attributes:
-        epochs: How often the pipeline repeats the examples; None for ever.
-    """
-
-    epochs: int | None
-
-
 def by_index(data: Any) -> Any:
     """The dataset by index of a `tf.data` pipeline; other data as they are.
 
@@ -113,7 +103,7 @@ def by_index(data: Any) -> Any:
                 "reshuffle_each_iteration=False."
             )
         seed = own if graph == _NO_GRAPH_SEED else fold((graph, own)) >> 1
-    made = TensorFlowDataset(
+    made = ArrayDataset(
         _arrays(nodes["TensorSlice"]),
         int(batch._batch_size),
         seed=seed,

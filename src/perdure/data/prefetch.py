@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from perdure.data.dataset_base import DatasetBase
+from perdure.data.dataset import DatasetBase
 from perdure.data.pipelines import refuse_pipeline
 from perdure.errors import DataError
 
@@ -44,22 +44,12 @@ class Prefetch:
             )
         refuse_pipeline(dataset)
         self._dataset = dataset
+        self.batch_size, self.num_examples = dataset.batch_size, dataset.num_examples
+        self.steps_per_epoch = dataset.steps_per_epoch
         self._ahead = ahead
         self._pool: _ThreadPool | None = _ThreadPool(1 if dataset.sequential else threads)
         self._lock = threading.Lock()
         self._futures: dict[_Key, Future[Any]] = {}
-
-    @property
-    def batch_size(self) -> int:
-        return self._dataset.batch_size
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._dataset.steps_per_epoch
-
-    @property
-    def num_examples(self) -> int:
-        return self._dataset.num_examples
 
     def epoch(self, step: int) -> tuple[int, int]:
         """As `DatasetBase.epoch`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import blake3
 import numpy as np
@@ -29,25 +29,24 @@ SAMPLED_EXAMPLES = 32
 """Of other sources, this many examples are hashed."""
 
 
-class Source(Protocol):
-    """Examples that are read by index."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, index: npt.NDArray[np.int64], epoch: int) -> Any:
-        """The examples with the numbers `index` (int64[rows]), stacked, in new memory."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Identifies the examples; large data are sampled."""
-        ...
-
-
 class ArraySource:
-    """Arrays with one common leading length, in memory or mapped from files."""
+    """Arrays with one common leading length, in memory or mapped from files.
+
+    `take` returns the examples with the numbers `index` (int64[rows]), stacked, in new memory;
+    `fingerprint` identifies the examples, of which large data are sampled.
+    """
 
     def __init__(self, arrays: Any) -> None:
-        self.arrays = _named(arrays)
+        if isinstance(arrays, Mapping):
+            for name in arrays:
+                if not isinstance(name, str):
+                    raise DataError(f"names of arrays: expected strings, found {name!r}.")
+            add_weight(dict(arrays), np.ones(1, np.float32))  # refuses an entry "weight"
+            named = dict(arrays)
+        else:
+            parts = arrays if isinstance(arrays, tuple) else (arrays,)
+            named = {str(number): array for number, array in enumerate(parts)}
+        self.arrays = {name: np.asarray(array) for name, array in named.items()}
         self._length = _common_length(self.arrays)
         self._container = type(arrays) if isinstance(arrays, (Mapping, tuple)) else None
 
@@ -72,7 +71,10 @@ class ArraySource:
 
 
 class ExampleSource:
-    """Any object with `__len__` and `__getitem__`, whose examples are trees of arrays and numbers."""
+    """Any object with `__len__` and `__getitem__`, whose examples are trees of arrays and numbers.
+
+    Its methods are those of `ArraySource`.
+    """
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -123,7 +125,7 @@ class ExampleSource:
         return example
 
 
-def as_source(source: Any) -> Source:
+def as_source(source: Any) -> ArraySource | ExampleSource:
     """The source for an array or an indexable object; raises `DataError` for anything else."""
     if isinstance(source, np.ndarray):
         return ArraySource(source)
@@ -170,20 +172,6 @@ def _length(source: Any) -> int:
             "out its repeat(): the steps continue into the next epoch without it."
         )
     return length
-
-
-def _named(arrays: Any) -> dict[str, npt.NDArray[Any]]:
-    if isinstance(arrays, Mapping):
-        for name in arrays:
-            if not isinstance(name, str):
-                raise DataError(f"names of arrays: expected strings, found {name!r}.")
-        add_weight(dict(arrays), np.ones(1, np.float32))  # refuses an entry "weight"
-        named = dict(arrays)
-    elif isinstance(arrays, tuple):
-        named = {str(i): array for i, array in enumerate(arrays)}
-    else:
-        named = {"0": arrays}
-    return {name: np.asarray(array) for name, array in named.items()}
 
 
 def _common_length(arrays: dict[str, npt.NDArray[Any]]) -> int:

@@ -14,8 +14,7 @@ from typing import Any
 import blake3
 import numpy as np
 
-from perdure.data.augment import Augment
-from perdure.data.dataset_base import DatasetBase, ReplicaRows
+from perdure.data.dataset import Augment, DatasetBase
 from perdure.data.example_trees import stack, unstack, update_hash
 from perdure.errors import DataError, TopologyError
 
@@ -72,16 +71,12 @@ class StreamDataset(DatasetBase):
                 f"each of which has the same number of rows in every batch."
             )
         self._rows_per_shard = batch_size // len(names)
-        if isinstance(shards, Mapping):
-            lengths = [int(shards[name]) for name in names]
-        else:
-            lengths = [_Shard(open, name).count() for name in names]
+        given = shards if isinstance(shards, Mapping) else {}
+        self._shards = [_Shard(open, name, given.get(name)) for name in names]
+        lengths = [shard.length for shard in self._shards]
         if min(lengths) < 0 or sum(lengths) == 0:
             raise DataError(f"the streams hold no examples: found the lengths {lengths}.")
-        self._shards = [
-            _Shard(open, name, length) for name, length in zip(names, lengths, strict=True)
-        ]
-        self.drop_remainder = drop_remainder
+        self._settings = {"shards": len(names), "drop_remainder": drop_remainder}
         self.num_examples = sum(lengths)
         self.steps_per_epoch = (
             min(lengths) // self._rows_per_shard
@@ -102,7 +97,7 @@ class StreamDataset(DatasetBase):
         for shard in self._shards:
             shard.close()
 
-    def _rows(self, step: int, start: int, size: int) -> ReplicaRows:
+    def _rows(self, step: int, start: int, size: int) -> Any:
         if size % self._rows_per_shard:
             raise TopologyError(
                 f"{len(self._shards)} virtual shards do not divide into "
@@ -127,7 +122,7 @@ class StreamDataset(DatasetBase):
             number, offset = divmod(start + row, self._rows_per_shard)
             return f"{self._shards[number]}, example {position + offset}"
 
-        return ReplicaRows(stack(examples, first, name), index, weight)
+        return stack(examples, first, name), index, weight
 
     def _reference(self) -> Any:
         """The first example of epoch 0: the reference for all others, and the padding."""
@@ -145,9 +140,6 @@ class StreamDataset(DatasetBase):
         update_hash(hasher, self._reference())
         return f"streams:{len(self._shards)}:{self.num_examples}:{hasher.hexdigest()}"
 
-    def _recipe_fields(self) -> dict[str, str | int | bool]:
-        return {"shards": len(self._shards), "drop_remainder": self.drop_remainder}
-
 
 class _Shard:
     """One virtual shard: its stream, opened at the first read, and the position of the stream.
@@ -155,13 +147,14 @@ class _Shard:
     The position is (epoch, number of the next example); None if the stream is closed.
     """
 
-    def __init__(self, open: Open, name: Any, length: int = 0) -> None:
-        self.name, self.length = name, length
+    def __init__(self, open: Open, name: Any, length: int | None) -> None:
+        self.name = name
         self._open = open
         self._lock = threading.Lock()
         self._stream: Any = None
         self._iterator: Iterator[Any] = iter(())
         self._position: tuple[int, int] | None = None
+        self.length = self._count() if length is None else int(length)
 
     def __str__(self) -> str:
         return f"shard {self.name!r}"
@@ -184,13 +177,14 @@ class _Shard:
                 self._close()  # its position is not known, so the next read starts again
                 raise
 
-    def count(self) -> int:
-        """Set the length to the number of examples in epoch 0, and return it."""
+    def _count(self) -> int:
+        """The number of examples in epoch 0."""
         self._seek(0, 0)
+        length = 0
         while self._advance() is not _END:
-            self.length += 1
+            length += 1
         self._close()
-        return self.length
+        return length
 
     def close(self) -> None:
         with self._lock:
@@ -200,12 +194,9 @@ class _Shard:
         """Move the stream to an example. A stream that is past it, or can skip, is opened again."""
         if self._position == (epoch, example):
             return
-        before = (
-            self._position is not None
-            and self._position[0] == epoch
-            and self._position[1] < example
-        )
-        if not before or hasattr(self._stream, "skip"):
+        at = self._position
+        is_before = at is not None and at[0] == epoch and at[1] < example
+        if not is_before or hasattr(self._stream, "skip"):
             self._close()
             self._start(epoch, example)
         while self._position != (epoch, example):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from perdure.data.dataset_base import rows_per_replica
+from perdure.data.dataset import rows_per_replica
 from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute.engine import Scalar
 from perdure.distribute.values import PerReplica

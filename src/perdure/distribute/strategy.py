@@ -15,7 +15,7 @@ from typing import Any
 
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
-from perdure.data.dataset_base import step_index
+from perdure.data.dataset import step_index
 from perdure.data.pipelines import by_index, refuse_pipeline
 from perdure.distribute import inputs
 from perdure.distribute.audit import OnCorruption, audit_options

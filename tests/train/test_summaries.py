@@ -16,7 +16,7 @@ from problem import STEPS, Spy, config, console_text, rows, trainer
 from perdure import RunConfig
 from perdure.errors import MissingExtraError, PerdureError, TrainError
 from perdure.train import AutoInterval, CheckpointConfig, OutputConfig
-from perdure.train.interval import SaveMeter, Timer, interval, optimum_interval
+from perdure.train.interval import SaveTimer, optimum_interval
 from perdure.train.progress import Progress, duration
 from perdure.train.summaries import METRICS, cut, read
 
@@ -177,23 +177,23 @@ def test_the_automatic_interval_is_dalys_optimum() -> None:
         best = optimum_interval(cost, mean)
         assert lost(best, cost, mean) < min(lost(best * f, cost, mean) for f in (0.9, 1.1))
     assert optimum_interval(100.0, 50.0) == 50.0
-    assert interval(1.0, AutoInterval(3600.0, 0.001)) == 1000.0
 
 
 def test_the_cost_of_a_save_includes_the_stall_and_the_slower_steps() -> None:
-    meter = SaveMeter()
+    meter = SaveTimer(AutoInterval(3600.0, 0.001), 0.0)
     for _ in range(5):
         meter.step(1.0, False)
     assert meter.cost is None
-    meter.saved(0.25)
+    meter.saved(0.0, 0.25)
     meter.step(1.5, True)
     meter.step(1.5, True)
     assert meter.cost is None
     meter.step(1.0, False)
     assert meter.cost == 1.25
-    timer = Timer(5.0, 0.0)
+    assert meter.seconds == 1250.0  # at most a thousandth of the time
+    timer = SaveTimer(5.0, 0.0)
     assert (timer.due(4.9), timer.due(5.0)) == (False, True)
-    timer.saved(5.0)
+    timer.saved(5.0, 0.0)
     assert not timer.due(9.0)
 
 

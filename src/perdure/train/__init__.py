@@ -4,9 +4,8 @@ from typing import Any
 
 from perdure.tensorflow_names import missing
 from perdure.train.config import CheckpointConfig, OutputConfig, RunConfig
-from perdure.train.hooks import EarlyStopping, ReduceLROnPlateau
+from perdure.train.hooks import EarlyStopping, Profiler, ReduceLROnPlateau
 from perdure.train.interval import AutoInterval
-from perdure.train.profiler import Profiler
 from perdure.train.trainer import Hook, Trainer
 
 __all__ = [

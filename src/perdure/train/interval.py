@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -59,30 +58,49 @@ def optimum_interval(cost: float, mean_time_between_failures: float) -> float:
     return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def interval(cost: float, auto: AutoInterval) -> float:
-    """Seconds between two saves: the optimum, or more if that would cost more than is allowed."""
-    return max(optimum_interval(cost, auto.mean_time_between_failures), cost / auto.max_overhead)
+class SaveTimer:
+    """Says when the time for a save has come: after fixed seconds, or as `AutoInterval` asks.
 
-
-class SaveMeter:
-    """Measures what a save costs the loop: the stall, and the slower steps while it is written.
-
-    The second is the time of these steps above the median of the steps without a save.
+    For the latter it measures what a save costs the loop: the stall, and the slower steps while it is
+    written. The second is the time of these steps above the median of the steps without a save.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: float | AutoInterval, now: float) -> None:
+        self._every = every
+        self._last = now
         self._idle: deque[float] = deque(maxlen=_RECENT)
         self._busy: list[float] = []
         self._stall: float | None = None
         self._costs: deque[float] = deque(maxlen=_SAVES)
 
     @property
+    def is_measuring(self) -> bool:
+        """Whether the interval depends on the cost of a save."""
+        return isinstance(self._every, AutoInterval)
+
+    @property
     def cost(self) -> float | None:
         """Seconds that a save costs the loop: the median of the last saves, None before the first."""
         return median(self._costs) if self._costs else None
 
-    def saved(self, stall: float) -> None:
-        """A save began, and stalled the loop for `stall` seconds."""
+    @property
+    def seconds(self) -> float:
+        """The interval now: the optimum, or more if that would cost more than is allowed."""
+        auto, cost = self._every, self.cost
+        if not isinstance(auto, AutoInterval):
+            return auto
+        if cost is None:
+            return min(FIRST_S, auto.mean_time_between_failures / 10)
+        best = optimum_interval(cost, auto.mean_time_between_failures)
+        return max(best, cost / auto.max_overhead)
+
+    def due(self, now: float) -> bool:
+        """Whether the interval since the last save has passed."""
+        return now - self._last >= self.seconds
+
+    def saved(self, now: float, stall: float) -> None:
+        """A save began and stalled the loop for `stall` seconds; the interval starts again."""
+        self._last = now
         self._conclude()
         self._stall = stall
 
@@ -95,39 +113,8 @@ class SaveMeter:
             self._idle.append(seconds)
 
     def _conclude(self) -> None:
-        if self._stall is None:
-            return
-        usual = median(self._idle) if self._idle else median(self._busy or [0.0])
-        self._costs.append(self._stall + max(0.0, _excess(self._busy, usual)))
-        self._stall = None
-        self._busy = []
-
-
-def _excess(seconds: Iterable[float], usual: float) -> float:
-    return sum(measured - usual for measured in seconds)
-
-
-class Timer:
-    """Decides when the time for a save has come: after fixed seconds, or as `AutoInterval` asks."""
-
-    def __init__(self, every: float | AutoInterval, now: float) -> None:
-        self.meter = SaveMeter() if isinstance(every, AutoInterval) else None
-        self._every = every
-        self._last = now
-
-    @property
-    def seconds(self) -> float:
-        """The interval now."""
-        if not isinstance(self._every, AutoInterval):
-            return self._every
-        cost = self.meter.cost if self.meter else None
-        first = min(FIRST_S, self._every.mean_time_between_failures / 10)
-        return first if cost is None else interval(cost, self._every)
-
-    def due(self, now: float) -> bool:
-        """Whether the interval since the last save has passed."""
-        return now - self._last >= self.seconds
-
-    def saved(self, now: float) -> None:
-        """A save was made; the interval starts again."""
-        self._last = now
+        if self._stall is not None:
+            usual = median(self._idle or self._busy or [0.0])
+            slower = sum(seconds - usual for seconds in self._busy)
+            self._costs.append(self._stall + max(0.0, slower))
+            self._stall, self._busy = None, []

@@ -23,34 +23,21 @@ from functools import partial, reduce
 from operator import or_
 from typing import Any, NoReturn
 
+from perdure.checkpoint import CheckpointManager, ManagerOptions
+from perdure.checkpoint.address import find_step
 from perdure.checkpoint.preemption import Interrupted
+from perdure.errors import TrainError
 from perdure.runtime.heartbeats import beat
+from perdure.state import StateWithExtras
 from perdure.train.batch_source import BatchSource, IteratorBatchSource, evaluation_batches
-from perdure.train.computation import Computation
+from perdure.train.interval import SaveTimer
 from perdure.train.metrics import Means, is_finite, scalars
-from perdure.train.run_checkpoints import RunCheckpoints
-from perdure.train.training_state import HookCalls, TrainingState
+from perdure.train.training_state import Computation, HookCalls, TrainingState
 
 EVALUATION_PREFIX = "eval/"
 """Before the names of an evaluation's metrics, in summaries and in checkpoints."""
 
 _PREEMPTED, _SAVE_DUE, _STOP = 1, 2, 4
-
-
-@dataclass(frozen=True)
-class Goal:
-    """How far to train: to `max_steps`, or for `steps` more than the checkpoint has, or, if both are
-    None, until the data end or a hook stops the training.
-
-    With `evaluation_data`, evaluate after each `evaluation_every` steps and at the end, on
-    `evaluation_batches` batches (None: all).
-    """
-
-    max_steps: int | None
-    steps: int | None = None
-    evaluation_data: Any = None
-    evaluation_every: int | None = None
-    evaluation_batches: int | None = None
 
 
 @dataclass
@@ -63,26 +50,52 @@ class _Evaluated:
 
 
 class Loop:
-    """Trains up to a goal. `run` may be called once."""
+    """Trains up to a step. `run` may be called once.
+
+    Args:
+        training: The run. Its `manager` is set here.
+        computation: What a step and an evaluation compute.
+        source: The batches.
+        manager: The manager of the run directory.
+        extras: What a checkpoint holds besides the state: hooks and iterators that have a state.
+        hooks: Called around steps, saves and evaluations.
+        max_steps: Train up to this step. If this and `steps` are None: until the data end or a hook
+            stops the training.
+        steps: Train for so many steps more than the checkpoint has.
+        evaluation_data: Evaluate on these data, at the end and
+        evaluation_every: after each so many steps,
+        evaluation_batches: on so many batches; None for all.
+    """
 
     def __init__(
         self,
         training: TrainingState,
         computation: Computation,
         source: BatchSource,
-        checkpoints: RunCheckpoints,
+        manager: CheckpointManager,
+        extras: Mapping[str, Any],
         hooks: HookCalls,
-        goal: Goal,
+        max_steps: int | None,
+        steps: int | None = None,
+        evaluation_data: Any = None,
+        evaluation_every: int | None = None,
+        evaluation_batches: int | None = None,
     ) -> None:
-        self._training = training
-        self._computation = computation
-        self._source = source
-        self._checkpoints = checkpoints
-        self._hooks = hooks
-        self._goal = goal
-        self._max_steps: float = math.inf if goal.max_steps is None else goal.max_steps
+        self._training, self._computation, self._source = training, computation, source
+        self._manager = training.manager = manager
+        self._extras, self._hooks = extras, hooks
+        self._max_steps: float = math.inf if max_steps is None else max_steps
+        self._steps = steps
+        self._evaluation_data, self._evaluation_every = evaluation_data, evaluation_every
+        self._evaluation_batches = evaluation_batches
         processes = computation.processes
         self._group = processes.channel("loop") if processes.count > 1 else None
+        self._restored_step = 0
+        self._saved_step: int | None = None
+        every = training.config.save_interval_secs
+        self._timer = None if every is None else SaveTimer(every, training.config.clock())
+        self._journal = manager.journal if manager.journal.records_saves else None
+        manager.preemption.config = training.config.checkpoint.termination
         self._logs: Any = None
         self._evaluated = _Evaluated()
 
@@ -92,12 +105,12 @@ class Loop:
         Raises:
             SystemExit: The run was preempted. Its last step is durable.
         """
-        training, manager = self._training, self._checkpoints.manager
+        training, manager = self._training, self._manager
         try:
             manager.preemption.install()
             self._resume()
             training.progress.begin(training.step, self._max_steps, training.config.clock())
-            self._computation.note_into(self._checkpoints.journal)
+            self._computation.note_into(self._journal)
             self._computation.donate(True)
             self._hooks.begin()
             self._repeat_evaluation_hooks()
@@ -105,7 +118,10 @@ class Loop:
                 training.say(f"max_steps {self._max_steps} has been reached already: nothing to do")
             while training.step < self._max_steps and self._execute():
                 pass
-            self._finish()
+            if self._evaluation_every is not None and self._evaluated.step != training.step:
+                self._checkpoint(evaluate=True)
+            elif self._saved_step != training.step:
+                self._checkpoint(evaluate=False)
             manager.wait_until_finished()
             if self._agree(_PREEMPTED if manager.preemption.raised else 0) & _PREEMPTED:
                 self._leave()  # the program may not get to the end of what follows the training
@@ -114,20 +130,32 @@ class Loop:
             self._close()
 
     def _resume(self) -> None:
-        training, checkpoints = self._training, self._checkpoints
-        is_new = checkpoints.restore()
+        """Become the writer, and restore the newest good checkpoint."""
+        training, manager = self._training, self._manager
+        manager.claim()
+        target = StateWithExtras(training._target, self._extras)
+        restored = manager.restore_or_initialize(target)
+        training.state, training.step = restored.state.main, restored.step
+        self._restored_step = self._saved_step = restored.step
+        # A state that came from the mirror is not fresh, even if the run directory is empty.
+        is_new = restored.step == 0 and manager.latest_step() is None
+        if is_new and training.warm_start_from is not None:
+            run, step = find_step(training.warm_start_from)
+            options = ManagerOptions(save_random_state=False)
+            with CheckpointManager(run.storage, options=options, recipe={}) as other:
+                training.state = other.restore(step, training._target, strict=False).state
         if self._group is not None:
             self._group.barrier()  # else another process could see the first save of process 0
-        if self._goal.steps is not None:
-            self._max_steps = training.step + self._goal.steps
+        if self._steps is not None:
+            self._max_steps = training.step + self._steps
         training.summaries.open(training.step)
         if is_new:
             # A disk that takes no checkpoint is found before the work, and the next call finds the
             # fresh state even if steps have changed it in place.
-            checkpoints.manager.save(0, checkpoints.tree(), force=True)
-            training.say(f"{checkpoints.manager.directory}: a new run")
+            manager.save(0, self._tree(), force=True)
+            training.say(f"{manager.directory}: a new run")
         else:
-            training.say(f"{checkpoints.manager.directory}: resuming after step {training.step}")
+            training.say(f"{manager.directory}: resuming after step {training.step}")
         if self._computation.processes.is_chief and training.summaries.directory is None:
             training.say("no summaries: the run directory is not local; name a summary_dir")
 
@@ -139,7 +167,7 @@ class Loop:
 
     def _execute(self) -> bool:
         """Run the next execution; False if there is none."""
-        training, checkpoints, source = self._training, self._checkpoints, self._source
+        training, source, timer = self._training, self._source, self._timer
         clock, size = training.config.clock, training.config.steps_per_execution
         start = training.step
         stop = int(min(self._max_steps, start + size - start % size))
@@ -147,7 +175,7 @@ class Loop:
         vote, batches = _STOP, []
         if not training.stop_reason:
             vote, batches = self._wait_for(partial(_fetch, source.fetch, start, stop), [])
-        if self._group is not None and checkpoints.due_by_clock(began):
+        if self._group is not None and self._due_by_clock(began):
             vote |= _SAVE_DUE
         vote = self._agree(vote)
         if vote & _PREEMPTED:
@@ -155,7 +183,7 @@ class Loop:
         if vote & _STOP or not batches:
             training.say(f"stopped after step {start}: {training.stop_reason or 'the data ended'}")
             return False
-        busy = checkpoints.meter is not None and checkpoints.manager.is_saving_in_progress()
+        busy = timer is not None and timer.is_measuring and self._manager.is_saving_in_progress()
         self._hooks.call("before_step")
         self._logs = self._computation.train(training, batches)
         training.step = start + len(batches)
@@ -163,31 +191,39 @@ class Loop:
             source.used()
         failure = self._hooks.call_all("after_step", self._logs)
         if failure is None:
-            self._checkpoints.record(self._logs)
+            self._record()
         beat("step", training.step)
         now = clock()
-        if checkpoints.meter is not None:
-            checkpoints.meter.step(now - began, busy)
+        if timer is not None:
+            timer.step(now - began, busy)
         self._after_execution(now, vote, failure)
         return True
 
     def _wait_for(self, fetch: Callable[[], Any], nothing: Any) -> tuple[int, Any]:
         """(0, what `fetch` returns), or (_PREEMPTED, nothing) if a notice comes first."""
         try:
-            return 0, self._checkpoints.manager.preemption.interruptible(fetch)
+            return 0, self._manager.preemption.interruptible(fetch)
         except Interrupted:
             return _PREEMPTED, nothing
 
+    def _record(self) -> None:
+        """Record the step that has just run, if it is one of those that the journal has."""
+        journal, step = self._journal, self._training.step
+        if journal is not None and journal.wants(step):
+            journal.record(step, self._tree(), metrics=scalars(self._logs))
+        elif journal is not None:
+            journal.skip(step)
+
     def _after_execution(self, now: float, vote: int, failure: Exception | None) -> None:
-        training, every = self._training, self._goal.evaluation_every
+        training, every = self._training, self._evaluation_every
         evaluation_due = every is not None and training.due(every)
         evaluates = evaluation_due or (every is not None and training.step >= self._max_steps)
         if failure is not None:
             saves = evaluates or self._save_due(now, vote)
             if saves:  # a step that is not saved is repeated, and its line of the journal with it
-                self._checkpoints.record(self._logs)
+                self._record()
             if evaluates:  # a resume makes up for the evaluation, and for its row
-                self._checkpoints.save(training.step, scalars(self._logs))
+                self._save(scalars(self._logs))
             elif saves:
                 self._checkpoint(evaluate=False)
             raise failure
@@ -200,8 +236,7 @@ class Loop:
         elif training.due(training.config.save_summary_steps):
             self._write_summary(scalars(self._logs), {})
         if training.progress.wants(now, training.due):
-            saved = self._checkpoints.saved_step
-            training.progress.update(training.step, scalars(self._logs), saved, now)
+            training.progress.update(training.step, scalars(self._logs), self._saved_step, now)
 
     def _save_due(self, now: float, vote: int) -> bool:
         every = self._training.config.save_checkpoints_steps
@@ -209,15 +244,14 @@ class Loop:
             return self._training.due(every)
         if self._group is not None:
             return bool(vote & _SAVE_DUE)
-        return self._checkpoints.due_by_clock(now)
+        return self._due_by_clock(now)
 
-    def _finish(self) -> None:
-        """The last evaluation and the last save, unless they were done after the last execution."""
-        step = self._training.step
-        if self._goal.evaluation_every is not None and self._evaluated.step != step:
-            self._checkpoint(evaluate=True)
-        elif self._checkpoints.saved_step != step:
-            self._checkpoint(evaluate=False)
+    def _due_by_clock(self, now: float) -> bool:
+        """Whether the interval in seconds has passed. A save that is measured ends before the next."""
+        timer = self._timer
+        if timer is None or not timer.due(now):
+            return False
+        return not (timer.is_measuring and self._manager.is_saving_in_progress())
 
     def _checkpoint(self, *, evaluate: bool) -> None:
         step, values = self._training.step, scalars(self._logs)
@@ -226,38 +260,76 @@ class Loop:
         metrics = _prefixed(self._evaluated.metrics) if evaluate else {}
         # Before the save, so that a checkpoint has its rows: a resume cuts off those of later steps.
         self._write_summary(values, metrics)
-        if self._checkpoints.saved_step != step:
-            self._checkpoints.save(step, {**values, **metrics})
+        if self._saved_step != step:
+            self._save({**values, **metrics})
 
     def _write_summary(self, values: Mapping[str, float], metrics: Mapping[str, float]) -> None:
         training = self._training
         shown = values if training.due(training.config.save_summary_steps) else {}
         training.summaries.scalars(training.step, {**shown, **metrics})
 
+    def _tree(self) -> StateWithExtras:
+        """What a checkpoint holds now."""
+        return StateWithExtras(self._training.state, self._extras)
+
+    def _save(self, metrics: Mapping[str, float]) -> None:
+        """Save the state, unless the policy for NaN forbids it."""
+        step, clock = self._training.step, self._training.config.clock
+        began = clock()
+        if self._allows(metrics):
+            self._hooks.call("before_save")
+            if self._manager.save(step, self._tree(), metrics, force=True):
+                self._saved_step = step
+                if self._hooks.overrides("after_save") and self._manager.wait_until_finished():
+                    self._hooks.call("after_save")
+        if self._timer is not None:
+            now = clock()
+            self._timer.saved(now, now - began)
+
+    def _allows(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the policy for NaN lets this step be saved. It may warn, or raise `TrainError`."""
+        step, policy = self._training.step, self._training.config.checkpoint.nan_metrics
+        names = ", ".join(repr(name) for name, value in metrics.items() if value != value)
+        if not names:
+            return True
+        problem = f"{self._manager.directory}: step {step}: the metric {names} is NaN"
+        if policy == "raise":
+            raise TrainError(
+                f"{problem}, and nan_metrics is 'raise'. Step {step} was not saved; the last "
+                f"checkpoint is step {self._saved_step}. Resume from it with another learning rate or "
+                f"other data."
+            )
+        saved = policy == "save"
+        warnings.warn(
+            f"{problem}; the step was {'saved all the same' if saved else 'not saved'} "
+            f"(nan_metrics={policy!r}).",
+            stacklevel=2,
+        )
+        return saved
+
     def _evaluate(self) -> dict[str, float]:
-        training, goal = self._training, self._goal
         means = Means()
         batches = evaluation_batches(
-            goal.evaluation_data, goal.evaluation_batches, self._computation.strategy
+            self._evaluation_data, self._evaluation_batches, self._computation.strategy
         )
         while True:
             vote, batch = self._wait_for(partial(next, batches, None), None)
             if self._agree(vote) & _PREEMPTED:
                 self._leave()
             if batch is None:
-                beat("step", training.step)
+                beat("step", self._training.step)
                 return means.result()
-            beat("evaluate", training.step)
-            means.add(self._computation.evaluate(training.state, batch))
+            beat("evaluate", self._training.step)
+            means.add(self._computation.evaluate(self._training.state, batch))
 
     def _repeat_evaluation_hooks(self) -> None:
         """At a resumed step that is evaluated: what hooks changed after its save is changed again."""
-        training, every = self._training, self._goal.evaluation_every
+        training, every = self._training, self._evaluation_every
         if every is None or not training.step:
             return
         if not training.due(every) and training.step < self._max_steps:
             return
-        saved = self._checkpoints.manager.metrics(training.step)
+        saved = self._manager.metrics(training.step)
         numbers = {name: math.nan if value is None else value for name, value in saved.items()}
         metrics = {
             name.removeprefix(EVALUATION_PREFIX): value
@@ -267,7 +339,7 @@ class Loop:
         if not metrics:  # the run was preempted in that evaluation, and saved without its metrics
             metrics = self._evaluate()
             self._write_summary(numbers, _prefixed(metrics))
-            self._checkpoints.save(training.step, {**numbers, **_prefixed(metrics)})
+            self._save({**numbers, **_prefixed(metrics)})
         self._evaluated = _Evaluated(training.step, metrics)
         if training.due(every):  # as after the execution: the last one of a call is for its caller
             self._call_evaluation_hooks()
@@ -280,20 +352,21 @@ class Loop:
         self._hooks.call("after_evaluate", finite)
 
     def _leave(self) -> NoReturn:
-        training, checkpoints, evaluated = self._training, self._checkpoints, self._evaluated
-        manager, step = checkpoints.manager, training.step
+        """Exit because of a preemption, with the last step saved."""
+        training, manager, evaluated = self._training, self._manager, self._evaluated
+        step = training.step
         text = f"{manager.directory}: preempted after step {step}"
         values = {} if self._logs is None else scalars(self._logs)
         # After `after_evaluate` the state is ahead of the checkpoint of this step, which is the one to
         # resume from.
         is_saved = evaluated.handed_over and evaluated.step == step
-        if is_saved or step == checkpoints.restored_step or not checkpoints.allows(step, values):
+        if is_saved or step == self._restored_step or not self._allows(values):
             manager.wait_until_finished()
             training.say(f"{text}; the newest checkpoint is step {manager.latest_step()}")
             manager.exit_preempted()
         training.say(f"{text}; saving it now")
         self._hooks.call("before_save")
-        manager.save_and_exit(step, checkpoints.tree(), values)
+        manager.save_and_exit(step, self._tree(), values)
 
     def _close(self) -> None:
         """Close everything, whatever went wrong; the first error is the one that is raised."""
@@ -302,11 +375,7 @@ class Loop:
         self._computation.note_into(None)
         self._computation.donate(False)  # the state that is returned is the caller's
         problems: list[Exception] = []
-        closes = [
-            training.summaries.close,
-            self._checkpoints.manager.close,
-            training.progress.close,
-        ]
+        closes = [training.summaries.close, self._manager.close, training.progress.close]
         for close in [*self._hooks.ends(), *closes]:
             try:
                 close()

@@ -10,9 +10,10 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from perdure.checkpoint import CheckpointManager, Restored, latest_checkpoint
+from perdure.checkpoint import CheckpointManager, Restored, Retention, latest_checkpoint
 from perdure.checkpoint.address import open_checkpoint
 from perdure.checkpoint.checkpoint import makes_state
 from perdure.data.example_trees import unstack, weight_of
@@ -28,14 +29,12 @@ from perdure.train.batch_source import (
     evaluation_batches,
     open_source,
 )
-from perdure.train.computation import Computation, EvalFn, StepFn
 from perdure.train.config import RunConfig
-from perdure.train.loop import Goal, Loop
+from perdure.train.loop import Loop
 from perdure.train.metrics import Means
 from perdure.train.progress import Progress
-from perdure.train.run_checkpoints import RunCheckpoints, open_manager
 from perdure.train.summaries import Summaries
-from perdure.train.training_state import HookCalls, TrainingState
+from perdure.train.training_state import Computation, EvalFn, HookCalls, StepFn, TrainingState
 
 PredictFn = Callable[[Any, Any], Any]
 
@@ -187,7 +186,7 @@ class Trainer(TrainingState, TensorFlowNames):
                 "expected max_steps or steps, found neither, and data that begin again at their end. "
                 "Name one, or give a hook that calls `request_stop`."
             )
-        self._run(Goal(max_steps, steps), further)
+        self._run(further, max_steps, steps)
         return self.state
 
     def train_and_evaluate(
@@ -216,7 +215,7 @@ class Trainer(TrainingState, TensorFlowNames):
         if steps is not None:
             _require_steps("steps", steps)
         self._computation.require_eval_fn()
-        return self._run(Goal(max_steps, None, data, every, steps))
+        return self._run((), max_steps, None, data, every, steps)
 
     @names_forms("Trainer")
     def evaluate(self, data: Any, steps: int | None = None) -> dict[str, float]:
@@ -274,18 +273,33 @@ class Trainer(TrainingState, TensorFlowNames):
                 restored = Restored(fresh, 0)
         self.state, self.step = restored.state.main, restored.step
 
-    def _run(self, goal: Goal, hooks: Sequence[Hook] = ()) -> dict[str, float]:
+    def _run(self, hooks: Sequence[Hook], *goal: Any) -> dict[str, float]:
+        """One call of the loop; `goal` is as for `Loop`, from `max_steps` on."""
         config, output = self.config, self.config.output
         self.stop_reason = ""
         mode = output.progress if self.processes.is_chief else "off"
         self.progress = Progress(mode, output.console, config.log_step_count_steps)
         calls = HookCalls(self, (*self.hooks, *hooks), Hook)
-        checkpoints = RunCheckpoints(self, self._open_manager(), self._extras, calls)
-        return Loop(self, self._computation, self._source, checkpoints, calls, goal).run()
+        manager = self._open_manager()
+        loop = Loop(self, self._computation, self._source, manager, self._extras, calls, *goal)
+        return loop.run()
 
     def _open_manager(self) -> CheckpointManager:
-        processes = None if self.strategy is None else self.processes
-        return open_manager(self.config, self._recipe, processes)
+        config, options = self.config, self.config.checkpoint
+        if config.journal_every is not None:
+            options = replace(options, journal_every=config.journal_every)
+        if (hours := config.keep_checkpoint_every_n_hours) is not None:
+            rules = replace(options.retention or Retention(), keep_every_n_hours=hours)
+            options = replace(options, retention=rules)
+        return CheckpointManager(
+            config.model_dir,
+            mirror=options.mirror,
+            max_to_keep=config.keep_checkpoint_max or None,
+            options=options,
+            recipe=self._recipe,
+            allow=options.allow,
+            processes=None if self.strategy is None else self.processes,
+        )
 
 
 def _require_steps(name: str, value: Any) -> None:

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Any, SupportsFloat
 
@@ -199,7 +200,8 @@ class Journal:
     def forget(self) -> None:
         """The history of the run may change: read the journal again at the next step."""
         with self._guard:
-            self._sync()
+            with suppress(OSError):
+                self._run.log.sync()
             self._is_open, self._last = False, None
             self._ahead.clear()
             self._after, self._recorded, self._failure = -1, None, None
@@ -234,17 +236,12 @@ class Journal:
         """Make all lines durable; nothing is recorded any more."""
         with self._guard:
             self._is_closed = True
-            note = self._sync() if self._is_used else None
-        if note is not None:
-            warn_caller(note)
-
-    def _sync(self) -> str | None:
-        """Make all lines durable; returns what to warn about if that fails."""
-        try:
-            self._run.log.sync()
-        except OSError as error:
-            return f"{self._run.where}: the journal could not be made durable: {error}"
-        return None
+            if self._is_used:
+                try:
+                    self._run.log.sync()
+                except OSError as error:
+                    where = self._run.where
+                    warn_caller(f"{where}: the journal could not be made durable: {error}")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -275,7 +272,8 @@ class Journal:
         try:
             self._open()
             entry = msgspec.structs.replace(entry, attempt=self._attempt)
-            self._advance(entry.step)
+            while self._ahead and self._ahead[0].step <= entry.step:
+                self._last = self._ahead.popleft()
             before = self._last
             if before is not None and before.step == entry.step:
                 self._compare(before, entry)
@@ -294,10 +292,6 @@ class Journal:
             if not self._tolerates:
                 raise
             warn_caller(f"{error} Training continues without the line of step {entry.step}.")
-
-    def _advance(self, step: int) -> None:
-        while self._ahead and self._ahead[0].step <= step:
-            self._last = self._ahead.popleft()
 
     def _open(self) -> None:
         """Become the writer, and read the lines of the steps that this program repeats; once."""

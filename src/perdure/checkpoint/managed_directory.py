@@ -199,7 +199,7 @@ class ManagedDirectory(CallGuard):
         mirror = self._saver.mirror
         if mirror is not None and self._processes.is_chief:
             # Waited for: a restore would take it from the mirror again.
-            mirror.delete(step_number(step))
+            mirror.notify()
             mirror.wait(self._options.mirror_wait)
             self._saver.warn_of_mirror()
 

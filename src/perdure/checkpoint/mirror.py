@@ -68,7 +68,6 @@ class Mirror:
         self._target: Run | None = None
         self._damaged: dict[int, str] = {}
         self._unreadable: set[int] = set()
-        self._deleted: set[int] = set()
         self._unpinned: set[int] = set()
         self._changed = threading.Condition()
         self._reached = -1
@@ -84,14 +83,9 @@ class Mirror:
         atexit.register(_report_at_exit, weakref.ref(self))
 
     @property
-    def where(self) -> str:
-        """Path or URL of the mirror."""
-        return self.storage.where
-
-    @property
     def name(self) -> str:
         """The mirror in messages."""
-        return f"the mirror {self.where}"
+        return f"the mirror {self.storage.where}"
 
     @property
     def in_forked_child(self) -> bool:
@@ -117,16 +111,9 @@ class Mirror:
         except RuntimeError:  # no more threads while Python ends
             self._work()
 
-    def delete(self, step: int) -> None:
-        """Delete `step` in the mirror too; done by the next `catch_up`."""
-        with self._changed:
-            self._deleted.add(step)
-        self.notify()
-
     def unpin(self, step: int) -> None:
         """Unpin `step` in the mirror too, also if the source deletes it meanwhile."""
-        with self._changed:
-            self._unpinned.add(step)
+        self._unpinned.add(step)
         self.notify()
 
     def wait(self, seconds: float) -> bool:
@@ -153,8 +140,15 @@ class Mirror:
                 self._stopped = True
                 if not self._busy:
                     self._release()
-        if not copied:
-            self._note_missing(seconds)
+        # From memory: to ask a mirror that hangs would take longer than the wait is allowed to.
+        missing = [step for step in self._source.steps() if step > self._reached]
+        if missing and not copied:
+            self._note(
+                "missing",
+                f"{self.name} lacks {_named(missing)} of {self._source.where} after a wait of at most "
+                f"{seconds:g} s. The next run copies them; `perdure copy {self._source.where} "
+                f"{self.storage.where}` does it now.",
+            )
 
     def notes(self) -> list[str]:
         """The warnings since the last call; each cause once until a copy succeeds again."""
@@ -247,41 +241,31 @@ class Mirror:
         pinned, source_pinned = target.pinned(), self._source.pinned()
         for step in source_pinned & steps - pinned:
             target.pin(step)
-        deleted, unpinned = set(self._deleted), set(self._unpinned)
+        unpinned = set(self._unpinned)
         # A source that has lost a step has lost its pin, too: that says nothing.
         for step in pinned & (source_steps | unpinned) - source_pinned:
             target.unpin(step)
         removed = set(self._removed_in_source(target))
         for step in removed & pinned:
             target.unpin(step)
-        if unwanted := (deleted | removed) & steps:
-            target.delete(unwanted)
-        with self._changed:
-            self._deleted -= deleted
-            self._unpinned -= unpinned
+        if removed:
+            target.delete(removed)
+        self._unpinned -= unpinned
 
     def _removed_in_source(self, target: Run) -> list[int]:
         """The steps of the mirror whose checkpoints were rolled back or deleted in the source."""
-        removed: dict[int, set[str]] = {}
-        if self._source.log.view.problem is not None:
+        source = self._source
+        if source.log.view.problem is not None:
             return []
-        for rolled_back in self._source.rolled_back():
-            manifest = rolled_back.manifest
-            removed.setdefault(manifest.step, set()).add(manifest.fingerprint)
-        for step, fingerprint in self._source.log.view.removed.copy():
-            removed.setdefault(step, set()).add(fingerprint)
+        removed = set(source.log.view.removed.copy())
+        for rolled_back in source.rolled_back():
+            removed.add((rolled_back.manifest.step, rolled_back.manifest.fingerprint))
         steps = []
-        for step in sorted(removed.keys() & set(target.steps())):
-            with suppress(StepNotFoundError, CorruptionError):
-                fingerprint = target.manifest(step).fingerprint
-                if fingerprint in removed[step] and fingerprint != self._source_fingerprint(step):
-                    steps.append(step)
+        for step in sorted({step for step, _ in removed} & set(target.steps())):
+            fingerprint = _fingerprint(target, step)
+            if (step, fingerprint) in removed and fingerprint != _fingerprint(source, step):
+                steps.append(step)
         return steps
-
-    def _source_fingerprint(self, step: int) -> str | None:
-        with suppress(StepNotFoundError, CorruptionError):
-            return self._source.manifest(step).fingerprint
-        return None
 
     def _prune(self, target: Run, step: int) -> None:
         if self._max_to_keep is not None and (rules := self.retention) is not None:
@@ -310,17 +294,6 @@ class Mirror:
         elif (note := disagreement(self._source, target, newest)) is not None:
             self._note("other bits", note)
 
-    def _note_missing(self, seconds: float) -> None:
-        # From memory: to ask a mirror that hangs would take longer than the wait is allowed to.
-        if missing := [step for step in self._source.steps() if step > self._reached]:
-            self._note(
-                "missing",
-                f"{self.name} lacks step{'s' if len(missing) > 1 else ''} "
-                f"{', '.join(map(str, missing))} of {self._source.where} after a wait of at most "
-                f"{seconds:g} s. The next run copies them; `perdure copy {self._source.where} "
-                f"{self.where}` does it now.",
-            )
-
     def _note(self, cause: str, text: str) -> None:
         with self._changed:
             if cause not in self._warned:
@@ -341,13 +314,11 @@ class Mirror:
             return None, [], None
         target = Run(self.storage)
         steps = target.steps()
-        removed = self._removed_in_source(target)
-        if not removed:
+        if not (removed := self._removed_in_source(target)):
             return target, steps, None
         note = (
-            f"{self.name} still holds step{'s' if len(removed) > 1 else ''} "
-            f"{', '.join(map(str, removed))}, which a rollback set aside or a call deleted here; it is "
-            f"not used, and is deleted there after the next save."
+            f"{self.name} still holds {_named(removed)}, which a rollback set aside or a call deleted "
+            f"here; it is not used, and is deleted there after the next save."
         )
         return target, [step for step in steps if step not in removed], note
 
@@ -374,6 +345,10 @@ class Mirror:
             raise
 
 
+def _named(steps: list[int]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
 def disagreement(one: Run, other: Run, step: int) -> str | None:
     """A warning if two runs hold different states at `step`; None if they do not."""
     try:
@@ -386,6 +361,12 @@ def disagreement(one: Run, other: Run, step: int) -> str | None:
         f"step {step} is not the same in {one.where} (fingerprint {first[:16]}) and in its mirror "
         f"{other.where} ({second[:16]}): the two have different histories. Nothing is overwritten."
     )
+
+
+def _fingerprint(run: Run, step: int) -> str | None:
+    with suppress(StepNotFoundError, CorruptionError):
+        return run.manifest(step).fingerprint
+    return None
 
 
 def _cause(error: BaseException) -> str:

@@ -14,9 +14,8 @@ from typing import Any
 from perdure import ArrayDataset, CheckpointManager
 from perdure.demo import BATCH, GUARDS, REPLICAS, SAVE_EVERY
 from perdure.demo.digits import load_digits
-from perdure.distribute.agreement import Agreement
 from perdure.distribute.engine import Engine, Stream
-from perdure.distribute.reduction import Reduction
+from perdure.distribute.reduction import Agreement, Reduction
 from perdure.distribute.topology import Plan
 from perdure.errors import WorkerLostError
 

@@ -87,11 +87,6 @@ def transform(fn: Callable[[Any], Any], value: Any) -> Any:
     )
 
 
-def remake(value: Any, new: dict[Any, Any]) -> Any:
-    """A container like `value` around new children, given by name in the order of `children`."""
-    return _around(value, list(new), list(new.values()))
-
-
 def _around(value: Any, names: Sequence[Any], new: list[Any]) -> Any:
     if isinstance(value, dict):
         by_name = dict(zip(names, new, strict=True))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perdure.distribute.torch.change_watch import form_of
+from perdure.distribute.engine import describe_leaf
 from perdure.distribute.torch.state_view import StateView, named_tensors, same, tensors
 from perdure.errors import StateError
 
@@ -171,8 +171,8 @@ def _in_form(now: Tensor | None, value: Tensor) -> tuple[Tensor, str]:
         and torch.promote_types(now.dtype, value.dtype) == value.dtype
     ):
         return now.to(value.dtype), ""
-    found = "None" if now is None else form_of(now)
-    return value, f"expected {form_of(value)}, found {found} after grad. {_FORM}"
+    found = "None" if now is None else describe_leaf(now)
+    return value, f"expected {describe_leaf(value)}, found {found} after grad. {_FORM}"
 
 
 @contextlib.contextmanager

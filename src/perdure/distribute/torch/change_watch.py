@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from perdure.distribute.engine import describe_leaf
 from perdure.distribute.run.context import get_replica_context
 from perdure.errors import StateError
 
@@ -71,7 +72,7 @@ class ChangeWatch(TorchDispatchMode):
                 continue
             overwritten = name not in _CLEARS and storage_id(tensor) in self._gradients
             if isinstance(tensor, torch.nn.Parameter) or overwritten or not replaces:
-                refuse(f"a tensor from outside of it, {form_of(tensor)},", name)
+                refuse(f"a tensor from outside of it, {describe_leaf(tensor)},", name)
 
 
 @functools.cache
@@ -96,11 +97,6 @@ def refuse(changed: str, name: str) -> NoReturn:
     assert context is not None
     where = f"logical replica {context.replica_id_in_sync_group}"
     raise StateError(f"{where} changes {changed} in place ({name}). {FORM}")
-
-
-def form_of(tensor: torch.Tensor) -> str:
-    """dtype and shape, such as "float32[3, 4]"."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def is_strided(value: Any) -> bool:

@@ -23,16 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from perdure.digests.digest import leaf_digests_of_each
 from perdure.distribute import pytree
-from perdure.distribute.engine import EagerRun, Stream, SumOverReplicas
+from perdure.distribute.engine import EagerRun, Stream, SumOverReplicas, describe_leaf
 from perdure.distribute.run.context import Meeting
 from perdure.distribute.run.replicas import RunContext, current_run
-from perdure.distribute.torch.change_watch import (
-    ChangeWatch,
-    form_of,
-    is_strided,
-    refuse,
-    storage_id,
-)
+from perdure.distribute.torch.change_watch import ChangeWatch, is_strided, refuse, storage_id
 from perdure.distribute.torch.random_streams import remember, seeded
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError
@@ -52,6 +46,23 @@ def _unnoticed(function: Callable[..., Any]) -> Callable[..., Any]:
     return unnoticed
 
 
+class _Gradients:
+    """The `.grad` of one parameter.
+
+    Attributes:
+        outside: That outside of replicas.
+        own: For each replica, its `.grad` if that differs.
+        readers: The replicas that have read `outside`.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        # A tensor that a replica made, as reentrant checkpointing does, ends with it.
+        self.parameter = weakref.ref(parameter)
+        self.outside = parameter.grad
+        self.own: dict[int, torch.Tensor | None] = {}
+        self.readers: set[int] = set()
+
+
 class TorchEagerRun(EagerRun):
     """See EagerRun. Keeps the `.grad` of each replica, and adds them at the steps of optimizers."""
 
@@ -66,17 +77,12 @@ class TorchEagerRun(EagerRun):
         self._in_group = in_group
         self._put = put
         self._sum_over_replicas = sum_over_replicas
-        # Every parameter whose `.grad` a replica has used, and its `.grad` outside of replicas. A
-        # tensor that a replica made, as reentrant checkpointing does, ends with it.
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._outside: dict[int, torch.Tensor | None] = {}
-        # For each replica, the `.grad` that differ from those outside, by parameter.
-        self._grads: dict[int, dict[int, torch.Tensor | None]] = {}
+        # By identity, every parameter whose `.grad` a replica has used.
+        self._parameters: dict[int, _Gradients] = {}
         # For each replica, the memory that belongs to it.
         self._storages: dict[int, set[int]] = {}
-        # For each replica, the parameters whose `.grad` from outside it has read, and the memory of all
-        # these gradients. The weak references keep the identity of that memory from being used again.
-        self._read: dict[int, set[int]] = {}
+        # The memory of gradients from outside that a replica has read. The weak references keep its
+        # identity from being used again.
         self._gradients: dict[int, StorageWeakRef] = {}
         # The number of each optimizer by its identity, which the optimizer beside it keeps from being
         # used again.
@@ -94,7 +100,7 @@ class TorchEagerRun(EagerRun):
     ) -> Any:
         def arrays(value: Any) -> Any:
             # A value without arrays stays the same object: a list may be there to be appended to.
-            has_arrays = any(isinstance(leaf, np.ndarray) for _, leaf in pytree.flatten(value))
+            has_arrays = any(isinstance(leaf, np.ndarray) for leaf in pytree.leaves(value))
             return self._put(value, device) if has_arrays else value
 
         with contextlib.nullcontext() if stream is None else seeded(self._device, stream):
@@ -121,10 +127,8 @@ class TorchEagerRun(EagerRun):
 
     @contextlib.contextmanager
     def replica(self, replica: int, arguments: Any) -> Iterator[None]:
-        storages = {storage_id(leaf) for _, leaf in pytree.flatten(arguments) if is_strided(leaf)}
+        storages = set(map(storage_id, filter(is_strided, pytree.leaves(arguments))))
         self._storages[replica] = storages
-        self._grads[replica] = {}
-        self._read[replica] = set()
         self.resume(replica)
         token = _of_thread.set(self)
         try:
@@ -136,19 +140,17 @@ class TorchEagerRun(EagerRun):
 
     @_unnoticed
     def leave(self, replica: int) -> None:
-        grads = self._grads[replica]
-        for number, parameter in self._live():
-            if parameter.grad is not self._outside[number]:
-                grads[number] = parameter.grad
+        for parameter, known in self._live():
+            if parameter.grad is not known.outside:
+                known.own[replica] = parameter.grad
             else:
-                grads.pop(number, None)
-            parameter.grad = self._outside[number]
+                known.own.pop(replica, None)
+            parameter.grad = known.outside
 
     @_unnoticed
     def resume(self, replica: int) -> None:
-        grads = self._grads[replica]
-        for number, parameter in self._live():
-            parameter.grad = grads.get(number, self._outside[number])
+        for parameter, known in self._live():
+            parameter.grad = known.own.get(replica, known.outside)
 
     @_unnoticed
     def before_backward(self, replica: int, leaves: list[torch.Tensor]) -> None:
@@ -157,10 +159,8 @@ class TorchEagerRun(EagerRun):
         Gradients from before `run` count once: replica 0 has them.
         """
         for leaf in leaves:
-            self._use(leaf)
-            grad = leaf.grad
-            if grad is not None and grad is self._outside[id(leaf)]:
-                leaf.grad = grad.detach().clone() if replica == 0 else None
+            if leaf.grad is self._of(leaf).outside and leaf.grad is not None:
+                leaf.grad = leaf.grad.detach().clone() if replica == 0 else None
 
     @_unnoticed
     def after_backward(self, replica: int, leaves: list[torch.Tensor]) -> None:
@@ -172,10 +172,9 @@ class TorchEagerRun(EagerRun):
         """Called as a replica reads `.grad`: remembers whether that is from outside of it."""
         if self._is_made(replica, parameter):
             return
-        self._use(parameter)
-        grad = parameter.grad
-        if grad is not None and grad is self._outside[id(parameter)]:
-            self._read[replica].add(id(parameter))
+        known, grad = self._of(parameter), parameter.grad
+        if grad is not None and grad is known.outside:
+            known.readers.add(replica)
             if is_strided(grad) and storage_id(grad) not in self._gradients:
                 self._gradients[storage_id(grad)] = StorageWeakRef(grad.untyped_storage())
 
@@ -185,20 +184,15 @@ class TorchEagerRun(EagerRun):
         """Called before a replica sets `.grad`, which is its own from then on."""
         if self._is_made(replica, parameter):
             return
-        self._use(parameter)
-        outside = self._outside[id(parameter)]
+        known = self._of(parameter)
         if grad is None:
-            self._read[replica].discard(id(parameter))
-        elif (
-            outside is not None
-            and parameter.grad is outside
-            and id(parameter) in self._read[replica]
-        ):
+            known.readers.discard(replica)
+        elif parameter.grad is known.outside is not None and replica in known.readers:
             raise StateError(
                 f"logical replica {replica} reads the gradient of a parameter, "
-                f"{form_of(parameter)}, that was there before it ran, and sets another one. What was "
-                "there would be added once for each replica. Call optimizer.zero_grad() first, or let "
-                "`backward` add to it, which counts it once"
+                f"{describe_leaf(parameter)}, that was there before it ran, and sets another one. What "
+                "was there would be added once for each replica. Call optimizer.zero_grad() first, or "
+                "let `backward` add to it, which counts it once"
             )
 
     def set_data(self, replica: int, tensor: torch.Tensor, data: Any) -> None:
@@ -210,7 +204,7 @@ class TorchEagerRun(EagerRun):
             == (data.dtype, data.shape, data.stride(), data.data_ptr())
         ):  # as module.to(device) does where nothing is to be moved
             return
-        refuse(f"a tensor from outside of it, {form_of(tensor)},", ".data = ...")
+        refuse(f"a tensor from outside of it, {describe_leaf(tensor)},", ".data = ...")
 
     def _is_made(self, replica: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor belongs to the replica."""
@@ -232,15 +226,12 @@ class TorchEagerRun(EagerRun):
             self._settings.pop(number, None)
             total = self._sum_over_replicas(values.values)["gradients"]
             for parameter in cleared:
-                self._outside[id(parameter)] = None
+                self._of(parameter).outside = None
             for path, parameter in parameters.items():
-                if path in total:
-                    self._outside[id(parameter)] = total[path]
-                for grads_of_replica in self._grads.values():
-                    grads_of_replica.pop(id(parameter), None)
-                for read in self._read.values():
-                    read.discard(id(parameter))
-                parameter.grad = self._outside[id(parameter)]
+                known = self._of(parameter)
+                known.outside = parameter.grad = total.get(path, known.outside)
+                known.own.clear()
+                known.readers.clear()
             return apply()
 
         call = f"{name}.step() of optimizer {number} with {len(grads)} gradients"
@@ -257,9 +248,8 @@ class TorchEagerRun(EagerRun):
         grads: dict[str, torch.Tensor] = {}
         cleared: list[torch.Tensor] = []
         for path, parameter in parameters.items():
-            self._use(parameter)
             grad = parameter.grad
-            if grad is self._outside[id(parameter)]:
+            if grad is self._of(parameter).outside:
                 continue
             if grad is None:
                 cleared.append(parameter)
@@ -278,7 +268,11 @@ class TorchEagerRun(EagerRun):
         The groups belong to all replicas: `group["lr"] *= 0.9` in each would multiply it V times.
         """
         settings = [
-            {name: _plain(value) for name, value in group.items() if name != "params"}
+            {
+                name: value.tolist() if isinstance(value, torch.Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
             for group in optimizer.param_groups
         ]
         first, expected = self._settings.setdefault(number, (replica, settings))
@@ -297,10 +291,12 @@ class TorchEagerRun(EagerRun):
         """StateError for a step in a merge_call that would not see the gradients of the replicas."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                pending = any(
-                    grads.get(id(parameter)) is not None for grads in self._grads.values()
-                )
-                if pending and parameter.grad is self._outside[id(parameter)]:
+                known = self._parameters.get(id(parameter))
+                if (
+                    known is not None
+                    and any(grad is not None for grad in known.own.values())
+                    and parameter.grad is known.outside
+                ):
                     raise StateError(
                         f"{type(optimizer).__name__}.step() in a merge_call, where `.grad` is not that "
                         "of any replica. Call it in the function of strategy.run itself, which adds "
@@ -309,24 +305,33 @@ class TorchEagerRun(EagerRun):
 
     def finish(self) -> None:
         """Add the gradients that no optimizer took over the replicas; they are then outside of them."""
-        live = self._live()
-        all_grads = self._grads.values()
-        names = self._names(
-            [(n, p) for n, p in live if any(grads.get(n) is not None for grads in all_grads)]
-        )
-        left = [
-            {names[number]: grad.detach() for number, grad in grads.items() if grad is not None}
-            for grads in all_grads
+        changed = [(parameter, known) for parameter, known in self._live() if known.own]
+        given = [
+            (parameter, known.own)
+            for parameter, known in changed
+            if any(grad is not None for grad in known.own.values())
         ]
+        names = self._names([parameter for parameter, _ in given])
         total: dict[str, torch.Tensor] = {}
-        if any(left):
-            values = tuple({"gradients": grads, "runs": torch.ones(())} for grads in left)
+        if given:
+            values = tuple(
+                {
+                    "gradients": {
+                        name: grad.detach()
+                        for name, (_, own) in zip(names, given, strict=True)
+                        if (grad := own.get(replica)) is not None
+                    },
+                    "runs": torch.ones(()),
+                }
+                for replica in self._storages
+            )
             total = self._sum_over_replicas(values)["gradients"]
-        for number, parameter in live:
-            if any(number in grads for grads in all_grads):
-                parameter.grad = total[names[number]] if number in names else None
+        for parameter, _ in changed:
+            parameter.grad = None
+        for name, (parameter, _) in zip(names, given, strict=True):
+            parameter.grad = total[name]
 
-    def _names(self, parameters: list[tuple[int, torch.Tensor]]) -> dict[int, str]:
+    def _names(self, parameters: list[torch.Tensor]) -> list[str]:
         """A name for each parameter, in the order of their first use.
 
         Processes may use them in different orders, so that in a group the values are in the names:
@@ -335,41 +340,32 @@ class TorchEagerRun(EagerRun):
         differ, which the exchange refuses.
         """
         if not self._in_group:
-            return {number: str(n) for n, (number, _) in enumerate(parameters)}
-        new = [parameter for _, parameter in parameters if parameter not in _digests]
+            return [str(number) for number in range(len(parameters))]
+        new = [parameter for parameter in parameters if parameter not in _digests]
         found = leaf_digests_of_each([{"parameter": parameter.detach()} for parameter in new])
         for parameter, digests in zip(new, found, strict=True):
             _digests[parameter] = digests["parameter"].hex
-        names: dict[int, str] = {}
-        taken: set[str] = set()
+        names: list[str] = []
         name = ""
-        for number, parameter in parameters:
+        for parameter in parameters:
             before, name = name, _digests[parameter]
-            if name in taken:
+            if name in names:
                 name = blake3(f"{name} after {before}".encode()).hexdigest(16)
-            taken.add(name)
-            names[number] = name
+            names.append(name)
         return names
 
-    def _use(self, parameter: torch.Tensor) -> None:
+    def _of(self, parameter: torch.Tensor) -> _Gradients:
         known = self._parameters.get(id(parameter))
-        if known is None or known() is not parameter:
-            self._forget(id(parameter))
-            self._parameters[id(parameter)] = weakref.ref(parameter)
-            self._outside[id(parameter)] = parameter.grad
+        if known is None or known.parameter() is not parameter:
+            known = self._parameters[id(parameter)] = _Gradients(parameter)
+        return known
 
-    def _live(self) -> list[tuple[int, torch.Tensor]]:
-        parameters = [(number, reference()) for number, reference in self._parameters.items()]
-        for number, parameter in parameters:
-            if parameter is None:
-                self._forget(number)
-        return [(number, parameter) for number, parameter in parameters if parameter is not None]
-
-    def _forget(self, number: int) -> None:
-        for table in (self._parameters, self._outside, *self._grads.values()):
-            table.pop(number, None)
-        for read in self._read.values():
-            read.discard(number)
+    def _live(self) -> list[tuple[torch.Tensor, _Gradients]]:
+        found = [(known.parameter(), known) for known in self._parameters.values()]
+        live = [(parameter, known) for parameter, known in found if parameter is not None]
+        if len(live) < len(found):
+            self._parameters = {id(parameter): known for parameter, known in live}
+        return live
 
 
 # Set in the replicas of a run, and in their collectives.
@@ -389,29 +385,18 @@ class _Attributes(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The descriptor of an attribute, to which the function that a mode sees is bound.
         attribute = getattr(func, "__self__", None)
         if (attribute is _GRAD or attribute is _DATA) and (context := current_run()) is not None:
-            self._note(context.replica_id_in_sync_group, attribute, func.__name__, *args)
+            replica, access = context.replica_id_in_sync_group, func.__name__
+            if attribute is _DATA and access == "__set__":
+                self._run.set_data(replica, *args)
+            elif attribute is _GRAD and access == "__get__":
+                self._run.read_gradient(replica, args[0])
+            elif attribute is _GRAD:
+                self._run.set_gradient(replica, args[0], args[1] if access == "__set__" else None)
         return func(*args, **(kwargs or {}))
 
-    def _note(
-        self, replica: int, attribute: Any, access: str, tensor: torch.Tensor, *value: Any
-    ) -> None:
-        if attribute is _GRAD:
-            if access == "__get__":
-                self._run.read_gradient(replica, tensor)
-            else:
-                grad = value[0] if access == "__set__" else None
-                self._run.set_gradient(replica, tensor, grad)
-        elif access == "__set__":
-            self._run.set_data(replica, tensor, value[0])
 
-
-# The descriptors of the attributes, to which the functions that a mode sees are bound.
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
-
-
-def _plain(value: Any) -> Any:
-    """A setting of an optimizer, in a form that can be compared."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -125,7 +125,7 @@ class Committer:
             held = self._catalog.stored_chunks()
             try:
                 written = write_pack(
-                    self._storage, step, 0, leaves, held, self._encode, process_leaves
+                    self._storage, step, leaves, held, self._encode, process_leaves
                 )
             except DamagedChunk as error:  # a pack is gone: its chunks are written again
                 self._catalog.distrust(error)

@@ -133,13 +133,13 @@ def copy_chunks(
         DamagedChunk: A chunk is missing or has other bytes, and `find_again` is None.
         UnreadChunk: A chunk cannot be read for a reason other than damage.
     """
-    pack = NewPack(target, pack_name(step, 0, secrets.token_hex(4)), {})
-    size = relocated_size(live)
+    name = pack_name(step, 0, secrets.token_hex(4))
+    pack = NewPack(target, name, {}, relocated_size(live))
     try:
         while True:
             try:
                 for read, data in _each_read(source, _in_order(live, pack.located), before):
-                    pack.copy(read.chunks, data, size)
+                    pack.copy(read.chunks, data)
                 break
             except DamagedChunk as error:
                 if find_again is None:

@@ -162,7 +162,7 @@ class DamageHandler:
             for chunk, data in zip(entry.chunks, map(whole, leaf.chunks()), strict=True):
                 if (manifest.packs[chunk.pack].name, chunk.offset) in self._catalog.bad:
                     again[f"{len(again):012d}"] = Leaf(leaf.dtype, (len(data),), data, frozen=True)
-        written = write_pack(self._storage, manifest.step, 0, again, {}, self._encode)
+        written = write_pack(self._storage, manifest.step, again, {}, self._encode)
         self._catalog.stored_chunks().update(written.located)
 
     def _rewrite(self) -> None:

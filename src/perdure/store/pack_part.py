@@ -21,7 +21,7 @@ from perdure.store.entry_builder import EntryBuilder, StoredChunk
 from perdure.store.format import chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
 from perdure.store.manifest import Chunk, LeafEntry
-from perdure.store.pack_writer import NewLeaf, Written, write_pack
+from perdure.store.pack_writer import ChunkRows, LeafRows, Written, write_chunks
 from perdure.store.shard_plan import (
     ChunkBytes,
     Fetch,
@@ -134,34 +134,29 @@ def write_pack_part(
 ) -> PackPart:
     """Write the chunks of this process that `known` lacks; durable on return."""
     own = own or LocalLeaves()
-    mine: dict[str, NewLeaf] = {
-        # Names that sort as the numbers do, and before all others.
-        f"{number:012d}": NewLeaf(dtype, (len(data),), data)
-        for number, dtype, data in share.chunks(leaves)
-    }
-    everything = mine | {
-        f"r{path}": NewLeaf(leaf.dtype, leaf.shape, leaf.data)
-        for path, leaf in own.per_rank.items()
-    }
-    written = write_pack(
-        storage, step, share.process, everything, known, encode, own.process_leaves
+    mine = list(share.chunks(leaves))
+    numbers = [number for number, _, _ in mine]
+    per_rank, process_leaves = LeafRows(own.per_rank), LeafRows(own.process_leaves)
+    rows = ChunkRows(
+        [*(data for _, _, data in mine), *per_rank.chunks],
+        [*(dtype for _, dtype, _ in mine), *per_rank.dtypes],
     )
-    packs = written.packs
+    pack = write_chunks(storage, step, share.process, rows, process_leaves, known, encode)
+    count = len(numbers)
+    per_rank.digests, per_rank.places = rows.digests[count:], rows.places[count:]
+    placed = zip(numbers, rows.digests, rows.places, strict=False)
     chunks = {
-        int(entry.path): (chunk.hash, packs[chunk.pack].name, chunk.offset, chunk.length)
-        for entry in written.leaves[: len(mine)]
-        for chunk in entry.chunks
+        number: (digest, place.pack, place.offset, place.length) for number, digest, place in placed
     }
-    hashed = {number: placed[0] for number, placed in chunks.items()}
+    hashed = {number: digest for number, (digest, *_) in chunks.items()}
+    builder = EntryBuilder()
+    builder.number(place.pack for place in rows.places)
     return PackPart(
         state_hash=hash_bytes(msgspec.json.encode(leaf_digests(leaves, hashed))),
         chunks=chunks,
-        packs={pack.name: pack.size for pack in packs},
-        per_rank=tuple(
-            msgspec.structs.replace(entry, path=entry.path[1:])
-            for entry in written.leaves[len(mine) :]
-        ),
-        process_leaves=tuple(written.process_leaves),
+        per_rank=tuple(per_rank.entries(builder)),
+        process_leaves=tuple(process_leaves.entries(builder)),
+        packs={entry.name: entry.size for entry in builder.packs(pack.size_of)},
         copies=_hash_by_holders(copy_digests(leaves, share.plans)),
     )
 

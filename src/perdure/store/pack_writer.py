@@ -19,17 +19,14 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from perdure.store.aligned_buffers import STAGING_BYTES, copy_bytes, give_buffer, take_buffer
 from perdure.store.codec import ENCODE_FROM, ENCODE_THREADS, Encode
-from perdure.store.entry_builder import EntryBuilder, PlacedChunk, StoredChunk
+from perdure.store.entry_builder import EntryBuilder, StoredChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import (
     CHUNK_BYTES,
     PACKS,
     SCALAR_PREFIX,
-    chunk_spans,
     hash_bytes,
     hash_each,
     pack_name,
@@ -71,28 +68,72 @@ Release = Callable[[], None] | None
 """Gives a buffer of page-aligned memory back; None for memory that Python frees."""
 
 
-class NewLeaf(Struct, frozen=True, gc=False):
-    """A leaf to write, whose bytes may be one chunk that is put together when it is written."""
+class ChunkRows:
+    """Chunks to write, and where each of them lies once it is written.
 
-    dtype: str
-    shape: tuple[int, ...]
-    data: ChunkBytes
+    Attributes:
+        chunks: The bytes of each chunk.
+        dtypes: The dtype of the leaf of each chunk.
+        digests: The hash of each chunk, once `write_chunks` has returned.
+        places: The place of each chunk, then.
+    """
+
+    def __init__(self, chunks: list[ChunkBytes], dtypes: list[str]) -> None:
+        self.chunks, self.dtypes = chunks, dtypes
+        self.digests: list[str] = []
+        self.places: list[StoredChunk] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
-        return len(self.data)
+        """Bytes of all chunks."""
+        return sum(map(len, self.chunks))
 
-    @property
-    def text(self) -> str:
-        """The text of a scalar."""
-        return bytes(whole(self.data)).decode()
 
-    def chunks(self) -> list[ChunkBytes]:
-        """The bytes of each chunk."""
-        if isinstance(self.data, AssembledChunk):
-            return [self.data]
-        return [self.data[start:stop] for start, stop in chunk_spans(len(self.data))]
+class LeafRows(ChunkRows):
+    """The chunks of leaves, in the order of their paths. There may be very many."""
+
+    def __init__(self, leaves: Mapping[str, Leaf]) -> None:
+        chunks: list[ChunkBytes] = []
+        dtypes: list[str] = []
+        super().__init__(chunks, dtypes)
+        self._leaves = sorted(leaves.items())
+        self._cut: list[tuple[int, int, int]] = []
+        """Of each leaf that is not one chunk: its number, that of its first chunk, and its chunks."""
+        for number, (_, leaf) in enumerate(self._leaves):
+            data, dtype = leaf.data, leaf.dtype
+            if 0 < len(data) <= CHUNK_BYTES and dtype[:3] != SCALAR_PREFIX:
+                chunks.append(data)
+                dtypes.append(dtype)
+                continue
+            parts = [] if leaf.is_scalar else leaf.chunks()
+            self._cut.append((number, len(chunks), len(parts)))
+            chunks += parts
+            dtypes += [dtype] * len(parts)
+
+    def entries(self, builder: EntryBuilder) -> list[LeafEntry]:
+        """The entries of the leaves, once all chunks have their places."""
+        builder.number(dict.fromkeys([place.pack for place in self.places]))
+        leaves, digests, places = self._leaves, self.digests, self.places
+        if self._cut:
+            uncut, alone = [True] * len(leaves), [True] * len(digests)
+            for number, first, count in self._cut:
+                uncut[number] = False
+                alone[first : first + count] = [False] * count
+            leaves = list(compress(leaves, uncut))
+            digests, places = list(compress(digests, alone)), list(compress(places, alone))
+        paths = [path for path, _ in leaves]
+        entries = builder.uncut(paths, [leaf for _, leaf in leaves], digests, places)
+        for number, first, count in self._cut:
+            path, leaf = self._leaves[number]
+            if leaf.is_scalar:
+                entries.append(LeafEntry(path=path, dtype=leaf.dtype, text=leaf.text))
+                continue
+            chunks = slice(first, first + count)
+            placed = list(zip(self.digests[chunks], self.places[chunks], strict=True))
+            entries.append(builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, placed))
+        if self._cut:
+            entries.sort(key=attrgetter("path"))
+        return entries
 
 
 class Written(NamedTuple):
@@ -114,45 +155,58 @@ class Written(NamedTuple):
 def write_pack(
     storage: Storage,
     step: int,
-    process: int,
-    leaves: Mapping[str, Leaf] | Mapping[str, NewLeaf],
+    leaves: Mapping[str, Leaf],
     known: Mapping[str, StoredChunk],
     encode: Encode | None = None,
     process_leaves: Mapping[str, Leaf] = MappingProxyType({}),
 ) -> Written:
-    """Write the chunks of `leaves` that `known` lacks, as one durable pack.
+    """Write the chunks of `leaves`, as the only process that saves; see `write_chunks`.
+
+    Args:
+        storage, step, known, encode: As for `write_chunks`.
+        leaves: The leaves to write.
+        process_leaves: Small leaves of this process that are no part of the state.
+    """
+    with gc_paused(len(leaves)):
+        state, own = LeafRows(leaves), LeafRows(process_leaves)
+    pack = write_chunks(storage, step, 0, state, own, known, encode)
+    with gc_paused(len(leaves)):
+        builder = EntryBuilder()
+        entries, process_entries = state.entries(builder), own.entries(builder)
+        return Written(entries, builder.packs(pack.size_of), pack.located, process_entries)
+
+
+def write_chunks(
+    storage: Storage,
+    step: int,
+    process: int,
+    state: ChunkRows,
+    own: ChunkRows,
+    known: Mapping[str, StoredChunk],
+    encode: Encode | None = None,
+) -> NewPack:
+    """Write the chunks that `known` lacks, as one durable pack.
 
     No pack is written if every chunk is known. An error leaves at most a temporary file.
 
     Args:
         storage: The run directory.
         step, process: Parts of the name of the pack.
-        leaves: The leaves to write.
+        state: The chunks of the state.
+        own: Small chunks of this process that are no part of the state, not encoded.
         known: The places of chunks that are durable already, by hash.
         encode: Encodes large chunks; None stores all of them as they are.
-        process_leaves: Small leaves of this process that are no part of the state, not encoded.
-
-    Raises:
-        DamagedChunk: A pack with known chunks is gone.
     """
-    pack = NewPack(storage, pack_name(step, process, secrets.token_hex(4)), known)
+    name = pack_name(step, process, secrets.token_hex(4))
+    pack = NewPack(storage, name, known, state.nbytes + own.nbytes)
     buffers: list[mmap.mmap] = []
     try:
-        with gc_paused(len(leaves)):
-            state = _Chunks(leaves, ENCODE_FROM if encode else LARGE_BYTES)
-            own = _Chunks(process_leaves, CHUNK_BYTES + 1)
-            left = state.nbytes + own.nbytes
-        with closing(_prepared(state.large, encode, (known, pack.located), buffers)) as prepared:
-            for (chunks, index, data, _), digest, stored, release in prepared:
-                chunks[index] = pack.add(digest, stored, left, len(data), release)
-                left -= len(data)
-        with gc_paused(len(leaves)):
-            state.place_small(*pack.add_small(state.small, left))
+        _write_rows(pack, state, encode, buffers)
         # A process leaf that never changes would keep the pack of the first save alive for ever, for a
         # few kilobytes. So it is written again, unless there would be no pack without it.
         if not pack.is_empty:
             pack.known = {}
-        own.place_small(*pack.add_small(own.small, left))
+        own.digests, own.places = pack.add_small(own.chunks)
         pack.finish()
     except BaseException:
         pack.abort()
@@ -160,10 +214,32 @@ def write_pack(
     finally:  # the pack is written or given up, so the buffers are free
         while buffers:
             give_buffer(buffers.pop())
-    with gc_paused(len(leaves)):
-        builder = EntryBuilder()
-        entries, process_entries = state.entries(builder), own.entries(builder)
-        return Written(entries, builder.packs(pack.size_of), pack.located, process_entries)
+    return pack
+
+
+def _write_rows(
+    pack: NewPack, rows: ChunkRows, encode: Encode | None, buffers: list[mmap.mmap]
+) -> None:
+    """Append chunks to a pack: large ones of whole blocks, other large ones, small ones."""
+    chunks = rows.chunks
+    large_from = ENCODE_FROM if encode else LARGE_BYTES
+    large = [number for number, chunk in enumerate(chunks) if len(chunk) >= large_from]
+    if not large:
+        with gc_paused(len(chunks)):
+            rows.digests, rows.places = pack.add_small(chunks)
+        return
+    rows.digests, rows.places = [""] * len(chunks), [_NOT_YET] * len(chunks)
+    small = [number for number, chunk in enumerate(chunks) if len(chunk) < large_from]
+    large.sort(key=lambda number: len(chunks[number]) % BLOCK > 0)
+    known = pack.known, pack.located
+    with closing(_prepared(rows, large, encode, known, buffers)) as prepared:
+        for number, digest, stored, release in prepared:
+            rows.digests[number] = digest
+            rows.places[number] = pack.add(digest, stored, len(chunks[number]), release)
+    with gc_paused(len(chunks)):
+        placed = pack.add_small([chunks[number] for number in small])
+        for number, digest, place in zip(small, *placed, strict=True):
+            rows.digests[number], rows.places[number] = digest, place
 
 
 class NewPack:
@@ -171,14 +247,18 @@ class NewPack:
 
     Attributes:
         known: The places of chunks that are not written.
+        left: An upper bound of the bytes of all chunks that follow.
         located: The chunks of this pack, in order.
     """
 
-    def __init__(self, storage: Storage, name: str, known: Mapping[str, StoredChunk]) -> None:
+    def __init__(
+        self, storage: Storage, name: str, known: Mapping[str, StoredChunk], left: int
+    ) -> None:
         self.storage = storage
         self.name = name
         self.size = 0
         self.known = known
+        self.left = left
         self.located: dict[str, StoredChunk] = {}
         self._encoded: dict[str, int] = {}
         self._sink: Sink | None = None
@@ -187,43 +267,35 @@ class NewPack:
     def is_empty(self) -> bool:
         return self._sink is None
 
-    def add(
-        self,
-        digest: str,
-        data: memoryview,
-        left: int,
-        size: int,
-        release: Release = None,
-    ) -> PlacedChunk:
-        """Append a chunk of `size` bytes, stored as `data`, unless it is there already.
+    def add(self, digest: str, data: memoryview, size: int, release: Release = None) -> StoredChunk:
+        """Append a chunk, unless it is there already; returns its place.
 
         Args:
             digest: The hash of the chunk.
             data: Its bytes as they are stored.
-            left: An upper bound of the bytes of this chunk and all that follow.
             size: Its bytes once it is decoded.
             release: Called once `data` may be reused; None if no call is needed.
         """
         if (place := self._find(digest)) is None:
-            sink = self._open(left)
+            sink = self._open()
             place = self._place(digest, len(data), size)
             if release is not None and len(data) == size:
                 sink.write_from(data, release)
-                return digest, place
-            sink.write(data)
+                release = None
+            else:
+                sink.write(data)
         if release is not None:
             release()
-        return digest, place
+        self.left -= size
+        return place
 
-    def copy(self, chunks: Sequence[Wanted], data: memoryview, left: int) -> None:
+    def copy(self, chunks: Sequence[Wanted], data: memoryview) -> None:
         """Append chunks that are not there yet, as they are stored one after the other in `data`."""
         for chunk in chunks:
             self._place(chunk.hash, chunk.length, chunk.size)
-        self._open(left).write(data)
+        self._open().write(data)
 
-    def add_small(
-        self, parts: Sequence[ChunkBytes], left: int
-    ) -> tuple[list[str], list[StoredChunk]]:
+    def add_small(self, parts: Sequence[ChunkBytes]) -> tuple[list[str], list[StoredChunk]]:
         """Append small chunks that are not there yet; returns the hash and the place of each.
 
         They are given to the storage in groups, so that the disk writes while the next ones are hashed,
@@ -237,14 +309,14 @@ class NewPack:
             while start < len(block):
                 stop = bisect_left(ends, ends[start] + GATHER_BYTES, start + 1, len(block))
                 group = list(map(whole, block[start:stop]))
-                group_digests, group_places = self._add_gathered(group, left)
+                group_digests, group_places = self._add_gathered(group)
                 digests += group_digests
                 places += group_places
                 start = stop
         return digests, places
 
     def _add_gathered(
-        self, parts: Sequence[memoryview | bytes], left: int
+        self, parts: Sequence[memoryview | bytes]
     ) -> tuple[list[str], list[StoredChunk]]:
         located, known = self.located, self.known
         joined = memoryview(b"".join(parts))
@@ -274,7 +346,8 @@ class NewPack:
                 places[index] = held
             joined = memoryview(b"".join(rest))
         if joined:
-            self._open(left).write(joined)
+            self._open().write(joined)
+        self.left -= sum(sizes)
         return digests, places
 
     def _find(self, digest: str) -> StoredChunk | None:
@@ -289,9 +362,9 @@ class NewPack:
             self._encoded[digest] = size
         return place
 
-    def _open(self, left: int) -> Sink:
+    def _open(self) -> Sink:
         if self._sink is None:
-            self._sink = self.storage.create(PACKS + self.name, left)
+            self._sink = self.storage.create(PACKS + self.name, self.left)
         return self._sink
 
     def size_of(self, name: str) -> int:
@@ -319,168 +392,78 @@ class NewPack:
             self._sink.abort()
 
 
-_NOT_YET: PlacedChunk = ("", StoredChunk("", 0, 0))
-"""Where a large chunk of a leaf will be noted."""
-_Job = tuple[list[PlacedChunk], int, ChunkBytes, str]
-"""The placed chunks of a leaf, the number of a large chunk in it, the chunk, and its dtype."""
-_Prepared = tuple[_Job, str, memoryview, Release]
-"""A large chunk, its hash, its stored bytes, and what to call once they are written."""
-
-
-class _Chunks:
-    """The chunks of leaves, in the order of their paths.
-
-    Attributes:
-        large: The large chunks in the order of the pack: those of whole blocks first.
-        small: The other chunks, in the order of their leaves. There may be very many.
-    """
-
-    def __init__(self, leaves: Mapping[str, Leaf] | Mapping[str, NewLeaf], large_from: int) -> None:
-        self.small: list[ChunkBytes] = []
-        self._uncut_paths: list[str] = []
-        self._uncut: list[Leaf | NewLeaf] = []
-        """Leaves that are one small chunk each."""
-        self._others: list[tuple[str, Leaf | NewLeaf, list[PlacedChunk]]] = []
-        self._parts: dict[int, tuple[list[PlacedChunk], int]] = {}
-        """By the number of a small chunk of one of the others, where its place is noted."""
-        self._digests: list[str] = []
-        self._places: list[StoredChunk] = []
-        even: list[_Job] = []
-        uneven: list[_Job] = []
-        add_path, add_leaf, add_small = (
-            self._uncut_paths.append,
-            self._uncut.append,
-            self.small.append,
-        )
-        for path, leaf in sorted(leaves.items()):
-            data = leaf.data
-            if 0 < len(data) < large_from and leaf.dtype[:3] != SCALAR_PREFIX:
-                add_path(path)
-                add_leaf(leaf)
-                add_small(data)
-                continue
-            slots: list[PlacedChunk] = []
-            self._others.append((path, leaf, slots))
-            if leaf.dtype.startswith(SCALAR_PREFIX):
-                continue
-            for index, chunk in enumerate(leaf.chunks()):
-                slots.append(_NOT_YET)
-                if len(chunk) < large_from:
-                    self._parts[len(self.small)] = slots, index
-                    self.small.append(chunk)
-                    continue
-                into = uneven if len(chunk) % BLOCK else even
-                into.append((slots, index, chunk, leaf.dtype))
-        self.large = even + uneven
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all chunks."""
-        return sum(map(len, self.small)) + sum([len(job[2]) for job in self.large])
-
-    def place_small(self, digests: list[str], places: list[StoredChunk]) -> None:
-        """Note the hashes and the places of the small chunks."""
-        for number, (slots, index) in self._parts.items():
-            slots[index] = digests[number], places[number]
-        if self._parts:
-            uncut = [number not in self._parts for number in range(len(digests))]
-            digests, places = list(compress(digests, uncut)), list(compress(places, uncut))
-        self._digests, self._places = digests, places
-
-    def entries(self, builder: EntryBuilder) -> list[LeafEntry]:
-        """The entries of the leaves, once all chunks have their places."""
-        if self._others:
-            builder.number(self._packs_by_path())
-        entries = builder.uncut(self._uncut_paths, self._uncut, self._digests, self._places)
-        for path, leaf, chunks in self._others:
-            if leaf.dtype.startswith(SCALAR_PREFIX):
-                entries.append(LeafEntry(path=path, dtype=leaf.dtype, text=leaf.text))
-            else:
-                entries.append(builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, chunks))
-        if self._others:
-            entries.sort(key=attrgetter("path"))
-        return entries
-
-    def _packs_by_path(self) -> list[str]:
-        """The packs with these chunks, in the order in which the sorted leaves need them."""
-        uncut = zip(reversed(self._uncut_paths), reversed(self._places), strict=True)
-        first = {place.pack: (path, 0) for path, place in uncut}
-        for path, _, chunks in self._others:
-            for index, (_, place) in enumerate(chunks):
-                first[place.pack] = min(first.get(place.pack, (path, index)), (path, index))
-        return sorted(first, key=first.__getitem__)
+_NOT_YET = StoredChunk("", 0, 0)
+"""The place of a chunk that is not written yet."""
+_Prepared = tuple[int, str, memoryview, Release]
+"""The number of a chunk, its hash, its stored bytes, and what to call once they are written."""
 
 
 def _prepared(
-    chunks: Sequence[_Job],
+    rows: ChunkRows,
+    numbers: Sequence[int],
     encode: Encode | None,
     known: tuple[Mapping[str, StoredChunk], ...],
     buffers: list[mmap.mmap],
 ) -> Generator[_Prepared, None, None]:
-    """Copy, hash and encode large chunks, in order; many of them are prepared ahead on other cores.
+    """Copy, hash and encode chunks, in order; many of them are prepared ahead on other cores.
 
     Chunks that are `known` are not encoded. The buffers of the copies are added to `buffers`.
     """
 
-    def work(job: _Job, copy: memoryview, release: Release) -> _Prepared:
+    def work(number: int, memory: memoryview, release: Release) -> _Prepared:
+        chunk = rows.chunks[number]
+        copy = memory[: len(chunk)]
+        if isinstance(chunk, AssembledChunk):
+            chunk.fill(copy)
+        else:
+            copy_bytes(copy, chunk)
         digest = hash_bytes(copy)
         if encode is None or any(digest in places for places in known):
-            return job, digest, copy, release
-        return job, digest, encode(copy, job[3], digest), release
+            return number, digest, copy, release
+        return number, digest, encode(copy, rows.dtypes[number], digest), release
 
     alone = ALONE_BYTES if encode is None else ENCODED_ALONE_BYTES
-    if sum(len(data) for _, _, data, _ in chunks) <= alone:
-        return _in_turn(work, chunks, buffers)
+    if sum(len(rows.chunks[number]) for number in numbers) <= alone:
+        return _in_turn(work, numbers, buffers)
     if encode is None:
-        return _on_copies(pool("hash", HASH_THREADS), work, chunks, HASH_AHEAD, buffers)
+        return _on_copies(pool("hash", HASH_THREADS), work, numbers, HASH_AHEAD, buffers)
     executor = pool("encode", ENCODE_THREADS)
-    return _on_copies(executor, work, chunks, 2 * ENCODE_THREADS, buffers)
-
-
-def _copy(target: memoryview, chunk: ChunkBytes) -> None:
-    if isinstance(chunk, AssembledChunk):
-        chunk.fill(target)
-    else:
-        copy_bytes(target, chunk)
+    return _on_copies(executor, work, numbers, 2 * ENCODE_THREADS, buffers)
 
 
 def _in_turn(
-    work: Callable[[_Job, memoryview, Release], _Prepared],
-    chunks: Sequence[_Job],
+    work: Callable[[int, memoryview, Release], _Prepared],
+    numbers: Sequence[int],
     buffers: list[mmap.mmap],
 ) -> Generator[_Prepared, None, None]:
-    """`work` on a copy of each chunk, which the copy of the next one overwrites."""
-    for job in chunks:
+    """`work` on each chunk, whose copy that of the next one overwrites."""
+    for number in numbers:
         if not buffers:
             buffers.append(take_buffer())
-        copy = memoryview(buffers[0])[: len(job[2])]
-        _copy(copy, job[2])
-        yield work(job, copy, None)
+        yield work(number, memoryview(buffers[0]), None)
 
 
 def _on_copies(
     executor: ThreadPoolExecutor,
-    work: Callable[[_Job, memoryview, Release], _Prepared],
-    chunks: Sequence[_Job],
+    work: Callable[[int, memoryview, Release], _Prepared],
+    numbers: Sequence[int],
     ahead: int,
     buffers: list[mmap.mmap],
 ) -> Generator[_Prepared, None, None]:
-    """`map_ahead` of `work`, given a copy of each chunk and its release. It must be closed."""
+    """`map_ahead` of `work`, given memory for a copy and its release. It must be closed."""
     free: SimpleQueue[memoryview | None] = SimpleQueue()
-    while len(buffers) * STAGING_BYTES < min(ahead + WRITING, len(chunks)) * CHUNK_BYTES:
+    while len(buffers) * STAGING_BYTES < min(ahead + WRITING, len(numbers)) * CHUNK_BYTES:
         buffers.append(take_buffer())
         for start in range(0, STAGING_BYTES, CHUNK_BYTES):
             free.put(memoryview(buffers[-1])[start : start + CHUNK_BYTES])
 
-    def copied(job: _Job) -> _Prepared:
+    def copied(number: int) -> _Prepared:
         slot = free.get()
         if slot is None:
             raise RuntimeError("the save was given up")
-        copy = slot[: len(job[2])]
-        _copy(copy, job[2])
-        return work(job, copy, lambda: free.put(slot))
+        return work(number, slot, lambda: free.put(slot))
 
-    prepared = map_ahead(executor, copied, chunks, ahead)
+    prepared = map_ahead(executor, copied, numbers, ahead)
     try:
         yield from prepared
     finally:

@@ -23,6 +23,7 @@ from operator import attrgetter
 
 from msgspec import Struct
 
+from perdure.errors import StoreError
 from perdure.store.aligned_buffers import SMALL_BYTES, leaf_memory
 from perdure.store.codec import decode, is_intact
 from perdure.store.failures import DamagedChunk, UnreadChunk, is_gone, read_error
@@ -95,7 +96,10 @@ class Read(Struct, frozen=True, gc=False):
     def memory(self) -> memoryview:
         """The memory to read into."""
         target = self.chunks[0].target
-        return target if self.in_place and target is not None else leaf_memory(self.nbytes)
+        if self.in_place and target is not None:
+            return target
+        # Whole blocks can be read past the page cache into aligned memory.
+        return leaf_memory(self.nbytes) if len(self.chunks) == 1 else new_bytes(self.nbytes)
 
     def place(self, chunk: Wanted) -> str:
         """What errors call the place of a chunk."""
@@ -195,30 +199,35 @@ def load_entries(
     packs = [pack.name for pack in manifest.packs]
     require_packs(storage, manifest, entries)
     for entry in entries:
-        path = entry.path
+        path, chunks = entry.path, entry.chunks
         if entry.text is not None:
             leaves[path] = Leaf(entry.dtype, (), memoryview(entry.text.encode()), True)
             continue
-        target = new_memory(storage, manifest, entry, entry.nbytes)
-        leaves[path] = Leaf(entry.dtype, entry.shape, target, frozen=True)
+        try:
+            target = leaf_memory(entry.nbytes)
+        except (MemoryError, OSError) as error:
+            raise no_memory(storage, manifest, entry, error) from error
+        leaves[path] = Leaf(entry.dtype, entry.shape, target, True)
+        if len(chunks) == 1:  # nearly all of them, where there are very many
+            (chunk,) = chunks
+            name, size = packs[chunk.pack], len(target)
+            wanted.append(Wanted(name, chunk.offset, chunk.hash, chunk.length, size, target, path))
+            continue
         start = 0
-        for chunk, size in zip(entry.chunks, entry.sizes(), strict=True):
-            part = target if size == len(target) else target[start : start + size]
-            wanted.append(
-                Wanted(packs[chunk.pack], chunk.offset, chunk.hash, chunk.length, size, part, path)
-            )
+        for chunk, size in zip(chunks, entry.sizes(), strict=True):
+            part = target[start : start + size]
+            wanted.append(wanted_chunk(manifest, entry, chunk, part))
             start += size
     load_chunks(storage, manifest, wanted)
     return leaves
 
 
-def new_memory(storage: Storage, manifest: Manifest, entry: LeafEntry, nbytes: int) -> memoryview:
-    """Memory for a leaf, or for `nbytes` of it; raises `UnreachableError` if there is none."""
-    try:
-        return leaf_memory(nbytes)
-    except (MemoryError, OSError) as error:
-        what = f"{of_step(storage, manifest)}, leaf {entry.path!r} of {entry.nbytes} bytes"
-        raise read_error(error, what) from error
+def no_memory(
+    storage: Storage, manifest: Manifest, entry: LeafEntry, error: MemoryError | OSError
+) -> StoreError:
+    """The error to raise if there is no memory for a leaf."""
+    what = f"{of_step(storage, manifest)}, leaf {entry.path!r} of {entry.nbytes} bytes"
+    return read_error(error, what)
 
 
 def load_chunks(storage: Storage, manifest: Manifest, wanted: list[Wanted]) -> None:

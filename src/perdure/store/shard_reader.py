@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
-from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, take_buffer
+from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
 from perdure.store.format import CHUNK_BYTES, PACKS, chunk_spans
 from perdure.store.json_blocks import batches
 from perdure.store.leaf import Leaf
@@ -26,7 +26,7 @@ from perdure.store.reader import (
     Wanted,
     grouped,
     load_chunks,
-    new_memory,
+    no_memory,
     of_step,
     require_packs,
     verified,
@@ -131,9 +131,10 @@ def load_shards(
     for entry in entries:
         itemsize = entry.nbytes // max(1, math.prod(entry.shape))
         wanted = tuple(dict.fromkeys(regions[entry.path]))
-        parts = tuple(
-            new_memory(storage, manifest, entry, volume(region) * itemsize) for region in wanted
-        )
+        try:
+            parts = tuple(leaf_memory(volume(region) * itemsize) for region in wanted)
+        except (MemoryError, OSError) as error:
+            raise no_memory(storage, manifest, entry, error) from error
         shards = Shards(entry.shape, itemsize, wanted, parts)
         leaves[entry.path] = Leaf(
             entry.dtype, entry.shape, memoryview(b""), frozen=True, shards=shards

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
-from perdure.errors import LockedError, SaveError, StepExistsError
+from perdure.errors import StepExistsError
 from perdure.store.copy import refuse_same_place
 from perdure.store.entry_builder import EntryBuilder
-from perdure.store.format import CHUNK_BYTES, FORMAT, MAX_STEP, hash_bytes, pack_name, time_text
-from perdure.store.free_space import (
-    BYTES_PER_CHUNK,
-    BYTES_PER_LEAF,
-    BYTES_PER_SAVE,
-    ensure_free_bytes,
-)
+from perdure.store.format import MAX_STEP, chunk_spans, hash_bytes, pack_name
 from perdure.store.garbage_collection import PruneRequest
+from perdure.store.leaf import Leaves, RemoteLeaf
 from perdure.store.manifest import Container, LeafEntry, Manifest, RecipeValue
-from perdure.store.manifest_check import checked_fingerprint
-from perdure.store.pack_writer import BLOCK, NewPack
+from perdure.store.pack_writer import BLOCK, NewPack, Written
 from perdure.store.run import Run
 from perdure.store.storage import Storage
 
@@ -108,74 +102,49 @@ def save_streamed(
         The manifest that is committed.
 
     Raises:
-        LockedError: Another process committed the step meanwhile.
-        SaveError: The run directory cannot be written to. Nothing was committed.
+        LockedError, SaveError, StepExistsError: As `Run.save`.
     """
-    every = [*leaves, *process_leaves]
-    try:
-        pack, digests = _write_chunks(run, step, every)
-        builder = EntryBuilder()
-        entries = [
-            _entry(leaf, hashes, builder, pack) for leaf, hashes in zip(every, digests, strict=True)
-        ]
-        own = tuple(sorted(entries[: len(leaves)], key=lambda entry: entry.path))
-        others = tuple(sorted(entries[len(leaves) :], key=lambda entry: entry.path))
-        packs = tuple(builder.packs(lambda _: pack.size))
-        manifest = Manifest(
-            format=FORMAT,
-            step=step,
-            created=time_text(time.time()),
-            fingerprint=checked_fingerprint(packs, own, f"{run.where}: this save"),
-            recipe=dict(recipe or {}),
-            metrics={},
-            packs=packs,
-            leaves=own,
-            containers=dict(containers or {}),
-            process_leaves=others,
-        )
-        run.commit_manifest(manifest, pack.located)
-        return manifest
-    except FileExistsError as error:
-        raise LockedError(
-            f"{run.where}: step {step} was committed by another writer meanwhile ({error}). Nothing "
-            f"was overwritten; name another directory."
-        ) from error
-    except OSError as error:
-        raise SaveError(
-            f"{run.where}: saving step {step} failed: {error}. Nothing was committed. Correct the "
-            f"cause (free space, permissions, network), then repeat the call."
-        ) from error
+    state = Leaves({leaf.path: _later(leaf) for leaf in leaves}, containers)  # type: ignore[arg-type]
+    others = {leaf.path: _later(leaf) for leaf in process_leaves}
+    with run.prepare_save(step, state, others) as save:
+        written = _written(run.storage, step, leaves, process_leaves)
+        return run.commit_save(save, written, recipe, {})
 
 
-def _write_chunks(
-    run: Run, step: int, leaves: Sequence[StreamedLeaf]
-) -> tuple[NewPack, list[list[str]]]:
-    """Write the chunks as one durable pack; returns it, and the hashes of each leaf."""
-    left = sum(leaf.nbytes for leaf in leaves)
-    chunks = left // CHUNK_BYTES + len(leaves)
-    overhead = BYTES_PER_SAVE + BYTES_PER_LEAF * len(leaves) + BYTES_PER_CHUNK * chunks
-    ensure_free_bytes(run.storage, left + overhead)
-    pack = NewPack(run.storage, pack_name(step, 0, secrets.token_hex(4)), {})
-    digests: list[list[str]] = []
+def _later(leaf: StreamedLeaf) -> RemoteLeaf:
+    """What a save needs to know of a leaf before its bytes are there; no chunk has these hashes."""
+    hashes = tuple(f"{leaf.path} {start}" for start, _ in chunk_spans(leaf.nbytes))
+    return RemoteLeaf(leaf.dtype, leaf.shape, leaf.nbytes, hashes)
+
+
+def _written(
+    storage: Storage,
+    step: int,
+    leaves: Sequence[StreamedLeaf],
+    process_leaves: Sequence[StreamedLeaf],
+) -> Written:
+    """Write the chunks as one durable pack."""
+    left = sum(leaf.nbytes for leaf in (*leaves, *process_leaves))
+    pack = NewPack(storage, pack_name(step, 0, secrets.token_hex(4)), {}, left)
+    builder = EntryBuilder()
     try:
-        for leaf in leaves:
-            digests.append([])
-            for data in leaf.chunks():
-                digest = hash_bytes(data)
-                digests[-1].append(digest)
-                pack.add(digest, data, left, len(data))
-                left -= len(data)
+        entries = [_entry(pack, builder, leaf) for leaf in leaves]
+        process_entries = [_entry(pack, builder, leaf) for leaf in process_leaves]
         pack.finish()
     except BaseException:
         pack.abort()
         raise
-    return pack, digests
+    for listed in (entries, process_entries):
+        listed.sort(key=attrgetter("path"))
+    return Written(entries, builder.packs(pack.size_of), pack.located, process_entries)
 
 
-def _entry(
-    leaf: StreamedLeaf, digests: list[str], builder: EntryBuilder, pack: NewPack
-) -> LeafEntry:
+def _entry(pack: NewPack, builder: EntryBuilder, leaf: StreamedLeaf) -> LeafEntry:
+    """Write the chunks of a leaf; returns its entry."""
     if leaf.text is not None:
         return LeafEntry(leaf.path, leaf.dtype, text=leaf.text)
-    placed = [(digest, pack.located[digest]) for digest in digests]
+    placed = []
+    for data in leaf.chunks():
+        digest = hash_bytes(data)
+        placed.append((digest, pack.add(digest, data, len(data))))
     return builder.array(leaf.path, leaf.dtype, leaf.shape, leaf.nbytes, placed)

@@ -265,7 +265,7 @@ def test_an_abandoned_manager_keeps_the_lock_until_its_save_has_ended(tmp_path: 
     manager = CheckpointManager(LocalStorage(tmp_path, before))
     manager.save(1, state(1))
     assert reached.wait(60)
-    background = manager._saver._background
+    background = manager._saver.background
     del manager
     with CheckpointManager(tmp_path) as other:
         with pytest.raises(LockedError):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 from perdure.errors import ArgumentError
 from perdure.store.format import MAX_STEP
+
+Metrics = Mapping[str, SupportsFloat] | None
+"""The metrics of a step as a program gives them."""
 
 
 def step_number(step: Any) -> int:
@@ -53,10 +56,11 @@ def real_number(value: Any) -> Any:
 
 
 def metric_numbers(metrics: Any) -> dict[str, float]:
-    """`metrics` as floats; NaN and the infinities are allowed.
+    """`metrics` as floats; None is no metric, and NaN and the infinities are allowed.
 
     Raises `ArgumentError` that names the metric which is not a number.
     """
+    metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping):
         raise ArgumentError(
             f"metrics: expected a mapping from names to numbers, found {shown(metrics)}."

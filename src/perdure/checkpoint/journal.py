@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import NoneType
-from typing import Any, SupportsFloat
+from typing import Any
 
 import msgspec
 
-from perdure.checkpoint.arguments import metric_numbers, step_number
+from perdure.checkpoint.arguments import Metrics, metric_numbers, step_number
 from perdure.checkpoint.group_call import together
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.state_digest import (
@@ -100,13 +100,7 @@ class Journal:
         if step != self._steps[1]:
             self._steps = self._steps[1], step
 
-    def record(
-        self,
-        step: int,
-        state: Any,
-        batch: Any = None,
-        metrics: Mapping[str, SupportsFloat] | None = None,
-    ) -> None:
+    def record(self, step: int, state: Any, batch: Any = None, metrics: Metrics = None) -> None:
         """Record the step that led to `state`, or compare it with the line that it has already.
 
         Steps that pass no multiple of `ManagerOptions.journal_every` are skipped. In a group every
@@ -133,17 +127,13 @@ class Journal:
         if self._record(step, state, batch, metrics):
             self._recorded = step
 
-    def record_saved(
-        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None
-    ) -> None:
+    def record_saved(self, step: int, state: Any, metrics: Metrics) -> None:
         """`record` in each call of `manager.save`, if `journal_every` is given; see there."""
         show_doctor(self._run.where, step, state, self._processes)
         if self._every is not None and step != self._recorded:
             self._record(step, state, None, metrics)
 
-    def _record(
-        self, step: int, state: Any, batch: Any, metrics: Mapping[str, SupportsFloat] | None
-    ) -> bool:
+    def _record(self, step: int, state: Any, batch: Any, metrics: Metrics) -> bool:
         """`record` of a step that was reported and checked; False if it is skipped."""
         with self._guard:
             if self._is_closed:
@@ -248,12 +238,7 @@ class Journal:
             raise self._failure
 
     def _entry(
-        self,
-        step: int,
-        state: Any,
-        batch: Any,
-        metrics: Mapping[str, SupportsFloat] | None,
-        noted: Mapping[str, Any],
+        self, step: int, state: Any, batch: Any, metrics: Metrics, noted: Mapping[str, Any]
     ) -> JournalEntry:
         topology = {"host": socket.gethostname(), "processes": self._processes.count}
         if "devices" in noted:
@@ -263,7 +248,7 @@ class Journal:
             state=state_digest(state, self._processes),
             total=noted.get("total"),
             batch=noted.get("batch") if batch is None else batch_digest(batch),
-            metrics=plain_metrics(metric_numbers({} if metrics is None else metrics)),
+            metrics=plain_metrics(metric_numbers(metrics)),
             attempt=0,  # known once the journal was read
             topology=topology,
         )

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 from perdure.checkpoint.address import step_or_name
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.call_guard import CallGuard, exclusive
+from perdure.checkpoint.checkpoint import makes_state
 from perdure.checkpoint.group_call import together
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.retention import Retention, candidates, ranked, recorded_retention
 from perdure.checkpoint.saver import Saver
-from perdure.errors import StepNotFoundError, StoreError
+from perdure.errors import ArgumentError, StepNotFoundError, StoreError
 from perdure.runtime.process_group import Processes
 from perdure.state.metadata import metadata_tree
 from perdure.store import Run
@@ -57,15 +59,32 @@ class ManagedDirectory(CallGuard):
 
         `restore`, `Checkpoint.restore` and `perdure.load_checkpoint` accept that name.
         """
-        self._saver.join()
+        self._saver.background.join()
         step = self.latest_step()
         return None if step is None else name_at_step(self.directory, step)
 
     @property
     def checkpoints(self) -> list[str]:
         """The checkpoints as `RUN@STEP`, oldest first, after the save under way."""
-        self._saver.join()
+        self._saver.background.join()
         return [name_at_step(self.directory, step) for step in self.all_steps()]
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """`save_interval_steps`, under the name that it has in TensorFlow."""
+        return self._interval.steps
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` would save at this step without `force`. Changes nothing.
+
+        True for a multiple of the interval, and if a multiple lies between the last saved (or
+        restored) step and this one. A forced save counts as a save.
+        """
+        return self._interval.is_due(step_number(step))
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a save runs in the background."""
+        return self._saver.background.busy
 
     def all_steps(self) -> list[int]:
         """Committed steps, oldest first."""
@@ -135,6 +154,16 @@ class ManagedDirectory(CallGuard):
         """
         number = self._step(f"{self.directory}@latest" if step is None else step)
         return metadata_tree(self._run.manifest(number).leaves)
+
+    @exclusive
+    def claim(self) -> None:
+        """Become the writer now and not at the first save.
+
+        The directory is a run directory on return, so that more may be put into it. In a group every
+        process calls this, and the chief becomes the writer. Raises `LockedError` if there is another.
+        """
+        together(self._processes, self._run.begin_writing, by_chief=NoneType, call="claim()")
+        self._saver.update_mirror()
 
     @exclusive
     def pin(self, step: int) -> None:
@@ -253,6 +282,19 @@ class SaveInterval:
             return True
         last = self.last  # once: another thread may save meanwhile
         return step > last and step // self.steps > last // self.steps
+
+    def step_of(self, given: Any, counter: Any) -> int:
+        """The step of a save: `given`, or that of `counter`, or the one after the last."""
+        if given is not None:
+            return step_number(given)
+        if counter is not None:
+            return step_number(counter() if makes_state(counter) else counter)
+        if self.steps > 1:
+            raise ArgumentError(
+                f"save() without a step: expected a `step_counter`, because one of every "
+                f"{self.steps} steps is saved, found none. Write save(step)."
+            )
+        return self.last + 1
 
     @property
     def last(self) -> int:

@@ -14,17 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import NoneType
-from typing import Any, NoReturn, SupportsFloat, overload
+from typing import Any, NoReturn, overload
 
 from perdure.checkpoint.address import step_or_name
-from perdure.checkpoint.arguments import positive, step_number
+from perdure.checkpoint.arguments import Metrics, positive, step_number
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
-from perdure.checkpoint.checkpoint import (
-    Checkpoint,
-    makes_state,
-    managers,
-    takes_tensorflow_order,
-)
+from perdure.checkpoint.checkpoint import Checkpoint, makes_state, managers, takes_tensorflow_order
 from perdure.checkpoint.group_call import GroupCall, require_group, together
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.managed_directory import ManagedDirectory, SaveInterval, describe_newest
@@ -33,8 +28,8 @@ from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
 from perdure.checkpoint.preemption import PreemptionFlag, TerminationConfig, report
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
-from perdure.checkpoint.saver import Saver
-from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
+from perdure.checkpoint.saver import Saver, abandon
+from perdure.errors import StepNotFoundError, StoreError, WorkerLostError
 from perdure.runtime.heartbeats import beat, committed, reporting_refusal, require_never_saved
 from perdure.runtime.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
@@ -127,39 +122,20 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self.preemption = PreemptionFlag(None, describe, signals=options.preemption_signals)
         self.journal = Journal(run, group, options)
         self._saver = saver = Saver(
-            run,
-            self._mirror,
-            recipe_check,
-            self.journal,
-            max_to_keep,
-            options,
-            self.preemption,
+            run, self._mirror, recipe_check, self.journal, self.preemption, max_to_keep, options
         )
         self._restorer = Restorer(saver)
         # A manager that nobody refers to any more (a notebook cell that is run again) lets the next
         # writer in once its save has ended: the thread that saves refers to the saver.
-        self._finalizer = weakref.finalize(saver, _abandon, run, self.preemption, os.getpid())
+        self._finalizer = weakref.finalize(saver, abandon, run, self.preemption, os.getpid())
         self._finalizer.atexit = False
-
-    @property
-    def checkpoint_interval(self) -> int:
-        """`save_interval_steps`, under the name that it has in TensorFlow."""
-        return self._interval.steps
-
-    def should_save(self, step: int) -> bool:
-        """Whether `save` would save at this step without `force`. Changes nothing.
-
-        True for a multiple of the interval, and if a multiple lies between the last saved (or
-        restored) step and this one. A forced save counts as a save.
-        """
-        return self._interval.is_due(step_number(step))
 
     @overload
     def save(
         self,
         step: int,
         state: Any,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        metrics: Metrics = None,
         *,
         force: bool = False,
     ) -> bool: ...
@@ -174,7 +150,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self,
         step: int | None = None,
         state: Any = None,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        metrics: Metrics = None,
         *,
         force: bool = False,
         checkpoint_number: int | None = None,
@@ -214,22 +190,11 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                 than in the run that saved the checkpoint.
         """
         if state is None and self._checkpoint is not None:
-            number = step if checkpoint_number is None else checkpoint_number
-            step = self._next_step() if number is None else step_number(number)
+            given = step if checkpoint_number is None else checkpoint_number
+            step = self._interval.step_of(given, self._step_counter)
             is_saved = self._save(step, self._checkpoint, metrics, force or not check_interval)
             return name_at_step(self.directory, step) if is_saved else None
         return self._save(step_number(step), state, metrics, force)
-
-    def _next_step(self) -> int:
-        counter = self._step_counter
-        if counter is None and self._interval.steps > 1:
-            raise ArgumentError(
-                f"save() without a step: expected a `step_counter`, because one of every "
-                f"{self._interval.steps} steps is saved, found none. Write save(step)."
-            )
-        if counter is None:
-            return self._interval.last + 1
-        return step_number(counter() if makes_state(counter) else counter)
 
     def _save(self, step: int, state: Any, metrics: Any, force: bool) -> bool:
         beat("step", step)
@@ -268,10 +233,6 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             self._mirror.wait(self._options.mirror_wait)
             self._saver.warn_of_mirror()
         return is_committed
-
-    def is_saving_in_progress(self) -> bool:
-        """Whether a save runs in the background."""
-        return self._saver.busy
 
     def restore(
         self,
@@ -381,9 +342,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self.preemption.install()
         return GroupCall(self._processes, "reached_preemption").any(self.preemption.raised)
 
-    def save_and_exit(
-        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None = None
-    ) -> NoReturn:
+    def save_and_exit(self, step: int, state: Any, metrics: Metrics = None) -> NoReturn:
         """Save `state` as `step`, wait until it is durable, and exit with status 75.
 
         A `TerminationConfig` may name another way to exit. Raises what the save raised, whatever
@@ -393,9 +352,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self.exit_preempted()
 
     @exclusive
-    def _save_and_exit(
-        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None
-    ) -> None:
+    def _save_and_exit(self, step: int, state: Any, metrics: Metrics) -> None:
         step = step_number(step)
         beat("save", step)
         self._saver.recipe.check_settings()
@@ -425,16 +382,6 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self._saver.release()
         GroupCall(self._processes, "exit_preempted").barrier()
 
-    @exclusive
-    def claim(self) -> None:
-        """Become the writer now and not at the first save.
-
-        The directory is a run directory on return, so that more may be put into it. In a group every
-        process calls this, and the chief becomes the writer. Raises `LockedError` if there is another.
-        """
-        together(self._processes, self._run.begin_writing, by_chief=NoneType, call="claim()")
-        self._saver.update_mirror()
-
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised.
 
@@ -454,7 +401,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         with self._turn:
             self._closed = True
             try:
-                if not (is_lost and self._saver.busy):
+                if not (is_lost and self._saver.background.busy):
                     self._saver.settle(wait=True)
                 self.journal.finish(raising)
             finally:
@@ -463,7 +410,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                     if self._mirror is not None:
                         self._mirror.close(0.0 if is_lost else self._options.mirror_wait)
                 finally:
-                    if not self._saver.busy:  # it is, if the wait was interrupted or left out
+                    # A save is under way if the wait was interrupted or left out.
+                    if not self._saver.background.busy:
                         self._saver.release()
                 self._saver.warn_of_mirror()
 
@@ -503,13 +451,6 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         if restored is not None and restored.report.is_exact:
             self._interval.record(restored.step)
         return restored
-
-
-def _abandon(run: Run, preemption: PreemptionFlag, pid: int) -> None:
-    """Close a manager that nobody refers to any more, after its save has ended."""
-    if os.getpid() == pid:  # else the lock is the parent's
-        preemption.abandon()
-        run.close()
 
 
 class PreemptionCheckpointHandler:

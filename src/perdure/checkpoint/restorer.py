@@ -186,7 +186,7 @@ class Restorer:
         jax_state: Any = sys.modules.get("perdure.state.jax_state")
         if jax_state is not None and (paths := jax_state.whole_on_one_device(state)):
             warn_caller(
-                f"{self._saver.where}: {few(paths)}: restored whole onto one device, as the target "
+                f"{self._saver.run.where}: {few(paths)}: restored whole onto one device, as the target "
                 f"has them, beside sharded leaves of the same shape. They take the memory of that "
                 f"device, and the next step is compiled for it, which may change bits. "
                 f"`jax.jit(tx.init)` makes such a target: call tx.init without jit, give jit "
@@ -201,7 +201,7 @@ class Restorer:
         saved = processes_of(loaded.process_leaves)
         if self._processes.is_chief and saved not in (0, self._processes.count):
             warn_caller(
-                f"{self._saver.where}: step {loaded.manifest.step} was saved by "
+                f"{self._saver.run.where}: step {loaded.manifest.step} was saved by "
                 f"{counted(saved, 'process', 'processes')}, and this run has {self._processes.count}. "
                 f"The state is restored bit for bit, but the next steps will not have the bits of an "
                 f"uninterrupted run, because gradients and norms are added over the processes in "

@@ -14,9 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from types import NoneType
-from typing import Any, SupportsFloat
+from typing import Any
 
-from perdure.checkpoint.arguments import metric_numbers
+from perdure.checkpoint.arguments import Metrics, metric_numbers
 from perdure.checkpoint.group_call import GroupCall, save_channel, together
 from perdure.checkpoint.group_save import (
     GroupState,
@@ -68,9 +68,9 @@ class Saver:
         mirror: Mirror | None,
         recipe: RecipeCheck,
         journal: Journal,
+        preemption: PreemptionFlag,
         max_to_keep: int | None,
         options: ManagerOptions,
-        preemption: PreemptionFlag,
     ) -> None:
         self.run, self.mirror, self.recipe, self.journal = run, mirror, recipe, journal
         self.processes = recipe.processes
@@ -79,7 +79,7 @@ class Saver:
         self._rules = RetentionRules(run, max_to_keep, options.retention)
         self._options = options
         self._preemption = preemption
-        self._background = Background()
+        self.background = Background()
         self._buffer = SnapshotBuffer()
         self._save_cache = SaveCache()
         self._channel: Processes | None = None
@@ -90,16 +90,6 @@ class Saver:
         self._has_begun = self._has_looked = False
         # A save above this step is new; None until the processes have agreed on it.
         self._highest: int | None = None
-
-    @property
-    def where(self) -> str:
-        """Path or URL of the run directory."""
-        return self.run.where
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is under way."""
-        return self._background.busy
 
     def update_mirror(self) -> None:
         """Bring the mirror up to date, in the background; the chief does it."""
@@ -152,7 +142,7 @@ class Saver:
             with suppress(StateError), rank_context(self.processes.index, self.processes.count):
                 self.extras.see(state)  # a save that is due raises the error
 
-    def save(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None) -> bool:
+    def save(self, step: int, state: Any, metrics: Metrics) -> bool:
         """Start to save `state`; True if it is under way, False after a warning about its error.
 
         A save at or below the newest step is waited for, because it may be refused.
@@ -173,14 +163,7 @@ class Saver:
         self._raise_failed()
         return True
 
-    def submit(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, SupportsFloat] | None,
-        *,
-        preempted: bool = False,
-    ) -> None:
+    def submit(self, step: int, state: Any, metrics: Metrics, *, preempted: bool = False) -> None:
         """Take the snapshot, and commit it in the background.
 
         A preempted run warns about a state that could not be restored; otherwise that is an error.
@@ -190,7 +173,7 @@ class Saver:
         self.recipe.check_group("save")
         self.journal.require_agreement()
         try:
-            numbers = metric_numbers({} if metrics is None else metrics)
+            numbers = metric_numbers(metrics)
             finish_callbacks()
             index, count = self.processes.index, self.processes.count
             is_first = self.restore_check.is_first
@@ -199,7 +182,7 @@ class Saver:
                 walk = Walk.of(state)
                 leaves = snapshot(walk, self._buffer, self.restore_check.fresh)
                 _refuse_own_shards(rank, leaves)
-                where = f"{self.where}: step {step}"
+                where = f"{self.run.where}: step {step}"
                 self.restore_check.check_used(where, walk, step)
                 try:
                     self.restore_check.check_first(where, walk, leaves)
@@ -212,22 +195,18 @@ class Saver:
             if self.processes.count > 1:  # the others are saving, and must not wait for this one
                 assert self._channel is not None
                 decline = partial(decline_save, self.run, self._channel, step, error)
-                self._background.submit(decline)
+                self.background.submit(decline)
                 shared = as_save_error(error, self.run.where, step)
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
         job = partial(self.save_snapshot, step, leaves, numbers, rank, own)
-        self._background.submit(self._preemption.timed(job))
+        self.background.submit(self._preemption.timed(job))
 
     def wait(self) -> None:
         """Wait for the save under way; raises what it raised, whatever `on_error` says."""
-        self._background.wait()
+        self.background.wait()
         self._raise_failed()
-
-    def join(self) -> None:
-        """Wait for the save under way; its error stays for the next call."""
-        self._background.join()
 
     def settle_before_next(self) -> None:
         """`settle`, before the next save begins. In a group an error is raised once that has begun.
@@ -256,13 +235,13 @@ class Saver:
         committed = True
         try:
             if wait:
-                self._background.wait()
+                self.background.wait()
             else:
-                self._background.check()
+                self.background.check()
         except (SaveError, PruneError) as error:
             self._tolerate(error)
             committed = isinstance(error, PruneError)  # pruning starts after the commit
-        if not self._background.busy:
+        if not self.background.busy:
             notes, self._notes = self._notes, []
             for note in notes:
                 if note not in self._warned:
@@ -436,3 +415,10 @@ class Background:
 def _log_at_exit(background: weakref.ref[Background]) -> None:
     if (alive := background()) is not None:
         alive.log_error()
+
+
+def abandon(run: Run, preemption: PreemptionFlag, pid: int) -> None:
+    """Close a manager that nobody refers to any more, after its save has ended."""
+    if os.getpid() == pid:  # else the lock is the parent's
+        preemption.abandon()
+        run.close()

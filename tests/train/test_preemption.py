@@ -195,22 +195,14 @@ class Clock:
         return self.now
 
 
-def test_a_save_that_exceeds_the_grace_period_is_a_warning(capsys: Any) -> None:
+def test_the_end_of_the_grace_period_is_reported_once(capsys: Any) -> None:
     clock = Clock()
     config = perdure.TerminationConfig(grace_period=5.0)
     flag = PreemptionFlag(config, lambda: "The newest committed checkpoint is step 4.", clock)
     assert flag.seconds_left() is None
-
-    def save() -> None:
-        clock.now += 7.0
-
-    flag.timed(save)()
     flag.notify()
     clock.now += 1.0
     assert flag.seconds_left() == 4.0
-    flag.before_saving(9)
-    parts = ("step 9", "7.0 s", "4.0 s", "grace period of 5 s", "checkpoint is step 4")
-    assert not unnamed(capsys.readouterr().err, *parts)
     flag.poll()
     assert capsys.readouterr().err == ""
     clock.now += 4.0
@@ -221,15 +213,6 @@ def test_a_save_that_exceeds_the_grace_period_is_a_warning(capsys: Any) -> None:
     assert printed.count("\n") == 1, "once, although polled twice"
     with pytest.raises(StoreError, match="grace_period: expected None or more than 0 seconds"):
         perdure.TerminationConfig(grace_period=0)
-
-
-def test_a_save_within_the_grace_period_is_silent(capsys: Any) -> None:
-    clock = Clock()
-    flag = PreemptionFlag(perdure.TerminationConfig(grace_period=5.0), str, clock)
-    flag.timed(lambda: None)()
-    flag.notify()
-    flag.before_saving(9)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_termination_watcher_ends_a_wait_for_data(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self.preemption = PreemptionFlag(None, describe, signals=options.preemption_signals)
         self.journal = Journal(run, group, options)
         self._saver = saver = Saver(
-            run, self._mirror, recipe_check, self.journal, self.preemption, max_to_keep, options
+            run, self._mirror, recipe_check, self.journal, max_to_keep, options
         )
         self._restorer = Restorer(saver)
         # A manager that nobody refers to any more (a notebook cell that is run again) lets the next
@@ -357,7 +357,6 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         beat("save", step)
         self._saver.recipe.check_settings()
         self._saver.settle_before_next()
-        self.preemption.before_saving(step)
         state = Unwalked(state)
         self.journal.record_saved(step, state, metrics)
         self._saver.submit(step, state, metrics, preempted=True)

@@ -46,7 +46,7 @@ class TerminationConfig:
             cloud has announced the end. SIGTERM counts in any case.
         exit_fn: Called once the state is saved, instead of exiting with status 75.
         grace_period: Seconds between the notice and the end of the process. The run saves at its next
-            step all the same, and reports on standard error if a save does not fit.
+            step all the same, and reports on standard error if the state is not saved by then.
 
     Raises:
         StoreError: `grace_period` is not above 0.
@@ -90,7 +90,6 @@ class PreemptionFlag:
         self._signals = [signal.Signals[name] for name in signals]
         self._describe, self._clock = describe, clock
         self._since: float | None = None  # the time of the notice
-        self._save_seconds: float | None = None
         self._reported = False
         self._interruptible = False
         self._in_scope: InScope | None = None
@@ -110,26 +109,6 @@ class PreemptionFlag:
         if self._since is None or self.config.grace_period is None:
             return None
         return self._since + self.config.grace_period - self._clock()
-
-    def timed(self, save: Callable[[], None]) -> Callable[[], None]:
-        """`save`, which also measures how long it takes: the next one is expected to take as long."""
-
-        def measured() -> None:
-            start = self._clock()
-            save()
-            self._save_seconds = self._clock() - start
-
-        return measured
-
-    def before_saving(self, step: int) -> None:
-        """Report if a save of `step` does not fit. It is tried all the same: a save that is cut off
-        costs no checkpoint."""
-        left, needed = self.seconds_left(), self._save_seconds
-        if left is not None and needed is not None and needed > left:
-            report(
-                f"saving step {step} takes about {needed:.1f} s, and {max(left, 0.0):.1f} s of the "
-                f"grace period of {self.config.grace_period:g} s are left. {self._describe()}"
-            )
 
     def interruptible(self, wait: Callable[[], R]) -> R:
         """The result of `wait`, which a notice ends.

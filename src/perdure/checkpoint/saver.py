@@ -68,7 +68,6 @@ class Saver:
         mirror: Mirror | None,
         recipe: RecipeCheck,
         journal: Journal,
-        preemption: PreemptionFlag,
         max_to_keep: int | None,
         options: ManagerOptions,
     ) -> None:
@@ -78,7 +77,6 @@ class Saver:
         self.extras = ExtraMembers(save_random_state=options.save_random_state)
         self._rules = RetentionRules(run, max_to_keep, options.retention)
         self._options = options
-        self._preemption = preemption
         self.background = Background()
         self._buffer = SnapshotBuffer()
         self._save_cache = SaveCache()
@@ -201,7 +199,7 @@ class Saver:
                     raise shared from error
             raise
         job = partial(self.save_snapshot, step, leaves, numbers, rank, own)
-        self.background.submit(self._preemption.timed(job))
+        self.background.submit(job)
 
     def wait(self) -> None:
         """Wait for the save under way; raises what it raised, whatever `on_error` says."""

@@ -27,11 +27,12 @@ class _Monitor(Hook):
 
     def __init__(
         self,
-        monitor: str,
-        patience: int,
-        min_delta: float,
-        mode: Literal["min", "max"],
-        every: int | None,
+        monitor: str = "loss",
+        *,
+        patience: int = 1,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+        every: int | None = None,
     ) -> None:
         if mode not in ("min", "max"):
             raise TrainError(f"mode: expected 'min' or 'max', found {mode!r}.")
@@ -97,17 +98,6 @@ class EarlyStopping(_Monitor):
         every: Look at the logs of a step after every so many steps. None: at each evaluation.
     """
 
-    def __init__(
-        self,
-        monitor: str = "loss",
-        *,
-        patience: int = 1,
-        min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
-        every: int | None = None,
-    ) -> None:
-        super().__init__(monitor, patience, min_delta, mode, every)
-
     def begin(self, trainer: Trainer) -> None:
         if self.wait >= self._patience:
             self.patience_over(trainer)
@@ -127,10 +117,8 @@ class ReduceLROnPlateau(_Monitor):
             `optimizer/param_groups/*/lr` of PyTorch.
         monitor: Name of the metric.
         factor: Between 0 and 1.
-        patience: How often in a row the metric may fail to improve.
-        min_delta: How much better than the best value counts as an improvement.
-        mode: Whether lower ("min") or higher ("max") is better.
-        every: Look at the logs of a step after every so many steps. None: at each evaluation.
+
+    The other arguments are those of `EarlyStopping`.
     """
 
     def __init__(
@@ -144,7 +132,7 @@ class ReduceLROnPlateau(_Monitor):
         mode: Literal["min", "max"] = "min",
         every: int | None = None,
     ) -> None:
-        super().__init__(monitor, patience, min_delta, mode, every)
+        super().__init__(monitor, patience=patience, min_delta=min_delta, mode=mode, every=every)
         if not 0 < factor < 1:
             raise TrainError(f"factor: expected more than 0 and less than 1, found {factor}.")
         self._leaf = leaf

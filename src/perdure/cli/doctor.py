@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from perdure.cli.output import (
+from perdure.cli.options import (
+    COUNT,
+    command,
+    command_argument,
     devices_option,
-    document,
-    json_option,
     kept_or_temporary,
-    printable,
-    progress,
     read_only_option,
-    table,
     workers_option,
 )
+from perdure.cli.output import document, progress, say, table
+from perdure.text import few
 
 if TYPE_CHECKING:
     from perdure.doctor.comparison import ResultComparison
@@ -27,7 +27,7 @@ _MOST_LEAVES = 8
 _MOST_LINES = 40
 
 
-@click.command("doctor", short_help="Check that this machine computes the same bits again.")
+@command("doctor")
 @click.option(
     "--run",
     metavar="RUN",
@@ -50,7 +50,7 @@ _MOST_LINES = 40
 )
 @click.option(
     "--steps",
-    type=click.IntRange(1),
+    type=COUNT,
     default=2,
     show_default=True,
     help="End COMMAND once it has saved or recorded so many steps.",
@@ -58,11 +58,8 @@ _MOST_LINES = 40
 @workers_option
 @devices_option
 @read_only_option
-@json_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def command(
-    ctx: click.Context,
+@command_argument(required=False)
+def doctor(
     run: str | None,
     names: tuple[str, ...],
     repeats: int,
@@ -72,7 +69,7 @@ def command(
     read_only: tuple[str, ...],
     as_json: bool,
     command: tuple[str, ...],
-) -> None:
+) -> bool:
     """Compute things several times, and compare the bits: on each device, and in several processes.
 
     Without COMMAND these are small kernels of each installed framework. With `-- COMMAND` it is the
@@ -91,8 +88,7 @@ def command(
     from perdure.doctor.program_check import ProgramOptions, check_program
 
     chosen = _chosen(names, needed=not command and run is None)
-    _refuse_meaningless(ctx, bool(command))
-
+    _refuse_meaningless(click.get_current_context(), bool(command))
     machine = describe_machine()
     files = check_file_system(run) if run is not None else ()
     if command:
@@ -107,7 +103,7 @@ def command(
         document(diagnosis.document())
     else:
         _print(diagnosis)
-    ctx.exit(0 if diagnosis.is_equal else 1)
+    return not diagnosis.is_equal
 
 
 def _chosen(names: tuple[str, ...], needed: bool) -> list[str]:
@@ -154,18 +150,18 @@ def _print(diagnosis: DoctorReport) -> None:
     for result in diagnosis.frameworks:
         if result.by_threads is not None:
             names = ", ".join(result.by_threads) or "none"
-            click.echo(f"{result.name}: with one thread other bits in: {names}")
-    click.echo("equal" if diagnosis.is_equal else "differs")
+            say(f"{result.name}: with one thread other bits in: {names}")
+    say("equal" if diagnosis.is_equal else "differs")
 
 
 def _section(title: str, found: Mapping[str, str]) -> None:
     """Names and values, which are text: a table would align some of them to the right."""
     if found:
-        click.echo(title)
+        say(title)
         width = max(map(len, found))
         for name, value in found.items():
-            click.echo(f"  {name:<{width}}  {printable(value)}")
-        click.echo()
+            say(f"  {name:<{width}}  {value}")
+        say("")
 
 
 def _print_comparisons(comparisons: list[ResultComparison]) -> None:
@@ -182,9 +178,9 @@ def _print_comparisons(comparisons: list[ResultComparison]) -> None:
     table(("computed", "things", "results", "places", "processes", ""), rows)
     lines = [line for comparison in comparisons for line in _details(comparison)]
     for line in lines[:_MOST_LINES]:
-        click.echo(printable(line))
+        say(line)
     if len(lines) > _MOST_LINES:
-        click.echo(f"and {len(lines) - _MOST_LINES} more lines; --json has all")
+        say(f"and {len(lines) - _MOST_LINES} more lines; --json has all")
 
 
 def _details(comparison: ResultComparison) -> Iterator[str]:
@@ -192,11 +188,8 @@ def _details(comparison: ResultComparison) -> Iterator[str]:
     if comparison.problem:
         yield f"{name}: {comparison.problem}"
     for place in comparison.deviations:
-        leaves = ", ".join(place.leaves[:_MOST_LEAVES])
-        more = len(place.leaves) - _MOST_LEAVES
-        leaves += f" and {more} more" if more > 0 else ""
         device = f" on {place.device}" if place.device else ""
         yield (
             f"{name}: other bits in {place.count} of {place.of} results{device}, process "
-            f"{place.process}: {leaves}"
+            f"{place.process}: {few(place.leaves, _MOST_LEAVES)}"
         )

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from perdure.cli.output import (
+from perdure.cli.options import (
+    COUNT,
+    command,
     command_argument,
     directory_option,
-    document,
-    json_option,
     kept_or_temporary,
     options_of_library,
     output_option,
@@ -20,21 +20,18 @@ from perdure.cli.output import (
     seed_option,
     workers_option,
 )
+from perdure.cli.output import document
+from perdure.cli.output import report as report_error
 from perdure.errors import ArgumentError
 
 
-@click.command(
-    "drill",
-    short_help="Interrupt your own program, and compare the bits.",
-    context_settings={"ignore_unknown_options": False},
-)
+@command("drill")
 @click.option(
-    "--faults",
-    help="Kinds of faults, separated by commas; by default all that can happen.",
+    "--faults", help="Kinds of faults, separated by commas; by default all that can happen."
 )
 @click.option(
     "--runs",
-    type=click.IntRange(1),
+    type=COUNT,
     default=20,
     show_default=True,
     help="Faulted runs, besides the restores that every drill tries.",
@@ -45,18 +42,15 @@ from perdure.errors import ArgumentError
 @directory_option
 @output_option("Also write the report as an HTML file.")
 @click.option("--fail-fast", is_flag=True, help="Stop at the first run that differs or fails.")
-@json_option
-@command_argument
-@click.pass_context
-def command(
-    ctx: click.Context,
+@command_argument()
+def drill(
     faults: str | None,
     directory: Path | None,
     output: Path | None,
     as_json: bool,
     command: tuple[str, ...],
     **how: Any,
-) -> None:
+) -> int:
     """Run COMMAND undisturbed, then again under faults; compare every checkpoint, bit by bit.
 
     COMMAND follows `--` and needs no change. Each run has a copy of the working directory, without the
@@ -98,9 +92,9 @@ def command(
             output.write_text(render_drill(report), encoding="utf-8")
         except OSError as error:
             # Not raised, because --json has printed its one document.
-            click.echo(f"perdure: {_unwritable(output, error)}", err=True)
-            ctx.exit(1)
-    ctx.exit(130 if report["stopped"] else 0 if report["pass"] else 1)
+            report_error(_unwritable(output, error))
+            return 1
+    return 130 if report["stopped"] else 0 if report["pass"] else 1
 
 
 def _require_writable(html: Path) -> None:

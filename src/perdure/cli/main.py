@@ -15,13 +15,39 @@ from perdure.errors import ArgumentError, NotARunError, PerdureError, StepNotFou
 from perdure.runtime import heartbeats
 
 GROUPS = {
-    "Train": ("run", "status", "demo"),
-    "Look": ("ls", "show", "diff", "report"),
-    "Keep": ("verify", "prune", "rollback"),
-    "Prove": ("drill", "replay", "bisect", "doctor"),
-    "Move": ("copy", "fork", "average", "export", "import"),
+    "Train": {
+        "run": ("run", "Start a program as workers, watch and restart them."),
+        "status": ("status", "Show the attempts of the newest `perdure run`."),
+        "demo": ("demo", "Train, kill, resume elsewhere, and compare the bits."),
+    },
+    "Look": {
+        "ls": ("look", "List the checkpoints of a run directory."),
+        "show": ("look", "Show a checkpoint: recipe, metrics, leaves, figures."),
+        "diff": ("look", "Compare two checkpoints or two runs, leaf by leaf."),
+        "report": ("report", "Write a page on runs, or draw their metrics."),
+    },
+    "Keep": {
+        "verify": ("keep", "Read and hash everything, and report damage."),
+        "prune": ("keep", "Delete the checkpoints that a policy does not keep."),
+        "rollback": ("keep", "Set aside the checkpoints after a step."),
+    },
+    "Prove": {
+        "drill": ("drill", "Interrupt your own program, and compare the bits."),
+        "replay": ("replay", "Compute steps again, and compare them with the journal."),
+        "bisect": ("replay", "Find the first step at which two runs part."),
+        "doctor": ("doctor", "Check that this machine computes the same bits again."),
+    },
+    "Move": {
+        "copy": ("move", "Copy checkpoints into another run directory or bucket."),
+        "fork": ("move", "Start a new run directory from a checkpoint."),
+        "average": ("move", "Average checkpoints into a new run directory."),
+        "export": ("move", "Write a checkpoint in the format of another library."),
+        "import": ("move", "Begin a run directory with the arrays of other files."),
+    },
 }
-COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+"""The commands by group: the module of each, in which it has its own name, and its line of the help."""
+
+COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 
 _ALIASES = {
     "plot": ("report", "--plot"),
@@ -29,9 +55,6 @@ _ALIASES = {
     "tree": ("show", "--tree"),
 }
 """Short forms, which the help does not list."""
-
-_MODULES = {"import": "import_run"}
-"""Commands whose module has another name, because theirs is a keyword of Python."""
 
 
 class _Commands(click.Group):
@@ -41,9 +64,14 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        return import_module(f"perdure.cli.{_MODULES.get(cmd_name, cmd_name)}").command
+        for group in GROUPS.values():
+            if cmd_name in group:
+                module, line = group[cmd_name]
+                attribute = "import_" if cmd_name == "import" else cmd_name
+                command = getattr(import_module(f"perdure.cli.{module}"), attribute)
+                command.short_help = line
+                return command
+        return None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -51,13 +79,9 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, [*_ALIASES.get(args[0], args[:1]), *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, names in GROUPS.items():
+        for title, group in GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, self._line(ctx, name)) for name in names])
-
-    def _line(self, ctx: click.Context, name: str) -> str:
-        command = self.get_command(ctx, name)
-        return "" if command is None else command.get_short_help_str(100)
+                formatter.write_dl([(name, line) for name, (_, line) in group.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         # Under `perdure run` a command is no training loop, and a program beside it may be one.
@@ -79,7 +103,7 @@ class _Commands(click.Group):
     def _invoke(self, ctx: click.Context) -> Any:
         as_json = "--json" in ctx.args
         try:
-            return super().invoke(ctx)
+            ctx.exit(int(super().invoke(ctx) or 0))
         except PerdureError as error:
             if as_json:
                 click.echo(json.dumps({"error": str(error), "kind": type(error).__name__}))

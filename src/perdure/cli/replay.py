@@ -1,35 +1,34 @@
-"""`perdure replay RUN -- python train.py`: computes steps of a run again and compares every one."""
+"""`perdure replay` and `bisect`: computes steps of runs again, and finds where two of them part."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from perdure.checkpoint.address import open_run
-from perdure.cli.output import (
+from perdure.cli.options import (
+    COUNT,
+    command,
     command_argument,
     devices_option,
     directory_option,
-    document,
-    json_option,
     kept_or_temporary,
-    print_leaves,
-    progress,
     read_only_option,
     run_argument,
     seed_option,
     workers_option,
 )
-from perdure.store.format import span_text
+from perdure.cli.output import document, print_leaves, progress, say
 from perdure.text import counted
 
 _STEPS = re.compile(r"(\d*):(\d*)")
 
 
-@click.command("replay", short_help="Compute steps again, and compare them with the journal.")
+@command("replay")
 @run_argument
 @click.option(
     "--steps",
@@ -37,26 +36,21 @@ _STEPS = re.compile(r"(\d*):(\d*)")
     help="From the checkpoint at or before A up to step B; by default from the oldest checkpoint to "
     "the last step. `0:` replays from the beginning.",
 )
-@click.option(
-    "--sample", type=click.IntRange(1), help="Only so many stretches between two checkpoints."
-)
+@click.option("--sample", type=COUNT, help="Only so many stretches between two checkpoints.")
 @seed_option
 @workers_option
 @devices_option
 @read_only_option
 @directory_option
-@json_option
-@command_argument
-@click.pass_context
-def command(
-    ctx: click.Context,
+@command_argument()
+def replay(
     run: str,
     steps: str | None,
     directory: Path | None,
     as_json: bool,
     command: tuple[str, ...],
     **how: Any,
-) -> None:
+) -> bool:
     """Compute steps of the run directory RUN again with COMMAND, and compare them with its journal.
 
     COMMAND follows `--` and needs no change: it is what the run was started with. It runs in a copy of
@@ -69,22 +63,21 @@ def command(
     Example:
       perdure replay runs/a --steps 100:200 -- python train.py
     """
+    from perdure.checkpoint.address import open_run
     from perdure.drill.replay import ReplayOptions, replay_run
     from perdure.drill.replay_record import replay_document, write_record
     from perdure.errors import SaveError
-    from perdure.store import Run
 
     if directory is not None and directory.resolve().is_relative_to(Path(run).resolve()):
         raise click.UsageError(
             f"--directory: expected a place outside of the run directory {run}, which is only read; "
             f"found {directory}."
         )
-    open_run(run)  # refuses the name of a checkpoint
+    storage = open_run(run).storage
     first, last = _parsed(steps)
     options = ReplayOptions(first, last, **how)
     with kept_or_temporary(directory, "replay") as work:
         results = replay_run(command, run, options, work, progress)
-    storage = Run(run).storage
     found = replay_document(storage.where, command, options, results)
     # The record first, because nobody may read the output; and the output if the disk is full.
     try:
@@ -94,9 +87,9 @@ def command(
     if as_json:
         document(found)
     else:
-        _print(found)
-    click.echo(recorded, err=True)
-    ctx.exit(0 if found["verdict"] == "reproduced" else 1)
+        _print_replay(found)
+    say(recorded, err=True)
+    return found["verdict"] != "reproduced"
 
 
 def _parsed(steps: str | None) -> tuple[int | None, int | None]:
@@ -111,24 +104,129 @@ def _parsed(steps: str | None) -> tuple[int | None, int | None]:
     return first, last
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print_replay(found: dict[str, Any]) -> None:
+    from perdure.store.format import span_text
+
     for part in found["stretches"]:
-        compared = (
-            f"{counted(part['steps'], 'step')} and {counted(part['checkpoints'], 'checkpoint')}"
+        steps, checkpoints = (
+            counted(part["steps"], "step"),
+            counted(part["checkpoints"], "checkpoint"),
         )
         place = span_text((part["start"] or 0) + 1, part["stop"])
-        click.echo(f"{place}: {part['verdict']} ({compared} compared)")
+        say(f"{place}: {part['verdict']} ({steps} and {checkpoints} compared)")
         if part["step"] is not None:
-            click.echo(f"  first difference: step {part['step']}: {_difference(part)}")
+            what = f"the {part['what']}: expected {part['expected']}, found {part['found']}"
+            difference = part["found"] if part["what"] == "end" else what
+            say(f"  first difference: step {part['step']}: {difference}")
         print_leaves(part["leaves"], "expected {expected}, found {found}")
-        for field in part["recipe"]:
-            click.echo(f"  recipe: {field}")
+        say(*(f"  recipe: {field}" for field in part["recipe"]))
     has_lines = any(part["steps"] for part in found["stretches"])
     basis = "" if has_lines else " (no line of a journal was compared: the checkpoints alone)"
-    click.echo(f"{found['verdict']}: {found['run']}{basis}")
+    say(f"{found['verdict']}: {found['run']}{basis}")
 
 
-def _difference(part: dict[str, Any]) -> str:
-    if part["what"] == "end":
-        return part["found"]
-    return f"the {part['what']}: expected {part['expected']}, found {part['found']}"
+@command("bisect")
+@click.argument("one", metavar="RUN1", type=click.Path(path_type=str))
+@click.argument("two", metavar="RUN2", type=click.Path(path_type=str))
+@click.option(
+    "--command2",
+    metavar="'COMMAND2 ...'",
+    help="What RUN2 was started with, in quotes, if that is not COMMAND.",
+)
+@click.option("--workers", type=COUNT, help="Processes; by default as in each run.")
+@devices_option
+@read_only_option
+@directory_option
+@command_argument(required=False)
+def bisect(
+    one: str,
+    two: str,
+    command2: str | None,
+    workers: int | None,
+    devices: int | None,
+    read_only: tuple[str, ...],
+    directory: Path | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> bool:
+    """Find the first step at which the run directories RUN1 and RUN2 part.
+
+    All lines of their journals are compared, and all checkpoints that both have. With COMMAND, which
+    follows `--` and is what RUN1 was started with, that step is then replayed in both runs and compared
+    in the order of the computation: random generators, state, batch, random keys, the contribution of
+    each logical replica, total, update. COMMAND finds RUN2 in the place of RUN1, unless --command2 says
+    how RUN2 was started. The exit status is 0 if all steps that both have are equal, 1 if one differs.
+
+    \b
+    Example:
+      perdure bisect runs/a runs/b
+      perdure bisect runs/a runs/b -- python train.py
+    """
+    from perdure.checkpoint.address import open_run
+    from perdure.look.journal_bisect import bisect_runs
+
+    options = (command2, workers, devices, read_only or None, directory)
+    if not command and any(option is not None for option in options):
+        raise click.UsageError("expected what RUN1 was started with after the options: -- COMMAND")
+    for run in (one, two):
+        open_run(run)  # refuses the name of a checkpoint
+    found = bisect_runs(one, two)
+    result: dict[str, Any] = {"runs": [one, two], **asdict(found)}
+    if not as_json:
+        _print_bisected(result, with_command=bool(command))
+    if found.step is not None and command:
+        from perdure.drill.step_bisect import BisectOptions, bisect_step
+
+        options = BisectOptions(command, _words(command2), workers, devices, read_only)
+        with kept_or_temporary(directory, "bisect") as work:
+            stepped = bisect_step((one, two), found.step, found.last_equal, options, work, progress)
+        result["replay"] = {**asdict(stepped), "part_name": stepped.part and stepped.part.name}
+        if not as_json:
+            _print_step(result["replay"])
+    if as_json:
+        document(result)
+    return found.step is not None
+
+
+def _words(command2: str | None) -> tuple[str, ...] | None:
+    try:
+        words = None if command2 is None else tuple(shlex.split(command2))
+    except ValueError as error:
+        raise click.UsageError(f"--command2: {error}: {command2!r}.") from error
+    if words == ():
+        raise click.UsageError("--command2: expected what RUN2 was started with, found nothing.")
+    return words
+
+
+def _print_bisected(found: dict[str, Any], with_command: bool) -> None:
+    step, last_equal, compared = found["step"], found["last_equal"], found["compared"]
+    if step is None:
+        counts = found["lines"], found["checkpoints"]
+        kinds = ("line of the journals", "lines of the journals"), ("checkpoint", "checkpoints")
+        compared = ", ".join(counted(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n)
+        say(f"equal up to step {last_equal}, the last that both have ({compared})")
+        return
+    if last_equal is not None:
+        say(f"they part at step {step}, after step {last_equal}, which is equal ({compared})")
+    elif step == 0:
+        say(f"they part at step 0 ({compared})")
+    else:
+        say(
+            f"they differ at step {step}, the oldest that both still have; they part there or before "
+            f"it ({compared})"
+        )
+    say(f"  {found['what']}: {found['values'][0]} and {found['values'][1]}")
+    if not with_command and step > 0:
+        start = f"{last_equal or 0}:{step}"
+        say(f"`perdure replay RUN --steps {start} -- COMMAND` shows which of them is right")
+
+
+def _print_step(found: dict[str, Any]) -> None:
+    part, diagnosis = found["part"], found["diagnosis"]
+    if part is None:
+        say(f"the replays of step {found['step']} have the same bits")
+    else:
+        say(f"the replays part at step {found['step']}: {found['part_name']}")
+        print_leaves(part["leaves"], "{expected} and {found}")
+    say(*(f"wrong: {run}" for run in found["wrong"]), f"likely cause: {diagnosis['what']}")
+    say(*(f"  {line}" for line in (*diagnosis["evidence"], diagnosis["advice"])))

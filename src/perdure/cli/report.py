@@ -8,20 +8,12 @@ from typing import Any
 
 import click
 
-from perdure.cli.output import (
-    PATH,
-    document,
-    json_option,
-    leaves_option,
-    output_option,
-    printable,
-    runs_argument,
-    terminal_width,
-)
+from perdure.cli.options import PATH, command, leaves_option, output_option, runs_argument
+from perdure.cli.output import document, say, terminal_width
 from perdure.text import counted
 
 
-@click.command("report", short_help="Write a page on runs, or draw their metrics.")
+@command("report")
 @runs_argument
 @output_option("The HTML file, or with --plot a .png or .svg. An older one is replaced.")
 @click.option("--plot", is_flag=True, help="Draw metrics over steps; without -o as text.")
@@ -43,10 +35,7 @@ from perdure.text import counted
 @click.option(
     "--verify", multiple=True, type=PATH, help="A file with that of `perdure verify RUN --json`."
 )
-@json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
+def report(
     runs: tuple[str, ...],
     output: Path | None,
     plot: bool,
@@ -54,7 +43,7 @@ def command(
     logs: tuple[Path, ...],
     as_json: bool,
     **others: Any,
-) -> None:
+) -> bool:
     """Write one HTML file on the run directories RUN..., which needs no network.
 
     It has the recipe, the attempts, the metrics, the checkpoints, and how much each layer changed
@@ -73,8 +62,7 @@ def command(
             without = "" if plot else "out"
             raise click.UsageError(f"--{option}: has no meaning with{without} --plot.")
     others |= {"leaves": leaves or None, "logs": logs}
-    problems = (_plot if plot else _page)(runs, output, as_json, **others)
-    ctx.exit(1 if problems else 0)
+    return (_plot if plot else _page)(runs, output, as_json, **others)
 
 
 def _page(
@@ -90,12 +78,12 @@ def _page(
     if as_json:
         document(done.document)
     else:
-        click.echo(printable(f"{output}: {len(done.html.encode()):,} bytes"), err=True)
+        say(f"{output}: {len(done.html.encode()):,} bytes", err=True)
     for run in done.document["runs"]:
         for row in run["checkpoints"]:
             if row["state"]:
                 text = f"{run['run']}: step {row['step']} is {row['state']}: {row['why']}"
-                click.echo(printable(text), err=True)
+                say(text, err=True)
     return not done.ok
 
 
@@ -118,7 +106,7 @@ def _plot(
     if as_json:
         document({"panels": [panel.document() for panel in panels]})
     elif output is not None:
-        click.echo(printable(f"{output}: {counted(len(panels), 'panel')}"), err=True)
+        say(f"{output}: {counted(len(panels), 'panel')}", err=True)
     else:
         try:
             BLOCKS.encode(sys.stdout.encoding or "ascii")
@@ -126,7 +114,7 @@ def _plot(
         except (LookupError, UnicodeEncodeError):
             levels = PLAIN
         for line in text_graph(panels, terminal_width() or 80, levels):
-            click.echo(printable(line))
+            say(line)
     for sentence in (*problems, *notes):
-        click.echo(printable(sentence), err=True)
+        say(sentence, err=True)
     return bool(problems)

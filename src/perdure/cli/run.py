@@ -10,29 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.output import (
+from perdure.cli.options import (
+    COUNT,
+    PATH,
+    command,
     command_argument,
     devices_option,
-    discard_unwritten,
-    document,
-    json_option,
     options_of_library,
-    report,
 )
+from perdure.cli.output import discard_unwritten, document, report
 
 if TYPE_CHECKING:
     from perdure.supervise.worker_environment import Nodes
 
 
 # Options after the program belong to the program.
-@click.command(
-    "run",
-    short_help="Start a program as workers, watch and restart them.",
-    context_settings={"allow_interspersed_args": False},
-)
-@click.option(
-    "--workers", type=click.IntRange(1), help="Processes of the group.  [default: 1, or MAX]"
-)
+@command("run", context_settings={"allow_interspersed_args": False})
+@click.option("--workers", type=COUNT, help="Processes of the group.  [default: 1, or MAX]")
 @click.option(
     "--multi-node",
     is_flag=True,
@@ -75,7 +69,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--compilation-cache",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Where JAX keeps compiled programs; 'off' for nowhere.  [default: in ~/.cache, on CPU]",
 )
 @click.option(
@@ -100,11 +94,8 @@ if TYPE_CHECKING:
     multiple=True,
     help="Resume from a checkpoint whose recipe differs in FIELD, with a warning.",
 )
-@json_option
-@command_argument
-@click.pass_context
-def command(
-    ctx: click.Context,
+@command_argument()
+def run(
     workers: int | None,
     multi_node: bool,
     devices: int | None,
@@ -118,7 +109,7 @@ def command(
     as_json: bool,
     command: tuple[str, ...],
     **others: Any,
-) -> None:
+) -> int:
     """Start COMMAND as the workers of a group, watch them, and restart them until they are done.
 
     All that follows the name of the program belongs to it. The exit status is 0 when all are done, 75
@@ -155,7 +146,7 @@ def command(
     run = Supervisor(command, options, console=console).run()
     if as_json:
         _print_document(run.document())
-    ctx.exit(run.status)
+    return run.status
 
 
 def _print_document(found: Any) -> None:

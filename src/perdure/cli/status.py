@@ -7,20 +7,18 @@ from typing import Any
 
 import click
 
-from perdure.cli.output import EXIT_STATUS, document, json_option, printable, table
+from perdure.cli.options import EXIT_STATUS, command
+from perdure.cli.output import document, say, table
 from perdure.errors import NotARunError, UnreachableError
 from perdure.supervise.attempts_log import DEFAULT_LOGS, FILE, RunHistory, read_runs
 from perdure.text import counted
 
 
-@click.command(
-    "status", short_help="Show the attempts of the newest `perdure run`.", epilog=EXIT_STATUS
-)
+@command("status", epilog=EXIT_STATUS)
 @click.argument(
     "logs", metavar="LOG_DIR", required=False, default=DEFAULT_LOGS, type=click.Path(path_type=Path)
 )
-@json_option
-def command(logs: Path, as_json: bool) -> None:
+def status(logs: Path, as_json: bool) -> None:
     """Show the attempts, causes and steps of the newest `perdure run`, and of its earlier starts.
 
     LOG_DIR is its --log-dir, by default perdure-logs, or one of the directories in it.
@@ -40,7 +38,7 @@ def command(logs: Path, as_json: bool) -> None:
         _print(run)
     if unreadable:
         text = f"{counted(unreadable, 'line')} cannot be believed: a log was changed or damaged"
-        click.echo(printable(f"{path}: {text}"))
+        say(f"{path}: {text}")
 
 
 def _read(logs: Path) -> list[RunHistory]:
@@ -62,11 +60,11 @@ def _read(logs: Path) -> list[RunHistory]:
 
 def _print(run: RunHistory) -> None:
     start = run.start
-    click.echo(printable(f"run      {run.name}  {' '.join(start.get('command', []))}"))
+    say(f"run      {run.name}  {' '.join(start.get('command', []))}")
     place = f"{start.get('host')}, process {start.get('pid')}, in {start.get('directory')}"
-    click.echo(f"started  {printable(start.get('time', 'unknown'))} on {printable(place)}")
-    click.echo(f"logs     {printable(str(start.get('logs')))}")
-    click.echo(printable(f"state    {_state(run)}"))
+    say(f"started  {start.get('time', 'unknown')} on {place}")
+    say(f"logs     {start.get('logs')}")
+    say(f"state    {_state(run)}")
     rows: list[tuple[object, ...]] = [
         (
             *(attempt.number, attempt.workers),
@@ -81,8 +79,8 @@ def _print(run: RunHistory) -> None:
     if rows:
         table(("attempt", "workers", "steps", "repeated", "s", "ended by"), rows)
     if run.goodput is not None:
-        click.echo(f"goodput  {run.goodput:.3f}, {counted(sum(run.repeated), 'step')} repeated")
-    click.echo("")
+        say(f"goodput  {run.goodput:.3f}, {counted(sum(run.repeated), 'step')} repeated")
+    say("")
 
 
 def _state(run: RunHistory) -> str:

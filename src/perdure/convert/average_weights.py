@@ -15,9 +15,6 @@ from perdure.errors import ArgumentError
 SCHEDULES = ("uniform", "linear", "cosine", "sqrt")
 """The names that `schedule_weights` knows."""
 
-_SAFE = 64
-"""Weights below 2**64 and above 2**-64 are taken as they are."""
-
 _PI = Fraction("3.14159265358979323846264338327950288419716939937510")
 
 
@@ -72,24 +69,15 @@ def checked_weights(weights: Sequence[float], count: int) -> list[float]:
         )
     try:
         values = [float(weight) for weight in weights]
-    except (TypeError, ValueError, OverflowError):  # no number, or an integer above every float64
-        values = [math.nan]
-    if not all(map(math.isfinite, values)) or not math.fsum(scaled_weights(values)) > 0:
+        is_usable = 0 < math.fsum(values) < math.inf
+    except (TypeError, ValueError, OverflowError):  # no number, or a sum above every float64
+        values, is_usable = [], False
+    if not is_usable:
         raise ArgumentError(
-            f"weights: expected finite numbers whose sum is above 0, found "
+            f"weights: expected finite numbers whose sum is above 0 and finite, found "
             f"{', '.join(map(str, weights))}."
         )
     return values
-
-
-def scaled_weights(weights: Sequence[float]) -> list[float]:
-    """The same weights, divided by a power of two if they are very large or very small."""
-    exponent = math.frexp(max(map(abs, weights)))[1]
-    return (
-        [math.ldexp(weight, -exponent) for weight in weights]
-        if abs(exponent) > _SAFE
-        else list(weights)
-    )
 
 
 def _sqrt_decay(t: Fraction) -> Fraction:

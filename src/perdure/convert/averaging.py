@@ -12,40 +12,31 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
-from perdure.convert.average_weights import (
-    checked_weights,
-    ema_weights,
-    scaled_weights,
-    schedule_weights,
-)
+from perdure.convert.average_weights import checked_weights, ema_weights, schedule_weights
 from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError
 from perdure.look.leaf_diff import describe
 from perdure.look.leaf_reader import (
+    ORIGIN,
     chunks_in_order,
     element_dtype,
     is_scalar,
+    origin,
     read_elements,
     select_leaves,
-    streamed,
 )
-from perdure.look.origins import ORIGIN, source_of
+from perdure.look.numerics import is_inexact, parts_dtype
 from perdure.look.tables import Shown, Table
 from perdure.store import Run, Storage
 from perdure.store.manifest import LeafEntry, Manifest
-from perdure.store.streamed_save import (
-    StreamedLeaf,
-    new_run,
-    pack_order,
-    save_streamed,
-    text_leaf,
-)
+from perdure.store.streamed_save import StreamedLeaf, new_run, pack_order, save_streamed, text_leaf
 from perdure.text import counted
 
-if TYPE_CHECKING:
-    import numpy as np
+_Weighted = Sequence[tuple[StoredCheckpoint, float]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,6 +60,18 @@ class Averaged(Shown):
     equal: tuple[str, ...]
     taken: tuple[str, ...]
     like: StoredCheckpoint
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was made, for JSON."""
+        return {
+            "run": self.run,
+            "step": self.manifest.step,
+            "fingerprint": self.manifest.fingerprint,
+            "averaged": list(self.averaged),
+            "equal": list(self.equal),
+            "taken": list(self.taken),
+            **(origin(self.manifest) or {}),
+        }
 
     def _blocks(self) -> list[str | Table]:
         rows = [(checkpoint.name, format(weight, ".12g")) for checkpoint, weight in self.sources]
@@ -117,16 +120,21 @@ def average(
         StepNotFoundError, CorruptionError, UnreachableError: A checkpoint cannot be read.
         SaveError: `out` cannot be written to.
     """
-    sources, method = _weighted(_open_all(checkpoints), weights, ema, schedule)
+    sources, method = _weighted(_opened(checkpoints), weights, ema, schedule)
     base = sources[-1][0] if like is None else open_checkpoint(like)
     opened = [checkpoint for checkpoint, _ in sources]
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
     averaged, equal = _split(opened, base, patterns)
-    chosen = {*averaged, *equal}
-    taken = [entry.path for entry in base.manifest.leaves if entry.path not in chosen]
-    run = new_run(out, [checkpoint.run.storage for checkpoint in [*opened, base]])
-    with run:
-        origin = _origin(sources, base, method, patterns)
+    taken = sorted({leaf.path for leaf in base.manifest.leaves} - {*averaged, *equal})
+    processes = [leaf.path for leaf in base.manifest.process_leaves if leaf.path != ORIGIN]
+    note = {
+        "made_by": "average",
+        "method": method,
+        "leaves": patterns,
+        "sources": [_named(checkpoint) | {"weight": weight} for checkpoint, weight in sources],
+        "like": _named(base),
+    }
+    with new_run(out, [checkpoint.run.storage for checkpoint in [*opened, base]]) as run:
         manifest = save_streamed(
             run,
             base.step,
@@ -134,8 +142,8 @@ def average(
             recipe=base.manifest.recipe,
             containers=base.manifest.containers,
             process_leaves=[
-                *_copied(base, [entry.path for entry in _process_entries(base)]),
-                text_leaf(ORIGIN, "py:str", origin),
+                *_copied(base, processes),
+                text_leaf(ORIGIN, "py:str", json.dumps(note)),
             ],
         )
         return Averaged(
@@ -143,56 +151,49 @@ def average(
         )
 
 
-def _open_all(
+def _opened(
     checkpoints: str | os.PathLike[str] | Run | StoredCheckpoint | Iterable[Where],
 ) -> list[StoredCheckpoint]:
+    """Each checkpoint of `RUN@100,200`; of `RUN` alone the newest."""
     if isinstance(checkpoints, (str, os.PathLike, Run, StoredCheckpoint)):
         checkpoints = [checkpoints]
-    return [one for where in checkpoints for one in open_checkpoints_at(where)]
+    found: list[StoredCheckpoint] = []
+    for where in checkpoints:
+        is_text = isinstance(where, (str, os.PathLike))
+        several = is_text and "," in os.fsdecode(where).rpartition("@")[2]
+        found += open_checkpoints(where) if several else [open_checkpoint(where)]
+    return found
 
 
-def _origin(
-    sources: Sequence[tuple[StoredCheckpoint, float]],
-    base: StoredCheckpoint,
-    method: str,
-    patterns: list[str] | None,
-) -> str:
-    """The note in the manifest on what the average was made from."""
-    note = {
-        "made_by": "average",
-        "method": method,
-        "leaves": patterns,
-        "sources": [source_of(checkpoint) | {"weight": weight} for checkpoint, weight in sources],
-        "like": source_of(base),
+def _named(checkpoint: StoredCheckpoint) -> dict[str, Any]:
+    """A checkpoint that another one was made from."""
+    manifest = checkpoint.manifest
+    return {
+        "run": checkpoint.run.where,
+        "step": manifest.step,
+        "fingerprint": manifest.fingerprint,
     }
-    return json.dumps(note)
-
-
-def open_checkpoints_at(where: Where) -> list[StoredCheckpoint]:
-    """The checkpoints of `RUN@100,200`; of `RUN` alone the newest."""
-    several = isinstance(where, (str, os.PathLike)) and "," in os.fsdecode(where).rpartition("@")[2]
-    return open_checkpoints(where) if several else [open_checkpoint(where)]
 
 
 def _weighted(
-    found: list[StoredCheckpoint],
-    weights: Sequence[float] | None,
-    ema: float | None,
-    schedule: str,
-) -> tuple[list[tuple[StoredCheckpoint, float]], str]:
+    found: list[StoredCheckpoint], weights: Sequence[float] | None, ema: float | None, schedule: str
+) -> tuple[_Weighted, str]:
     """The checkpoints with their weights in the order of the sum, and the name of the method."""
     if len(found) < 2:
         raise ArgumentError(f"average: expected two checkpoints or more, found {len(found)}.")
     if (weights is not None) + (ema is not None) + (schedule != "uniform") > 1:
         raise ArgumentError("average: expected one of weights, ema and schedule, found several.")
+
+    def order(pair: tuple[StoredCheckpoint, float]) -> tuple[int, str, float]:
+        return pair[0].step, pair[0].manifest.fingerprint, pair[1]
+
     if weights is not None:
-        pairs = zip(found, checked_weights(weights, len(found)), strict=True)
-        return sorted(pairs, key=lambda pair: (*_order(pair[0]), pair[1])), "weights"
-    ordered = sorted(found, key=_order)
-    if ema is None and schedule == "uniform":
-        return [(checkpoint, 1.0) for checkpoint in ordered], schedule
+        values = checked_weights(weights, len(found))
+        return sorted(zip(found, values, strict=True), key=order), "weights"
+    ordered = [each for each, _ in sorted(((each, 1.0) for each in found), key=order)]
     steps = [checkpoint.step for checkpoint in ordered]
-    if twice := [step for step, later in pairwise(steps) if step == later]:
+    twice = [step for step, later in pairwise(steps) if step == later]
+    if twice and (ema is not None or schedule != "uniform"):
         raise ArgumentError(
             f"average: this method orders the checkpoints by step, and step {twice[0]} is there twice. "
             f"Name each step once, or give weights."
@@ -204,19 +205,16 @@ def _weighted(
     return list(zip(ordered, values, strict=True)), method
 
 
-def _order(checkpoint: StoredCheckpoint) -> tuple[int, str]:
-    return checkpoint.step, checkpoint.manifest.fingerprint
-
-
 def _split(
     sources: list[StoredCheckpoint], base: StoredCheckpoint, patterns: list[str] | None
 ) -> tuple[list[str], list[str]]:
     """The paths to average, and those of floating-point leaves that are equal in all sources."""
-    tables = [_by_path(checkpoint.manifest.leaves) for checkpoint in sources]
-    selected = [entry for entry in select_leaves(base, patterns) if _can_be_averaged(entry)]
+    tables = [_by_path(checkpoint) for checkpoint in sources]
     averaged: list[str] = []
     equal: list[str] = []
-    for entry in sorted(selected, key=lambda entry: pack_order(entry.nbytes, entry.path)):
+    for entry in _in_pack_order(select_leaves(base, patterns)):
+        if not _can_be_averaged(entry):
+            continue
         entries = []
         for checkpoint, table in zip(sources, tables, strict=True):
             other = table.get(entry.path)
@@ -239,88 +237,66 @@ def _split(
 
 
 def _can_be_averaged(entry: LeafEntry) -> bool:
-    if is_scalar(entry):
-        return False
     try:
-        return is_inexact(element_dtype(entry))
+        return not is_scalar(entry) and is_inexact(element_dtype(entry))
     except UnsupportedLeafError:
         return False  # taken from `like`, as its bytes are
 
 
-def _mean_leaves(
-    sources: Sequence[tuple[StoredCheckpoint, float]], paths: list[str]
-) -> list[StreamedLeaf]:
+def _mean_leaves(sources: _Weighted, paths: list[str]) -> list[StreamedLeaf]:
     """The leaves of the mean. Their chunks are read in the order of `paths`."""
-    tables = [_by_path(checkpoint.manifest.leaves) for checkpoint, _ in sources]
+    tables = [_by_path(checkpoint) for checkpoint, _ in sources]
     # Read ahead less from each of many sources, so that the memory stays the same.
     ahead = max(1, 8 // len(sources))
     streams = [
         read_elements(checkpoint, [table[path] for path in paths], ahead=ahead)
         for (checkpoint, _), table in zip(sources, tables, strict=True)
     ]
-    weights = scaled_weights([weight for _, weight in sources])
-    total = math.fsum(weights)
+    # A power of two, which changes no bit of the mean: now no sum of finite numbers overflows.
+    exponent = math.frexp(math.fsum(abs(weight) for _, weight in sources))[1]
+    weights = [math.ldexp(weight, -exponent) for _, weight in sources]
 
     def mean_of(entry: LeafEntry) -> Iterator[memoryview]:
         dtype = element_dtype(entry)
         for _ in entry.chunks:
-            parts = (next(stream).values for stream in streams)
-            yield _mean(parts, weights, total, dtype)
+            yield _mean((next(stream).values for stream in streams), weights, dtype)
 
-    entries = [tables[-1][path] for path in paths]
-    return [streamed(entry, mean_of) for entry in entries]
+    return [_streamed(tables[-1][path], mean_of) for path in paths]
 
 
-def _mean(
-    parts: Iterator[np.ndarray[Any, Any]], weights: list[float], total: float, dtype: np.dtype[Any]
-) -> memoryview:
-    """`sum(weight * part) / total`, added from the first to the last; as bytes of `dtype`.
-
-    Where the sum of numbers in float64 is above the largest one, it is that of numbers divided by a
-    power of two, which no mean with positive weights overflows.
-    """
-    import numpy as np
-
-    real = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
-    is_wide = real.itemsize == 8  # numbers of other dtypes have no such sums
-    scale = math.frexp(math.fsum(map(abs, weights)))[1]
-    added: np.ndarray[Any, Any] | None = None
-    small: Any = 0.0
+def _mean(parts: Iterator[np.ndarray[Any, Any]], weights: list[float], dtype: Any) -> memoryview:
+    """`sum(weight * part) / sum(weight)`, added from the first to the last; as bytes of `dtype`."""
+    real = parts_dtype(dtype)
+    added: Any = 0.0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for part, weight in zip(parts, weights, strict=True):
-            values = part.view(real).astype(np.float64)
-            if is_wide:
-                small = small + values * math.ldexp(weight, -scale)
-            values *= weight
-            added = values if added is None else np.add(added, values, out=added)
-        assert added is not None, "there are two sources or more"
-        added /= total
-        if is_wide:
-            small /= math.ldexp(total, -scale)
-            added = np.where(np.isfinite(added), added, small)
+            added = added + part.view(real).astype(np.float64) * weight
+        added /= math.fsum(weights)
     return round_once(added, real).view(np.uint8).data
 
 
 def _copied(checkpoint: StoredCheckpoint, paths: Iterable[str]) -> list[StreamedLeaf]:
     """Leaves of one checkpoint as they are."""
-    table = _by_path(checkpoint.manifest.every_leaf())
-    ordered = sorted(paths, key=lambda path: pack_order(table[path].nbytes, path))
-    entries = [table[path] for path in ordered]
+    table = _by_path(checkpoint)
+    entries = _in_pack_order(table[path] for path in paths)
     chunks_of = chunks_in_order(checkpoint, entries)
-    return [streamed(entry, chunks_of) for entry in entries]
+    return [_streamed(entry, chunks_of) for entry in entries]
 
 
-def _process_entries(checkpoint: StoredCheckpoint) -> list[LeafEntry]:
-    return [entry for entry in checkpoint.manifest.process_leaves if entry.path != ORIGIN]
+def _streamed(entry: LeafEntry, chunks_of: Any) -> StreamedLeaf:
+    """A leaf of a checkpoint as one of a checkpoint that is being written."""
+    nbytes = 0 if entry.text is not None else entry.nbytes
+    return StreamedLeaf(
+        entry.path, entry.dtype, entry.shape, nbytes, lambda: chunks_of(entry), entry.text
+    )
 
 
-def _by_path(entries: Iterable[LeafEntry]) -> dict[str, LeafEntry]:
-    return {entry.path: entry for entry in entries}
+def _in_pack_order(entries: Iterable[LeafEntry]) -> list[LeafEntry]:
+    return sorted(entries, key=lambda entry: pack_order(entry.nbytes, entry.path))
 
 
-def is_inexact(dtype: np.dtype[Any]) -> bool:
-    """Whether the values of a dtype are floating-point numbers, real or complex."""
-    return dtype.kind in "fc" or dtype.name.startswith(("float", "bfloat"))
+def _by_path(checkpoint: StoredCheckpoint) -> dict[str, LeafEntry]:
+    return {entry.path: entry for entry in checkpoint.manifest.every_leaf()}
 
 
 def round_once(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -330,8 +306,6 @@ def round_once(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray
     to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008): the last bit of
     the float32 is 1 if it is not exact, which cannot end in a wrong tie.
     """
-    import numpy as np
-
     values = np.where(np.isnan(values), np.nan, values)  # processors differ in the sign of new NaNs
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if dtype.type.__module__ == "numpy":

@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
-from perdure.convert.foreign_files import READ_FORMATS, format_module, read_foreign
-from perdure.convert.foreign_leaves import NamedLeaf
+from perdure.convert.formats import (
+    ARRAY_FORMATS,
+    MODEL_FORMATS,
+    NamedLeaf,
+    format_module,
+    read_foreign,
+)
 from perdure.convert.leaf_names import NameMap, branch_of, named_leaves
 from perdure.errors import (
     ArgumentError,
@@ -25,31 +30,21 @@ from perdure.errors import (
     SaveError,
     UnsupportedLeafError,
 )
-from perdure.look.leaf_reader import (
-    ChunksOf,
-    chunks_in_order,
-    element_dtype,
-    is_scalar,
-    scalar_value,
-    select_leaves,
-)
+from perdure.look.leaf_reader import element_dtype, is_scalar, select_leaves
+from perdure.look.tables import Shown, Table, leaves_text
+from perdure.text import counted
 
 SHARD_BYTES = 5 * 10**9
 """The most bytes of a shard, as in Hugging Face's tools."""
 
-ARRAY_FORMATS = READ_FORMATS
-"""The formats that need nothing but the checkpoint."""
 
-MODEL_FORMATS = ("keras", "saved_model", "onnx", "jax_export")
-"""The formats that need the code of the model."""
-
-
-@dataclass(frozen=True)
-class Exported:
+@dataclass(frozen=True, repr=False)
+class Exported(Shown):
     """What `export` wrote.
 
     Attributes:
         out: The file or folder.
+        to: Its format.
         checkpoint: Where it was taken from.
         names: The name in the file of each leaf that was written, by its path.
         left_out: Paths of Python scalars, or of seeds of a model, that the format cannot hold.
@@ -59,12 +54,37 @@ class Exported:
     """
 
     out: str
+    to: str
     checkpoint: StoredCheckpoint
     names: dict[str, str]
     left_out: tuple[str, ...]
     nbytes: int
     files: tuple[str, ...]
     verified: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was written, for JSON."""
+        return {
+            "output": self.out,
+            "format": self.to,
+            "checkpoint": self.checkpoint.name,
+            "fingerprint": self.checkpoint.manifest.fingerprint,
+            "nbytes": self.nbytes,
+            "files": list(self.files),
+            "names": self.names,
+            "left_out": list(self.left_out),
+            "verified": self.verified,
+        }
+
+    def _blocks(self) -> list[str | Table]:
+        files = counted(len(self.files), "file")
+        blocks: list[str | Table] = [
+            f"{self.out}: {leaves_text(len(self.names), self.nbytes)} in {files}",
+            *(f"left out: {path}, which {self.to} cannot hold" for path in self.left_out),
+        ]
+        if self.verified:
+            blocks.append("every array was read back and equals the checkpoint")
+        return blocks
 
 
 def export(
@@ -108,75 +128,67 @@ def export(
     if to not in ARRAY_FORMATS + MODEL_FORMATS:
         known = ", ".join(ARRAY_FORMATS + MODEL_FORMATS)
         raise ArgumentError(f"to: expected one of {known}, found {to!r}.")
-    _check_shard_bytes(shard_bytes, to, os.fspath(out))
+    is_folder = to == "safetensors" and not os.fspath(out).endswith(".safetensors")
+    if shard_bytes is not None and shard_bytes < 1:
+        raise ArgumentError(f"shard_bytes: expected at least 1, found {shard_bytes}.")
+    if shard_bytes is not None and not is_folder:
+        raise ArgumentError(
+            f"shard_bytes: only a folder of safetensors is cut into files, and {os.fspath(out)} as "
+            f"{to} is none; leave it out (`--shard-size`)."
+        )
     found = open_checkpoint(checkpoint)
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
     if to in MODEL_FORMATS:
-        return _export_model(found, to, out, patterns, model, names=names, verify=verify)
-    if model is not None:
-        raise ArgumentError(f"model: the format {to} needs no model; leave it out.")
-    return _export_arrays(
-        found,
-        to,
-        os.fspath(out),
-        patterns,
-        names,
-        shard_bytes=shard_bytes or SHARD_BYTES,
-        verify=verify,
-    )
+        if model is None:
+            raise ArgumentError(
+                f"{to}: needs the code of the model: model='file.py:function' (`--model`), a function "
+                f"without arguments that returns the Keras model."
+            )
+        branch = _model_branch(to, os.fspath(out), patterns, names)
+        from perdure.convert.model_formats import write_model
+
+        paths = [entry.path for entry in select_leaves(found, branch)]
+        named = {path: path.removeprefix(f"{branch}/") for path in paths}
+        nbytes = sum(entry.nbytes for entry in select_leaves(found, branch))
+        with new_output(out) as temporary:
+            left_out = write_model(found, to, temporary, branch, model, verify=verify)
+            files = _files(temporary, out)
+    else:
+        if model is not None:
+            raise ArgumentError(f"model: the format {to} needs no model; leave it out.")
+        entries = select_leaves(found, patterns)
+        written = named_leaves(entries, to not in ("npz", "orbax"), branch_of(patterns), names)
+        arrays = [leaf for leaf in written if not is_scalar(leaf.entry)]
+        scalars = [leaf for leaf in written if is_scalar(leaf.entry)]
+        _refuse_dtypes(arrays, to)
+        module = format_module(to)
+        held = [leaf for leaf in scalars if module.can_hold(leaf.value)]
+        left_out = [leaf.entry.path for leaf in scalars if not module.can_hold(leaf.value)]
+        named = {leaf.entry.path: leaf.name for leaf in written}
+        nbytes = sum(leaf.entry.nbytes for leaf in arrays)
+        more = {"shard_bytes": shard_bytes or SHARD_BYTES} if is_folder else {}
+        with new_output(out) as temporary:
+            module.write(temporary, found, arrays, held, **more)
+            if verify:
+                _check_export(arrays, found.name, to, temporary)
+            files = _files(temporary, out)
+    named = {path: name for path, name in named.items() if path not in left_out}
+    return Exported(os.fspath(out), to, found, named, tuple(left_out), nbytes, files, verify)
 
 
-def _check_shard_bytes(shard_bytes: int | None, to: str, out: str) -> None:
-    """Raise `ArgumentError` unless a limit makes sense for this format and name."""
-    if shard_bytes is None:
-        return
-    if shard_bytes < 1:
-        raise ArgumentError(f"shard_bytes: expected at least 1, found {shard_bytes}.")
-    if to != "safetensors" or out.endswith(".safetensors"):
+def _model_branch(to: str, out: str, patterns: list[str] | None, names: NameMap | None) -> str:
+    """The path of the model in the state, if the arguments fit a format that needs its code."""
+    if names is not None:
+        raise ArgumentError(f"{to}: the names are those of the model; leave out `names`.")
+    if to == "keras" and not out.endswith(".keras"):
+        raise ArgumentError(f"{out}: Keras loads files that end in .keras; name it so.")
+    branch = branch_of(patterns or ["model"])
+    if not branch:
         raise ArgumentError(
-            f"shard_bytes: only a folder of safetensors is cut into files, and {out} as {to} is none; "
-            f"leave it out (`--shard-size`)."
+            f"{to}: leaves: expected the path of the model in the state, such as 'model', found "
+            f"{patterns!r}."
         )
-
-
-def _export_arrays(
-    checkpoint: StoredCheckpoint,
-    to: str,
-    out: str,
-    patterns: list[str] | None,
-    names: NameMap | None,
-    *,
-    shard_bytes: int,
-    verify: bool,
-) -> Exported:
-    style = "path" if to in ("npz", "orbax") else "dotted"
-    named = named_leaves(select_leaves(checkpoint, patterns), style, branch_of(patterns), names)
-    arrays = [leaf for leaf in named if not is_scalar(leaf.entry)]
-    _refuse_dtypes(arrays, to)
-    scalars = [(leaf, scalar_value(leaf.entry)) for leaf in named if is_scalar(leaf.entry)]
-    module = format_module(to)
-    left_out = tuple(leaf.entry.path for leaf, value in scalars if not module.can_hold(value))
-    scalars = [(leaf, value) for leaf, value in scalars if module.can_hold(value)]
-    is_folder = to == "safetensors" and not out.endswith(".safetensors")
-    more = {"shard_bytes": shard_bytes} if is_folder else {}
-
-    def reader(leaves: Sequence[NamedLeaf]) -> ChunksOf:
-        return chunks_in_order(checkpoint, [leaf.entry for leaf in leaves])
-
-    with new_output(out) as temporary:
-        module.write(temporary, arrays, reader, scalars, **more)
-        if verify:
-            _check_export(arrays, checkpoint.name, to, temporary)
-        files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
-    return Exported(
-        out,
-        checkpoint,
-        {leaf.entry.path: leaf.name for leaf in named if leaf.entry.path not in left_out},
-        left_out,
-        sum(leaf.entry.nbytes for leaf in arrays),
-        files,
-        verify,
-    )
+    return branch
 
 
 @contextmanager
@@ -195,7 +207,7 @@ def new_output(out: str | os.PathLike[str]) -> Iterator[str]:
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
-        for file in _files(temporary):
+        for file in _files(temporary, temporary):
             _sync(os.path.join(temporary, file) if os.path.isdir(temporary) else temporary)
         _refuse_existing(path)
         os.rename(temporary, path)
@@ -217,16 +229,12 @@ def _refuse_existing(path: str) -> None:
         raise ArgumentError(f"{path}: exists, and was not changed. Name another file or folder.")
 
 
-def _files(path: str) -> tuple[str, ...]:
-    """The files below a folder, by their paths in it; the name of a file by itself."""
+def _files(path: str, name: str | os.PathLike[str]) -> tuple[str, ...]:
+    """The files below a folder, by their paths in it; of a file the last part of `name`."""
     if not os.path.isdir(path):
-        return (os.path.basename(path),)
-    found = [
-        os.path.relpath(os.path.join(folder, name), path)
-        for folder, _, names in os.walk(path)
-        for name in names
-    ]
-    return tuple(sorted(found))
+        return (os.path.basename(os.fspath(name)),)
+    found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    return tuple(sorted(os.path.relpath(file, path) for file in found))
 
 
 def _sync(path: str) -> None:
@@ -240,67 +248,23 @@ def _sync(path: str) -> None:
 def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
     known = {other: format_module(other).DTYPES for other in ARRAY_FORMATS}
     for leaf in arrays:
-        dtype = leaf.dtype
-        has_numpy = True
         try:
             element_dtype(leaf.entry)
+            has_numpy = True
         except UnsupportedLeafError:
-            if not any(dtype in dtypes for dtypes in known.values() if dtypes is not None):
-                raise
-            has_numpy = False  # complex32, which is PyTorch's alone
+            has_numpy = False  # complex32, which is PyTorch's alone, or unknown
         can = [
             other
             for other, dtypes in known.items()
-            if (has_numpy if dtypes is None else dtype in dtypes)
+            if (has_numpy if dtypes is None else leaf.dtype in dtypes)
         ]
+        if not can:
+            element_dtype(leaf.entry)  # raises
         if to not in can:
             raise UnsupportedLeafError(
-                f"leaf {leaf.entry.path!r} has dtype {dtype}, which {to} files cannot hold; "
+                f"leaf {leaf.entry.path!r} has dtype {leaf.dtype}, which {to} files cannot hold; "
                 f"{', '.join(can)} can. Leave it out with `--leaves`, or take another format."
             )
-
-
-def _export_model(
-    checkpoint: StoredCheckpoint,
-    to: str,
-    out: str | os.PathLike[str],
-    patterns: list[str] | None,
-    model: str | Callable[[], Any] | None,
-    *,
-    names: NameMap | None,
-    verify: bool,
-) -> Exported:
-    if model is None:
-        raise ArgumentError(
-            f"{to}: needs the code of the model: model='file.py:function' (`--model`), a function "
-            f"without arguments that returns the Keras model."
-        )
-    if names is not None:
-        raise ArgumentError(f"{to}: the names are those of the model; leave out `names`.")
-    if to == "keras" and not os.fspath(out).endswith(".keras"):
-        raise ArgumentError(f"{os.fspath(out)}: Keras loads files that end in .keras; name it so.")
-    branch = branch_of(patterns or ["model"])
-    if not branch:
-        raise ArgumentError(
-            f"{to}: leaves: expected the path of the model in the state, such as 'model', found "
-            f"{patterns!r}."
-        )
-    entries = select_leaves(checkpoint, branch)
-    paths = [entry.path for entry in entries]
-    from perdure.convert.model_formats import write_model
-
-    with new_output(out) as temporary:
-        left_out = write_model(checkpoint, to, temporary, branch, model, verify=verify)
-        files = _files(temporary) if os.path.isdir(temporary) else (os.path.basename(out),)
-    return Exported(
-        os.fspath(out),
-        checkpoint,
-        {path: path.removeprefix(f"{branch}/") for path in paths if path not in left_out},
-        tuple(left_out),
-        sum(entry.nbytes for entry in entries),
-        files,
-        verify,
-    )
 
 
 def _check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: str) -> None:

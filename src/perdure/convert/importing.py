@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 
-from perdure.convert.foreign_files import READ_FORMATS, kind_of, read_foreign
-from perdure.convert.foreign_leaves import ForeignFile
+from perdure.convert.formats import ARRAY_FORMATS, ForeignFile, kind_of, read_foreign
 from perdure.convert.leaf_names import NameMap, path_of
 from perdure.errors import ArgumentError
-from perdure.look.origins import ORIGIN
+from perdure.look.leaf_reader import ORIGIN
 from perdure.state.paths import nearest
 from perdure.store import Storage
 from perdure.store.leaf import Leaf
@@ -53,8 +52,8 @@ def import_run(
         SaveError: `out` cannot be written to.
     """
     where = os.fspath(source)
-    if kind is not None and kind not in READ_FORMATS:
-        raise ArgumentError(f"kind: expected one of {', '.join(READ_FORMATS)}, found {kind!r}.")
+    if kind is not None and kind not in ARRAY_FORMATS:
+        raise ArgumentError(f"kind: expected one of {', '.join(ARRAY_FORMATS)}, found {kind!r}.")
     if branch and not all(branch.split("/")):
         raise ArgumentError(
             f"branch: expected a path such as 'model' or 'model/encoder', found {branch!r}, which has "
@@ -72,46 +71,31 @@ def _leaves_by_path(
     found: ForeignFile, where: str, branch: str, names: NameMap | None
 ) -> dict[str, Leaf]:
     """The leaves of a file by their paths in a state; raises `ArgumentError` if they make up none."""
-    leaves: dict[str, Leaf] = {}
+    if not found.leaves:
+        raise ArgumentError(f"{where}: holds no array.")
     sources: dict[str, str] = {}
-    below_branch = False
-    for name, leaf in found.leaves.items():
-        path = names and names(name)
-        if not path:
-            path = _join(branch, found.paths.get(name, path_of(name)))
-            below_branch = True
+    for name in found.leaves:
+        inside = found.paths.get(name, path_of(name))
+        path = (names and names(name)) or "/".join(filter(None, (branch, inside)))
+        wrong = None
         if path and not all(path.split("/")):
-            raise ArgumentError(
-                f"{where}: the name {name!r} would become the path {path!r}, which has an empty part; "
-                f"give it another one: `--names`."
-            )
-        if path in leaves:
-            raise ArgumentError(
-                f"{where}: {sources[path]!r} and {name!r} would both become {path!r}; give one of them "
-                f"another path: `--names`."
-            )
-        leaves[path], sources[path] = leaf, name
+            wrong = f"the name {name!r} would become the path {path!r}, which has an empty part"
+        elif path in sources:
+            wrong = f"{sources[path]!r} and {name!r} would both become {path!r}"
+        if wrong:
+            raise ArgumentError(f"{where}: {wrong}; give it another path: `--names`.")
+        sources[path] = name
     if names is not None:
         names.refuse_unused()
-    _refuse_nested(leaves, sources, where)
-    if not leaves:
-        raise ArgumentError(f"{where}: holds no array.")
-    if branch and not below_branch:
-        raise ArgumentError(
-            f"branch: nothing is put below {branch!r}, because `names` gives every leaf a whole path; "
-            f"leave one of them out, or put the branch into the paths of `names`."
-        )
-    return leaves
-
-
-def _join(branch: str, path: str) -> str:
-    return f"{branch}/{path}" if branch and path else branch or path
-
-
-def _refuse_nested(leaves: dict[str, Leaf], sources: dict[str, str], where: str) -> None:
-    for path in filter(None, leaves):
-        if (above := nearest(path.rpartition("/")[0], leaves)) is not None:
+    for path in filter(None, sources):
+        if (above := nearest(path.rpartition("/")[0], sources)) is not None:
             raise ArgumentError(
                 f"{where}: {sources[path]!r} would become {path!r}, below {above!r}, which is "
                 f"an array ({sources[above]!r}); give one of them another path: `--names`."
             )
+    if branch and names is not None and all(map(names, found.leaves)):
+        raise ArgumentError(
+            f"branch: nothing is put below {branch!r}, because `names` gives every leaf a whole path; "
+            f"leave one of them out, or put the branch into the paths of `names`."
+        )
+    return {path: found.leaves[name] for path, name in sources.items()}

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from typing import Literal
 
-from perdure.convert.foreign_leaves import NamedLeaf
+from perdure.convert.formats import LeafNote, NamedLeaf
 from perdure.errors import ArgumentError
-from perdure.store.format import escape, unescape
+from perdure.look.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
+from perdure.store.format import WEAK_PREFIX, escape, unescape
 from perdure.store.manifest import LeafEntry
-
-Style = Literal["dotted", "path"]
 
 
 class NameMap:
@@ -85,36 +83,38 @@ def branch_of(leaves: Iterable[str] | None) -> str:
 
 
 def named_leaves(
-    entries: Iterable[LeafEntry], style: Style, branch: str, names: NameMap | None
+    entries: Iterable[LeafEntry], dotted: bool, branch: str, names: NameMap | None
 ) -> list[NamedLeaf]:
-    """The name of each leaf in a file: that of `names`, or else its path inside `branch`.
+    """The leaves with their names in a file.
+
+    A name is that of `names`, or else the path inside `branch`; if `dotted`, the keys of that path with
+    dots between them.
 
     Raises `ArgumentError` if two leaves have one name, or a pattern of `names` matches nothing.
     """
     named: dict[str, NamedLeaf] = {}
     for entry in entries:
-        default, noted_path = default_name(entry.path, style, branch)
-        renamed = names and names(entry.path)
-        name = renamed or default
+        inside = entry.path.removeprefix(f"{branch}/") if branch else entry.path
+        name = ".".join(map(unescape, inside.split("/"))) if dotted else inside
+        noted_path = None if path_of(name) == inside else inside
+        if names is not None and (renamed := names(entry.path)):
+            name, noted_path = renamed, None
         if (other := named.get(name)) is not None:
             raise ArgumentError(
                 f"leaves {other.entry.path!r} and {entry.path!r} would both be called {name!r}; give "
                 f"one of them another name: `--names`."
             )
-        named[name] = NamedLeaf(name, entry, None if renamed else noted_path)
+        if is_scalar(entry):
+            note = LeafNote(path=noted_path)
+            named[name] = NamedLeaf(name, entry, entry.dtype, (), note, scalar_value(entry))
+            continue
+        dtype = entry.dtype.removeprefix(WEAK_PREFIX)
+        dtype = "uint32" if dtype.startswith(KEY_PREFIX) else dtype
+        note = LeafNote(entry.dtype if entry.dtype != dtype else None, noted_path)
+        named[name] = NamedLeaf(name, entry, dtype, element_shape(entry), note)
     if names is not None:
         names.refuse_unused()
     return list(named.values())
-
-
-def default_name(path: str, style: Style, branch: str) -> tuple[str, str | None]:
-    """The name of a leaf, and the path to note with it, as in `NamedLeaf`.
-
-    The name is the path inside `branch`, or the keys of that path with dots between them.
-    """
-    inside = path.removeprefix(f"{branch}/") if branch else path
-    name = inside if style == "path" else ".".join(map(unescape, inside.split("/")))
-    return name, None if path_of(name) == inside else inside
 
 
 def path_of(name: str) -> str:

@@ -13,15 +13,10 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from perdure.convert.foreign_leaves import (
-    ForeignFile,
-    LeafNote,
-    NamedLeaf,
-    Reader,
-    Scalars,
-    noted_file,
-)
+from perdure.checkpoint.address import StoredCheckpoint
+from perdure.convert.formats import ForeignFile, LeafNote, NamedLeaf, noted_file
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError
+from perdure.look.leaf_reader import chunks_in_order
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf, numpy_dtype
@@ -44,30 +39,38 @@ def can_hold(value: Any) -> bool:
     return same or (array.dtype.kind in "fc" and repr(array.item()) == repr(value))
 
 
-def write(path: str, leaves: Sequence[NamedLeaf], reader: Reader, scalars: Scalars) -> None:
+def write(
+    path: str,
+    checkpoint: StoredCheckpoint,
+    arrays: Sequence[NamedLeaf],
+    scalars: Sequence[NamedLeaf],
+) -> None:
     """Write arrays, and Python scalars as arrays without axes.
 
     bfloat16 and the other dtypes of ml_dtypes are written as NumPy writes them, as raw elements
     (`|V2`): `array.view(ml_dtypes.bfloat16)` gives them back.
     """
-    _refuse_names([*leaves, *(leaf for leaf, _ in scalars)])
-    chunks_of = reader(leaves)
+    _refuse_names([*arrays, *scalars])
+    chunks_of = chunks_in_order(checkpoint, [leaf.entry for leaf in arrays])
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for leaf in leaves:
+        for leaf in arrays:
             dtype, note = numpy_dtype(leaf.dtype), leaf.note
             if _is_raw(dtype):
                 note = LeafNote(note.dtype or leaf.dtype, note.path)
+                dtype = np.dtype(f"V{dtype.itemsize}")
             _add(archive, leaf.name, dtype, leaf.shape, chunks_of(leaf.entry), note)
-        for leaf, value in scalars:
+        for leaf in scalars:
+            value = leaf.value
             array = np.frombuffer(value, "u1") if isinstance(value, bytes) else np.asarray(value)
-            note = LeafNote(leaf.entry.dtype, leaf.noted_path)
+            note = LeafNote(leaf.dtype, leaf.note.path)
             _add(archive, leaf.name, array.dtype, array.shape, [array.tobytes()], note)
 
 
 def _refuse_names(leaves: Sequence[NamedLeaf]) -> None:
     """Raise `ArgumentError` for names that an archive cannot have, or that `numpy.load` confuses."""
     names = {leaf.name for leaf in leaves}
-    for name, entry, _ in leaves:
+    for leaf in leaves:
+        name = leaf.name
         shown = repr(name if len(name) <= 80 else f"{name[:80]}...")
         if len(f"{name}{_END}".encode()) > _MAX_NAME:
             wrong = f"its name {shown} is longer than the {_MAX_NAME} bytes that an archive holds"
@@ -75,9 +78,13 @@ def _refuse_names(leaves: Sequence[NamedLeaf]) -> None:
             wrong = f"its name {shown} has a NUL, at which the names of an archive end"
         elif name.endswith(_END) and name.removesuffix(_END) in names:
             wrong = f"numpy.load takes its name {shown} for that of {name.removesuffix(_END)!r}"
+        elif len(msgspec.json.encode(leaf.note)) > _MAX_NOTE:
+            wrong = "its path is too long for an archive"
         else:
             continue
-        raise ArgumentError(f"leaf {entry.path[:80]!r}: {wrong}; give it another name: `--names`.")
+        raise ArgumentError(
+            f"leaf {leaf.entry.path[:80]!r}: {wrong}; give it another name: `--names`."
+        )
 
 
 def _add(
@@ -91,15 +98,9 @@ def _add(
     info = zipfile.ZipInfo(f"{name}{_END}")  # of 1980-01-01
     if note != LeafNote():
         data = msgspec.json.encode(note)
-        if len(data) > _MAX_NOTE:
-            raise ArgumentError(
-                f"leaf {(note.path or '')[:80]!r}: its path is too long for an archive; give it "
-                f"another name: `--names`."
-            )
         info.extra = _NOTE_ID + len(data).to_bytes(2, "little") + data
-    descr = f"|V{dtype.itemsize}" if _is_raw(dtype) else dtype.str
     with archive.open(info, "w", force_zip64=True) as member:
-        fields = {"descr": descr, "fortran_order": False, "shape": shape}
+        fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(member, fields)
         for part in parts:
             member.write(part)
@@ -144,35 +145,31 @@ def _leaf(file: IO[bytes], note: str | None) -> Leaf:
 
     Raises `ValueError` or `UnsupportedLeafError` if it is no leaf, or has not the bytes of its header.
     """
-    formats = np.lib.format
-    version = formats.read_magic(file)
-    headers = {(1, 0): formats.read_array_header_1_0, (2, 0): formats.read_array_header_2_0}
-    shape, fortran, dtype = headers[version](file)
-    if dtype.hasobject:  # its bytes are a pickle, of any length
-        raise _no_leaf(dtype)
+    version = np.lib.format.read_magic(file)
+    is_first = version == (1, 0)
+    headers = np.lib.format
+    read_header = headers.read_array_header_1_0 if is_first else headers.read_array_header_2_0
+    shape, fortran, dtype = read_header(file)
+    kinds = "biufcV" if shape or dtype.kind != "U" else "U"
+    if dtype.kind not in kinds or dtype.names is not None or dtype.subdtype is not None:
+        raise ValueError(
+            f"an array of dtype {dtype} cannot be a leaf; expected booleans or numbers, or one string. "
+            f"Convert it, or write the archive without it"
+        )
     data = file.read()
     nbytes = math.prod(shape) * dtype.itemsize
     if len(data) != nbytes or min(shape, default=0) < 0:
         raise ValueError(
             f"its header says {dtype}{list(shape)} of {nbytes} bytes, and it has {len(data)}"
         )
-    if dtype.kind == "V" and dtype.names is None and dtype.subdtype is None:
-        dtype = _noted_dtype(dtype, note)
-    if dtype.kind == "U" and not shape:
+    if dtype.kind == "U":
         return scalar_leaf(str(np.frombuffer(data, dtype)[0]) if dtype.itemsize else "")
-    if dtype.kind not in "biufcV" or dtype.names is not None or dtype.subdtype is not None:
-        raise _no_leaf(dtype)
+    if dtype.kind == "V":
+        dtype = _noted_dtype(dtype, note)
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, order="F" if fortran else "C")
     if note is None or not note.startswith("py:"):
         return array_leaf(array)
     return scalar_leaf(array.tobytes() if note == "py:bytes" else array.item())
-
-
-def _no_leaf(dtype: np.dtype[Any]) -> ValueError:
-    return ValueError(
-        f"an array of dtype {dtype} cannot be a leaf; expected booleans or numbers, or one string. "
-        f"Convert it, or write the archive without it"
-    )
 
 
 def _noted_dtype(raw: np.dtype[Any], note: str | None) -> np.dtype[Any]:

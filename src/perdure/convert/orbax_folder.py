@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from perdure.convert.foreign_leaves import ForeignFile, NamedLeaf, Reader, Scalars, noted_file
-from perdure.errors import (
-    ArgumentError,
-    DataError,
-    UnsupportedLeafError,
-    missing_extra,
-)
+from perdure.checkpoint.address import StoredCheckpoint
+from perdure.convert.formats import ForeignFile, NamedLeaf, noted_file
+from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
+from perdure.look.leaf_reader import chunks_in_order
 from perdure.state import flatten
 from perdure.state.paths import insert
 from perdure.store.format import unescape
@@ -34,11 +31,16 @@ def can_hold(value: Any) -> bool:
     return value is None or isinstance(value, (float, str))
 
 
-def write(path: str, leaves: Sequence[NamedLeaf], reader: Reader, scalars: Scalars) -> None:
+def write(
+    path: str,
+    checkpoint: StoredCheckpoint,
+    arrays: Sequence[NamedLeaf],
+    scalars: Sequence[NamedLeaf],
+) -> None:
     """Write a checkpoint with one tree of nested dicts, whose keys are the parts of the names."""
     tree: dict[str, Any] = {}
-    chunks_of = reader(leaves)
-    for leaf in leaves:
+    chunks_of = chunks_in_order(checkpoint, [leaf.entry for leaf in arrays])
+    for leaf in arrays:
         if not leaf.entry.nbytes:
             raise UnsupportedLeafError(
                 f"leaf {leaf.entry.path!r} has no element, and Orbax stores no empty array; "
@@ -47,8 +49,8 @@ def write(path: str, leaves: Sequence[NamedLeaf], reader: Reader, scalars: Scala
         data = b"".join(chunks_of(leaf.entry))
         array = np.frombuffer(data, numpy_dtype(leaf.dtype)).reshape(leaf.shape)
         _insert(tree, leaf.name, array)
-    for leaf, value in scalars:
-        _insert(tree, leaf.name, value)
+    for leaf in scalars:
+        _insert(tree, leaf.name, leaf.value)
     with _orbax().PyTreeCheckpointer() as checkpointer:
         checkpointer.save(os.path.abspath(path), tree)
 

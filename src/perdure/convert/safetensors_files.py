@@ -16,16 +16,10 @@ from typing import Any
 
 import msgspec
 
-from perdure.convert.foreign_leaves import (
-    ForeignFile,
-    LeafNote,
-    NamedLeaf,
-    Reader,
-    Scalars,
-    noted_file,
-)
+from perdure.checkpoint.address import StoredCheckpoint
+from perdure.convert.formats import ForeignFile, LeafNote, NamedLeaf, noted_file
 from perdure.errors import ArgumentError, DataError
-from perdure.look.leaf_reader import ChunksOf
+from perdure.look.leaf_reader import ChunksOf, chunks_in_order
 from perdure.store.format import Natural
 from perdure.store.leaf import Leaf
 from perdure.store.manifest_check import item_bytes
@@ -68,6 +62,10 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[Natural, Natural]
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
 def can_hold(_: Any) -> bool:
     """Every Python scalar is noted as text in the header."""
     return True
@@ -75,17 +73,20 @@ def can_hold(_: Any) -> bool:
 
 def write(
     path: str,
-    leaves: Sequence[NamedLeaf],
-    reader: Reader,
-    scalars: Scalars,
+    checkpoint: StoredCheckpoint,
+    arrays: Sequence[NamedLeaf],
+    scalars: Sequence[NamedLeaf],
+    *,
     shard_bytes: int | None = None,
 ) -> None:
-    """Write a folder of files of at most `shard_bytes`, with an index of several; None: one file."""
-    shards = _shards(leaves, shard_bytes or 2**63)
-    chunks_of = reader([leaf for shard in shards for leaf in shard])
+    """Write one file, or with `shard_bytes` a folder of files of at most so many bytes of arrays each.
+
+    Python scalars are notes in the header of the first file.
+    """
+    shards = _shards(arrays, shard_bytes or sum(leaf.entry.nbytes for leaf in arrays))
+    chunks_of = chunks_in_order(checkpoint, [leaf.entry for shard in shards for leaf in shard])
     notes = {
-        leaf.name: LeafNote(f"{leaf.entry.dtype} {leaf.entry.text}", leaf.noted_path)
-        for leaf, _ in scalars
+        leaf.name: LeafNote(f"{leaf.dtype} {leaf.entry.text}", leaf.note.path) for leaf in scalars
     }
     if shard_bytes is None:
         _write_file(path, shards[0], chunks_of, notes)
@@ -99,7 +100,7 @@ def write(
     if len(shards) > 1:
         files = zip(shards, names, strict=True)
         weight_map = {leaf.name: name for shard, name in files for leaf in shard}
-        total = sum(leaf.entry.nbytes for leaf in leaves)
+        total = sum(leaf.entry.nbytes for leaf in arrays)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         with open(os.path.join(path, INDEX), "w", encoding="utf-8") as file:
             file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -168,51 +169,44 @@ def read(path: str) -> ForeignFile:
         return _read_file(path)
     index = os.path.join(path, INDEX)
     if not os.path.exists(index):
-        files = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
-        if len(files) != 1:
-            raise DataError(
-                f"{path}: expected {INDEX} or one .safetensors file, found "
-                f"{', '.join(files) or 'none'}."
-            )
-        _refuse_lone_shard(path, files[0])
-        return _read_file(os.path.join(path, files[0]))
+        return _read_file(os.path.join(path, _only_file(path)))
     try:
         with open(index, "rb") as file:
-            weight_map = msgspec.json.decode(file.read(), type=dict[str, Any])["weight_map"]
-        weight_map = msgspec.convert(weight_map, dict[str, str])
-    except (OSError, ValueError, KeyError) as error:
+            weight_map = msgspec.json.decode(file.read(), type=_Index).weight_map
+    except (OSError, ValueError) as error:
         raise DataError(f"{index}: not an index of safetensors files: {error}.") from error
-    leaves: dict[str, Leaf] = {}
-    paths: dict[str, str] = {}
+    whole = ForeignFile({}, {})
     for name in dict.fromkeys(weight_map.values()):
         if not re.fullmatch(r"[^/\\]+", name):
             raise DataError(f"{index}: expected names of files in this folder, found {name!r}.")
         found = _read_file(os.path.join(path, name))
-        if twice := leaves.keys() & found.leaves.keys():
+        if twice := whole.leaves.keys() & found.leaves.keys():
             raise DataError(f"{path}: {min(twice)!r} is in two files.")
-        leaves.update(found.leaves)
-        paths.update(found.paths)
-    if lacking := weight_map.keys() - leaves.keys():
+        whole.leaves.update(found.leaves)
+        whole.paths.update(found.paths)
+    if lacking := weight_map.keys() - whole.leaves.keys():
         raise DataError(f"{path}: no file has {min(lacking)!r}, which the index names.")
-    return ForeignFile(leaves, paths)
+    return whole
 
 
-def _refuse_lone_shard(folder: str, file: str) -> None:
-    """Raise `DataError` if the name of the only file says that there are others."""
-    match = _SHARD.fullmatch(file)
-    if match is None or int(match[2]) == 1:
-        return
-    raise DataError(
-        f"{folder}: {file} is one of {int(match[2])} files, and {INDEX} and the other "
-        f"{int(match[2]) - 1} are missing. Put them beside it, or name the file itself to import what "
-        f"it holds."
-    )
+def _only_file(folder: str) -> str:
+    """The only file of a folder without an index, if its name does not say that there are others."""
+    files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if len(files) != 1:
+        raise DataError(
+            f"{folder}: expected {INDEX} or one .safetensors file, found {', '.join(files) or 'none'}."
+        )
+    match = _SHARD.fullmatch(files[0])
+    if match is not None and int(match[2]) > 1:
+        raise DataError(
+            f"{folder}: {files[0]} is one of {int(match[2])} files, and {INDEX} and the other "
+            f"{int(match[2]) - 1} are missing. Put them beside it, or name the file itself to import "
+            f"what it holds."
+        )
+    return files[0]
 
 
 def _read_file(path: str) -> ForeignFile:
-    def refuse(reason: str) -> DataError:
-        return DataError(f"{path}: not a whole safetensors file: {reason}.")
-
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise DataError(f"{path}: expected a file.")
     try:
@@ -220,23 +214,23 @@ def _read_file(path: str) -> ForeignFile:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise refuse(f"its header cannot have {length} bytes in a file of {size}")
+                raise ValueError(f"its header cannot have {length} bytes in a file of {size}")
             text = file.read(length)
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[8 + length :]
-        raw = msgspec.json.decode(text, type=dict[str, Any])
-        json.loads(text.decode(), object_pairs_hook=_refuse_duplicates)
+        raw = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
         metadata = msgspec.convert(raw.pop("__metadata__", {}), dict[str, str])
         notes = msgspec.json.decode(metadata.get(_NOTES, "{}"), type=dict[str, LeafNote])
         return noted_file(_leaves(data, msgspec.convert(raw, dict[str, _Entry])), notes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise refuse(str(error)) from error
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: not a whole safetensors file: {error}.") from error
 
 
-def _refuse_duplicates(fields: list[tuple[str, Any]]) -> None:
+def _without_duplicates(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in fields}) < len(fields):
         raise ValueError("its header has a name twice")
+    return dict(fields)
 
 
 def _leaves(data: memoryview, entries: dict[str, _Entry]) -> dict[str, Leaf]:

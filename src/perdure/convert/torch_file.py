@@ -5,7 +5,6 @@ PyTorch reads them with `weights_only=True` and never otherwise, so that no code
 
 from __future__ import annotations
 
-import pickle
 import re
 import warnings
 import zipfile
@@ -15,16 +14,10 @@ from typing import Any
 
 import msgspec
 
-from perdure.convert.foreign_leaves import (
-    ForeignFile,
-    LeafNote,
-    NamedLeaf,
-    Reader,
-    Scalars,
-    noted_file,
-)
+from perdure.checkpoint.address import StoredCheckpoint
+from perdure.convert.formats import ForeignFile, LeafNote, NamedLeaf, noted_file
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
-from perdure.look.leaf_reader import ChunksOf
+from perdure.look.leaf_reader import chunks_in_order
 from perdure.state import flatten
 from perdure.state.paths import split_path
 from perdure.store.leaf import Leaf
@@ -42,35 +35,36 @@ def can_hold(_: Any) -> bool:
     return True
 
 
-def write(path: str, leaves: Sequence[NamedLeaf], reader: Reader, scalars: Scalars) -> None:
+def write(
+    path: str,
+    checkpoint: StoredCheckpoint,
+    arrays: Sequence[NamedLeaf],
+    scalars: Sequence[NamedLeaf],
+) -> None:
     """Write a state dict: arrays in the order in which they are read, and values of Python.
 
     All arrays are in memory. A leaf without a name, which is a whole state, is written without a dict.
     The notes stand in a member of their own, which PyTorch skips.
     """
     torch = _torch()
-    chunks_of = reader(leaves)
-    items = [(leaf.name, _tensor(torch, leaf, chunks_of)) for leaf in leaves]
-    items += [(leaf.name, value) for leaf, value in scalars]
-    state = dict(sorted(items, key=lambda item: item[0]))
+    chunks_of = chunks_in_order(checkpoint, [leaf.entry for leaf in arrays])
+    values = {leaf.name: leaf.value for leaf in scalars}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that complex32 is experimental
+        for leaf in arrays:
+            data = bytearray().join(chunks_of(leaf.entry))
+            dtype = getattr(torch, leaf.dtype)
+            flat = (
+                torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=dtype)
+            )
+            values[leaf.name] = flat.view(dtype).reshape(leaf.shape)
+    state = dict(sorted(values.items()))
     with open(path, "wb") as file:  # the name of a file would be that of the folder in it
         torch.save(state[""] if state.keys() == {""} else state, file)
-    notes = {leaf.name: leaf.note for leaf in leaves}
-    notes |= {leaf.name: LeafNote(path=leaf.noted_path) for leaf, _ in scalars}
-    notes = {name: note for name, note in notes.items() if note != LeafNote()}
+    notes = {leaf.name: leaf.note for leaf in (*arrays, *scalars) if leaf.note != LeafNote()}
     if notes:
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr(zipfile.ZipInfo(_NOTES), msgspec.json.encode(notes))
-
-
-def _tensor(torch: Any, leaf: NamedLeaf, chunks_of: ChunksOf) -> Any:
-    dtype = getattr(torch, leaf.dtype)
-    data = bytearray().join(chunks_of(leaf.entry))
-    if not data:
-        return torch.empty(leaf.shape, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that complex32 is experimental
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(leaf.shape)
 
 
 def read(path: str) -> ForeignFile:
@@ -81,30 +75,8 @@ def read(path: str) -> ForeignFile:
         ArgumentError: Two of them would have one name.
         MissingExtraError: PyTorch is not installed.
     """
-    torch = _torch()
-    if _is_torchscript(path):
-        raise DataError(
-            f"{path}: expected tensors, Python scalars and containers, found a program of TorchScript. "
-            f"Where you trust the file, save `torch.jit.load(...).state_dict()` with torch.save."
-        )
     try:
-        state = _load(torch, path)
-    except pickle.UnpicklingError as error:
-        match = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", str(error))
-        what = f"found {match[1]}" if match else "found something else, or no file of torch.save"
-        raise DataError(
-            f"{path}: expected tensors, Python scalars and containers, {what}. perdure loads nothing "
-            f"else, because that can run any code. Where you trust the file, load it with the program "
-            f"that wrote it, and save `model.state_dict()` alone."
-        ) from error
-    except Exception as error:  # a file with any bytes
-        reason = _reason(error)
-        raise DataError(
-            f"{path}: not a file of torch.save that PyTorch can load safely: {reason}. Where you trust "
-            f"the file, load it with the PyTorch that wrote it, and save `model.state_dict()` again."
-        ) from error
-    try:
-        found = flatten(state)
+        found = flatten(_load(_torch(), path))
     except UnsupportedLeafError as error:
         raise DataError(f"{path}: {error}") from error
     leaves: dict[str, Leaf] = {}
@@ -118,43 +90,53 @@ def read(path: str) -> ForeignFile:
             )
         leaves[name], sources[name] = leaf, source
     try:
-        return noted_file(leaves, _read_notes(path))
+        return noted_file(leaves, _notes(path))
     except Exception as error:  # a damaged archive, of which PyTorch checks less
         raise DataError(f"{path}: cannot be imported: {error}.") from error
 
 
-def _is_torchscript(path: str) -> bool:
-    """Whether a file is an archive of `torch.jit.save`, for which `torch.load` has its own warnings."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.partition("/")[2] == "constants.pkl" for name in archive.namelist())
-    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError):
-        return False  # the reader of PyTorch says what it is
-
-
-def _reason(error: Exception) -> str:
-    """What an error of PyTorch says; a file of other bytes makes its reader fail anywhere."""
-    if isinstance(error, (LookupError, EOFError)):  # its text is a number or nothing
-        return "its bytes are not those of torch.save"
-    return str(error).rstrip(".") or type(error).__name__
-
-
 def _load(torch: Any, path: str) -> Any:
+    """What PyTorch loads safely; raises `DataError` for all else."""
+    if any(name.partition("/")[2] == "constants.pkl" for name in _members(path)):
+        raise DataError(
+            f"{path}: expected tensors, Python scalars and containers, found a program of TorchScript. "
+            f"Where you trust the file, save `torch.jit.load(...).state_dict()` with torch.save."
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that complex32 is experimental, for one
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # a file in the format of PyTorch before 1.6 cannot be mapped
-            return torch.load(path, map_location="cpu", weights_only=True)
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # a file in the format of PyTorch before 1.6 cannot be mapped
+                return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a file with any bytes makes its reader fail anywhere
+            text = str(error)
+            match = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", text)
+            what = match[1] if match else "something else, or no file of torch.save"
+            # Other texts are a number, or advice to read the file unsafely.
+            said = f": {text.rstrip('.')}" if isinstance(error, (RuntimeError, OSError)) else ""
+            raise DataError(
+                f"{path}: expected tensors, Python scalars and containers that PyTorch can load, found "
+                f"{what}{said}. perdure loads nothing else, because that can run any code. Where you "
+                f"trust the file, load it with the program that wrote it, and save "
+                f"`model.state_dict()` alone."
+            ) from error
 
 
-def _read_notes(path: str) -> dict[str, LeafNote]:
+def _members(path: str) -> list[str]:
+    """The names in an archive; none in a file that is no archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError):
+        return []
+
+
+def _notes(path: str) -> dict[str, LeafNote]:
     """The notes of an export; none in a file of another writer."""
-    if not zipfile.is_zipfile(path):
+    if _NOTES not in _members(path):
         return {}
     with zipfile.ZipFile(path) as archive:
-        if _NOTES not in archive.namelist():
-            return {}
         return msgspec.json.decode(archive.read(_NOTES), type=dict[str, LeafNote])
 
 

@@ -11,18 +11,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from perdure.checkpoint.address import open_checkpoint
     from perdure.look.checkpoint_diff import diff
-    from perdure.look.leaf_reader import read_array, read_elements, scalar_value, select_leaves
+    from perdure.look.leaf_reader import (
+        origin,
+        read_array,
+        read_elements,
+        scalar_value,
+        select_leaves,
+    )
     from perdure.look.leaf_stats import stats
     from perdure.look.leaf_tree import tree
     from perdure.look.listing import list_run
-    from perdure.look.origins import origin
 
 # Imported at first use, because most commands need few of them.
 _HOMES = {
     "diff": "perdure.look.checkpoint_diff",
     "list_run": "perdure.look.listing",
     "open_checkpoint": "perdure.checkpoint.address",
-    "origin": "perdure.look.origins",
+    "origin": "perdure.look.leaf_reader",
     "read_array": "perdure.look.leaf_reader",
     "read_elements": "perdure.look.leaf_reader",
     "scalar_value": "perdure.look.leaf_reader",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from perdure.look.leaf_diff import LeafDiff
-from perdure.look.origins import ORIGIN
+from perdure.look.leaf_reader import ORIGIN
 from perdure.look.renames import Rename
 from perdure.look.tables import Shown, Table, plain, printable, size_text
-from perdure.text import counted
-
-NOTHING = os.devnull
-"""The name of a side without a checkpoint, as git passes it for a file that was added or removed."""
+from perdure.text import counted, few
 
 MOST_PATHS = 20
 _VALUE = 60
@@ -34,8 +30,8 @@ class CheckpointDiff(Shown):
     """What differs between two checkpoints.
 
     Attributes:
-        first: The name of the one; `NOTHING` if there is none on that side.
-        second: The name of the other, likewise.
+        first: The name of the one.
+        second: The name of the other.
         equal_leaves: Number of leaves with the same bits. No chunk of them was read.
         equal_nbytes: Their bytes.
         changed: Leaves on both sides whose bits, dtype or shape differ.
@@ -71,20 +67,13 @@ class CheckpointDiff(Shown):
     @property
     def equal(self) -> bool:
         """Whether the states, or the selected leaves, are equal: same paths, dtypes, shapes, bits."""
-        differs = self.changed or self.only_first or self.only_second or self.renames
-        return not (differs or NOTHING in (self.first, self.second))
+        return not (self.changed or self.only_first or self.only_second or self.renames)
 
     def as_dict(self) -> dict[str, Any]:
         """The differences for JSON."""
         return plain({"equal": self.equal, **asdict(self)})
 
     def _blocks(self) -> list[str | Table]:
-        for verb, name, other, paths in (
-            ("added", self.second, self.first, self.only_second),
-            ("removed", self.first, self.second, self.only_first),
-        ):
-            if other == NOTHING:
-                return [f"{verb}: {name}, {counted(len(paths), 'leaf', 'leaves')}"]
         blocks: list[str | Table] = [f"A  {self.first}\nB  {self.second}"]
         if self.common:
             blocks.append(self.common)
@@ -99,23 +88,19 @@ class CheckpointDiff(Shown):
         if any(0 < leaf.compared < leaf.count for leaf in compared):
             blocks.append("rel. norm and cosine are those of the chunks that differ")
         blocks += [
-            f"{printable(leaf.path)}: A {leaf.first}, B {leaf.second}: {leaf.problem}"
+            f"{leaf.path}: A {leaf.first}, B {leaf.second}: {leaf.problem}"
             for leaf in self.changed
             if leaf.problem is not None
         ]
         if self.renames:
-            rows = [
-                (printable(each.first), printable(each.second), _likeness(each.cosine))
-                for each in self.renames
-            ]
+            rows = [(each.first, each.second, _likeness(each.cosine)) for each in self.renames]
             blocks.append(Table(("probably renamed: A", "B", "because"), rows))
         blocks += _only("A", self.only_first) + _only("B", self.only_second)
-        for title, fields in (
-            ("recipe", self.recipe),
-            ("environment", self.environment),
-            ("metric", self.metrics),
-        ):
-            blocks += _fields(title, fields)
+        named = {"recipe": self.recipe, "environment": self.environment, "metric": self.metrics}
+        for title, fields in named.items():
+            if fields:
+                values = [(each.name, _value(each.first), _value(each.second)) for each in fields]
+                blocks.append(Table((title, "A", "B"), values))
         if generators := len(self.process_leaves) - self.process_leaves.count(ORIGIN):
             count = counted(generators, "leaf", "leaves")
             verb, they = ("differs", "it is") if generators == 1 else ("differ", "they are")
@@ -125,7 +110,7 @@ class CheckpointDiff(Shown):
         if ORIGIN in self.process_leaves:
             blocks.append("the note on what a checkpoint was made from (average, import) differs")
         if self.containers:
-            blocks.append(f"containers differ at {', '.join(map(printable, self.containers[:5]))}")
+            blocks.append(f"containers differ at {few(self.containers)}")
         blocks.append("equal" if self.equal else "different")
         return blocks
 
@@ -134,7 +119,7 @@ def _figures(leaves: Sequence[LeafDiff]) -> Table:
     header = ("leaf", "differ", "of", "first at", "A", "B", "ULP", "abs", "rel", "rel. norm")
     rows = [
         (
-            printable(leaf.path),
+            leaf.path,
             leaf.differing,
             leaf.count,
             f"[{','.join(map(str, leaf.first_index))}]" if leaf.first_index else "",
@@ -159,22 +144,12 @@ def _values(leaf: LeafDiff) -> tuple[str, str]:
     return printable(first, _VALUE), printable(second, _VALUE)
 
 
-def _fields(title: str, fields: Sequence[FieldDiff]) -> list[str | Table]:
-    if not fields:
-        return []
-    rows = [
-        (printable(field.name), *(_value(value) for value in (field.first, field.second)))
-        for field in fields
-    ]
-    return [Table((title, "A", "B"), rows)]
-
-
 def _value(value: object) -> str:
     return "" if value is None else printable(str(value), _VALUE)
 
 
 def _only(side: str, paths: Sequence[str]) -> list[str | Table]:
-    lines: list[str | Table] = [f"only in {side}: {printable(path)}" for path in paths[:MOST_PATHS]]
+    lines: list[str | Table] = [f"only in {side}: {path}" for path in paths[:MOST_PATHS]]
     more = len(paths) - MOST_PATHS
     return [*lines, f"only in {side}: and {more:,} more"] if more > 0 else lines
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.store import Run
@@ -59,13 +58,13 @@ def bisect_runs(one: str | os.PathLike[str], two: str | os.PathLike[str]) -> Bis
         UnreachableError: A journal or a manifest cannot be read.
     """
     runs = Run(one), Run(two)
-    first, second = _Recorded.of(runs[0]), _Recorded.of(runs[1])
-    saved = sorted(first.fingerprints.keys() & second.fingerprints.keys())
-    prints = {step: (first.fingerprints[step], second.fingerprints[step]) for step in saved}
+    (first, first_lines), (second, second_lines) = _recorded(runs[0]), _recorded(runs[1])
+    saved = sorted(first.keys() & second.keys())
+    prints = {step: (first[step], second[step]) for step in saved}
     parted = next((step for step in saved if len(set(prints[step])) == 2), None)
     by_line: tuple[str, str, str] | None = None
     lines, last_line = 0, -1
-    for entries in _common(first.entries, second.entries):
+    for entries in _common(first_lines, second_lines):
         step = entries[0].step
         if parted is not None and step > parted:
             continue  # lines after the difference are only checked
@@ -90,22 +89,16 @@ def bisect_runs(one: str | os.PathLike[str], two: str | os.PathLike[str]) -> Bis
     return Bisected(" and ".join(compared), *counts)
 
 
-class _Recorded(NamedTuple):
-    """What a run has: the fingerprints of its checkpoints by step, and the lines of its journal."""
-
-    fingerprints: dict[int, str]
-    entries: Iterator[JournalEntry]
-
-    @staticmethod
-    def of(run: Run) -> _Recorded:
-        """Reads the checkpoints first: those of a running training refer to lines that are there."""
-        fingerprints, references = {}, {}
-        for step in run.steps():
-            with suppress(StepNotFoundError):  # deleted meanwhile
-                manifest = run.manifest(step)
-                fingerprints[step] = manifest.fingerprint
-                references |= line_references([manifest])
-        return _Recorded(fingerprints, read_journal(run.storage, references))
+def _recorded(run: Run) -> tuple[dict[int, str], Iterator[JournalEntry]]:
+    """The fingerprints of the checkpoints of a run by step, and the lines of its journal."""
+    fingerprints, references = {}, {}
+    # The checkpoints first: those of a running training refer to lines that are there.
+    for step in run.steps():
+        with suppress(StepNotFoundError):  # deleted meanwhile
+            manifest = run.manifest(step)
+            fingerprints[step] = manifest.fingerprint
+            references |= line_references([manifest])
+    return fingerprints, read_journal(run.storage, references)
 
 
 def _common(

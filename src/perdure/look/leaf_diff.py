@@ -8,19 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from perdure.look.elements import (
+from perdure.look.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
+from perdure.look.numerics import (
+    Array,
     as_float64,
     bits,
+    blocks,
+    cosine,
     integer_distance,
     is_integer,
     parts_dtype,
+    product_sum,
+    root_ratio,
     ulp_distance,
 )
-from perdure.look.fixed_order import ScaledSum, blocks, exponent_of, ratio, root_ratio
-from perdure.look.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
+from perdure.look.tables import value_text
+from perdure.store.format import SCALAR_PREFIX
 from perdure.store.manifest import LeafEntry
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class LeafDiff:
         first_values: Their texts on both sides.
         not_finite: Differing pairs with NaN or an infinity; the next five leave these out. In these six
             figures a complex number counts as two numbers, its parts.
-        max_ulp: The largest distance in units in the last place (see `elements.ulp_distance`).
+        max_ulp: The largest distance in units in the last place (see `numerics.ulp_distance`).
         max_abs: The largest absolute difference; infinite if it is above the largest float64.
         max_rel: The largest of: absolute difference divided by the larger absolute value.
         rel_norm: The norm of the difference divided by the norm of the first side, both over the
@@ -75,63 +79,64 @@ class Comparison:
         self._ulp: int | None = None
         self._abs: float | int | None = None
         self._rel: float | None = None
-        self._sums = {name: ScaledSum() for name in ("dd", "xx", "yy", "xy")}
+        # Sums over pairs: of squared differences, of squares of each side, of products.
+        self._distance = self._squares = self._other_squares = self._products = 0.0
 
     def add(self, start: int, first: Array, second: Array) -> None:
         """Compare the elements from number `start` on, one-dimensional on both sides."""
-        offset = 0
-        for x, y in blocks(first, second):
-            self._add_block(start + offset, x, y)
-            offset += x.size
+        with np.errstate(over="ignore", under="ignore"):
+            for x, y in blocks(first, second):
+                self._add_block(start, x, y)
+                start += x.size
 
     def result(self) -> LeafDiff:
         """What was found."""
-        first_index, texts = None, None
+        index, texts = None, None
         if self._first is not None:
             number, *values = self._first
-            first_index = tuple(int(i) for i in np.unravel_index(number, self._shape or (1,)))
-            first_index = first_index if self._shape else ()
+            index = tuple(map(int, np.unravel_index(number, self._shape))) if self._shape else ()
             texts = values[0], values[1]
-        sums = self._sums
-        numbers = self._abs is not None
-        return LeafDiff(
+        described = describe(self._entry)
+        found = LeafDiff(
             self._entry.path,
-            describe(self._entry),
-            describe(self._entry),
-            math.prod(self._shape),
-            self._compared,
-            self._differing,
-            first_index,
-            texts,
-            None if self._keys else self._not_finite,
-            self._ulp,
-            self._abs,
-            self._rel,
-            root_ratio(sums["dd"], sums["xx"]) if numbers else None,
-            ratio(sums["xy"], sums["xx"], sums["yy"]) if numbers else None,
+            described,
+            described,
+            count=math.prod(self._shape),
+            compared=self._compared,
+            differing=self._differing,
+            first_index=index,
+            first_values=texts,
+            not_finite=None if self._keys else self._not_finite,
+            max_ulp=self._ulp,
+            max_abs=self._abs,
+            max_rel=self._rel,
+        )
+        if self._abs is None:
+            return found
+        return replace(
+            found,
+            rel_norm=root_ratio(self._distance, self._squares),
+            cosine=cosine(self._products, self._squares, self._other_squares),
         )
 
     def _add_block(self, start: int, x: Array, y: Array) -> None:
-        width = 2 if x.dtype.kind == "c" else 1
         dtype = parts_dtype(x.dtype)
         x_parts, y_parts = x.view(dtype), y.view(dtype)
         differs = bits(x_parts) != bits(y_parts)
-        elements = differs.reshape(-1, 2).any(axis=1) if width == 2 else differs
+        elements = differs if dtype == x.dtype else differs.reshape(-1, 2).any(axis=1)
         self._compared += x.size
         if count := int(np.count_nonzero(elements)):
             self._differing += count
             if self._first is None:
                 place = int(np.argmax(elements))
-                self._first = (start + place, *value_texts(x[place], y[place]))
+                self._first = (start + place, *_value_texts(x[place], y[place]))
         if not self._keys:
             self._measure(x_parts, y_parts, differs)
 
     def _measure(self, x: Array, y: Array, differs: Array) -> None:
+        same = not differs.any()
         a = as_float64(x)
-        if not differs.any():
-            self._add_equal(a[np.isfinite(a)])
-            return
-        b = as_float64(y)
+        b = a if same else as_float64(y)
         finite = np.isfinite(a) & np.isfinite(b)
         if not finite.all():
             self._not_finite += int(np.count_nonzero(differs & ~finite))
@@ -140,49 +145,23 @@ class Comparison:
             x, y, a, b, differs = x[finite], y[finite], a[finite], b[finite], differs[finite]
         if not a.size:
             return
-        scales = exponent_of(a), exponent_of(b)
-        for name, left, right, scale in (
-            ("xx", a, a, (scales[0], scales[0])),
-            ("yy", b, b, (scales[1], scales[1])),
-            ("xy", a, b, scales),
-        ):
-            self._sums[name].add(left, right, scale)
-        if not differs.all():  # a copy of everything would take long
-            x, y, a, b = x[differs], y[differs], a[differs], b[differs]
+        self._abs = self._abs or 0
+        squares = product_sum(a, a)
+        self._squares += squares
+        self._other_squares += squares if same else product_sum(b, b)
+        self._products += squares if same else product_sum(a, b)
+        if not differs.any():
+            return
+        x, y, a, b = x[differs], y[differs], a[differs], b[differs]
         self._steps(x, y)
-        self._distances(x, y, a, b)
-
-    def _add_equal(self, a: Array) -> None:
-        """Add finite elements that are the same on both sides, with the bits of any other way."""
-        if a.size:
-            squares = ScaledSum()
-            squares.add(a, a)
-            for name in ("xx", "yy", "xy"):
-                self._sums[name].merge(squares.value, squares.exponent)
-            self._abs = self._abs or 0
-
-    def _distances(self, x: Array, y: Array, a: Array, b: Array) -> None:
-        """Measure pairs that differ, in their own dtype and as float64."""
-        largest: float | int = 0
-        if a.size:
-            halvings = 0
-            with np.errstate(over="ignore", under="ignore"):
-                distance = b - a
-                relative = np.abs(distance)
-                largest = float(relative.max())
-                larger = np.maximum(np.abs(a), np.abs(b))
-                relative /= np.where(larger > 0, larger, 1.0)
-                if largest == math.inf:  # a distance above the largest float64
-                    halvings, distance = 1, b / 2 - a / 2
-                    halves = np.abs(distance) / np.where(larger > 0, larger / 2, 1.0)
-                    relative = np.where(np.isfinite(relative), relative, halves)
-            self._rel = max(self._rel or 0.0, float(relative.max()))
-            squares = ScaledSum()
-            squares.add(distance, distance)
-            self._sums["dd"].merge(squares.value, squares.exponent + 2 * halvings)
-            if is_integer(x.dtype):
-                largest = integer_distance(x, y)
-        self._abs = largest if self._abs is None else max(self._abs, largest)
+        distance = b - a
+        larger = np.maximum(np.abs(a), np.abs(b))
+        relative = np.abs(distance) / np.where(larger > 0, larger, 1.0)
+        self._rel = max(self._rel or 0.0, float(relative.max()))
+        self._distance += product_sum(distance, distance)
+        exact = is_integer(x.dtype)
+        largest = integer_distance(x, y) if exact else float(np.abs(distance).max())
+        self._abs = max(self._abs, largest)
 
     def _steps(self, x: Array, y: Array) -> None:
         if x.size and not is_integer(x.dtype):
@@ -217,14 +196,14 @@ def diff_scalars(first: LeafEntry, second: LeafEntry) -> LeafDiff:
 def describe(entry: LeafEntry) -> str:
     """dtype and shape of a leaf: `float32[3,4]`, or `int` for a scalar."""
     if is_scalar(entry):
-        return entry.dtype.removeprefix("py:")
-    return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+        return entry.dtype.removeprefix(SCALAR_PREFIX)
+    return value_text(entry.dtype, entry.shape, None, 0)
 
 
-def value_texts(first: Any, second: Any) -> tuple[str, str]:
+def _value_texts(first: Any, second: Any) -> tuple[str, str]:
     """Texts of two elements whose bits differ; with their bits if the texts are the same."""
-    texts = str(first), str(second)
-    if texts[0] != texts[1]:
-        return texts
-    words = (int.from_bytes(value.tobytes(), "little") for value in (first, second))
-    return tuple(f"{text} (0x{word:x})" for text, word in zip(texts, words, strict=True))  # type: ignore[return-value]
+    one, other = str(first), str(second)
+    if one != other:
+        return one, other
+    words = [int.from_bytes(value.tobytes(), "little") for value in (first, second)]
+    return f"{one} (0x{words[0]:x})", f"{other} (0x{words[1]:x})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +13,7 @@ from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
 from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
 from perdure.store.leaf import Leaf, numpy_dtype
 from perdure.store.loading import stream_chunks
-from perdure.store.manifest import LeafEntry
+from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
 from perdure.store.streamed_save import StreamedLeaf
 from perdure.text import counted
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 KEY_PREFIX = "key<"
 """The dtype of typed random keys begins with this; their elements are `uint32` words."""
 
+ORIGIN = "origin"
+"""The path of the process leaf with the note on what a checkpoint was made from, which is JSON."""
 
 ChunksOf = Callable[[LeafEntry], Iterator[memoryview]]
 """Yields the verified bytes of a leaf in parts of 4 MiB."""
@@ -126,9 +130,7 @@ def element_shape(entry: LeafEntry) -> tuple[int, ...]:
     """The shape of the elements of an array leaf; of random keys it ends in the words of one key."""
     if not entry.dtype.startswith(KEY_PREFIX):
         return entry.shape
-    count = 1
-    for length in entry.shape:
-        count *= length
+    count = math.prod(entry.shape)
     return (*entry.shape, entry.nbytes // 4 // count if count else 0)
 
 
@@ -213,6 +215,29 @@ def streamed(entry: LeafEntry, chunks_of: ChunksOf) -> StreamedLeaf:
     return StreamedLeaf(
         entry.path, entry.dtype, entry.shape, nbytes, lambda: chunks_of(entry), entry.text
     )
+
+
+def origin(manifest: Manifest) -> dict[str, Any] | None:
+    """What `average` or `import` noted about a checkpoint; None for one that a program saved."""
+    texts = [entry.text for entry in manifest.process_leaves if entry.path == ORIGIN]
+    return json.loads(texts[0]) if texts and texts[0] is not None else None
+
+
+def origin_lines(manifest: Manifest) -> list[str]:
+    """The same for people, a line for each checkpoint or file that this one was made from."""
+    note = origin(manifest)
+    if note is None:
+        return []
+    lines = [f"{note.get('made_by')} ({note.get('method', note.get('format'))})"]
+    lines += [
+        f"{source['run']}@{source['step']}, weight {source['weight']:.12g}"
+        for source in note.get("sources", [])
+    ]
+    if "like" in note:
+        lines.append(f"{note['like']['run']}@{note['like']['step']}, all other leaves")
+    if "source" in note:
+        lines.append(str(note["source"]))
+    return lines
 
 
 def _unknown(entry: LeafEntry) -> UnsupportedLeafError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,8 +11,6 @@ import numpy as np
 
 from perdure.checkpoint.address import Where, open_checkpoint
 from perdure.errors import UnsupportedLeafError
-from perdure.look.elements import as_float64, is_integer, parts_dtype
-from perdure.look.fixed_order import ScaledSum, block_sum, blocks, exponent_of, times_power
 from perdure.look.leaf_reader import (
     KEY_PREFIX,
     element_dtype,
@@ -21,12 +20,12 @@ from perdure.look.leaf_reader import (
     select_leaves,
 )
 from perdure.look.leaf_tree import check_depth
+from perdure.look.numerics import as_float64, block_sum, blocks, is_integer, parts_dtype
 from perdure.look.tables import Shown, Table, plain, printable
 from perdure.store.manifest import LeafEntry
 
 _COLUMNS = ("count", "min", "max", "mean", "std", "norm", "zeros", "nans", "infinities")
 _COUNTS = ("leaf_count", "count", "zeros", "nans", "infinities")
-_NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class StatsTable(Shown):
     unknown: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The table for JSON, where None stands for infinities too."""
+        """The table for JSON."""
         rows = [asdict(row) for row in self.rows]
         return plain({"checkpoint": self.name, "rows": rows, "unknown": self.unknown})
 
@@ -89,7 +88,7 @@ class StatsTable(Shown):
                 *(
                     (row.problem, *[None] * 8)
                     if row.problem
-                    else tuple(getattr(row, name) for name in _COLUMNS)
+                    else (getattr(row, c) for c in _COLUMNS)
                 ),
             )
             for row in self.rows
@@ -97,7 +96,7 @@ class StatsTable(Shown):
         return [self.name, Table(header, rows), *self.unknown]
 
 
-class Accumulator:
+class _Figures:
     """Figures of numbers that come in blocks. Every addition has its fixed place in the order."""
 
     def __init__(self) -> None:
@@ -105,86 +104,71 @@ class Accumulator:
         self.finite = 0
         self.min: float | int | None = None
         self.max: float | int | None = None
-        self._mean = 0.0
-        self._spread = ScaledSum()  # the sum of squared distances from the mean
-        self._squares = ScaledSum()
+        self.mean = 0.0
+        self.spread = 0.0  # the sum of squared distances from the mean
+        self.squares = 0.0
 
     def add(self, values: np.ndarray[Any, Any]) -> None:
         """Add real or complex numbers of any dtype, one-dimensional."""
-        values = values.view(parts_dtype(values.dtype))
-        for (block,) in blocks(values):
-            self._add_block(block)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            for (block,) in blocks(values.view(parts_dtype(values.dtype))):
+                self.merge(_block_figures(block))
 
-    def merge(self, other: Accumulator) -> None:
-        """Add what another one has counted."""
+    def merge(self, other: _Figures) -> None:
+        """Add what another one has counted (Chan, Golub and LeVeque, 1979)."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        if other.finite:
-            assert other.min is not None
-            assert other.max is not None
-            self._limits(other.min, other.max)
-            self._combine(other.finite, other._mean, other._spread)
-            self._squares.merge(other._squares.value, other._squares.exponent)
+        if not other.finite:
+            return
+        assert other.min is not None
+        assert other.max is not None
+        self.min = other.min if self.min is None else min(self.min, other.min)
+        self.max = other.max if self.max is None else max(self.max, other.max)
+        total = self.finite + other.finite
+        if self.finite:
+            half = other.mean / 2 - self.mean / 2
+            self.spread += half * half * (4.0 * self.finite * (other.finite / total))
+            self.mean += 2 * (half * (other.finite / total))
+        else:
+            self.mean = other.mean
+        self.spread += other.spread
+        self.squares += other.squares
+        self.finite = total
 
     def stats(self, path: str) -> Stats:
         """The figures."""
-        mean = std = norm = None
-        if self.finite:
-            variance = ScaledSum()
-            variance.merge(self._spread.value / self.finite, self._spread.exponent)
-            mean, std, norm = self._mean, variance.root(), self._squares.root()
         counts = {name: getattr(self, name) for name in (*_COUNTS, "min", "max")}
-        return Stats(path, mean=mean, std=std, norm=norm, **counts)
+        if not self.finite:
+            return Stats(path, **counts)
+        std, norm = math.sqrt(self.spread / self.finite), math.sqrt(self.squares)
+        return Stats(path, mean=self.mean, std=std, norm=norm, **counts)
 
-    def _add_block(self, block: np.ndarray[Any, Any]) -> None:
-        numbers = as_float64(block)
-        finite = np.isfinite(numbers)
-        count = int(np.count_nonzero(finite))
-        self.count += block.size
-        self.zeros += block.size - int(np.count_nonzero(numbers))
-        if count < block.size:
-            nans = int(np.count_nonzero(np.isnan(numbers)))
-            self.nans += nans
-            self.infinities += block.size - count - nans
-            numbers = numbers[finite]
-        if not count:
-            return
-        if block.dtype.kind in "biu":  # float64 would round large ones
-            self._limits(int(block.min()), int(block.max()))
-        else:
-            least, most = float(numbers.min()) + 0.0, float(numbers.max()) + 0.0  # never -0.0
-            whole = is_integer(block.dtype)
-            self._limits(int(least) if whole else least, int(most) if whole else most)
-        scale = exponent_of(numbers)
-        mean = times_power(
-            block_sum(np.ldexp(numbers, -scale) if scale else numbers) / count, scale
-        )
-        spread = ScaledSum()
-        # Halves: the distance of two finite numbers may be above the largest float64.
-        away = numbers / 2 - mean / 2 if scale > 0 else numbers - mean
-        spread.add(away, away)
-        spread.exponent += 2 if scale > 0 else 0
-        self._squares.add(numbers, numbers)
-        self._combine(count, mean, spread)
 
-    def _limits(self, least: float | int, most: float | int) -> None:
-        self.min = least if self.min is None or least < self.min else self.min
-        self.max = most if self.max is None or most > self.max else self.max
-
-    def _combine(self, count: int, mean: float, spread: ScaledSum) -> None:
-        """Add a group by its mean and spread (Chan, Golub and LeVeque, 1979)."""
-        total = self.finite + count
-        if self.finite:
-            half = mean / 2 - self._mean / 2
-            between = ScaledSum()
-            between.add(np.array([half]), np.array([half]))
-            weight = 4.0 * self.finite * (count / total)
-            self._spread.merge(between.value * weight, between.exponent)
-            self._mean += 2 * (half * (count / total))
-        else:
-            self._mean = mean
-        self._spread.merge(spread.value, spread.exponent)
-        self.finite = total
+def _block_figures(block: np.ndarray[Any, Any]) -> _Figures:
+    """The figures of at most one block of real numbers."""
+    figures = _Figures()
+    numbers = as_float64(block)
+    finite = np.isfinite(numbers)
+    figures.finite = int(np.count_nonzero(finite))
+    figures.count = block.size
+    figures.zeros = block.size - int(np.count_nonzero(numbers))
+    if figures.finite < block.size:
+        figures.nans = int(np.count_nonzero(np.isnan(numbers)))
+        figures.infinities = block.size - figures.finite - figures.nans
+        numbers = numbers[finite]
+    if not figures.finite:
+        return figures
+    if block.dtype.kind in "biu":  # float64 would round large ones
+        figures.min, figures.max = int(block.min()), int(block.max())
+    else:
+        least, most = float(numbers.min()) + 0.0, float(numbers.max()) + 0.0  # never -0.0
+        whole = is_integer(block.dtype)
+        figures.min, figures.max = (int(least), int(most)) if whole else (least, most)
+    figures.mean = block_sum(numbers) / figures.finite
+    away = numbers - figures.mean
+    figures.spread = block_sum(away * away)
+    figures.squares = block_sum(numbers * numbers)
+    return figures
 
 
 def stats(
@@ -205,60 +189,57 @@ def stats(
     """
     check_depth(depth)
     checkpoint = open_checkpoint(where)
-    rows: dict[str, Accumulator] = {}
-    without: dict[str, str] = {}
+    entries = select_leaves(checkpoint, leaves)
+    figures: dict[str, _Figures] = {}
+    problems: dict[str, str] = {}
     unknown: list[str] = []
-    arrays: list[LeafEntry] = []
-    singles: dict[str, Accumulator] = {}
-    for entry in select_leaves(checkpoint, leaves):
-        rows.setdefault(_row_of(entry.path, depth), Accumulator())
+    for entry in entries:
         try:
-            problem = _add_scalar(entry, singles, arrays)
+            found = _begun(entry)
         except UnsupportedLeafError as error:
             unknown.append(str(error))
-            problem = f"unknown dtype {entry.dtype}"
-        if problem:
-            without[entry.path] = problem
+            found = f"unknown dtype {entry.dtype}"
+        if isinstance(found, str):
+            problems[entry.path] = found
+        else:
+            figures[entry.path] = found
+    arrays = [entry for entry in entries if entry.path in figures and not is_scalar(entry)]
     for part in read_elements(checkpoint, arrays):
-        singles[part.entry.path].add(part.values)
-    for path in sorted(singles):  # in the order of the manifest
-        rows[_row_of(path, depth)].merge(singles[path])
+        figures[part.entry.path].add(part.values)
+    rows: dict[str, _Figures] = {}
+    for entry in entries:
+        name = entry.path if depth is None else "/".join(entry.path.split("/")[:depth])
+        row = rows.setdefault(name, _Figures())
+        if entry.path in figures:
+            row.merge(figures[entry.path])
     return StatsTable(
         checkpoint.name,
         tuple(
-            Stats(path, problem=without.get(path, "no numbers"))
-            if not row.leaf_count
-            else row.stats(path)
+            row.stats(path)
+            if row.leaf_count
+            else Stats(path, problem=problems.get(path, "no numbers"))
             for path, row in rows.items()
         ),
         tuple(unknown),
     )
 
 
-def _add_scalar(
-    entry: LeafEntry, singles: dict[str, Accumulator], arrays: list[LeafEntry]
-) -> str | None:
-    """Prepare the figures of one leaf; returns why it has none."""
+def _begun(entry: LeafEntry) -> _Figures | str:
+    """The figures of a scalar, those of an array that is to be read, or why the leaf has none."""
+    figures = _Figures()
+    figures.leaf_count = 1
     if entry.dtype.startswith(KEY_PREFIX):
         return "random keys"
-    single = Accumulator()
-    if is_scalar(entry):
-        value = scalar_value(entry)
-        if not isinstance(value, _NUMBERS):
-            return f"{entry.dtype.removeprefix('py:')}, no number"
-        try:
-            single.add(np.array([complex(value) if isinstance(value, complex) else float(value)]))
-        except OverflowError:
-            return "an integer above the largest float64"
-        if isinstance(value, int):
-            single.min = single.max = int(value)
-    else:
+    if not is_scalar(entry):
         element_dtype(entry)  # raises for an unknown one
-        arrays.append(entry)
-    single.leaf_count = 1
-    singles[entry.path] = single
-    return None
-
-
-def _row_of(path: str, depth: int | None) -> str:
-    return path if depth is None else "/".join(path.split("/")[:depth])
+        return figures
+    value = scalar_value(entry)
+    if not isinstance(value, (bool, int, float, complex)):
+        return f"{entry.dtype.removeprefix('py:')}, no number"
+    try:
+        figures.add(np.array([complex(value) if isinstance(value, complex) else float(value)]))
+    except OverflowError:
+        return "an integer above the largest float64"
+    if isinstance(value, int):
+        figures.min = figures.max = int(value)
+    return figures

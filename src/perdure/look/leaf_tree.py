@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, SupportsIndex
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError
 from perdure.look.leaf_reader import select_leaves
-from perdure.look.tables import Shown, Table, printable, share_text, size_text
-from perdure.store.format import SCALAR_PREFIX
+from perdure.look.tables import Shown, Table, printable, share_text, size_text, value_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.reader import chunk_size
 from perdure.text import counted
 
 VALUE_CHARACTERS = 40
 """The text of a scalar is cut after so many characters in a tree."""
-
-
-def value_text(dtype: str, shape: tuple[int, ...] | None, text: str | None, most: int) -> str:
-    """`float32[3,4]`, or `int 7` for a scalar, whose text is cut after `most` characters."""
-    if text is not None:
-        return f"{dtype.removeprefix(SCALAR_PREFIX)} {printable(text, most)}"
-    return f"{dtype}[{','.join(map(str, shape or ()))}]"
 
 
 @dataclass(frozen=True)
@@ -76,8 +68,6 @@ class LeafTree(Shown):
 
     def as_dict(self) -> dict[str, Any]:
         """The tree for JSON."""
-        from dataclasses import asdict
-
         return {
             "checkpoint": self.name,
             "before": self.before,
@@ -93,12 +83,8 @@ class LeafTree(Shown):
         rows = []
         for node in self.nodes:
             name = printable(node.path.rpartition("/")[2]) if node.path else "(state)"
-            row: list[object] = [
-                "  " * node.depth + name,
-                node.describe(),
-                size_text(node.nbytes),
-                share_text(node.nbytes, whole),
-            ]
+            row = ["  " * node.depth + name, node.describe(), size_text(node.nbytes)]
+            row.append(share_text(node.nbytes, whole))
             if node.shared_nbytes is not None:
                 row.append(share_text(node.shared_nbytes, node.nbytes))
             rows.append(row)

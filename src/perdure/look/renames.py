@@ -13,9 +13,8 @@ import numpy as np
 
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import UnsupportedLeafError
-from perdure.look.elements import as_float64, is_integer
-from perdure.look.fixed_order import ScaledSum, ratio
 from perdure.look.leaf_reader import KEY_PREFIX, element_dtype, is_scalar, read_elements
+from perdure.look.numerics import as_float64, cosine, is_inexact, product_sum
 from perdure.store.manifest import LeafEntry
 from perdure.store.reader import chunk_size
 
@@ -53,7 +52,7 @@ def likely_renames(
     """Pair leaves of the same dtype and shape: those with the same bytes, then those near in content.
 
     Of several candidates with the same likeness, the one with the most similar path is taken. Reads one
-    chunk of each leaf that could be near another one, but none of a manifest file.
+    chunk of each leaf that could be near another one.
 
     Args:
         first, second: The checkpoints.
@@ -62,52 +61,54 @@ def likely_renames(
     Returns:
         The pairs, and the bytes that were read.
     """
-    same = _paired(first_only, second_only)
-    if first.is_loose or second.is_loose:
-        return same, 0
-    taken = {path for rename in same for path in (rename.first, rename.second)}
-    ours, theirs = (
-        _grouped((leaf for leaf in only if leaf.path not in taken and _has_floats(leaf)), _type)
-        for only in (first_only, second_only)
-    )
-    near: list[Rename] = []
-    nbytes = 0
-    for kind in sorted(ours.keys() & theirs.keys()):
-        if max(len(ours[kind]), len(theirs[kind])) <= MOST_SAMPLES:
-            near += _near(_samples(first, ours[kind]), _samples(second, theirs[kind]))
-            nbytes += sum(chunk_size(leaf, 0) for leaf in (*ours[kind], *theirs[kind]))
-    return sorted([*same, *near], key=lambda rename: rename.first), nbytes
-
-
-def _paired(first: Sequence[LeafEntry], second: Sequence[LeafEntry]) -> list[Rename]:
-    """The leaves with the same bytes; of scalars, whose bytes say little, also with the same name."""
-
-    def content(leaf: LeafEntry) -> Any:
-        name = leaf.path.rpartition("/")[2] if is_scalar(leaf) else ""
-        return (*_type(leaf), name, *leaf.hashes())
-
-    ours, theirs = _grouped(first, content), _grouped(second, content)
-    candidates: list[tuple[float, str, str]] = []
-    for kind in ours.keys() & theirs.keys():
-        sides = [[leaf.path for leaf in side[kind]] for side in (ours, theirs)]
+    same: list[tuple[float, str, str]] = []
+    for ours, theirs in _alike(first_only, second_only, _content):
+        sides = [leaf.path for leaf in ours], [leaf.path for leaf in theirs]
         few = max(map(len, sides)) <= MOST_SAMPLES
         # Of very many leaves with the same bytes, those at the same place in both orders are paired.
-        pairs = product(*sides) if few else zip(*sides, strict=False)
-        candidates += [(1.0, a, b) for a, b in pairs]
-    return [Rename(a, b) for _, a, b in _best(candidates)]
+        same += [(1.0, a, b) for a, b in (product(*sides) if few else zip(*sides, strict=False))]
+    pairs = [Rename(a, b) for _, a, b in _best(same)]
+    taken = {path for pair in pairs for path in (pair.first, pair.second)}
+    ours_left, theirs_left = (
+        [leaf for leaf in only if leaf.path not in taken and _has_floats(leaf)]
+        for only in (first_only, second_only)
+    )
+    near: list[tuple[float, str, str]] = []
+    nbytes = 0
+    for ours, theirs in _alike(ours_left, theirs_left, lambda leaf: (leaf.dtype, leaf.shape)):
+        if max(len(ours), len(theirs)) <= MOST_SAMPLES:
+            near += _near(_samples(first, ours), _samples(second, theirs))
+            nbytes += sum(chunk_size(leaf, 0) for leaf in (*ours, *theirs))
+    pairs += [Rename(a, b, likeness) for likeness, a, b in _best(near)]
+    return sorted(pairs, key=lambda pair: pair.first), nbytes
 
 
-def _near(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Rename]:
+def _alike(
+    first: Iterable[LeafEntry], second: Iterable[LeafEntry], key: Any
+) -> Iterable[tuple[list[LeafEntry], list[LeafEntry]]]:
+    """The leaves of both sides that have the same key."""
+    groups: dict[Any, tuple[list[LeafEntry], list[LeafEntry]]] = defaultdict(lambda: ([], []))
+    for side, entries in enumerate((first, second)):
+        for entry in entries:
+            groups[key(entry)][side].append(entry)
+    return [group for group in groups.values() if all(group)]
+
+
+def _content(leaf: LeafEntry) -> Any:
+    """dtype, shape and bytes; of scalars, whose bytes say little, also the name."""
+    name = leaf.path.rpartition("/")[2] if is_scalar(leaf) else ""
+    return (leaf.dtype, leaf.shape, name, *leaf.hashes())
+
+
+def _near(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[float, str, str]]:
+    """The pairs whose samples are near, with their cosines."""
+    squares = [{path: product_sum(a, a) for path, a in side.items()} for side in (ours, theirs)]
     candidates: list[tuple[float, str, str]] = []
     for (path, sample), (other, candidate) in product(ours.items(), theirs.items()):
-        sums = []
-        for left, right in ((sample, candidate), (sample, sample), (candidate, candidate)):
-            sums.append(ScaledSum())
-            sums[-1].add(left, right)
-        cosine = ratio(*sums)
-        if cosine is not None and cosine >= NEAR:
-            candidates.append((cosine, path, other))
-    return [Rename(a, b, cosine) for cosine, a, b in _best(candidates)]
+        found = cosine(product_sum(sample, candidate), squares[0][path], squares[1][other])
+        if found is not None and found >= NEAR:
+            candidates.append((found, path, other))
+    return candidates
 
 
 def _best(candidates: Iterable[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
@@ -116,15 +117,13 @@ def _best(candidates: Iterable[tuple[float, str, str]]) -> list[tuple[float, str
         candidates,
         key=lambda each: (-each[0], -SequenceMatcher(None, each[1], each[2]).ratio(), each[1:]),
     )
-    chosen: list[tuple[float, str, str]] = []
-    ours: set[str] = set()
+    chosen: dict[str, tuple[float, str, str]] = {}
     theirs: set[str] = set()
     for likeness, a, b in ranked:
-        if a not in ours and b not in theirs:
-            ours.add(a)
+        if a not in chosen and b not in theirs:
+            chosen[a] = likeness, a, b
             theirs.add(b)
-            chosen.append((likeness, a, b))
-    return chosen
+    return list(chosen.values())
 
 
 def _samples(checkpoint: StoredCheckpoint, entries: Sequence[LeafEntry]) -> dict[str, Any]:
@@ -136,17 +135,6 @@ def _samples(checkpoint: StoredCheckpoint, entries: Sequence[LeafEntry]) -> dict
     return samples
 
 
-def _grouped(entries: Iterable[LeafEntry], key: Any) -> dict[Any, list[LeafEntry]]:
-    groups: dict[Any, list[LeafEntry]] = defaultdict(list)
-    for entry in entries:
-        groups[key(entry)].append(entry)
-    return groups
-
-
-def _type(leaf: LeafEntry) -> tuple[str, tuple[int, ...]]:
-    return leaf.dtype, leaf.shape
-
-
 def _has_floats(leaf: LeafEntry) -> bool:
     """Whether content can be near: a leaf of real floats with at least one chunk."""
     if is_scalar(leaf) or leaf.dtype.startswith(KEY_PREFIX) or not leaf.chunks:
@@ -155,4 +143,4 @@ def _has_floats(leaf: LeafEntry) -> bool:
         dtype = element_dtype(leaf)
     except UnsupportedLeafError:
         return False
-    return dtype.kind != "c" and not is_integer(dtype)
+    return dtype.kind != "c" and is_inexact(dtype)

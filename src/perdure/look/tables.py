@@ -1,4 +1,4 @@
-"""Tables for people: aligned text in a terminal of any width, HTML in a notebook."""
+"""Results for people: aligned text in a terminal of any width, HTML in a notebook; and as JSON."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import html
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from perdure.store.format import SCALAR_PREFIX
+from perdure.text import counted
 
 _MOST_CHARACTERS = 2000
 _DIGITS = re.compile(r"([0-9]+)")
@@ -33,14 +36,17 @@ class Table:
         If a row needs more than `width` characters, optional columns are left out; if that is not
         enough, each cell has a line, and none is left out.
         """
-        cells = [list(self.header)]
-        cells += [[printable(_text(cell)) for cell in row] for row in self.rows]
+        cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         left = list(range(len(widths)))
+
+        def is_too_wide() -> bool:
+            return width is not None and sum(widths[n] + 2 for n in left) - 2 > width
+
         for name in self.optional:
-            if width is not None and _line_width(widths, left) > width:
+            if is_too_wide():
                 left.remove(list(self.header).index(name))
-        if width is not None and _line_width(widths, left) > width:
+        if is_too_wide():
             return _records(cells)
         right = self._right()
         lines = (
@@ -55,10 +61,21 @@ class Table:
         return self.text()
 
     def _repr_html_(self) -> str:
-        right = self._right()
-        rows = [_row("th", self.header, right)]
-        rows += [_row("td", [printable(_text(cell)) for cell in row], right) for row in self.rows]
+        sides = ["right" if right else "left" for right in self._right()]
+        rows = []
+        for tag, row in zip(("th", *["td"] * len(self.rows)), self._cells(), strict=True):
+            cells = (
+                f'<{tag} style="text-align:{side};white-space:pre">{html.escape(cell)}</{tag}>'
+                for cell, side in zip(row, sides, strict=True)
+            )
+            rows.append(f"<tr>{''.join(cells)}</tr>")
         return f"<table>{''.join(rows)}</table>"
+
+    def _cells(self) -> list[list[str]]:
+        return [
+            list(self.header),
+            *([printable(_text(cell)) for cell in row] for row in self.rows),
+        ]
 
     def _right(self) -> list[bool]:
         columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.header)
@@ -67,6 +84,10 @@ class Table:
 
 class Shown:
     """Base of a result: `str` and a notebook show the blocks of `_blocks`, text and tables."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result for JSON: its fields."""
+        return plain(asdict(self))  # type: ignore[call-overload]
 
     def _blocks(self) -> list[str | Table]:
         raise NotImplementedError
@@ -107,11 +128,9 @@ def printable(text: str, most: int | None = None) -> str:
     if most is not None and len(text) > most:
         cut = f"... ({len(text)} characters)"
         text = text[:most]
-    if text.isprintable():
-        return text + cut
-    return (
-        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) + cut
-    )
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text + cut
 
 
 def visible(value: object) -> str:
@@ -146,8 +165,16 @@ def share_text(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}%" if whole else ""
 
 
-def _line_width(widths: Sequence[int], columns: Sequence[int]) -> int:
-    return sum(widths[n] + 2 for n in columns) - 2
+def leaves_text(count: int, nbytes: int) -> str:
+    """Text such as `3 leaves, 1.5 MiB`."""
+    return f"{counted(count, 'leaf', 'leaves')}, {size_text(nbytes)}"
+
+
+def value_text(dtype: str, shape: tuple[int, ...] | None, text: str | None, most: int) -> str:
+    """`float32[3,4]`, or `int 7` for a scalar, whose text is cut after `most` characters."""
+    if text is not None:
+        return f"{dtype.removeprefix(SCALAR_PREFIX)} {printable(text, most)}"
+    return f"{dtype}[{','.join(map(str, shape or ()))}]"
 
 
 def _records(cells: Sequence[Sequence[str]]) -> str:
@@ -173,12 +200,3 @@ def _text(cell: object) -> str:
     if isinstance(cell, float):
         return format(cell, ".6g")
     return "" if cell is None else str(cell)
-
-
-def _row(tag: str, cells: Sequence[str], right: Sequence[bool]) -> str:
-    texts = (
-        f'<{tag} style="text-align:{"right" if to_right else "left"};white-space:pre">'
-        f"{html.escape(cell)}</{tag}>"
-        for cell, to_right in zip(cells, right, strict=True)
-    )
-    return f"<tr>{''.join(texts)}</tr>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ _COLOURS = ("#1f5f8b", "#b3541e", "#2f7236", "#7a4fa0", "#86650a", "#a8326e")
 _DASHES = ("-", "--", ":")
 _MOST_NUMBERS = 12
 _LARGE = 1e150
-"""Larger values are drawn in units of this: ticks of matplotlib beyond them would overflow."""
+"""Larger values are drawn as this: ticks of matplotlib beyond it would overflow."""
 _SETTINGS = {
     "svg.hashsalt": "perdure",
     "svg.fonttype": "none",  # text stays text
@@ -133,13 +134,9 @@ def _draw(axes: Any, panel: Panel) -> list[Any]:
     axes.grid(axis="x", visible=False)
     # There is no half of a step.
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    values = [value for line in panel.lines for _, value in line.points if value is not None]
-    unit = _LARGE if any(abs(value) > _LARGE for value in values) else 1.0
-    if unit != 1.0:
-        axes.set_ylabel(f"in units of {unit:.0e}")
-    handles = [_line(axes, line, unit) for line in panel.lines]
+    handles = [_line(axes, line) for line in panel.lines]
     if panel.logarithmic:
-        _scale(axes, [value / unit for value in values])
+        _scale(axes, [abs(value) for line in handles for value in line.get_ydata()])
     left, right = axes.get_xlim()  # the values decide what is shown, and not the attempts
     runs = dict.fromkeys(tuple(line.attempts) for line in panel.lines)
     for attempts in runs:
@@ -170,16 +167,16 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
     positive = [value for value in values if value > 0]
     if not positive:
         return
-    if len(positive) == len(values):
+    if 0 not in values:
         axes.set_yscale("log")
     else:
         axes.set_yscale("symlog", linthresh=min(positive))
         axes.set_ylim(bottom=-min(positive) / 2)  # no value is below zero
 
 
-def _line(axes: Any, line: PlotLine, unit: float) -> Any:
+def _line(axes: Any, line: PlotLine) -> Any:
     steps = [step for step, _ in line.points]
-    values = [float("nan") if value is None else value / unit for _, value in line.points]
+    values = [math.nan if v is None else max(-_LARGE, min(_LARGE, v)) for _, v in line.points]
     return axes.plot(
         steps,
         values,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,14 +23,10 @@ from perdure.errors import (
     UnreachableError,
     UnsupportedLeafError,
 )
-from perdure.look.elements import as_float64, parts_dtype
-from perdure.look.fixed_order import ScaledSum, added, blocks, root_ratio
-from perdure.look.leaf_reader import element_dtype, read_elements, select_leaves
+from perdure.look.leaf_reader import element_dtype, is_scalar, read_elements, select_leaves
+from perdure.look.numerics import as_float64, is_inexact, parts_dtype, product_sum, root_ratio
 from perdure.look.tables import natural_key
-from perdure.store.format import WEAK_PREFIX
 from perdure.store.manifest import LeafEntry
-
-FLOATS = ("float", "bfloat", "complex")
 
 SAME, NEW, DAMAGED, UNREAD, GONE = "same", "new", "damaged", "unread", "deleted"
 """What stands for a change without numbers: equal bits; no such leaf before, or of another shape or
@@ -50,9 +47,9 @@ _Entries = dict[str, LeafEntry]
 class Change(NamedTuple):
     """Sums of squares of one leaf: its values before, its values after, and their differences."""
 
-    before: ScaledSum
-    after: ScaledSum
-    distance: ScaledSum
+    before: float
+    after: float
+    distance: float
 
 
 def changes_document(
@@ -98,28 +95,29 @@ def norm_history(
     checkpoints: Sequence[StoredCheckpoint],
     leaves: str | Iterable[str] | None,
     problems: Problems,
-) -> tuple[list[dict[str, ScaledSum]], list[dict[str, Change | str]]]:
+) -> tuple[list[dict[str, float]], list[dict[str, Change | str]]]:
     """The squared norms of the leaves of each checkpoint, and the changes from each to the next.
 
-    A leaf is read again only if it changed. Arguments and errors as for `changes_document`. A leaf that
-    is damaged in a checkpoint has no norm there.
+    Values that several checkpoints share are read once. Arguments and errors as for
+    `changes_document`. A leaf that is damaged in a checkpoint has no norm there.
     """
     entries = _float_leaves(checkpoints, leaves)
     changes = list(_changes(checkpoints, entries, problems))
-    norms: list[dict[str, ScaledSum]] = [{} for _ in checkpoints]
-    for number, found in enumerate(changes):
+    known: dict[Any, float] = {}
+    for (olds, news), found in zip(pairwise(entries), changes, strict=True):
         for path, change in found.items():
             if isinstance(change, Change):
-                norms[number][path], norms[number + 1][path] = change.before, change.after
-    for number in reversed(range(len(changes))):  # equal leaves have equal norms
-        _copy_same(norms[number + 1], norms[number], changes[number])
-    for number, checkpoint in enumerate(checkpoints):
-        if number:
-            _copy_same(norms[number - 1], norms[number], changes[number - 1])
-        missing = {p: entry for p, entry in entries[number].items() if p not in norms[number]}
-        for path, norm in _norms(checkpoint, missing, problems).items():
-            if isinstance(norm, ScaledSum):
-                norms[number][path] = norm
+                known[_values_of(olds[path])] = change.before
+                known[_values_of(news[path])] = change.after
+    for checkpoint, table in zip(checkpoints, entries, strict=True):
+        missing = {path: entry for path, entry in table.items() if _values_of(entry) not in known}
+        for path, squares in _squares(checkpoint, missing, problems).items():
+            if isinstance(squares, float):
+                known[_values_of(table[path])] = squares
+    norms = [
+        {path: known[key] for path, entry in table.items() if (key := _values_of(entry)) in known}
+        for table in entries
+    ]
     return norms, changes
 
 
@@ -140,30 +138,33 @@ def grouped(values: Mapping[str, _Value], layers: Mapping[str, str]) -> dict[str
     return groups
 
 
-def change_ratio(changes: Iterable[Change | str]) -> float | str:
+def change_ratio(changes: Sequence[Change | str]) -> float | str:
     """The relative change of several leaves together: the norm of the differences over that before.
 
     Only the leaves that changed count. A word where there is no number: `damaged` if any leaf is,
     `same` if none changed, `from zero` if all values were zero before, `not finite`.
     """
-    changes = list(changes)
-    words = {change for change in changes if isinstance(change, str)}
     for word in UNREADABLE:
-        if word in words:
+        if word in changes:
             return word
     numbers = [change for change in changes if isinstance(change, Change)]
     if not numbers:
-        return NEW if NEW in words else SAME
-    distance = added(change.distance for change in numbers)
-    before = added(change.before for change in numbers)
-    if not (math.isfinite(distance.value) and math.isfinite(before.value)):
+        return NEW if NEW in changes else SAME
+    distance = math.fsum(change.distance for change in numbers)
+    before = math.fsum(change.before for change in numbers)
+    if not (math.isfinite(distance) and math.isfinite(before)):
         return "not finite"
-    ratio = root_ratio(distance, before) if before.value else None
+    ratio = root_ratio(distance, before) if before else None
     return "from zero" if ratio is None else ratio
 
 
 def _head(path: str, depth: int) -> str:
     return "/".join(path.split("/")[:depth])
+
+
+def _values_of(entry: LeafEntry) -> Any:
+    """What tells the values of two leaves apart."""
+    return (entry.dtype, entry.shape, *entry.hashes())
 
 
 def _float_leaves(
@@ -189,8 +190,7 @@ def _float_leaves(
 
 def _is_float(entry: LeafEntry) -> bool:
     try:
-        is_known = entry.dtype.removeprefix(WEAK_PREFIX).startswith(FLOATS)
-        return is_known and element_dtype(entry) is not None
+        return not is_scalar(entry) and is_inexact(element_dtype(entry))
     except UnsupportedLeafError:
         return False
 
@@ -199,9 +199,9 @@ def _changes(
     checkpoints: Sequence[StoredCheckpoint], entries: Sequence[_Entries], problems: Problems
 ) -> Iterator[dict[str, Change | str]]:
     """How each leaf changed from each checkpoint to the next; a word where there are no numbers."""
-    for (before, after), (olds, news) in zip(pairwise(checkpoints), pairwise(entries), strict=True):
+    for sides, (olds, news) in zip(pairwise(checkpoints), pairwise(entries), strict=True):
         changes: dict[str, Change | str] = {}
-        pairs: _Entries = {}
+        pairs: dict[str, tuple[LeafEntry, LeafEntry]] = {}
         for path, new in news.items():
             old = olds.get(path)
             if old is None or (old.dtype, old.shape) != (new.dtype, new.shape):
@@ -209,32 +209,25 @@ def _changes(
             elif old.hashes() == new.hashes():
                 changes[path] = SAME
             else:
-                pairs[path] = new
-
-        def compared(
-            some: _Entries,
-            sides: tuple[StoredCheckpoint, StoredCheckpoint] = (before, after),
-            olds: _Entries = olds,
-        ) -> Iterator[tuple[str, Change]]:
-            return _compared(*sides, [(olds[path], new) for path, new in some.items()])
-
-        found = _or_words(compared, pairs)
+                pairs[path] = old, new
+        found = _or_words(partial(_compared, *sides), pairs)
         for path, change in found.items():
             if change in (DAMAGED, UNREAD):  # which of the two is it?
-                _norms(before, {path: olds[path]}, problems)
-                _norms(after, {path: news[path]}, problems)
+                for side, entry in zip(sides, pairs[path], strict=True):
+                    _squares(side, {path: entry}, problems)
         yield changes | found
 
 
-def _norms(
+def _squares(
     checkpoint: StoredCheckpoint, entries: _Entries, problems: Problems
-) -> dict[str, ScaledSum | str]:
+) -> dict[str, float | str]:
     """The sum of the squares of each leaf, or a word; a leaf that cannot be read is a problem."""
 
-    def squared(some: _Entries) -> Iterator[tuple[str, ScaledSum]]:
-        sums = {path: ScaledSum() for path in some}
+    def squared(some: _Entries) -> Iterator[tuple[str, float]]:
+        sums = dict.fromkeys(some, 0.0)
         for part in read_elements(checkpoint, some.values()):
-            _add_squares(sums[part.entry.path], _real(part.values))
+            values = _real(part.values)
+            sums[part.entry.path] = product_sum(values, values, sums[part.entry.path])
         yield from sums.items()
 
     def note(error: CorruptionError | UnreachableError) -> None:
@@ -244,8 +237,8 @@ def _norms(
 
 
 def _or_words(
-    compute: Callable[[_Entries], Iterator[tuple[str, _Value]]],
-    entries: _Entries,
+    compute: Callable[[dict[str, Any]], Iterator[tuple[str, _Value]]],
+    entries: dict[str, Any],
     note: Callable[[CorruptionError | UnreachableError], None] = lambda _: None,
 ) -> dict[str, _Value | str]:
     """What `compute` finds of each leaf; a word for one that it cannot read.
@@ -259,7 +252,7 @@ def _or_words(
         return found
     except (CorruptionError, UnreachableError, StepNotFoundError):
         pass
-    word: str = ""
+    word = ""
     for path, entry in entries.items():
         if path in found:
             continue
@@ -276,15 +269,6 @@ def _or_words(
     return found
 
 
-def _copy_same(
-    known: dict[str, ScaledSum], other: dict[str, ScaledSum], changes: Mapping[str, Change | str]
-) -> None:
-    """Take the norms of leaves that did not change from the checkpoint beside."""
-    for path, change in changes.items():
-        if change == SAME and path in known:
-            other.setdefault(path, known[path])
-
-
 def _word(error: CorruptionError | UnreachableError) -> str:
     return DAMAGED if isinstance(error, CorruptionError) else UNREAD
 
@@ -292,47 +276,34 @@ def _word(error: CorruptionError | UnreachableError) -> str:
 def _compared(
     before: StoredCheckpoint,
     after: StoredCheckpoint,
-    pairs: Sequence[tuple[LeafEntry, LeafEntry]],
+    pairs: Mapping[str, tuple[LeafEntry, LeafEntry]],
 ) -> Iterator[tuple[str, Change]]:
     """The change of each pair: all chunks of `before` are read, and those of `after` that differ."""
-    differing = {}
-    for old, new in pairs:
-        hashes = enumerate(zip(old.hashes(), new.hashes(), strict=True))
-        differing[new.path] = [number for number, (one, other) in hashes if one != other]
-    olds: Any = read_elements(before, [old for old, _ in pairs])
-    news: Any = read_elements(after, [new for _, new in pairs], differing)
+    differing = {
+        path: [
+            n
+            for n, (a, b) in enumerate(zip(old.chunks, new.chunks, strict=True))
+            if a.hash != b.hash
+        ]
+        for path, (old, new) in pairs.items()
+    }
+    olds: Any = read_elements(before, [old for old, _ in pairs.values()])
+    news: Any = read_elements(after, [new for _, new in pairs.values()], differing)
     with closing(olds), closing(news):
-        for entry, _ in pairs:
-            change = Change(ScaledSum(), ScaledSum(), ScaledSum())
+        for path, (entry, _) in pairs.items():
+            change = Change(0.0, 0.0, 0.0)
             for number in range(len(entry.chunks)):
                 old = new = _real(next(olds).values)
-                _add_squares(change.before, old)
-                if number in differing[entry.path]:
+                distance = change.distance
+                if number in differing[path]:
                     new = _real(next(news).values)
-                    _add_distance(change.distance, old, new)
-                _add_squares(change.after, new)
-            yield entry.path, change
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        distance = product_sum(new - old, new - old, distance)
+                before_sum = product_sum(old, old, change.before)
+                change = Change(before_sum, product_sum(new, new, change.after), distance)
+            yield path, change
 
 
 def _real(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Elements as float64; a complex number is two of them."""
     return as_float64(values.view(parts_dtype(values.dtype)))
-
-
-def _add_squares(total: ScaledSum, values: np.ndarray[Any, Any]) -> None:
-    """Add the squares of numbers; NaN and infinities make the sum so."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        for (block,) in blocks(values):
-            total.add(block, block)
-
-
-def _add_distance(total: ScaledSum, old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> None:
-    """Add the squares of the differences of numbers."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        for before, after in blocks(old, new):
-            distance, halvings = after - before, 0
-            if np.isinf(distance).any():  # the distance of two finite numbers may overflow
-                distance, halvings = after / 2 - before / 2, 1
-            squares = ScaledSum()
-            squares.add(distance, distance)
-            total.merge(squares.value, squares.exponent + 2 * halvings)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from perdure.checkpoint.address import checkpoint_at
 from perdure.errors import ArgumentError, StepNotFoundError
-from perdure.look.fixed_order import ScaledSum, added
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import (
     NEW,
@@ -243,14 +242,14 @@ def _norm_panels(
 
 def _norm_lines(
     steps: Sequence[int],
-    norms: Sequence[dict[str, ScaledSum]],
+    norms: Sequence[dict[str, float]],
     attempts: Sequence[PlottedAttempt],
 ) -> list[PlotLine]:
     layers = layers_of((path for each in norms for path in each), MOST_LINES)
     points: dict[str, Series] = {}
     for step, squares in zip(steps, norms, strict=True):
         for layer, parts in grouped(squares, layers).items():
-            points.setdefault(layer, []).append((step, _finite(added(parts).root())))
+            points.setdefault(layer, []).append((step, _finite(math.sqrt(math.fsum(parts)))))
     return _lines(points, attempts)
 
 

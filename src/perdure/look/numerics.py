@@ -1,7 +1,14 @@
-"""The elements of leaves as real numbers, and the distance of two floats in units in the last place."""
+"""Elements of leaves as real numbers: their sums in a fixed order, and distances in ULP.
+
+`numpy.sum` and BLAS choose their order by the release and the processor. Here a block is halved again
+and again, and its halves are added element by element; blocks are added in their order. So a sum of
+float64 has the same bits everywhere. One that is above the largest float64 is infinite.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -9,12 +16,57 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+BLOCK = 1 << 15
+"""Elements of a block. It decides the order of additions, and so the last bits of every figure."""
+
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def blocks(*values: Array) -> Iterator[tuple[Array, ...]]:
+    """Arrays of one length, in blocks."""
+    for start in range(0, values[0].size, BLOCK):
+        yield tuple(array[start : start + BLOCK] for array in values)
+
+
+def block_sum(values: Array) -> float:
+    """The sum of a one-dimensional float64 array."""
+    while values.size > 1:
+        half = (values.size + 1) // 2
+        added = values[:half].copy()
+        added[: values.size - half] += values[half:]
+        values = added
+    return float(values[0]) if values.size else 0.0
+
+
+def product_sum(left: Array, right: Array, total: float = 0.0) -> float:
+    """`total` and the products of two float64 arrays of one length, added block by block."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for a, b in blocks(left, right):
+            total += block_sum(a * b)
+    return total
+
+
+def root_ratio(part: float, whole: float) -> float | None:
+    """`sqrt(part / whole)`; None if that is 0 divided by 0."""
+    if not whole:
+        return math.inf if part else None
+    return math.sqrt(part / whole)
+
+
+def cosine(both: float, first: float, second: float) -> float | None:
+    """The cosine of two vectors, by the sums of their products and of their squares."""
+    scale = math.sqrt(first) * math.sqrt(second)
+    return both / scale if scale else None
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
     """Whether a dtype has integers or booleans, those of ml_dtypes such as `int4` included."""
     return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
+
+
+def is_inexact(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype has floating-point numbers, real or complex, those of ml_dtypes included."""
+    return dtype.kind in "fc" or dtype.name.startswith(("float", "bfloat"))
 
 
 def parts_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -52,16 +104,6 @@ def ulp_distance(first: Array, second: Array) -> int:
     return int(np.where(same_side, np.where(a > b, a - b, b - a), a + b).max())
 
 
-def _places(values: Array) -> Array:
-    """The number of steps from zero to each float of at most four bytes, below 0 for those below."""
-    if values.dtype.itemsize == 1:
-        return _ranks(values.dtype)[values.view(np.uint8)]
-    bits_above = 64 - 8 * values.dtype.itemsize
-    words = bits(values).astype(np.int64)
-    down = -(words & ((1 << (63 - bits_above)) - 1))
-    return np.where(words >> (63 - bits_above), down, words)
-
-
 def integer_distance(first: Array, second: Array) -> int:
     """The largest difference of two integers, exact."""
     if not first.size:
@@ -70,6 +112,16 @@ def integer_distance(first: Array, second: Array) -> int:
         first, second = first.astype(np.int64), second.astype(np.int64)
     words = bits(np.ascontiguousarray(first)), bits(np.ascontiguousarray(second))
     return int(np.where(first > second, words[0] - words[1], words[1] - words[0]).max())
+
+
+def _places(values: Array) -> Array:
+    """The number of steps from zero to each float of at most four bytes, below 0 for those below."""
+    if values.dtype.itemsize == 1:
+        return _ranks(values.dtype)[values.view(np.uint8)]
+    bits_above = 64 - 8 * values.dtype.itemsize
+    words = bits(values).astype(np.int64)
+    down = -(words & ((1 << (63 - bits_above)) - 1))
+    return np.where(words >> (63 - bits_above), down, words)
 
 
 @cache

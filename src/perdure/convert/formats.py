@@ -1,24 +1,44 @@
-"""Leaves as files of other tools hold them: arrays of plain dtypes, and notes on all else.
+"""The formats of other tools: a module for each, and leaves as their files hold them.
 
-Invariant: a leaf of a `ForeignFile` can be saved and restored; its bytes are as many as its shape says.
+A module has `DTYPES` (None for all of NumPy and ml_dtypes), `can_hold` for Python scalars, `write` and
+`read`. Invariant: a leaf of a `ForeignFile` can be saved and restored; its bytes are as many as its
+shape says.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import msgspec
 
-from perdure.errors import UnsupportedLeafError
-from perdure.look.leaf_reader import KEY_PREFIX, ChunksOf, element_shape, scalar_value
+from perdure.errors import ArgumentError, DataError, UnsupportedLeafError
+from perdure.look.leaf_reader import KEY_PREFIX, scalar_value
 from perdure.store.format import WEAK_PREFIX, escape, unescape
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
 from perdure.store.manifest_check import MAX_DIMENSIONS, item_bytes
+
+_MODULES = {
+    "safetensors": "safetensors_files",
+    "torch": "torch_file",
+    "npz": "npz_file",
+    "orbax": "orbax_folder",
+}
+
+ARRAY_FORMATS = tuple(_MODULES)
+"""The formats of arrays, which are read and written without the code of a model."""
+
+MODEL_FORMATS = ("keras", "saved_model", "onnx", "jax_export")
+"""The formats that need the code of the model, and are only written."""
+
+_ENDS = {".safetensors": "safetensors", ".npz": "npz"}
+_ENDS |= dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")
 
 
 class LeafNote(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -46,43 +66,67 @@ class ForeignFile(NamedTuple):
 
 
 class NamedLeaf(NamedTuple):
-    """A leaf of a checkpoint, and its name in a file.
+    """A leaf of a checkpoint, and how a file has it.
 
     Attributes:
-        name: Its name.
+        name: Its name in the file.
         entry: The leaf.
-        noted_path: Its path inside the branch, if the name would be imported as another path. The file
-            notes it, if its format can.
+        dtype: Of an array the NumPy or ml_dtypes name of its elements.
+        shape: Of an array the shape of its elements; of random keys it ends in the words of one key.
+        note: The path inside the branch, if the name would be imported as another path; and of an
+            array the dtype, if that is a weak type or one of keys.
+        value: Of a Python scalar its value.
     """
 
     name: str
     entry: LeafEntry
-    noted_path: str | None = None
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the elements of an array leaf: a NumPy or ml_dtypes name."""
-        if self.entry.dtype.startswith(KEY_PREFIX):
-            return "uint32"
-        return self.entry.dtype.removeprefix(WEAK_PREFIX)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of an array leaf; that of random keys ends in the words of one key."""
-        return element_shape(self.entry)
-
-    @property
-    def note(self) -> LeafNote:
-        """What is noted of an array leaf: the dtype if that is a weak type or one of keys."""
-        dtype = self.entry.dtype
-        return LeafNote(dtype if self.dtype != dtype else None, self.noted_path)
+    dtype: str
+    shape: tuple[int, ...]
+    note: LeafNote
+    value: Any = None
 
 
-Reader = Callable[[Sequence[NamedLeaf]], ChunksOf]
-"""Begins to read leaves; what it returns yields the bytes of a leaf, and is called in their order."""
+def format_module(kind: str) -> Any:
+    """The module of a format; few programs need more than one."""
+    return import_module(f"perdure.convert.{_MODULES[kind]}")
 
-Scalars = Sequence[tuple[NamedLeaf, Any]]
-"""Leaves that are Python scalars, with their values."""
+
+def read_foreign(path: str, kind: str) -> ForeignFile:
+    """The arrays and scalars of a file or folder. Each can be saved, and restored from a checkpoint.
+
+    Where the format allows it, the bytes are mapped: they are read when they are used, and the system
+    may drop them from memory at any time.
+
+    Raises:
+        DataError: It cannot be read, is not of this kind, or holds what cannot be a leaf.
+        ArgumentError: Two leaves of it have one name.
+        MissingExtraError: The library of the format is not installed.
+    """
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise DataError(f"{path}: expected a file or folder, found a pipe or a device.")
+    return format_module(kind).read(path)
+
+
+def kind_of(path: str) -> str:
+    """The format of a file or folder, from what is there.
+
+    Raises:
+        DataError: There is nothing.
+        ArgumentError: It is not known; the caller names the format.
+    """
+    if os.path.isdir(path):
+        names = os.listdir(path)
+        if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+            return "safetensors"
+        if "_METADATA" in names or "_CHECKPOINT_METADATA" in names:
+            return "orbax"
+    elif not os.path.exists(path):
+        raise DataError(f"{path}: expected a file or folder, found nothing.")
+    elif kind := _ENDS.get(os.path.splitext(path)[1]):
+        return kind
+    raise ArgumentError(
+        f"{path}: its format is not known from its name; name it: one of {', '.join(ARRAY_FORMATS)}."
+    )
 
 
 def noted_file(leaves: dict[str, Leaf], notes: Mapping[str, LeafNote]) -> ForeignFile:

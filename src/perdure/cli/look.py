@@ -1,4 +1,4 @@
-"""`perdure show RUN[@STEP]`: one checkpoint, its leaves as a tree, or the figures of its leaves."""
+"""`perdure ls`, `show` and `diff`: what a run directory and its checkpoints hold."""
 
 from __future__ import annotations
 
@@ -7,25 +7,70 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.output import (
-    VALUE_CHARACTERS,
+from perdure.cli.options import (
+    EXIT_STATUS,
     checkpoint_argument,
-    document,
-    json_option,
+    command,
     leaves_option,
-    printable,
-    show,
-    terminal_width,
+    run_argument,
 )
-from perdure.look.tables import Table, size_text
+from perdure.cli.output import document, print_result, say, terminal_width
+from perdure.look.tables import Table, printable, size_text, value_text
+from perdure.text import counted
 
 if TYPE_CHECKING:
     from perdure.checkpoint.address import StoredCheckpoint
     from perdure.look.listing import ListedCheckpoint
     from perdure.store.manifest import LeafEntry
 
+VALUE_CHARACTERS = 200
+"""A longer value is cut in output for people; --json has all of it."""
 
-@click.command("show", short_help="Show a checkpoint: recipe, metrics, leaves, figures.")
+
+@command("ls", epilog=EXIT_STATUS)
+@run_argument
+def ls(run: str, as_json: bool) -> bool:
+    """List the checkpoints of the run directory RUN, oldest first.
+
+    "own" are the bytes of packs that deleting this checkpoint alone frees, as `perdure prune` does it;
+    "shared" those of its chunks that stay then, because others need them or chunks in the same pack.
+    "kept" says why a checkpoint is there, by the rules that the last manager recorded in the run
+    directory. `perdure prune --dry-run` shows what other rules would keep.
+
+    \b
+    Example:
+      perdure ls runs/a
+    """
+    from perdure.look.listing import list_run
+
+    listing = list_run(run)
+    print_result(listing, as_json)
+    return bool(listing.damaged or listing.unread)
+
+
+@command("diff")
+@checkpoint_argument("first", "A")
+@checkpoint_argument("second", "B")
+@leaves_option
+def diff(first: str, second: str, leaves: tuple[str, ...], as_json: bool) -> bool:
+    """Compare the checkpoints A and B: leaves, recipe, environment and metrics.
+
+    A and B are RUN@STEP, as for `perdure show`; two runs without a step are compared at the first
+    common step that differs. Equal leaves are known by their hashes; only chunks that differ are read.
+    Exits with 0 if the states are equal, with 1 if they differ or something is damaged.
+
+    \b
+    Example:
+      perdure diff runs/a@100 runs/b@100 --leaves 'model/**'
+    """
+    from perdure.look.checkpoint_diff import diff
+
+    result = diff(first, second, leaves=leaves or None)
+    print_result(result, as_json)
+    return not result.equal
+
+
+@command("show")
 @checkpoint_argument("run")
 @click.option("--tree", is_flag=True, help="Show the leaves as a tree with the sizes of branches.")
 @click.option("--stats", is_flag=True, help="Show minimum, maximum, mean, norm and more of leaves.")
@@ -36,17 +81,9 @@ if TYPE_CHECKING:
     type=click.IntRange(0),
     help="Of --tree or --stats: branches of N parts, nothing below; 0 is the whole state.",
 )
-@json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
-    run: str,
-    tree: bool,
-    stats: bool,
-    leaves: tuple[str, ...],
-    depth: int | None,
-    as_json: bool,
-) -> None:
+def show(
+    run: str, tree: bool, stats: bool, leaves: tuple[str, ...], depth: int | None, as_json: bool
+) -> bool:
     """Show the recipe, metrics and leaves of a checkpoint.
 
     RUN@STEP names one, RUN and RUN@latest the newest, RUN@best:max:METRIC and RUN@best:min:METRIC the
@@ -64,22 +101,20 @@ def command(
         raise click.UsageError("give --tree or --stats, and not both.")
     if depth is not None and not (tree or stats):
         raise click.UsageError("--depth: has a meaning only with --tree or --stats.")
+    from perdure import look  # loads NumPy only for what computes
+
     if tree or stats:
-        from perdure import look  # NumPy is loaded only by the one that computes
-
         result = (look.tree if tree else look.stats)(run, leaves=leaves or None, depth=depth)
-        document(result.as_dict()) if as_json else show(result)
-        ctx.exit(1 if getattr(result, "unknown", ()) else 0)
-    from perdure.look import open_checkpoint, select_leaves
-
-    checkpoint = open_checkpoint(run)
-    chosen = select_leaves(checkpoint, leaves or None)
+        print_result(result, as_json)
+        return bool(getattr(result, "unknown", ()))
+    checkpoint = look.open_checkpoint(run)
+    chosen = look.select_leaves(checkpoint, leaves or None)
     row = _listed(checkpoint)
     if as_json:
         document(_document(checkpoint, row, chosen))
     else:
-        # One text, so that a reader who takes the first lines (`| head`) makes nothing fail.
-        click.echo("\n".join(_lines(checkpoint, row, chosen)))
+        say("\n".join(_lines(checkpoint, row, chosen)))
+    return False
 
 
 def _listed(checkpoint: StoredCheckpoint) -> ListedCheckpoint:
@@ -104,10 +139,8 @@ def _document(
 def _lines(
     checkpoint: StoredCheckpoint, row: ListedCheckpoint, chosen: list[LeafEntry]
 ) -> list[str]:
-    from perdure.look.leaf_tree import value_text
+    from perdure.look.leaf_reader import origin_lines
     from perdure.look.listing import age_text
-    from perdure.look.origins import origin_lines
-    from perdure.text import counted
 
     manifest = checkpoint.manifest
     stored = f", stored as {size_text(manifest.stored_nbytes)}" if manifest.is_encoded else ""
@@ -120,15 +153,17 @@ def _lines(
         )
         for leaf in chosen
     ]
+    own = (
+        f"deleting it frees {size_text(row.own_nbytes)}; {size_text(row.shared_nbytes)} stay, in packs "
+        f"of other checkpoints"
+    )
+    leaves = Table(("leaf", "value", "size", "first chunk"), rows, ("first chunk",))
     return [
         f"step         {manifest.step}",
         f"created      {manifest.created} ({age_text(row.age_s)} ago)",
         f"fingerprint  {manifest.fingerprint}",
         f"size         {size_text(manifest.nbytes)}{stored} in {counted(len(manifest.packs), 'pack')}",
-        (
-            f"in packs     deleting it frees {size_text(row.own_nbytes)}; "
-            f"{size_text(row.shared_nbytes)} stay, in packs of other checkpoints"
-        ),
+        f"in packs     {own}",
         f"kept         {row.kept}",
         *(f"origin       {_short(line)}" for line in origin_lines(manifest)),
         *(f"recipe       {_short(k)} = {_short(v)}" for k, v in sorted(manifest.recipe.items())),
@@ -137,9 +172,7 @@ def _lines(
             for name, metric in sorted(manifest.metrics.items())
         ),
         "",
-        Table(("leaf", "value", "size", "first chunk"), rows, ("first chunk",)).text(
-            terminal_width()
-        ),
+        leaves.text(terminal_width()),
     ]
 
 

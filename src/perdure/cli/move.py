@@ -1,0 +1,225 @@
+"""`perdure copy`, `fork`, `average`, `export` and `import`: checkpoints for other runs and tools."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perdure.cli.options import (
+    EXIT_STATUS,
+    NewRun,
+    Size,
+    checkpoint_argument,
+    command,
+    dry_run_option,
+    fresh_run,
+    leaves_option,
+    new_run_argument,
+    output_option,
+)
+from perdure.cli.output import document, print_result, say
+from perdure.convert.formats import ARRAY_FORMATS, MODEL_FORMATS
+from perdure.look.tables import leaves_text, size_text
+from perdure.text import counted
+
+if TYPE_CHECKING:
+    from perdure.convert import NameMap
+    from perdure.store import Copied
+
+
+@command("copy")
+@checkpoint_argument("run", "RUN[@STEP,...]")
+@new_run_argument("target", "TARGET")
+@dry_run_option
+def copy(run: str, target: str, dry_run: bool, as_json: bool) -> bool:
+    """Copy checkpoints of the run directory RUN into the run directory TARGET, oldest first.
+
+    Both are paths or URLs (s3://...). RUN@100,200 copies only these steps. Every byte is verified, and
+    steps that TARGET holds already are skipped, so a copy can be repeated. A step is not copied if
+    TARGET has other bits at that step or a newer step; the exit status is 1 then.
+
+    \b
+    Example:
+      perdure copy runs/a s3://bucket/runs/a
+    """
+    from perdure.checkpoint.address import find_run, open_checkpoints
+    from perdure.store import copy_run
+
+    source = find_run(run)
+    steps = None if source.which is None else [each.step for each in open_checkpoints(run)]
+
+    def progress(copied: Copied) -> None:
+        line = f"step {copied.step}  {copied.outcome}"
+        if copied.outcome == "copied":
+            line += f"  {size_text(copied.nbytes)}"
+        say(f"{line}: {copied.reason}" if copied.reason else line)
+
+    outcomes = copy_run(
+        source.given, target, steps, dry_run=dry_run, progress=None if as_json else progress
+    )
+    missing = [copied.step for copied in outcomes if copied.outcome not in ("copied", "present")]
+    if as_json:
+        rows = [asdict(copied) for copied in outcomes]
+        document({"executed": not dry_run, "run": target, "checkpoints": rows})
+    elif dry_run:
+        say("nothing was changed (--dry-run)")
+    else:
+        say(f"{len(outcomes) - len(missing)} of {counted(len(outcomes), 'checkpoint')} in {target}")
+    return bool(missing)
+
+
+@command("fork", epilog=EXIT_STATUS)
+@checkpoint_argument("run", "RUN@STEP")
+@new_run_argument("new", "NEW")
+def fork(run: str, new: str, as_json: bool) -> None:
+    """Start the run directory NEW from one checkpoint of RUN, and leave RUN as it is.
+
+    NEW must be empty or missing. On one local file system the new run needs little space: packs that
+    the checkpoint mostly needs become hard links. Pruning or deleting one run does not affect the
+    other.
+
+    \b
+    Example:
+      perdure fork runs/a@1000 runs/b
+    """
+    from perdure.checkpoint.address import find_run, open_checkpoint
+    from perdure.store import fork_run
+
+    source = find_run(run)
+    if source.which is None:
+        raise click.UsageError(f"expected RUN@STEP, such as runs/a@100, found {run!r}.")
+    manifest = fork_run(source.given, open_checkpoint(run).step, new)
+    if as_json:
+        document({"run": new, "step": manifest.step, "fingerprint": manifest.fingerprint})
+    else:
+        say(f"{new} starts at step {manifest.step} of {source.given}")
+
+
+class _Numbers(click.ParamType):
+    name = "W,W,..."
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[float]:
+        try:
+            return [float(part) for part in value.split(",")]
+        except ValueError:
+            self.fail(f"expected numbers with commas between them, found {value!r}.", param, ctx)
+
+
+@command("average", epilog=EXIT_STATUS)
+@checkpoint_argument("checkpoints", "RUN@STEP...", nargs=-1, required=True)
+@output_option("The new run directory.", required=True, type=NewRun())
+@click.option("--weights", type=_Numbers(), help="A weight for each checkpoint, in their order.")
+@click.option("--ema", type=float, metavar="DECAY", help="Exponential moving average, by steps.")
+@click.option(
+    "--schedule",
+    type=click.Choice(["uniform", "linear", "cosine", "sqrt"]),
+    default="uniform",
+    help="How the weights depend on the order of the steps.",
+)
+@leaves_option
+@click.option("--like", metavar="RUN@STEP", help="Where all other leaves come from.")
+def average(
+    checkpoints: tuple[str, ...], output: str, leaves: tuple[str, ...], as_json: bool, **how: Any
+) -> None:
+    """Average checkpoints into the new run directory of -o: RUN@100,200,300 or several RUN@STEP.
+
+    Arrays of floating-point numbers are averaged in float64, in the order of the steps, and rounded
+    once, so that the result has the same fingerprint wherever it is made. All other leaves are those
+    of the newest of the checkpoints, or of --like. It has the step of that one, and its manifest
+    says what it was made from.
+
+    \b
+    Example:
+      perdure average runs/a@800,900,1000 -o runs/mean
+    """
+    from perdure.convert import average
+
+    with fresh_run():
+        made = average(checkpoints, output, leaves=leaves or None, **how)
+    print_result(made, as_json)
+
+
+def _names(file: str | None) -> NameMap | None:
+    from perdure.convert import NameMap
+
+    return None if file is None else NameMap.read(file)
+
+
+@command("export", epilog=EXIT_STATUS)
+@checkpoint_argument("checkpoint")
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--to", required=True, type=click.Choice(ARRAY_FORMATS + MODEL_FORMATS), help="The format."
+)
+@leaves_option
+@click.option("--names", metavar="FILE", help="New names: old=new in each line, with * and **.")
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    type=Size(),
+    help="The most bytes of a file of safetensors; 5GB by default.",
+)
+@click.option("--model", metavar="FILE.PY:FUNCTION", help="Returns the Keras model.")
+@click.option("--verify", is_flag=True, help="Read the result and compare it with the checkpoint.")
+def export(
+    checkpoint: str,
+    out: str,
+    leaves: tuple[str, ...],
+    names: str | None,
+    as_json: bool,
+    **how: Any,
+) -> None:
+    """Write leaves of a checkpoint to the new file or folder OUT.
+
+    safetensors (a folder in the layout of Hugging Face, or one file if OUT ends in .safetensors),
+    torch (a state dict), npz and orbax need nothing but the checkpoint. keras, saved_model, onnx and
+    jax_export need the code of the model: --model. With --leaves model, names begin below `model`.
+    OUT appears when it is complete.
+
+    \b
+    Example:
+      perdure export runs/a@1000 model.safetensors --to safetensors --leaves model
+    """
+    from perdure.convert import export
+
+    done = export(checkpoint, out=out, leaves=leaves or None, names=_names(names), **how)
+    print_result(done, as_json)
+
+
+@command("import", epilog=EXIT_STATUS)
+@click.argument("source", metavar="SRC")
+@new_run_argument("run", "RUN")
+@click.option("--from", "kind", type=click.Choice(ARRAY_FORMATS), help="The format of SRC.")
+@click.option("--branch", default="", metavar="PATH", help="Put the leaves below this path.")
+@click.option("--names", metavar="FILE", help="Paths: old=new in each line, with * and **.")
+def import_(
+    source: str, run: str, kind: str | None, branch: str, names: str | None, as_json: bool
+) -> None:
+    """Save the arrays of SRC as step 0 of the new run directory RUN.
+
+    SRC is a .safetensors file, a folder of them, a state dict of PyTorch, a .npz archive or a folder
+    of Orbax. The dots of a name become the parts of a path: encoder.0.weight is the leaf
+    encoder/0/weight. A SRC that is one array becomes the leaf PATH of --branch. Torch files are read
+    with weights_only=True only, so that no code in them runs.
+
+    \b
+    Example:
+      perdure import model.safetensors runs/a --branch model
+    """
+    from perdure.convert import import_run
+    from perdure.errors import ArgumentError
+
+    if not os.path.lexists(source):
+        raise ArgumentError(f"{source}: expected a file or folder, found nothing.")
+    with fresh_run():
+        manifest = import_run(source, run, kind=kind, branch=branch, names=_names(names))
+    if as_json:
+        leaves = [{"path": leaf.path} for leaf in manifest.leaves]
+        document({"run": run, "step": 0, "fingerprint": manifest.fingerprint, "leaves": leaves})
+    else:
+        say(f"{run} starts at step 0 with {leaves_text(len(manifest.leaves), manifest.nbytes)}")

@@ -1,36 +1,4 @@
-"""Every error that perdure raises on purpose, shaped by what a caller would catch.
-
-PerdureError
-├── StoreError                    a run directory cannot be used as asked
-│   ├── NotARunError              the path holds no run directory
-│   ├── FormatVersionError        written by a newer perdure
-│   ├── StepNotFoundError         no checkpoint of that step
-│   │   └── LeafNotFoundError     it has none of the leaves that were asked for; also a MismatchError
-│   ├── HistoryError              it would start a second line of steps in the run
-│   │   └── StepExistsError       that step is already committed with other bits
-│   ├── LockedError               another process writes here, or this one was forked from the writer
-│   ├── CorruptionError           bytes that do not match their hash or their schema
-│   │   └── NoGoodCheckpointError checkpoints exist, and none of them is readable
-│   ├── UnreachableError          the storage cannot be read now, so its contents are unknown
-│   ├── SaveError                 a save did not commit (disk full, permission, ...)
-│   └── PruneError                deleting or compacting did not start, or stopped in the middle
-├── StateError                    the live objects and the checkpoint do not fit together
-│   ├── UnsupportedLeafError      a value that has no exact form on disk
-│   └── MismatchError             structure, dtype or shape differ; lists every leaf
-├── NonFiniteError                a logical replica computed NaN or infinity
-├── RecipeMismatchError           checkpoint and run, or the processes of a group, differ in recipe
-├── JournalMismatchError          a repeated step has other bits than the journal recorded
-├── SilentCorruptionError         two devices computed other bits for one logical replica
-├── TopologyError                 replicas, devices, processes or batch do not fit
-├── ClusterError                  the cluster description is incomplete or contradictory
-│   └── WorkerLostError           a process of the group is gone
-├── LaunchError                   a run cannot be started or watched as asked
-│   └── CommandError              the program after `--` is not there; also an ArgumentError
-├── DataError                     a dataset cannot be read or addressed
-├── TrainError                    the training loop cannot do what it was asked for
-├── ArgumentError                 an argument has a value that cannot be used; also a ValueError
-└── MissingExtraError             a package of an extra is not installed; also a ModuleNotFoundError
-"""
+"""Every error that perdure raises on purpose; the bases are what a caller would catch."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from perdure.keras import BackupAndRestore, ModelCheckpoint, load_weights, open_managers
+from perdure.keras import BackupAndRestore, ModelCheckpoint, fit_saving, load_weights
 from perdure.store import Run
 
 BEHAVIOURS: dict[str, Callable[[Path], None]] = {}
@@ -92,7 +92,7 @@ def interrupted_fit(
         model.fit(x, y, batch_size=4, epochs=6, verbose=0, callbacks=[backup, interrupt])
     except Interrupted:
         assert backup_dir.exists()
-        for manager in open_managers._open.values():  # the last save may still be running
+        for manager in fit_saving._open.values():  # the last save may still be running
             manager.wait_until_finished()
         between()
         return (

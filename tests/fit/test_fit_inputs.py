@@ -20,7 +20,7 @@ from perdure.errors import (
     StepNotFoundError,
     TrainError,
 )
-from perdure.keras import BackupAndRestore, ModelCheckpoint, load_weights, open_managers
+from perdure.keras import BackupAndRestore, ModelCheckpoint, fit_saving, load_weights
 from perdure.store import Run
 
 
@@ -64,7 +64,7 @@ def test_an_unbuilt_model_and_a_custom_loop_are_refused(tmp_path: Path) -> None:
 def begun(where: Path, **fit: Any) -> None:
     with pytest.raises(Fault):
         train(where, (1, 1), **fit)
-    open_managers._open[str(where)].wait_until_finished()  # the last save may still be running
+    fit_saving._open[str(where)].wait_until_finished()  # the last save may still be running
 
 
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {

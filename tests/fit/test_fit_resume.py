@@ -15,7 +15,7 @@ import torch
 from cases import BATCH, BATCHES, EPOCHS, ROWS, End, Fault, arrays, network, same, train
 
 from perdure.errors import ArgumentError, TrainError
-from perdure.keras import BackupAndRestore, ModelCheckpoint, open_managers
+from perdure.keras import BackupAndRestore, ModelCheckpoint, fit_saving
 from perdure.runtime import heartbeats
 from perdure.store import Run
 
@@ -24,7 +24,7 @@ ALL = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(BATCHES)]
 
 def newest(backup: Path) -> int:
     """The newest step, after the background save has ended."""
-    if manager := open_managers._open.get(str(backup)):  # a refused `fit` has closed it
+    if manager := fit_saving._open.get(str(backup)):  # a refused `fit` has closed it
         manager.wait_until_finished()
     return (Run(backup).steps() or [0])[-1]
 

@@ -17,7 +17,7 @@ from cases import BATCH, BATCHES, EPOCHS, Fault, arrays, network, same, train
 
 from perdure import CheckpointManager
 from perdure.errors import RecipeMismatchError, TrainError
-from perdure.keras import BackupAndRestore, ModelCheckpoint, open_managers
+from perdure.keras import BackupAndRestore, ModelCheckpoint, fit_saving
 from perdure.store import Run
 
 
@@ -179,7 +179,7 @@ def test_a_model_checkpoint_is_durable_before_the_next_backup(
     others = [ModelCheckpoint(kept, "loss")]
     train(tmp_path / "run", callbacks=others, save_freq="epoch", epochs=2)
     assert order == [(BATCHES, True), (BATCHES, False), (2 * BATCHES, True), (2 * BATCHES, False)]
-    assert kept not in open_managers._open
+    assert kept not in fit_saving._open
 
 
 def test_the_environment_is_in_the_recipe(tmp_path: Path) -> None:

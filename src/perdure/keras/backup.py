@@ -12,9 +12,9 @@ import keras
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.errors import ArgumentError, TrainError
+from perdure.keras import fit_saving
 from perdure.keras.fit_internals import attached_model, running_fit
 from perdure.keras.fit_session import FitSession
-from perdure.keras.open_managers import close_manager, open_manager
 from perdure.store import LocalStorage
 from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE
 from perdure.store.log_view import LOG_FILE
@@ -100,7 +100,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "it a `keras.Input`, or call it on a batch before `fit`."
             )
         fit = running_fit(model)
-        manager = self._manager = open_manager(
+        manager = self._manager = fit_saving.open_manager(
             self.backup_dir,
             self.params,
             self._options,
@@ -134,7 +134,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self.delete_checkpoint:
             for step in manager.all_steps():
                 manager.delete(step)
-        close_manager(manager)
+        fit_saving.close_manager(manager)
         storage = open_storage(self.backup_dir)
         if self.delete_checkpoint and isinstance(storage, LocalStorage):
             _delete(storage)

@@ -2,15 +2,19 @@
 
 A callback with `state_dict` and `load_state_dict` defines its own state. The state of any other is
 every attribute with a plain value that has changed; settings and paths do not change, so they stay
-those of the program. A warning names attributes that have changed and are not plain.
+those of the program. A warning names attributes that have changed and are not plain. Plain values of
+any structure are packed into leaves, one text and arrays: they grow (a history), so that there is no
+template to restore them into. Floats come back with their bits.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import Counter, deque
 from typing import Any
 
+import numpy as np
 from keras.callbacks import (
     EarlyStopping,
     LearningRateScheduler,
@@ -19,13 +23,13 @@ from keras.callbacks import (
     SwapEMAWeights,
 )
 
-from perdure.keras import packing
-from perdure.keras.fit_inputs import is_stateful
+from perdure.errors import TrainError
 from perdure.keras.fit_internals import CALLBACK_ATTRIBUTES, has_direction, set_direction
 
 # Keras's callbacks that change what is trained: their settings belong to the recipe.
 _IN_RECIPE = (EarlyStopping, LearningRateScheduler, ReduceLROnPlateau, SwapEMAWeights)
 
+_TAG = "perdure"
 _CONTAINERS = (bytearray, deque, dict, frozenset, list, set, tuple)
 
 
@@ -54,7 +58,7 @@ class CallbackState:
         states = {}
         for name, callback in self._named.items():
             if is_stateful(callback):
-                own = packing.copy_plain(callback.state_dict(), f"{name}.state_dict()")
+                own = copy_plain(callback.state_dict(), f"{name}.state_dict()")
                 states[name] = {"own": own}
             elif changed := self._changed(name, callback):
                 states[name] = {"changed": changed, "operator": has_direction(callback)}
@@ -74,8 +78,8 @@ class CallbackState:
             # Unchanged attributes are not stored, and may have changed when the epoch began again.
             for attribute, packed in self._before[name].items():
                 value = vars(callback).get(attribute)
-                if not packing.is_plain(value) or not packing.same(packing.pack(value), packed):
-                    setattr(callback, attribute, packing.unpack(packed))
+                if not is_plain(value) or not same(pack(value), packed):
+                    setattr(callback, attribute, unpack(packed))
             if state["operator"] and not has_direction(callback):
                 set_direction(callback)
             for attribute, value in state["changed"].items():
@@ -113,9 +117,9 @@ class CallbackState:
     def _changed(self, name: str, callback: Any) -> dict[str, Any]:
         before = self._before[name]
         return {
-            attribute: packing.unpack(packed)
+            attribute: unpack(packed)
             for attribute, packed in _packed(callback).items()
-            if attribute not in before or not packing.same(packed, before[attribute])
+            if attribute not in before or not same(packed, before[attribute])
         }
 
 
@@ -125,7 +129,7 @@ def _attributes(callback: Any) -> dict[str, Any]:
 
 def _packed(callback: Any) -> dict[str, Any]:
     values = _attributes(callback)
-    return {name: packing.pack(value) for name, value in values.items() if packing.is_plain(value)}
+    return {name: pack(value) for name, value in values.items() if is_plain(value)}
 
 
 def _containers(callback: Any) -> dict[str, list[Any]]:
@@ -135,7 +139,7 @@ def _containers(callback: Any) -> dict[str, list[Any]]:
     return {
         name: [*value.items()] if isinstance(value, dict) else [*value]
         for name, value in _attributes(callback).items()
-        if isinstance(value, _CONTAINERS) and not packing.is_plain(value)
+        if isinstance(value, _CONTAINERS) and not is_plain(value)
     }
 
 
@@ -146,3 +150,102 @@ def _same_objects(items: list[Any], before: list[Any] | None) -> bool:
 
 def _identity(item: Any) -> Any:
     return (id(item[0]), id(item[1])) if type(item) is tuple and len(item) == 2 else id(item)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether an object has `state_dict` and `load_state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
+
+
+def pack(value: Any) -> dict[str, Any]:
+    """Pack a plain value as `{"json": uint8 text, "arrays": {"0": ...}}`.
+
+    Plain values are None, booleans, numbers, strings, arrays, and lists, tuples and dicts of them.
+
+    Raises:
+        TypeError: The value is not plain.
+    """
+    arrays: dict[str, Any] = {}
+    text = json.dumps(_encode(value, arrays), separators=(",", ":"))
+    packed: dict[str, Any] = {"json": np.frombuffer(text.encode(), np.uint8)}
+    return packed | ({"arrays": arrays} if arrays else {})
+
+
+def unpack(packed: dict[str, Any]) -> Any:
+    """The inverse of `pack`."""
+    text = bytes(np.asarray(packed["json"])).decode()
+    return _decode(json.loads(text), packed.get("arrays", {}))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `pack` takes it."""
+    try:
+        _encode(value, {})
+    except TypeError:
+        return False
+    return True
+
+
+def copy_plain(value: Any, what: str) -> Any:
+    """A copy of a plain value. Raises `TrainError`, which begins with `what`, if it is not plain."""
+    try:
+        return unpack(pack(value))
+    except TypeError as error:
+        raise TrainError(
+            f"{what}: expected numbers, strings, arrays, and lists, tuples and dicts of them with keys "
+            f"that are strings, found a value of type {error}, which a backup cannot hold. Turn it "
+            f"into such values there, and back in `load_state_dict`."
+        ) from None
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two packed values have the same bits."""
+    left, right = _flat_arrays(one), _flat_arrays(other)
+    return left.keys() == right.keys() and all(
+        array.dtype == right[name].dtype
+        and array.shape == right[name].shape
+        and array.tobytes() == right[name].tobytes()
+        for name, array in left.items()
+    )
+
+
+def _flat_arrays(packed: dict[str, Any]) -> dict[str, Any]:
+    return {"json": packed["json"], **packed.get("arrays", {})}
+
+
+def _encode(value: Any, arrays: dict[str, Any]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        # Subclasses are other types (np.float64 is a float).
+        if type(value) in (type(None), bool, int, float, str):
+            return value
+        if not isinstance(value, np.generic):
+            raise TypeError(type(value).__name__)
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.array(value)  # a copy, because the original may change in place
+        if array.dtype.kind not in "biufc" and array.dtype.num < 256:
+            raise TypeError(str(array.dtype))
+        name = str(len(arrays))
+        arrays[name] = array
+        return {_TAG: "scalar" if isinstance(value, np.generic) else "array", "at": name}
+    if isinstance(value, list):
+        return [_encode(item, arrays) for item in value]
+    if type(value) is tuple:
+        return {_TAG: "tuple", "of": [_encode(item, arrays) for item in value]}
+    if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
+        return {key: _encode(item, arrays) for key, item in value.items()}
+    raise TypeError(type(value).__name__)
+
+
+def _decode(value: Any, arrays: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_TAG):
+        case "array":
+            return np.array(arrays[value["at"]])
+        case "scalar":
+            return np.asarray(arrays[value["at"]])[()]
+        case "tuple":
+            return tuple(_decode(item, arrays) for item in value["of"])
+    return {key: _decode(item, arrays) for key, item in value.items()}

@@ -16,7 +16,7 @@ import numpy as np
 
 from perdure.data.sources import ArraySource
 from perdure.errors import PerdureError
-from perdure.keras import fit_inputs
+from perdure.keras import fit_batches
 from perdure.keras.fit_internals import RunningFit, compiled_metrics, torch_device
 from perdure.state.environment import of_jax_as_it_is, of_tensorflow, of_torch
 from perdure.state.keras_state import variables_by_path
@@ -36,10 +36,20 @@ def describe(fit: RunningFit, callbacks: Mapping[str, Any]) -> Description:
     optimizer, metrics = model.optimizer, compiled_metrics(model)
     if optimizer is not None and optimizer not in _first_configs:
         _first_configs[optimizer] = _config(optimizer)
-    fields: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "keras.backend": keras.backend.backend(),
         "keras.dtype": keras.config.dtype_policy().name,
         "environment": _environment(),
+        "fit": {
+            **{name: arguments.get(name) for name in _OF_FIT},
+            "class_weight": _config(arguments.get("class_weight")),
+            "callbacks": dict(callbacks),
+        },
+        "data": fit_batches.describe(fit.iterator.data),
+        "validation_data": _content(arguments.get("validation_data")),
+    }
+    named: dict[str, Any] = {
+        "model": _config(model),
         "compile": {
             "optimizer": _first_configs.get(optimizer),
             "loss": _config(getattr(model, "loss", None)),
@@ -48,20 +58,12 @@ def describe(fit: RunningFit, callbacks: Mapping[str, Any]) -> Description:
             "run_eagerly": model.run_eagerly,
             "jit_compile": bool(model.jit_compile),
         },
-        "fit": {
-            **{name: arguments.get(name) for name in _OF_FIT},
-            "class_weight": _config(arguments.get("class_weight")),
-            "callbacks": dict(callbacks),
-        },
-        "data": fit_inputs.describe(fit.iterator.data),
-        "validation_data": _content(arguments.get("validation_data")),
-        "model": _config(model),
     }
     variables = {
         f"variables.{path}": f"{variable.dtype} {tuple(variable.shape)}"
         for path, variable in variables_by_path(model).items()
     }
-    return _flat(_renumbered(fields)) | variables
+    return _flat(settings) | _flat(_renumbered(named, {}, Counter())) | variables
 
 
 def _content(data: Any) -> Any:
@@ -114,43 +116,20 @@ def _comparable(config: Any) -> Any:
     return config
 
 
-def _renumbered(fields: dict[str, Any]) -> dict[str, Any]:
-    """With names numbered by their first use here: Keras numbers all names of a process."""
-    new_names: dict[str, str] = {}
-    count: Counter[str] = Counter()
-
-    def new_name(match: re.Match[str]) -> str:
-        name = match[0]
-        if name not in new_names:
-            stem = match[1]
-            new_names[name] = f"{stem}_{count[stem]}" if count[stem] else stem
-            count[stem] += 1
-        return new_names[name]
-
-    stems = _automatic_names(fields)
-    if not stems:
-        return fields
-    pattern = rf"\b({'|'.join(sorted(map(re.escape, stems), key=len, reverse=True))})(?:_\d+)?\b"
-    text = json.dumps({key: fields[key] for key in ("compile", "model")}, default=str)
-    return {**fields, **json.loads(re.sub(pattern, new_name, text))}
-
-
-def _automatic_names(fields: Any) -> set[str]:
-    """Names that Keras made from the name of a class, without their numbers."""
-    stems: set[str] = set()
-    if isinstance(fields, dict):
-        kind, config = fields.get("class_name"), fields.get("config")
-        name = config.get("name") if isinstance(config, dict) else None
-        if isinstance(kind, str) and isinstance(name, str):
-            stem = re.sub(r"_\d+$", "", name)
-            if stem.replace("_", "") == kind.lower():
-                stems.add(stem)
-        for value in fields.values():
-            stems |= _automatic_names(value)
-    elif isinstance(fields, list):
-        for value in fields:
-            stems |= _automatic_names(value)
-    return stems
+def _renumbered(value: Any, names: dict[str, str], count: Counter[str]) -> Any:
+    """With texts like `dense_7` numbered by their first use: Keras numbers all names of a process."""
+    if isinstance(value, dict):
+        # A key is no name, unless a layer has it.
+        return {names.get(k, k): _renumbered(child, names, count) for k, child in value.items()}
+    if isinstance(value, list):
+        return [_renumbered(child, names, count) for child in value]
+    if not isinstance(value, str):
+        return value
+    if value not in names:
+        stem = re.sub(r"_\d+$", "", value)
+        names[value] = f"{stem}_{count[stem]}" if count[stem] else stem
+        count[stem] += 1
+    return names[value]
 
 
 def _flat(value: Any, path: str = "") -> Description:

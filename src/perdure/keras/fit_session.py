@@ -19,17 +19,16 @@ from keras.callbacks import Callback
 from perdure.checkpoint import Checkpoint, CheckpointManager
 from perdure.checkpoint.recipe import allowed, check_resume
 from perdure.errors import TrainError
-from perdure.keras import fit_arguments, fit_inputs, model_state, packing
-from perdure.keras.callback_state import CallbackState
-from perdure.keras.fit_batches import FitBatches
+from perdure.keras import fit_arguments, fit_saving
+from perdure.keras.callback_state import CallbackState, is_plain, pack, unpack
+from perdure.keras.fit_batches import FitBatches, position_warning
 from perdure.keras.fit_internals import RunningFit
-from perdure.keras.open_managers import close_manager, finish_others
 from perdure.runtime.heartbeats import beat
 from perdure.state import flatten, restore, snapshot, unflatten
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
 
-_RESTORED_IN_PLACE = frozenset({"model", "optimizer", "metrics", model_state.ATTRIBUTES})
+_RESTORED_IN_PLACE = frozenset({"model", "optimizer", "metrics", fit_saving.ATTRIBUTES})
 
 
 class FitSession(Callback):
@@ -43,7 +42,7 @@ class FitSession(Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        if problem := fit_inputs.position_warning(fit.iterator.data):
+        if problem := position_warning(fit.iterator.data):
             warnings.warn(f"BackupAndRestore: {problem}", stacklevel=4)
         self._fit = fit
         self._manager = manager
@@ -73,7 +72,7 @@ class FitSession(Callback):
         fit.set_initial_epoch(None)
         self._epoch = fit.arguments["initial_epoch"]
         try:
-            model_state.attributes(fit.model)  # refuses what could not be restored
+            fit_saving.attributes(fit.model)  # refuses what could not be restored
             manager.claim()  # first, so that no other process resumes from the same checkpoint
             if manager.latest_step() is not None:
                 self._resume()
@@ -81,7 +80,7 @@ class FitSession(Callback):
                 fit.call_before_validation(self._before_validation)
             beat("compile", self._step)
         except BaseException:
-            close_manager(manager)
+            fit_saving.close_manager(manager)
             raise
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -149,7 +148,7 @@ class FitSession(Callback):
                 f"else. Give BackupAndRestore a directory of its own."
             )
         self._check_recipe(json.loads(bytes(tree["recipe"])))
-        position = packing.unpack(tree["fit"])
+        position = unpack(tree["fit"])
         in_epoch = bool(position["batches"]["executions"])
         begun = position["epoch"] + in_epoch
         if begun > fit.arguments["epochs"]:
@@ -193,9 +192,9 @@ class FitSession(Callback):
 
     def _members(self) -> dict[str, Any]:
         model = self._fit.model
-        named = model_state.members(model) | {"metrics": model_state.metrics(model)}
-        attributes = model_state.attributes(model)
-        return named | ({model_state.ATTRIBUTES: attributes} if attributes else {})
+        named = fit_saving.members(model) | {"metrics": fit_saving.metrics(model)}
+        attributes = fit_saving.attributes(model)
+        return named | ({fit_saving.ATTRIBUTES: attributes} if attributes else {})
 
     def _position(self) -> dict[str, Any]:
         """The position of `fit`: everything but the variables of the model."""
@@ -206,7 +205,7 @@ class FitSession(Callback):
             "batches": self._batches.position(),
             "others": self._callback_state.state(),
         }
-        return packing.pack(position)
+        return pack(position)
 
     def _state(self) -> Checkpoint:
         self._fit.update_model()
@@ -222,7 +221,7 @@ class FitSession(Callback):
             }  # how many are finished; a log of this name replaces it
             numbers |= self._numbers()
             state = self._state()
-            finish_others(self._manager)
+            fit_saving.finish_others(self._manager)
             self._manager.save(self._step, state, numbers, force=True)
             self._saved_step = self._step
 
@@ -237,7 +236,7 @@ class FitSession(Callback):
         return {name: value for name, value in self._logs.items() if np.ndim(value) == 0}
 
     def _leave(self, state: Any = None) -> None:
-        finish_others(self._manager)
+        fit_saving.finish_others(self._manager)
         if self._step == self._saved_step:
             self._manager.exit_preempted()
         self._manager.save_and_exit(self._step, self._state() if state is None else state)
@@ -245,11 +244,11 @@ class FitSession(Callback):
 
 def _logged(name: str, value: Any) -> Any:
     """A plain value for what a `train_step` returned under `name`: a number or an array."""
-    if packing.is_plain(value):
+    if is_plain(value):
         return value
     with suppress(Exception):  # whatever the backend raises for what it cannot convert
         array = np.asarray(keras.ops.convert_to_numpy(value))
-        if packing.is_plain(array):
+        if is_plain(array):
             return array
     raise TrainError(
         f"{name!r} in the logs of a step: expected a number or an array, found {type(value).__name__}, "

@@ -12,10 +12,11 @@ import numpy as np
 from keras import ops
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions
+from perdure.checkpoint.address import named_step
 from perdure.checkpoint.checkpoint import load_verified
-from perdure.checkpoint.retention import MonitoredRetention, candidates, ranked
-from perdure.errors import ArgumentError, StepNotFoundError
-from perdure.keras import model_state
+from perdure.checkpoint.retention import MonitoredRetention
+from perdure.errors import ArgumentError
+from perdure.keras import fit_saving
 from perdure.keras.fit_internals import (
     MonitorCallback,
     direction,
@@ -24,7 +25,6 @@ from perdure.keras.fit_internals import (
     print_msg,
     set_direction,
 )
-from perdure.keras.open_managers import close_manager, open_manager
 from perdure.state import restore
 from perdure.store import Run, Storage
 from perdure.store.selection import Selection
@@ -116,7 +116,7 @@ class ModelCheckpoint(MonitorCallback):
     def on_train_end(self, logs: Any = None) -> None:
         manager, self._manager = self._manager, None
         if manager is not None:
-            close_manager(manager)
+            fit_saving.close_manager(manager)
 
     def _save(self, logs: dict[str, Any]) -> None:
         manager = self._manager or self._open()
@@ -131,7 +131,7 @@ class ModelCheckpoint(MonitorCallback):
         else:
             message = "saving"
         model: Any = self.model  # on JAX this copies the state out of the compiled step
-        optimizer, further = model.optimizer, model_state.optimizers(model)
+        optimizer, further = model.optimizer, fit_saving.optimizers(model)
         step = self._batches
         if optimizer is not None and not further:
             step = int(np.asarray(ops.convert_to_numpy(optimizer.iterations.value)))
@@ -141,11 +141,11 @@ class ModelCheckpoint(MonitorCallback):
                 return  # the gradients were not finite: no step was made since the last save
         if self.save_best_only and value is not None:
             self.best = float(value)
-        saved = model_state.members(model)
+        saved = fit_saving.members(model)
         if self.save_weights_only:
             saved = {"model": model}
         elif further:
-            saved[model_state.ATTRIBUTES] = further
+            saved[fit_saving.ATTRIBUTES] = further
         metrics = {name: number for name, number in logs.items() if np.ndim(number) == 0}
         if not self._was_pruned(manager, step):
             self._print(f"{message} step {step} to {manager.directory}")
@@ -190,16 +190,14 @@ class ModelCheckpoint(MonitorCallback):
                         f"monitor={self.monitor!r}: whether higher or lower is better cannot be "
                         f"inferred from this metric. Pass mode='max' or mode='min'."
                     ) from error
-        retention, recipe = None, {}
+        retention = None
         if (mode := direction(self)) is not None:
             retention = MonitoredRetention(best_metric=self.monitor, best_mode=mode)
-            recipe = {"monitor": self.monitor, "mode": mode}
-        self._manager = open_manager(
+        self._manager = fit_saving.open_manager(
             self.filepath,
             self.params,
             max_to_keep=self.max_to_keep,
             options=ManagerOptions(retention=retention),
-            recipe=recipe,
         )
         return self._manager
 
@@ -224,30 +222,18 @@ def load_weights(
         The step that was loaded.
 
     Raises:
-        ArgumentError: `step` is of another type (also a `ValueError`).
+        ArgumentError: `step` is of another type (also a `ValueError`), or the best is asked for and no
+            metric was monitored.
         StepNotFoundError: There is no such checkpoint.
         MismatchError: The model does not fit; lists every difference. The model is unchanged.
     """
     if step is not None and step != "best" and type(step) is not int:
         raise ArgumentError(f"step: expected an int, 'best' or None, found {step!r}.")
-    chosen = _best_step(Run(run)) if step == "best" else step
-    loaded = load_verified(run, chosen, Selection("model").matches)
+    if step == "best":
+        step = named_step(opened := Run(run), f"{opened.where}@best")
+    loaded = load_verified(run, step, Selection("model").matches)
     restore({"model": model}, loaded.leaves)
     return loaded.manifest.step
-
-
-def _best_step(run: Run) -> int:
-    contents = run.contents()
-    recipes = [man.recipe for man in contents.manifests.values() if "monitor" in man.recipe]
-    monitor = str(recipes[-1]["monitor"]) if recipes else ""
-    mode: Literal["min", "max"] = "min" if recipes and recipes[-1]["mode"] == "min" else "max"
-    best = ranked(candidates(contents.manifests, contents.pinned), monitor, mode)
-    if not best:
-        raise StepNotFoundError(
-            f"{run.where}: expected a checkpoint with a metric that ModelCheckpoint monitored, found "
-            f"none{f' with a finite {monitor}' if monitor else ''}. Name a step."
-        )
-    return best[0].step
 
 
 def _check_directory(filepath: Any) -> None:

@@ -12,29 +12,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
-from perdure.checkpoint.manager_options import Restored
 from perdure.errors import StateError, missing_extra
 from perdure.plugins.host import (
-    GeneratorStates,
-    generator_states,
-    has_persistent_workers,
-    newest_checkpoint,
-    persistent_workers_error,
+    HostRun,
+    keeps_workers,
+    manager_of,
+    require_new_workers,
+    require_one_process,
     require_version,
-    restore_generators,
-    restore_members,
 )
 
 require_version("accelerate", "accelerate", "1.1", "2")
 try:
-    import torch
     from accelerate import Accelerator, skip_first_batches
 except ModuleNotFoundError as error:
     raise missing_extra("accelerate", error) from error
 
 __all__ = ["batches"]
-
-_LOADER = "loader"  # beside the generators of the process: the one that shuffles
 
 
 def batches(
@@ -64,62 +58,46 @@ def batches(
         StateError: There are several processes, a loader has `persistent_workers=True`, or `loader` is
             not prepared.
     """
-    if accelerator.num_processes > 1:
-        raise StateError(
-            f"perdure.plugins.accelerate: expected one process, found {accelerator.num_processes}. "
-            f"The data position of several has not been proved; use `accelerator.save_state`, or a "
-            f"loop of your own with perdure.plugins.dcp."
-        )
+    require_one_process(
+        "perdure.plugins.accelerate",
+        accelerator.num_processes,
+        "The data position of several has not been proved; use `accelerator.save_state`, or a loop of "
+        "your own with perdure.plugins.dcp.",
+    )
     if not any(loader is prepared for prepared in accelerator._dataloaders):
         raise StateError(
             f"perdure.plugins.accelerate: expected the loader that `accelerator.prepare` has returned "
             f"for a DataLoader, found a {type(loader).__qualname__} that it has not prepared."
         )
-    if has_persistent_workers(accelerator._dataloaders):
-        raise persistent_workers_error("Make each DataLoader with persistent_workers=False.")
-    if isinstance(run, CheckpointManager):
-        yield from _batches(accelerator, loader, run, epochs)
-        return
-    with CheckpointManager(run, save_interval_steps=500) as manager:
-        yield from _batches(accelerator, loader, manager, epochs)
+    remedy = "Make each DataLoader with persistent_workers=False."
+    require_new_workers(keeps_workers(accelerator._dataloaders), remedy)
+    with manager_of(run, save_interval_steps=500) as manager:
+        yield from _batches(accelerator, loader, HostRun(manager), epochs)
 
 
-def _batches(
-    accelerator: Any, loader: Any, manager: CheckpointManager, epochs: int
-) -> Iterator[tuple[int, Any]]:
-    resumed = newest_checkpoint(manager)
-    at_save = generator_states()
-    step = first_epoch = finished = 0
-    if resumed is not None:
-        restore_members(manager, resumed, _members(accelerator), {"position", "epoch_began"})
-        step, position = resumed.step, resumed.state["position"]
-        first_epoch, finished = position["epoch"], position["finished"]
+def _batches(accelerator: Any, loader: Any, run: HostRun, epochs: int) -> Iterator[tuple[int, Any]]:
+    step = epoch = finished = 0
+    if run.resumed is not None:
+        run.restore(_members(accelerator), "position")
+        step, position = run.resumed.step, run.resumed.state["position"]
+        epoch, finished = position["epoch"], position["finished"]
         accelerator.step = position["accumulated"]
-    for epoch in range(first_epoch, epochs):
-        if resumed is not None:
-            _set_generators(loader, resumed)
-        began = _generators(loader)
+
+    def state() -> dict[str, Any]:
+        counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
+        return _members(accelerator) | {"position": counts}
+
+    shuffling = getattr(loader, "synchronized_generator", None)
+    while epoch < epochs:
+        run.begin_epoch(shuffling)
         loader.set_epoch(epoch)
-        source = skip_first_batches(loader, finished) if finished else loader
-        for batch in source:
-            state = {"position": _position(accelerator, epoch, finished), "epoch_began": began}
-            is_preempted = manager.reached_preemption(step)
-            if resumed is not None:  # this batch was drawn before the save, too
-                restore_generators(at_save)
-                resumed = None
-                if is_preempted:  # nothing was trained since
-                    manager.exit_preempted()
-            elif step and accelerator.sync_gradients:
-                if is_preempted:
-                    manager.save_and_exit(step, _members(accelerator) | state)
-                if manager.should_save(step):
-                    manager.save(step, _members(accelerator) | state)
+        for batch in skip_first_batches(loader, finished) if finished else loader:
+            run.between_steps(step, state, may_save=accelerator.sync_gradients)
             yield step, batch
             step, finished = step + 1, finished + 1
-        finished = 0
-    if step not in manager.all_steps()[-1:]:
-        end = {"position": _position(accelerator, epochs, 0), "epoch_began": _generators(loader)}
-        manager.save(step, _members(accelerator) | end, force=True)
+        epoch, finished = epoch + 1, 0
+    run.begin_epoch(shuffling)
+    run.finish(step, state)
 
 
 def _members(accelerator: Any) -> dict[str, Any]:
@@ -132,24 +110,3 @@ def _members(accelerator: Any) -> dict[str, Any]:
         "objects": list(accelerator._custom_objects),
     }
     return {name: member for name, member in members.items() if member}
-
-
-def _position(accelerator: Any, epoch: int, finished: int) -> dict[str, int]:
-    return {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
-
-
-def _generators(loader: Any) -> GeneratorStates:
-    """The generators with which an epoch begins: they may decide its order."""
-    states = generator_states()
-    shuffling = getattr(loader, "synchronized_generator", None)
-    if shuffling is not None:
-        states[_LOADER] = shuffling.get_state().numpy()
-    return states
-
-
-def _set_generators(loader: Any, resumed: Restored) -> None:
-    states = dict(resumed.state["epoch_began"])
-    shuffling = states.pop(_LOADER, None)
-    if shuffling is not None:
-        loader.synchronized_generator.set_state(torch.from_numpy(shuffling.copy()))
-    restore_generators(states)

@@ -6,8 +6,11 @@ checkpoint is read first, and the objects are restored once they exist.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -19,6 +22,103 @@ from perdure.errors import MissingExtraError, StateError, warn_caller
 from perdure.state.process_random import capture, encode, restore_all
 
 GeneratorStates = dict[str, np.ndarray[Any, Any]]
+
+_EPOCH_BEGAN = "epoch_began"
+_LOADER = "loader"  # beside the generators of the process: the one that shuffles
+
+
+class HostRun:
+    """The run of a loop that belongs to another library: it resumes, and saves between two steps.
+
+    The host draws the batch of a step before it asks for a save, and a resumed loop draws it again. So
+    the generators that are saved and restored at that moment continue as they would have.
+
+    Args:
+        manager: The manager of the run.
+
+    Attributes:
+        resumed: The newest good checkpoint, until the first step of this process; None for a new run.
+    """
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        manager.claim()
+        self.manager = manager
+        self.resumed: Restored | None = manager.restore() if manager.all_steps() else None
+        self._at_save = generator_states()
+        self._epoch_began: GeneratorStates = {}
+
+    def restore(self, members: Mapping[str, Any], read_only: str) -> None:
+        """Restore the objects of the host in place.
+
+        Args:
+            members: The objects, by their names in the checkpoint.
+            read_only: The name of the member that is only read from `resumed`.
+
+        Raises:
+            MismatchError: An object does not fit, or a member exists only here or in the checkpoint.
+        """
+        assert self.resumed is not None
+        names = members.keys() | (self.resumed.state.keys() - {read_only, _EPOCH_BEGAN})
+        self.manager.restore(self.resumed.step, dict(members), leaves=sorted(names))
+
+    def begin_epoch(self, shuffling: Any = None) -> None:
+        """Note the generators with which an epoch begins; those of the interrupted one come back.
+
+        They may decide its order and the seeds of data workers.
+
+        Args:
+            shuffling: A generator of PyTorch that decides the order besides those of the process.
+        """
+        if self.resumed is not None:
+            states = dict(self.resumed.state[_EPOCH_BEGAN])
+            if (state := states.pop(_LOADER, None)) is not None:
+                shuffling.set_state(sys.modules["torch"].from_numpy(state.copy()))
+            restore_generators(states)
+        self._epoch_began = generator_states()
+        if shuffling is not None:
+            self._epoch_began[_LOADER] = shuffling.get_state().numpy()
+
+    def between_steps(
+        self, step: int, state: Callable[[], dict[str, Any]], *, may_save: bool = True
+    ) -> None:
+        """Save `state()` if it is time, and exit with status 75 after a signal.
+
+        Args:
+            step: The number of finished steps.
+            state: Returns the members.
+            may_save: Whether the step is whole.
+        """
+        is_preempted = self.manager.reached_preemption(step)
+        if self.resumed is not None:
+            self.resumed = None
+            restore_generators(self._at_save)
+            if is_preempted:  # nothing was trained since
+                self.manager.exit_preempted()
+        elif step and may_save:
+            if is_preempted:
+                self.manager.save_and_exit(step, self._whole(state))
+            if self.manager.should_save(step):
+                self.manager.save(step, self._whole(state))
+
+    def finish(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Save `state()` at the end of the training."""
+        if step not in self.manager.all_steps()[-1:]:
+            self.manager.save(step, self._whole(state), force=True)
+
+    def _whole(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return state() | {_EPOCH_BEGAN: self._epoch_began}
+
+
+@contextmanager
+def manager_of(
+    run: str | os.PathLike[str] | CheckpointManager, **options: Any
+) -> Iterator[CheckpointManager]:
+    """The manager that the user has passed, or one with these options for a run directory."""
+    if isinstance(run, CheckpointManager):
+        yield run
+        return
+    with CheckpointManager(run, **options) as manager:
+        yield manager
 
 
 def generator_states() -> GeneratorStates:
@@ -34,64 +134,37 @@ def restore_generators(states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         warn_caller(note)
 
 
-def has_persistent_workers(loaders: Iterable[Any]) -> bool:
+def require_one_process(what: str, count: int, reason: str) -> None:
+    """Raise `StateError` for a host that runs in several processes."""
+    if count > 1:
+        raise StateError(f"{what}: expected one process, found {count}. {reason}")
+
+
+def keeps_workers(loaders: Iterable[Any]) -> bool:
     """Whether one of these `DataLoader`s keeps its workers between epochs."""
     return any(getattr(loader, "persistent_workers", False) for loader in loaders)
 
 
-def persistent_workers_error(remedy: str) -> StateError:
-    """The refusal of a `DataLoader` that keeps its workers from one epoch to the next.
+def require_new_workers(is_kept: bool, remedy: str) -> None:
+    """Raise `StateError` if a `DataLoader` keeps its workers from one epoch to the next.
 
     A loader draws a seed for new workers from the generator that may also decide the order of the data.
     With `persistent_workers` only the first epoch of a process draws one, and the workers keep their
     generators from epoch to epoch. A resumed process has new workers, so that both its order and the
     random changes in its workers would differ.
     """
-    return StateError(
-        f"persistent_workers: expected False, found True. A resumed process starts new workers, which "
-        f"draw other random numbers than workers that are kept from epoch to epoch, and their start "
-        f"changes the order of the data. {remedy}"
-    )
-
-
-def newest_checkpoint(manager: CheckpointManager) -> Restored | None:
-    """Claim the run, and read its newest good checkpoint without a target; None for a new run."""
-    manager.claim()
-    return manager.restore() if manager.all_steps() else None
-
-
-def restore_members(
-    manager: CheckpointManager,
-    newest: Restored,
-    members: Mapping[str, Any],
-    read_only: Collection[str],
-) -> None:
-    """Restore the objects of the host in place.
-
-    Args:
-        manager: The manager of the run.
-        newest: What `newest_checkpoint` has returned.
-        members: The objects, by their names in the checkpoint.
-        read_only: The names of the members that are only read from `newest`.
-
-    Raises:
-        MismatchError: An object does not fit, or a member exists only here or only in the checkpoint.
-    """
-    names = members.keys() | (newest.state.keys() - read_only)
-    manager.restore(newest.step, dict(members), leaves=sorted(names))
+    if is_kept:
+        raise StateError(
+            f"persistent_workers: expected False, found True. A resumed process starts new workers, "
+            f"which draw other random numbers than workers that are kept from epoch to epoch, and "
+            f"their start changes the order of the data. {remedy}"
+        )
 
 
 def require_version(extra: str, package: str, first: str, before: str) -> None:
-    """Raise unless the installed release of `package` is at least `first` and below `before`.
+    """Raise `MissingExtraError` unless `package` is installed, from release `first` on, below `before`.
 
-    Args:
-        extra: The extra of perdure that installs it.
-        package: The name of the distribution.
-        first: The first supported release, as "2.5".
-        before: The first release that is not supported any more, as "3".
-
-    Raises:
-        MissingExtraError: The package is not installed, or has another release.
+    `extra` is the extra of perdure that installs it.
     """
     install = f"Install the extra: pip install 'perdure[{extra}]'."
     try:

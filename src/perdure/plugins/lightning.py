@@ -30,8 +30,9 @@ from perdure.errors import (
 from perdure.plugins.host import (
     GeneratorStates,
     generator_states,
-    has_persistent_workers,
-    persistent_workers_error,
+    keeps_workers,
+    require_new_workers,
+    require_one_process,
     require_version,
     restore_generators,
 )
@@ -176,7 +177,15 @@ class CheckpointIO(TorchCheckpointIO):
             raise TypeError(f"storage_options: expected None, found {storage_options!r}.")
         step = step_number(checkpoint.get("global_step", 0))
         counts = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
-        leaves = flatten(_Stored(checkpoint))
+        state: dict[str, Any] = {"exact": {}, "pickled": {}, "order": list(checkpoint)}
+        for name, value in checkpoint.items():
+            try:
+                flatten(_State({"value": value}))
+                state["exact"][name] = value
+            except UnsupportedLeafError:
+                torch.save(value, buffer := io.BytesIO())
+                state["pickled"][name] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        leaves = flatten(_State(state))
         with _locks[os.fspath(path)], Run(path, create=True) as run:
             # `last.ckpt` is written again and again, perhaps twice after one step.
             older = run.steps()
@@ -204,17 +213,18 @@ class CheckpointIO(TorchCheckpointIO):
         """
         if os.path.isfile(path):
             return super().load_checkpoint(os.fspath(path), map_location, weights_only)
-        stored = _Stored({}, bool(weights_only))
         leaves = load_verified(os.fspath(path)).leaves
-        members = {path.partition("/")[0] for path in leaves}
-        if others := members - stored.state_dict().keys():
+        if others := {path.partition("/")[0] for path in leaves} - {"exact", "pickled", "order"}:
             raise StateError(
                 f"{os.fspath(path)}: expected a checkpoint that CheckpointIO has saved, found one with "
                 f"the members {', '.join(sorted(others))}. Restore it with a CheckpointManager."
             )
-        state = ObjectStates(leaves, _refuse, takes=True).state(_StoredState(stored), "")
-        stored.load_state_dict(state)
-        return stored.checkpoint
+        state = ObjectStates(leaves, _refuse, takes=True).state(_StoredState(_State({})), "")
+        values = dict(state["exact"])
+        for name, data in state["pickled"].items():
+            buffer = io.BytesIO(data.numpy().tobytes())
+            values[name] = torch.load(buffer, weights_only=bool(weights_only))
+        return {name: values[name] for name in state["order"]}
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete the checkpoint at `path`, after a save of it that is under way."""
@@ -222,32 +232,17 @@ class CheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
-class _Stored:
-    """A checkpoint of Lightning as an object whose state comes back with its types."""
+class _State:
+    """A value as the state of an object, which comes back with its types."""
 
-    def __init__(self, checkpoint: dict[str, Any], weights_only: bool = False) -> None:
-        self.checkpoint = checkpoint
-        self._weights_only = weights_only
+    def __init__(self, value: Any = None) -> None:
+        self._value = value
 
-    def state_dict(self) -> dict[str, Any]:
-        exact: dict[str, Any] = {}
-        pickled: dict[str, torch.Tensor] = {}
-        for name, value in self.checkpoint.items():
-            try:
-                flatten(_Probe(value))
-                exact[name] = value
-            except UnsupportedLeafError:
-                buffer = io.BytesIO()
-                torch.save(value, buffer)
-                pickled[name] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        return {"exact": exact, "pickled": pickled, "order": list(self.checkpoint)}
+    def state_dict(self) -> Any:
+        return self._value
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        values = dict(state["exact"])
-        for name, data in state["pickled"].items():
-            buffer = io.BytesIO(data.numpy().tobytes())
-            values[name] = torch.load(buffer, weights_only=self._weights_only)
-        self.checkpoint = {name: values[name] for name in state["order"]}
+    def load_state_dict(self, state: Any) -> None:
+        self._value = state
 
 
 class _StoredState(Stateful):
@@ -256,19 +251,6 @@ class _StoredState(Stateful):
 
 def _refuse(_: Any, path: str) -> Any:
     raise StateError(f"{path}: only the object that saved this can rebuild it.")
-
-
-class _Probe:
-    """A value as the state of an object, to find out whether it has an exact form."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self._value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 class ExactResume(Callback):
@@ -289,11 +271,11 @@ class ExactResume(Callback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuse what this cannot resume exactly; raises `StateError`."""
-        if trainer.world_size > 1:
-            raise StateError(
-                f"ExactResume: expected one process, found {trainer.world_size}. Lightning saves the "
-                f"callbacks of rank 0 only, so the generators of the other ranks would be lost."
-            )
+        require_one_process(
+            "ExactResume",
+            trainer.world_size,
+            "Lightning saves the callbacks of rank 0 only, so the generators of others would be lost.",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The generators now and at the begin of the epoch, and the position in the data."""
@@ -441,11 +423,11 @@ def _validation_loaders(trainer: Trainer) -> list[Any]:
 
 
 def _require_new_workers(loaders: list[Any]) -> None:
-    if has_persistent_workers(loader for loader in loaders if not _has_position(loader)):
-        raise persistent_workers_error(
-            "Make each DataLoader with persistent_workers=False, or wrap that of the training in a "
-            "perdure.torch.ResumableLoader, which may keep its workers."
-        )
+    require_new_workers(
+        keeps_workers(loader for loader in loaders if not _has_position(loader)),
+        "Make each DataLoader with persistent_workers=False, or wrap that of the training in a "
+        "perdure.torch.ResumableLoader, which may keep its workers.",
+    )
 
 
 def _tensors(states: GeneratorStates) -> dict[str, torch.Tensor]:

@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
-from perdure.checkpoint.manager_options import Restored
 from perdure.errors import ArgumentError, StateError, missing_extra
 from perdure.plugins.host import (
-    GeneratorStates,
-    generator_states,
-    has_persistent_workers,
-    newest_checkpoint,
-    persistent_workers_error,
+    HostRun,
+    keeps_workers,
+    manager_of,
+    require_new_workers,
+    require_one_process,
     require_version,
-    restore_generators,
-    restore_members,
 )
 
 require_version("transformers", "transformers", "5", "6")
@@ -66,87 +63,62 @@ def train(
             that it has seen, or a loader has `persistent_workers=True`.
     """
     _require_supported(trainer, arguments)
-    if isinstance(run, CheckpointManager):
-        return _train(trainer, run, arguments)
-    with CheckpointManager(
+    interval = 1 if isinstance(run, CheckpointManager) else _interval(trainer.args.save_steps)
+    with manager_of(
         run,
-        save_interval_steps=_interval(trainer.args.save_steps),
+        save_interval_steps=interval,
         max_to_keep=trainer.args.save_total_limit,
         recipe=_recipe(trainer),
     ) as manager:
-        return _train(trainer, manager, arguments)
-
-
-def _train(trainer: Trainer, manager: CheckpointManager, arguments: dict[str, Any]) -> Any:
-    newest = newest_checkpoint(manager)
-    callback = _Checkpoints(trainer, manager, newest)
-    trainer.add_callback(callback)
-    try:
-        if newest is None:
-            return trainer.train(**arguments)
-        # The Trainer reads its position from a file that stands beside weights. Those and all else
-        # come from the checkpoint, once the optimizer exists (`on_train_begin`).
-        with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
-            trainer.save_model(folder)
-            Path(folder, _STATE_FILE).write_text(newest.state["trainer"])
-            return trainer.train(resume_from_checkpoint=folder, **arguments)
-    finally:
-        trainer.remove_callback(callback)
+        callback = _Checkpoints(trainer, HostRun(manager))
+        trainer.add_callback(callback)
+        try:
+            return callback.train(arguments)
+        finally:
+            trainer.remove_callback(callback)
 
 
 class _Checkpoints(TrainerCallback):
-    """Saves between two steps, and restores what `Trainer.train` has made.
+    """Saves between two steps, and restores what `Trainer.train` has made."""
 
-    The next batch has been drawn when a step begins, and a resumed run draws it too. So generators
-    that are saved and restored at that moment continue as they would have.
-    """
-
-    def __init__(
-        self, trainer: Trainer, manager: CheckpointManager, newest: Restored | None
-    ) -> None:
+    def __init__(self, trainer: Trainer, run: HostRun) -> None:
         self._trainer = trainer
-        self._manager = manager
-        self._newest = newest
-        # The order of an epoch, and the seeds of data workers, may be drawn when it begins.
-        self._epoch_began: GeneratorStates = {}
-        self._at_save = generator_states()
+        self._run = run
+
+    def train(self, arguments: dict[str, Any]) -> Any:
+        if self._run.resumed is None:
+            return self._trainer.train(**arguments)
+        # The Trainer reads its position from a file that stands beside weights. Those and all else
+        # come from the checkpoint, once the optimizer exists (`on_train_begin`).
+        with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
+            self._trainer.save_model(folder)
+            Path(folder, _STATE_FILE).write_text(self._run.resumed.state["trainer"])
+            return self._trainer.train(resume_from_checkpoint=folder, **arguments)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # `get_train_dataloader` of a subclass may not follow the arguments.
-        if has_persistent_workers([kwargs.get("train_dataloader")]):
-            raise persistent_workers_error("Make the DataLoader with persistent_workers=False.")
-        if self._newest is not None:
-            read_only = {"trainer", "epoch_began"}
-            restore_members(self._manager, self._newest, self._members(), read_only)
-            if state.global_step != self._newest.step:
+        is_kept = keeps_workers([kwargs.get("train_dataloader")])
+        require_new_workers(is_kept, "Make the DataLoader with persistent_workers=False.")
+        if (resumed := self._run.resumed) is not None:
+            self._run.restore(self._members(), "trainer")
+            if state.global_step != resumed.step:
                 raise StateError(
-                    f"{self._manager.directory}: expected that the Trainer resumes at step "
-                    f"{self._newest.step}, found {state.global_step}."
+                    f"{self._run.manager.directory}: expected that the Trainer resumes at step "
+                    f"{resumed.step}, found {state.global_step}."
                 )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._newest is not None:
-            restore_generators(self._newest.state["epoch_began"])
-        self._epoch_began = generator_states()
+        self._run.begin_epoch()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        manager, step = self._manager, state.global_step
-        is_resumed = self._newest is not None
-        if is_resumed:
-            self._newest = None
-            restore_generators(self._at_save)
-        elif step and manager.should_save(step):  # the state of the Trainer has its whole log
-            manager.save(step, self._state(state))
-        if manager.reached_preemption(step):
-            if is_resumed:  # nothing was trained since
-                manager.exit_preempted()
-            manager.save_and_exit(step, self._state(state))
+        # The state of the Trainer has its whole log only now.
+        self._run.between_steps(state.global_step, lambda: self._state(state))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_training_stop or state.global_step >= state.max_steps:
             if float(state.epoch).is_integer():  # a later run may begin another epoch
-                self._epoch_began = generator_states()
-            self._manager.save(state.global_step, self._state(state), force=True)
+                self._run.begin_epoch()
+            self._run.finish(state.global_step, lambda: self._state(state))
 
     def _members(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -165,10 +137,7 @@ class _Checkpoints(TrainerCallback):
             if isinstance(member, ExportableState):
                 exported.setdefault(type(member).__name__, []).append(member.state())
         values = dataclasses.asdict(state) | {"stateful_callbacks": exported}
-        return self._members() | {
-            "trainer": json.dumps(values),
-            "epoch_began": self._epoch_began,
-        }
+        return self._members() | {"trainer": json.dumps(values)}
 
 
 def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
@@ -177,11 +146,11 @@ def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
             "resume_from_checkpoint: expected none, because `perdure.plugins.transformers.train` "
             "resumes from the run directory; `trainer.train` starts from a folder of the Trainer."
         )
-    if trainer.args.world_size > 1:
-        raise StateError(
-            f"perdure.plugins.transformers: expected one process, found {trainer.args.world_size}. The "
-            f"data position of several has not been proved; use the Trainer's own checkpoints."
-        )
+    require_one_process(
+        "perdure.plugins.transformers",
+        trainer.args.world_size,
+        "The data position of several has not been proved; use the Trainer's own checkpoints.",
+    )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise StateError(
             "the Trainer shards its model (FSDP or DeepSpeed): expected a whole model in each process. "
@@ -192,10 +161,10 @@ def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
         raise StateError(
             "ignore_data_skip: expected False, found True. The resumed run would see other batches."
         )
-    if trainer.args.dataloader_persistent_workers:
-        raise persistent_workers_error(
-            "Set dataloader_persistent_workers=False in the TrainingArguments."
-        )
+    require_new_workers(
+        trainer.args.dataloader_persistent_workers,
+        "Set dataloader_persistent_workers=False in the TrainingArguments.",
+    )
 
 
 def _interval(steps: float) -> int:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -37,9 +38,8 @@ _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 def timestamp(seconds: float | None = None) -> str:
     """The time of day in UTC, such as `2026-01-31T23:59:59.123Z`; by default now."""
-    seconds = time.time() if seconds is None else seconds
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
+    moment = datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 Kind = Literal[
@@ -68,8 +68,6 @@ class AttemptRecord:
     `--json`.
 
     Attributes:
-        number: Counts from 1.
-        workers: How many workers there were.
         kind: How the attempt ended; "full" is a failure for lack of space on a disk, and "corrupt" one
             of a device that an audit found to compute wrong numbers; "refused" is one of a program that
             must not begin again where it was saved.
@@ -78,19 +76,16 @@ class AttemptRecord:
         statuses: Exit status of each worker, -n for one that signal n ended.
         start: The step that it resumed at, if a heartbeat reported it.
         end: The newest step that any of its workers finished.
-        began: When it began.
-        first_time: When a heartbeat first reported a new step.
+        first_time: When a heartbeat first reported a new step, `first_step`.
         last_time: When a heartbeat reported the newest step.
         noticed: When its end was noticed.
-        seconds: Its duration.
         last_step: The last step of the worker that failed first, or of all if no single worker did.
         made_progress: Whether the worker that failed first finished a step.
         last_line: The last line that this worker wrote.
         exception: The exception of the traceback with which it exited.
-        first_step: The new step that a heartbeat reported first.
-        corrupt_devices: Numbers of the devices of its worker that compute wrong numbers.
-        saved: The newest step that it saved, by run directory.
-        devices_left: How many other devices this worker has; None if no device is wrong.
+        corrupt_devices: Numbers of its devices that compute wrong numbers.
+        devices_left: How many other devices it has; None if no device is wrong.
+        saved: The newest step that the attempt saved, by run directory.
     """
 
     number: int

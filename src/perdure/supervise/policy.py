@@ -42,8 +42,6 @@ def decide(
         return Decision(False, reason="finished")
     if last.kind == "refused":
         return _stop(last.cause)
-    if not last.failure:
-        return _no_progress(history) or Decision(True, _wait(history))
     too_many = _too_many(history, max_restarts)
     if last.kind == "full" and too_many is None:
         return Decision(True, _wait_for_space(history), reason="a disk is full")
@@ -56,13 +54,16 @@ def decide(
             f"the program failed before its first step ({last.explanation}), so it was not "
             f"restarted{silent if all(a.start is None for a in history) else ''}"
         )
-    if _same_step(history) and not (may_shrink and not last.made_progress):
+    if last.failure and _same_step(history) and not (may_shrink and not last.made_progress):
         step = last.last_step
         where = "before its first step" if step is None else f"at step {step}"
         return _stop(f"it failed {SAME_STEP} times in a row {where} (last: {last.explanation})")
-    if stop := _no_progress(history):
-        return stop
-    if too_many is not None:
+    if _no_progress(history):
+        return _stop(
+            f"{NO_PROGRESS} attempts in a row ended within {SHORT_S:g} s and before a step was done "
+            f"(last: {last.explanation}), so it was not restarted"
+        )
+    if last.failure and too_many is not None:
         return _stop(f"{too_many} (last: {last.explanation})")
     return Decision(True, _wait(history))
 
@@ -87,6 +88,16 @@ def decide_exclusion(
     return Decision(True) if too_many is None else _stop(too_many)
 
 
+def cannot_come_back(history: Sequence[AttemptRecord]) -> int | None:
+    """The place whose worker failed twice in a row before it finished a step."""
+    places = [
+        attempt.place
+        for attempt in history[-2:]
+        if attempt.failure and attempt.kind != "full" and not attempt.made_progress
+    ]
+    return places[0] if len(places) == 2 and places[0] == places[1] else None
+
+
 def _stop(reason: str) -> Decision:
     return Decision(False, status=1, reason=reason)
 
@@ -100,13 +111,6 @@ def _too_many(history: Sequence[AttemptRecord], restarts: int) -> str | None:
     return f"{counted(failures, 'failure')}, and {allowed}"
 
 
-def cannot_come_back(history: Sequence[AttemptRecord]) -> int | None:
-    """The place whose worker failed twice in a row before it finished a step."""
-    recent = [a for a in history[-2:] if a.kind != "full"]
-    places = [a.place for a in recent if a.failure and not a.made_progress]
-    return places[0] if len(places) == 2 and places[0] == places[1] else None
-
-
 def _same_step(history: Sequence[AttemptRecord]) -> bool:
     recent = history[-SAME_STEP:]
     # A kill from outside before the first step, or a full disk, shows nothing about the program.
@@ -114,21 +118,17 @@ def _same_step(history: Sequence[AttemptRecord]) -> bool:
         attempt.failure and attempt.kind != "full" and (attempt.stepped or attempt.kind != "killed")
         for attempt in recent
     )
-    same = len({attempt.last_step for attempt in recent}) == 1
-    return len(recent) == SAME_STEP and tell and same
+    return len(recent) == SAME_STEP and tell and len({each.last_step for each in recent}) == 1
 
 
-def _no_progress(history: Sequence[AttemptRecord]) -> Decision | None:
-    """Stop if the last attempts were short and made no progress."""
+def _no_progress(history: Sequence[AttemptRecord]) -> bool:
+    """Whether the last attempts were short and finished no step, and nothing else explains that."""
     recent = history[-NO_PROGRESS:]
-    fruitless = [a for a in recent if not a.stepped and a.seconds < SHORT_S]
-    if len(fruitless) < NO_PROGRESS or any(
-        a.kind in ("resized", "port", "full") for a in fruitless
-    ):
-        return None
-    return _stop(
-        f"{NO_PROGRESS} attempts in a row ended within {SHORT_S:g} s and before a step was done "
-        f"(last: {fruitless[-1].explanation}), so it was not restarted"
+    return len(recent) == NO_PROGRESS and all(
+        not attempt.stepped
+        and attempt.seconds < SHORT_S
+        and attempt.kind not in ("resized", "port", "full")
+        for attempt in recent
     )
 
 
@@ -138,14 +138,12 @@ def _wait(history: Sequence[AttemptRecord]) -> float:
     A program that reports no steps, such as a loop without perdure, has made progress if its attempt
     was not short.
     """
-    fruitless = 0
-    for place, attempt in enumerate(reversed(history)):
-        if attempt.start is None and not attempt.stepped and attempt.seconds >= SHORT_S:
-            break
-        earlier = [a.end for a in history[: len(history) - 1 - place] if a.end is not None]
-        if attempt.stepped and (not earlier or (attempt.end or 0) > max(earlier)):
-            break
-        fruitless += 1
+    fruitless, best = 0, -1
+    for attempt in history:
+        is_long = attempt.start is None and not attempt.stepped and attempt.seconds >= SHORT_S
+        has_progress = attempt.stepped and (best < 0 or (attempt.end or 0) > best)
+        fruitless = 0 if is_long or has_progress else fruitless + 1
+        best = max(best, -1 if attempt.end is None else attempt.end)
     return 0.0 if fruitless < 2 else min(LONGEST_WAIT_S, 2.0 ** (fruitless - 2))
 
 

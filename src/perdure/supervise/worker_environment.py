@@ -88,35 +88,28 @@ def worker_variables(
         nodes: The machines of the group; None for this one alone. A single worker then gets no
             coordinator of JAX or TensorFlow, because it joins no group.
     """
+    rank, size = index, workers
+    host, port, coordinator = HOST, str(ports[0]), f"{HOST}:{ports[1]}"
     if nodes is not None:
         rank, size = nodes.index * workers + index, nodes.count * workers
         host, _, port = nodes.coordinator.rpartition(":")
-        return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(index),
-            "LOCAL_WORLD_SIZE": str(workers),
-            "MASTER_ADDR": host.strip("[]"),
-            "MASTER_PORT": port,
-            "JAX_COORDINATOR_ADDRESS": nodes.coordinator,
+        coordinator = nodes.coordinator
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(index),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": host.strip("[]"),
+        "MASTER_PORT": port,
+    }
+    if nodes is not None or workers > 1:
+        variables |= {
+            "JAX_COORDINATOR_ADDRESS": coordinator,
             "JAX_NUM_PROCESSES": str(size),
             "JAX_PROCESS_ID": str(rank),
         }
-    variables = {
-        "RANK": str(index),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_RANK": str(index),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(ports[0]),
-    }
-    if workers > 1:
-        variables |= {
-            "JAX_COORDINATOR_ADDRESS": f"{HOST}:{ports[1]}",
-            "JAX_NUM_PROCESSES": str(workers),
-            "JAX_PROCESS_ID": str(index),
-            "TF_CONFIG": tf_config(ports[2:], index),
-        }
+    if nodes is None and workers > 1:
+        variables["TF_CONFIG"] = tf_config(ports[2:], index)
     return variables
 
 

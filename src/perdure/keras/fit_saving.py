@@ -1,4 +1,4 @@
-"""What a checkpoint of `fit` holds of a Keras model: the model, its optimizer, and its attributes.
+"""What the callbacks of `fit` save of a Keras model, and the managers that they save with.
 
 Further optimizers of a model (of a discriminator, say), and metrics that its own `metrics` property
 leaves out, are not among the variables of the model. They are found by attribute.
@@ -7,15 +7,23 @@ leaves out, are not among the variables of the model. They are found by attribut
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import keras
 
-from perdure.errors import TrainError
+from perdure.checkpoint import CheckpointManager, ManagerOptions
+from perdure.errors import ArgumentError, TrainError
 from perdure.keras.fit_internals import COMPILED_ATTRIBUTES
 
 ATTRIBUTES = "attributes"
 _KINDS = (keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
+
+# By directory. An exception ends a `fit` without calling its callbacks, and the next `fit` must not
+# find the directory locked by the manager of the first.
+_open: dict[str, CheckpointManager] = {}
+# By directory: the `params` of the callback. All callbacks of one `fit` share one such dict.
+_params: dict[str, Any] = {}
 
 
 def members(model: Any) -> dict[str, Any]:
@@ -98,3 +106,44 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [(str(key), child) for key, child in value.items()]
     return [(str(number), child) for number, child in enumerate(value)]
+
+
+def open_manager(
+    directory: Any, params: Any, options: ManagerOptions | None = None, **arguments: Any
+) -> CheckpointManager:
+    """A manager for `directory`. The one that an earlier `fit` of this process left is closed first.
+
+    Raises:
+        ArgumentError: Another callback of the same `fit` (the same `params`) has it open.
+    """
+    # A backup holds the random generators itself, as they are at the batch at which `fit` resumes.
+    options = replace(options or ManagerOptions(), save_random_state=False)
+    # No strategy of perdure computes the state of a `fit`.
+    manager = CheckpointManager(directory, options=options, **{"recipe": {}, **arguments})
+    if manager.directory in _open:
+        if params is not None and _params.get(manager.directory) is params:
+            manager.close()
+            raise ArgumentError(
+                f"{manager.directory}: two callbacks of this `fit` save into this directory. Give each "
+                f"BackupAndRestore and each ModelCheckpoint a directory of its own."
+            )
+        _open.pop(manager.directory).close()
+    _open[manager.directory], _params[manager.directory] = manager, params
+    return manager
+
+
+def close_manager(manager: CheckpointManager) -> None:
+    """Wait for the current save and unlock the directory. Raises what the save raised."""
+    _open.pop(manager.directory, None)
+    _params.pop(manager.directory, None)
+    manager.close()
+
+
+def finish_others(manager: CheckpointManager) -> None:
+    """Wait for the saves of all other managers. Raises what they raised.
+
+    A resume does not repeat what happened before a backup. So a checkpoint that was saved before a
+    backup must be durable before it.
+    """
+    for other in [open_ for open_ in _open.values() if open_ is not manager]:
+        other.wait_until_finished()

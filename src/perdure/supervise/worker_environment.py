@@ -88,9 +88,10 @@ def worker_variables(
         nodes: The machines of the group; None for this one alone. A single worker then gets no
             coordinator of JAX or TensorFlow, because it joins no group.
     """
-    rank, size = index, workers
-    host, port, coordinator = HOST, str(ports[0]), f"{HOST}:{ports[1]}"
-    if nodes is not None:
+    if nodes is None:
+        rank, size = index, workers
+        host, port, coordinator = HOST, str(ports[0]), f"{HOST}:{ports[1]}"
+    else:
         rank, size = nodes.index * workers + index, nodes.count * workers
         host, _, port = nodes.coordinator.rpartition(":")
         coordinator = nodes.coordinator

@@ -25,6 +25,7 @@ from keras.callbacks import (
 
 from perdure.errors import TrainError
 from perdure.keras.fit_internals import CALLBACK_ATTRIBUTES, has_direction, set_direction
+from perdure.state import bits
 
 # Keras's callbacks that change what is trained: their settings belong to the recipe.
 _IN_RECIPE = (EarlyStopping, LearningRateScheduler, ReduceLROnPlateau, SwapEMAWeights)
@@ -78,7 +79,7 @@ class CallbackState:
             # Unchanged attributes are not stored, and may have changed when the epoch began again.
             for attribute, packed in self._before[name].items():
                 value = vars(callback).get(attribute)
-                if not is_plain(value) or not same(pack(value), packed):
+                if not is_plain(value) or not bits.same(pack(value), packed):
                     setattr(callback, attribute, unpack(packed))
             if state["operator"] and not has_direction(callback):
                 set_direction(callback)
@@ -119,7 +120,7 @@ class CallbackState:
         return {
             attribute: unpack(packed)
             for attribute, packed in _packed(callback).items()
-            if attribute not in before or not same(packed, before[attribute])
+            if attribute not in before or not bits.same(packed, before[attribute])
         }
 
 
@@ -196,21 +197,6 @@ def copy_plain(value: Any, what: str) -> Any:
             f"that are strings, found a value of type {error}, which a backup cannot hold. Turn it "
             f"into such values there, and back in `load_state_dict`."
         ) from None
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two packed values have the same bits."""
-    left, right = _flat_arrays(one), _flat_arrays(other)
-    return left.keys() == right.keys() and all(
-        array.dtype == right[name].dtype
-        and array.shape == right[name].shape
-        and array.tobytes() == right[name].tobytes()
-        for name, array in left.items()
-    )
-
-
-def _flat_arrays(packed: dict[str, Any]) -> dict[str, Any]:
-    return {"json": packed["json"], **packed.get("arrays", {})}
 
 
 def _encode(value: Any, arrays: dict[str, Any]) -> Any:

@@ -72,8 +72,8 @@ class NumpyEngine:
     def runner(self) -> Any:
         return lambda work, states: in_turns(work, states, len(self.devices))
 
-    def fused_step(self, grad: Any, update: Any, replicas: int, seed: int) -> None:
-        return None
+    def fused_step(self, grad: Any, update: Any, replicas: int, seed: int) -> str:
+        return "NumPy calls grad for each replica"
 
     def exchange(self, roots: list[Any], counts: tuple[int, ...], merge: Any = None) -> Any:
         raise AssertionError("a group of one has nobody to exchange with")

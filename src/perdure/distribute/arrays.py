@@ -16,10 +16,10 @@ def namespace(*values: Any) -> Any:
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     for value in values:
         if torch is not None and isinstance(value, torch.Tensor):
-            return _Torch(torch, value.device)
+            return _Torch(torch, device=value.device)
         if jax is not None and isinstance(value, jax.Array):
-            return _NumPy(jax.numpy)
-    return _NumPy(np)
+            return _Namespace(jax.numpy)
+    return _Namespace(np)
 
 
 def is_traced(value: Any) -> bool:
@@ -38,90 +38,66 @@ def on_host(value: Any) -> Any:
     return np.asarray(value)
 
 
-class _NumPy:
+class _Namespace:
     """NumPy, and JAX's version of it."""
 
-    def __init__(self, module: Any) -> None:
-        self._np = module
+    def __init__(self, module: Any, **where: Any) -> None:
+        self._module = module
+        self._where = where
 
     def __getattr__(self, name: str) -> Any:
         """`where`, `log`, `stack` and `concatenate`, which all of them have."""
-        return getattr(self._np, name)
+        return getattr(self._module, name)
 
     def array(self, value: Any, dtype: str | None = None) -> Any:
-        return self._np.asarray(value, dtype)
+        return self._module.asarray(value, dtype)
 
     def constant(self, value: Any, dtype: str) -> Any:
         """The value as an array. Stops the gradient."""
         return self.array(value, dtype)
 
     def bincount(self, value: Any, count: int) -> Any:
-        if self._np is np:
+        if self._module is np:
             return np.bincount(value.reshape(-1), minlength=count).astype(np.int32)
-        return self.array(self._np.bincount(value.reshape(-1), length=count), "int32")
+        return self.array(self._module.bincount(value.reshape(-1), length=count), "int32")
 
     def arange(self, count: int) -> Any:
-        return self._np.arange(count, dtype="int32")
+        return self._module.arange(count, dtype=self._dtype("int32"), **self._where)
 
-    def zeros(self, shape: list[int], dtype: Any) -> Any:
-        return self._np.zeros(shape, dtype)
+    def zeros(self, shape: Any, dtype: Any) -> Any:
+        return self._module.zeros(tuple(shape), dtype=self._dtype(dtype), **self._where)
 
-    def ones(self, shape: Any, dtype: str) -> Any:
-        return self._np.ones(tuple(shape), dtype)
+    def ones(self, shape: Any, dtype: Any) -> Any:
+        return self._module.ones(tuple(shape), dtype=self._dtype(dtype), **self._where)
 
     def sum(self, value: Any, axis: int | None = None) -> Any:
         """In the dtype of the value, also for small integers."""
-        return self._np.asarray(self._np.sum(value, axis, dtype=value.dtype))
+        return self.array(self._module.sum(value, axis, dtype=value.dtype))
 
     def argmax(self, value: Any) -> Any:
-        return self._np.argmax(value, -1)
+        return self._module.argmax(value, -1)
 
     def amax(self, value: Any) -> Any:
-        return self._np.max(value, -1)
+        return self._module.amax(value, -1)
 
     def is_finite(self, value: Any) -> Any:
-        return self._np.isfinite(value).all()
+        return self._module.isfinite(value).all()
+
+    def _dtype(self, dtype: Any) -> Any:
+        return dtype
 
 
-class _Torch:
+class _Torch(_Namespace):
     """The same in PyTorch, on the device of the values."""
 
-    def __init__(self, torch: Any, device: Any) -> None:
-        self._torch = torch
-        self._device = device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._torch, name)
-
     def array(self, value: Any, dtype: str | None = None) -> Any:
-        kind = None if dtype is None else getattr(self._torch, dtype)
-        return self._torch.as_tensor(value, dtype=kind, device=self._device)
+        return self._module.as_tensor(value, dtype=self._dtype(dtype), **self._where)
 
     def constant(self, value: Any, dtype: str) -> Any:
         return self.array(value, dtype).detach()
 
     def bincount(self, value: Any, count: int) -> Any:
-        return self.array(self._torch.bincount(value.reshape(-1), minlength=count), "int32")
+        return self.array(self._module.bincount(value.reshape(-1), minlength=count), "int32")
 
-    def arange(self, count: int) -> Any:
-        return self._torch.arange(count, dtype=self._torch.int32, device=self._device)
-
-    def zeros(self, shape: list[int], dtype: Any) -> Any:
-        return self._torch.zeros(shape, dtype=dtype, device=self._device)
-
-    def ones(self, shape: Any, dtype: str) -> Any:
-        return self._torch.ones(
-            tuple(shape), dtype=getattr(self._torch, dtype), device=self._device
-        )
-
-    def sum(self, value: Any, axis: int | None = None) -> Any:
-        return self._torch.sum(value, axis, dtype=value.dtype)
-
-    def argmax(self, value: Any) -> Any:
-        return self._torch.argmax(value, -1)
-
-    def amax(self, value: Any) -> Any:
-        return self._torch.amax(value, -1)
-
-    def is_finite(self, value: Any) -> Any:
-        return self._torch.isfinite(value).all()
+    def _dtype(self, dtype: Any) -> Any:
+        return getattr(self._module, dtype) if isinstance(dtype, str) else dtype

@@ -268,9 +268,10 @@ class AuditedStep:
         ]
 
     def _hashes(self, case: _Case, number: int) -> list[str]:
+        """The form of each leaf, and the hash of its bits."""
         found = flatten(case.kept[number])
-        case.leaves[number] = [found[str(i)] for i in range(len(case.kept[number]))]
-        return [_hash(leaf) for leaf in case.leaves[number]]
+        case.leaves[number] = leaves = [found[str(i)] for i in range(len(found))]
+        return [f"{x.dtype}{list(x.shape)} {blake3(x.data).hexdigest(16)}" for x in leaves]
 
     def _report(self, case: _Case) -> None:
         """Name what was wrong, and raise the same error in every process."""
@@ -284,15 +285,29 @@ class AuditedStep:
         devices = sorted({c.device for c in computed})
         suspects = self._describe(wrong or devices)
         others = self._describe([device for device in devices if device not in wrong])
-        verdict = _verdict(suspects, others if wrong else None)
+        found = " and ".join(map(str, suspects))
+        if not wrong:
+            verdict = f"the computations of {found} differ, and no majority says what is right."
+        elif not others:  # the only device: two of its three computations agree
+            verdict = f"{found} computed other bits than in two other computations."
+        else:
+            verdict = f"{found} computed other bits than {' and '.join(map(str, others))}."
+        advice = (
+            "`perdure doctor` looks at the device."
+            if wrong
+            else "Either a device is wrong, or `grad` gives other bits at every call (random numbers "
+            "that do not come from its key, a state of its own): `perdure doctor -- COMMAND` tells."
+        )
         more = f", and {len(differing) - 1} more leaves differ" if len(differing) > 1 else ""
         text = (
             f"step {self._step}, logical replica {case.replica}: {verdict} {name}: "
             f"{bits} {'bit differs' if bits == 1 else 'bits differ'}{where}{more}. The state has not "
-            f"changed, and nothing of this step is saved. {_advice(bool(wrong))}"
+            f"changed, and nothing of this step is saved. {advice}"
         )
         if wrong and self._audit.excludes:
-            self._exclude(wrong, text)
+            local = [n for device in wrong if (n := self._local(device)) is not None]
+            if local:
+                report_corruption(local, len(self._engine.devices), text)
         self._processes.barrier()  # the report is there before a process ends
         raise SilentCorruptionError(
             text, self._step, case.replica, tuple(suspects), bool(wrong), name, bits
@@ -319,11 +334,6 @@ class AuditedStep:
             "device can cause this. The state has not changed."
         )
 
-    def _exclude(self, wrong: Sequence[int], text: str) -> None:
-        found = [self._local(device) for device in wrong]
-        if local := [device for device in found if device is not None]:
-            report_corruption(local, len(self._engine.devices), text)
-
     def _describe(self, devices: Sequence[int]) -> list[CorruptDevice]:
         """Names of devices, those of other processes too. A collective."""
         local = [str(device) for device in self._engine.devices]
@@ -348,29 +358,6 @@ class AuditedStep:
         for data in self._processes.gather(_packed(leaves)):
             found |= _unpacked(data)
         return _difference(found[str(right)], found[str(other)])
-
-
-def _verdict(suspects: Sequence[CorruptDevice], others: Sequence[CorruptDevice] | None) -> str:
-    named = " and ".join(map(str, suspects))
-    if others is None:
-        return f"the computations of {named} differ, and no majority says what is right."
-    if not others:  # the only device: two of its three computations agree
-        return f"{named} computed other bits than in two other computations."
-    return f"{named} computed other bits than {' and '.join(map(str, others))}."
-
-
-def _advice(is_decided: bool) -> str:
-    if is_decided:
-        return "`perdure doctor` looks at the device."
-    return (
-        "Either a device is wrong, or `grad` gives other bits at every call (random numbers that do "
-        "not come from its key, a state of its own): `perdure doctor -- COMMAND` tells."
-    )
-
-
-def _hash(leaf: Leaf) -> str:
-    """The form of a leaf, and the hash of its bits."""
-    return f"{leaf.dtype}{list(leaf.shape)} {blake3(leaf.data).hexdigest(16)}"
 
 
 def _difference(right: Leaf, other: Leaf) -> tuple[int, str]:

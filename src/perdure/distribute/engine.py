@@ -90,22 +90,6 @@ class FusedStep(Protocol):
         ...
 
 
-class NotFused:
-    """A fused step that never applies, for a reason that is known."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def __call__(self, *arguments: Any) -> None:
-        """None, for every step."""
-
-    def forget(self) -> None:
-        pass
-
-    def explain(self) -> str:
-        return f"Not fast: {self._why}."
-
-
 class Trees(Protocol):
     """How a framework takes a value (a tree of its arrays) apart."""
 
@@ -272,8 +256,8 @@ class Engine(Protocol):
         """
         ...
 
-    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | None:
-        """A whole step in fewer dispatches; None if this engine never has one. One per TrainStep."""
+    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | str:
+        """A whole step in fewer dispatches, or why there is none. One per TrainStep."""
         ...
 
     def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:

@@ -190,59 +190,55 @@ class _Whole:
         return {**self._dataset.recipe(), "sharded": False}
 
 
-def from_function(
-    dataset_fn: Callable[[InputContext], Any],
-    local: Sequence[int],
-    replicas: int,
-    recipe: Mapping[str, Scalar] | None = None,
-) -> _Pipelines:
-    """A source over the pipelines of the local replicas."""
-    made = {r: dataset_fn(InputContext(replicas, r, replicas)) for r in local}
-    for replica, pipeline in made.items():
-        if not isinstance(pipeline, Iterable) and not hasattr(pipeline, "__getitem__"):
-            raise DataError(
-                f"the function gave {type(pipeline).__name__} for logical replica {replica}; expected "
-                "a sequence or an iterable of the shares of that replica"
-            )
-    return _Pipelines(made, recipe)
-
-
-def same_length(source: _Pipelines, processes: Processes) -> None:
-    """DataError unless the pipelines of all processes have the same length."""
-    every = [text.decode() for text in processes.gather(str(source.steps_per_epoch).encode())]
-    for process, text in enumerate(every):
-        if text != every[0]:
-            raise DataError(
-                f"an epoch has {every[0]} steps in process 0 and {text} in process {process}; every "
-                "pipeline must have the same number of batches"
-            )
-
-
 _END = object()
 
 
-class _Pipelines:
-    """One sequence, or one stream, of shares for each local replica."""
+class Pipelines:
+    """One sequence, or one stream, of shares for each local replica.
 
-    def __init__(self, made: Mapping[int, Any], recipe: Mapping[str, Scalar] | None) -> None:
-        self._made = made
+    Args:
+        dataset_fn: Makes the pipeline of a replica.
+        local: The local replicas.
+        replicas: V.
+        recipe: Of the data, if it is known.
+        processes: The pipelines of all of them have the same length. A collective.
+    """
+
+    def __init__(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        local: Sequence[int],
+        replicas: int,
+        recipe: Mapping[str, Scalar] | None,
+        processes: Processes,
+    ) -> None:
+        self._made = {r: dataset_fn(InputContext(replicas, r, replicas)) for r in local}
         self._recipe = None if recipe is None else dict(recipe)
         self._streams: dict[int, tuple[int, Iterator[Any]]] = {}
-        lengths = {
-            replica: len(pipeline)
-            for replica, pipeline in made.items()
-            if hasattr(pipeline, "__len__") and hasattr(pipeline, "__getitem__")
-        }
-        self.steps_per_epoch = lengths.get(next(iter(made)))
-        for replica in made:
-            if lengths.get(replica) != self.steps_per_epoch:
+        lengths: list[int | None] = []
+        for replica, pipeline in self._made.items():
+            if not isinstance(pipeline, Iterable) and not hasattr(pipeline, "__getitem__"):
                 raise DataError(
-                    f"the pipeline of logical replica {next(iter(made))} has {self.steps_per_epoch} "
-                    f"batches and that of replica {replica} has {lengths.get(replica)}; every "
-                    "pipeline must have the same number"
+                    f"the function gave {type(pipeline).__name__} for logical replica {replica}; "
+                    "expected a sequence or an iterable of the shares of that replica"
                 )
+            sized: Any = pipeline if hasattr(pipeline, "__len__") else None
+            lengths.append(len(sized) if hasattr(sized, "__getitem__") else None)
+            if lengths[-1] != lengths[0]:
+                raise DataError(
+                    f"the pipeline of logical replica {local[0]} has {lengths[0]} batches and that of "
+                    f"replica {replica} has {lengths[-1]}; every pipeline must have the same number"
+                )
+        self.steps_per_epoch = lengths[0]
         if self.steps_per_epoch == 0:
             raise DataError("the pipelines hold no batches")
+        texts = [text.decode() for text in processes.gather(str(lengths[0]).encode())]
+        for process, text in enumerate(texts):
+            if text != texts[0]:
+                raise DataError(
+                    f"an epoch has {texts[0]} steps in process 0 and {text} in process {process}; "
+                    "every pipeline must have the same number of batches"
+                )
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
         if self.steps_per_epoch is not None:
@@ -253,7 +249,15 @@ class _Pipelines:
         """Element number `step`. After a resume the elements before it are read and discarded."""
         start, stream = self._streams.get(replica, (step + 1, None))
         if stream is None or start > step:
-            start, stream = 0, self._opened(replica, reopened=stream is not None)
+            pipeline = self._made[replica]
+            reopened, start, stream = stream is not None, 0, iter(pipeline)
+            if reopened and stream is pipeline:
+                raise DataError(
+                    f"the pipeline of logical replica {replica} is an iterator, which cannot go back "
+                    "to an earlier step; give an iterable that starts from its beginning each time, or "
+                    "a sequence"
+                )
+        share: Any = _END
         for position in range(start, step + 1):
             share = next(stream, _END)
             if share is _END:
@@ -262,18 +266,7 @@ class _Pipelines:
                     f"step {step} was asked for; a pipeline without a length must not end"
                 )
             self._streams[replica] = (position + 1, stream)
-            if position == step:
-                return share
-        raise AssertionError("start <= step")
-
-    def _opened(self, replica: int, *, reopened: bool) -> Iterator[Any]:
-        stream = iter(self._made[replica])
-        if reopened and stream is self._made[replica]:
-            raise DataError(
-                f"the pipeline of logical replica {replica} is an iterator, which cannot go back to an "
-                "earlier step; give an iterable that starts from its beginning each time, or a sequence"
-            )
-        return stream
+        return share
 
     def recipe(self) -> Mapping[str, Scalar]:
         if self._recipe is None:

@@ -58,9 +58,13 @@ class TrainStep:
         self._update = update
         self._run = plan.engine.runner()
         self._finite = _FiniteCheck(plan) if check_finite else None
-        self._fused = (
-            None if check_finite else plan.engine.fused_step(grad, update, plan.replicas, seed)
+        fused = (
+            "check_finite=True reads every contribution between grad and update"
+            if check_finite
+            else plan.engine.fused_step(grad, update, plan.replicas, seed)
         )
+        self._fused = None if isinstance(fused, str) else fused
+        self._not_fused = fused if isinstance(fused, str) else ""
         self._checked = False
         # The flags are read before the other processes wait for values that will not come.
         self._agreement = Agreement(plan, self._finite and self._finite.check)
@@ -90,10 +94,8 @@ class TrainStep:
 
     def explain(self) -> str:
         """See Strategy.explain."""
-        if self._finite is not None:
-            return "Not fast: check_finite=True reads every contribution between grad and update."
         if self._fused is None:
-            return "Not fast: this engine calls grad for each replica and adds one by one."
+            return f"Not fast: {self._not_fused}."
         if self._by_verbs_because:
             return f"Not fast: the step was {self._by_verbs_because}."
         return self._fused.explain() or "Not decided yet: the first call of the step decides."

@@ -174,8 +174,8 @@ class Strategy(TensorFlowNames):
             recipe: What of the data decides the result ({"dataset": "digits-v2", "batch_size": 128}),
                 which cannot be read from a function. `Strategy.recipe` and `Trainer` need it.
         """
-        source = inputs.from_function(dataset_fn, self.local_replicas, self._replicas, recipe)
-        inputs.same_length(source, self.processes)
+        local = self.local_replicas
+        source = inputs.Pipelines(dataset_fn, local, self._replicas, recipe, self.processes)
         return DistributedDataset(source, self.batch)
 
     def distribute_values_from_function(

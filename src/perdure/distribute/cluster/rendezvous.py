@@ -96,7 +96,7 @@ class _Rendezvous:
     def run(self, deadline: float, limit: float) -> tuple[Member, ...]:
         with ExitStack() as stack, selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
-            stack.callback(self._close)
+            stack.callback(lambda: [connection.close() for connection in self._received])
             error = ""
             while len({m.index for m in self._members.values()} | {0}) < self._chief.count:
                 remaining = deadline - time.monotonic()
@@ -106,10 +106,16 @@ class _Rendezvous:
                 for key, _ in selector.select(remaining):
                     connection: Any = key.fileobj
                     if connection is self._listener:
-                        self._accept(selector)
+                        with suppress(OSError):
+                            new, _ = self._listener.accept()
+                            new.setblocking(False)
+                            self._received[new] = b""
+                            selector.register(new, selectors.EVENT_READ)
                     elif not self._read(connection):
                         selector.unregister(connection)
-                        self._forget(connection)
+                        self._received.pop(connection)
+                        self._members.pop(connection, None)
+                        connection.close()
                 if not error and (error := self._contradiction()):
                     # Processes that start at about the same time get the error too.
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -122,13 +128,6 @@ class _Rendezvous:
         if error:
             raise ClusterError(error)
         return tuple(members)
-
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            self._received[connection] = b""
-            selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> bool:
         """False if the other side is gone, or is not a process of a group."""
@@ -149,11 +148,6 @@ class _Rendezvous:
             with suppress(OSError):  # a closed connection is removed by the next read
                 connection.send(_ACKNOWLEDGED)
         return True
-
-    def _forget(self, connection: socket.socket) -> None:
-        self._received.pop(connection)
-        self._members.pop(connection, None)
-        connection.close()
 
     def _contradiction(self) -> str:
         by_index: dict[int, Member] = {self._chief.index: self._chief}
@@ -201,10 +195,6 @@ class _Rendezvous:
         for connection in self._members:
             with suppress(OSError):
                 connection.recv(1)
-
-    def _close(self) -> None:
-        for connection in self._received:
-            connection.close()
 
 
 def _register(

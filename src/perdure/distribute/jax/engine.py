@@ -25,7 +25,6 @@ from perdure.distribute.engine import (
     FusedStep,
     Grad,
     Merge,
-    NotFused,
     Scalar,
     Stream,
     SumOverReplicas,
@@ -103,7 +102,14 @@ class JaxEngine:
         if len(values) == 1:
             return values[0]
         columns = list(zip(*(jax.tree.leaves(value) for value in values), strict=True))
-        leaves = [self._joined(column) for column in columns]
+        everywhere = self._everywhere
+        leaves = [
+            # `make_array` would make a weak type a strong one. An array of keys has no such attribute.
+            jax.device_put(column[0], everywhere)
+            if getattr(column[0], "weak_type", False)
+            else jax.make_array_from_single_device_arrays(column[0].shape, everywhere, column)
+            for column in map(list, columns)
+        ]
         self._parts = {
             id(leaf): (leaf, column) for leaf, column in zip(leaves, columns, strict=True)
         }
@@ -133,9 +139,9 @@ class JaxEngine:
     def runner(self) -> Callable[[Work, list[Any]], None]:
         return _Runner(len(self.devices))
 
-    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep:
+    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | str:
         if self.processes.count > 1:
-            return NotFused(f"the sum goes through {self.processes.count} processes")
+            return f"the sum goes through {self.processes.count} processes"
         programs = ReferencePrograms(grad_program(grad), add_program, update_program(update))
         return fused_step(programs, self._everywhere, replicas, words(seed))
 
@@ -165,15 +171,6 @@ class JaxEngine:
                 return [leaf]
         array = as_array(path, leaf)
         return [jax.device_put(array, device) for device in self.devices]
-
-    def _joined(self, column: tuple[Any, ...]) -> Any:
-        """Equal arrays of all local devices as one array."""
-        # `make_array` would make it a strong one. An array of keys has no such attribute.
-        if getattr(column[0], "weak_type", False):
-            return jax.device_put(column[0], self._everywhere)
-        return jax.make_array_from_single_device_arrays(
-            column[0].shape, self._everywhere, list(column)
-        )
 
 
 class JaxEagerRun(EagerRun):

@@ -7,10 +7,10 @@ the same in every process and for every topology.
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from perdure.distribute.arrays import is_traced, namespace
-from perdure.distribute.engine import Engine
 from perdure.distribute.reduction import reduction_of
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica, ReduceOp, of
@@ -28,7 +28,7 @@ def operation(reduce_op: ReduceOp | str) -> str:
 def reduce(plan: Plan, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
     """See Strategy.reduce."""
     op = operation(reduce_op)
-    _check("reduce", plan, value)
+    _require_local("reduce", plan, value)
     engine = plan.engine
     sizes: list[list[int]] = []  # of each local replica, along the axis, of each array
 
@@ -60,16 +60,24 @@ def reduce(plan: Plan, reduce_op: ReduceOp | str, value: Any, axis: int | None) 
 
 def gather(plan: Plan, value: Any, axis: int) -> Any:
     """See Strategy.gather."""
-    _check("gather", plan, value)
+    _require_local("gather", plan, value)
     engine = plan.engine
-    parts = [engine.put(_arrays(engine, part), engine.devices[0]) for part in value.values]
-    local_forms = json.dumps([_forms(engine, part) for part in parts]).encode()
-    # [name, dtype, shape] of each array, for every replica of the group.
-    all_forms = [
-        forms for text in engine.processes.gather(local_forms) for forms in json.loads(text)
+    refuse = partial(_refuse_traced, "gather")
+    parts = [engine.put(engine.trees.map(refuse, part), engine.devices[0]) for part in value.values]
+    local_forms = [
+        [
+            [path, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
+            for path, leaf in zip(
+                engine.trees.paths(part), engine.trees.flatten(part)[0], strict=True
+            )
+        ]
+        for part in parts
     ]
+    # [path, dtype, shape] of each array, for every replica of the group.
+    texts = engine.processes.gather(json.dumps(local_forms).encode())
+    all_forms = [forms for text in texts for forms in json.loads(text)]
     for replica, forms in enumerate(all_forms):
-        _check_forms(all_forms[0], forms, replica, axis)
+        _require_like(all_forms[0], forms, replica, axis)
     sizes = [[shape[axis] for _, _, shape in forms] for forms in all_forms]
     if engine.processes.count > 1:
         parts = _exchanged(plan, parts, sizes, axis)
@@ -110,7 +118,7 @@ def _exchanged(plan: Plan, parts: list[Any], sizes: list[list[int]], axis: int) 
     return [cut(value, size) for value, size in zip(values, sizes, strict=True)]
 
 
-def _check(name: str, plan: Plan, value: Any) -> None:
+def _require_local(name: str, plan: Plan, value: Any) -> None:
     if not isinstance(value, PerReplica):
         raise TopologyError(
             f"{name}: expected a PerReplica, such as strategy.run returns, found {type(value).__name__}"
@@ -122,28 +130,13 @@ def _check(name: str, plan: Plan, value: Any) -> None:
         )
 
 
-def _refuse_traced(name: str, leaf: Any) -> None:
+def _refuse_traced(name: str, leaf: Any) -> Any:
     if is_traced(leaf):
         raise StateError(f"{name} takes values, found one that is traced: call it outside of jit")
+    return leaf
 
 
-def _arrays(engine: Engine, value: Any) -> Any:
-    def array(leaf: Any) -> Any:
-        _refuse_traced("gather", leaf)
-        return leaf
-
-    return engine.trees.map(array, value)
-
-
-def _forms(engine: Engine, value: Any) -> list[list[Any]]:
-    leaves, _ = engine.trees.flatten(value)
-    return [
-        [path, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
-        for path, leaf in zip(engine.trees.paths(value), leaves, strict=True)
-    ]
-
-
-def _check_forms(first: list[Any], forms: list[Any], replica: int, axis: int) -> None:
+def _require_like(first: list[Any], forms: list[Any], replica: int, axis: int) -> None:
     if [name for name, _, _ in first] != [name for name, _, _ in forms]:
         raise StateError(
             f"gather: logical replica {replica} gives another structure than replica 0: "

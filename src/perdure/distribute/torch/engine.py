@@ -192,9 +192,10 @@ class TorchEngine:
     def runner(self) -> Callable[[Work, list[Any]], None]:
         return _InTurn(len(self.devices), self._views, self._compiled is not None)
 
-    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> None:
+    def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> str:
         for function in (grad, update):
             warn_of_compiled(function.__name__, getattr(function, "fn", function))
+        return "this engine calls grad for each replica and adds one by one"
 
     def eager_run(self, sum_over_replicas: SumOverReplicas) -> EagerRun:
         optimizer_calls.install()

@@ -352,15 +352,15 @@ def exchange(device: Any, roots: list[Any], counts: tuple[int, ...], merge: Merg
     like = packed[0]
     try:
         if merge is None or not sliced(like.nbytes, counts):
-            lines = _all_gather(
-                torch.stack(_padded([tree.line for tree in packed], max(counts))), counts
-            )
+            sent = [tree.line for tree in packed]
+            sent += sent[-1:] * (max(counts) - len(sent))
+            lines = _all_gather(torch.stack(sent), counts)
             values = [[like.value(line, device) for line in block] for block in lines]
             return values if merge is None else merge(values)
         # Each process gets one slice of every partial sum and adds those slices in the tree. The
         # elements are added one by one, so the cuts do not change the result.
-        size = like.slice_size(len(counts))
-        sent = torch.cat([tree.slices(len(counts), size) for tree in packed], 1)
+        cut = [tree.slices(len(counts)) for tree in packed]
+        size, sent = cut[0].shape[1], torch.cat(cut, 1)
         slices = torch.empty(sum(counts) * size, dtype=torch.uint8)
         dist.all_to_all_single(
             slices,
@@ -386,10 +386,6 @@ def _all_gather(lines: torch.Tensor, counts: tuple[int, ...]) -> list[list[torch
     return [list(block[:count]) for block, count in zip(blocks, counts, strict=True)]
 
 
-def _padded(lines: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
-    return lines + [lines[-1]] * (rows - len(lines))
-
-
 class _PackedTree:
     """The bytes of a tree of tensors in one line, sorted by dtype, which can be cut into slices."""
 
@@ -413,15 +409,11 @@ class _PackedTree:
             for span, dtype in zip(self._spans, self._types, strict=True)
         ]
 
-    def slice_size(self, processes: int) -> int:
-        return sum(self._parts(processes))
-
-    def slices(self, processes: int, size: int) -> torch.Tensor:
+    def slices(self, processes: int) -> torch.Tensor:
         """The slice for each process, as a tensor of bytes [processes, size]."""
-        out, start = torch.zeros((processes, size), dtype=torch.uint8), 0
-        for span, part, line in zip(
-            self._spans, self._parts(processes), self.line.split(self._spans), strict=True
-        ):
+        parts, start = self._parts(processes), 0
+        out = torch.zeros((processes, sum(parts)), dtype=torch.uint8)
+        for span, part, line in zip(self._spans, parts, self.line.split(self._spans), strict=True):
             padded = torch.zeros(processes * part, dtype=torch.uint8)
             padded[:span] = line
             out[:, start : start + part] = padded.view(processes, part)

@@ -22,7 +22,6 @@ import numpy as np
 
 from perdure.distribute.jax.fused.hlo_graph import (
     Instruction,
-    Shape,
     dimensions,
     graph_of,
     shape_of,
@@ -110,14 +109,25 @@ def _step_difference(
     grad, given = Program(single.grad), module.parameters()
     if given[: len(grad.parameters())] != grad.parameters():
         return "XLA takes the arguments in another form"
-    values = _contributions(grad, given, len(state), turns)
+    size = len(grad.parameters()) - len(state)
+    starts = (len(state) + turn * size for turn in range(turns))
+    values = [
+        value
+        for start in starts
+        for value in grad.results([*given[: len(state)], *given[start : start + size]])
+    ]
     *before, last = calls
     for call in before:
         if path := _first(call.operands, values, single.contributions * (len(values) // count)):
             return f"XLA computes {path} of grad in another way"
         values = call.result.leaves
     if turns > 1:
-        added = _added(Program(single.add), count, turns, tree)
+        # The sum of the contributions of several turns, of copies of the program that adds two.
+        add = Program(single.add)
+        added = tree(
+            [add.parameters(turn * count)[:count] for turn in range(turns)],
+            lambda left, right: add.results([*left, *right], opens=True),
+        )
         if path := _first(module.called(calls[0], opens=True), added, single.contributions):
             return f"XLA adds {path} in another way"
     paths = ["the state"] * len(state) + single.contributions
@@ -127,25 +137,6 @@ def _step_difference(
         return f"XLA computes {path} of update in another way"
     path = _first(ends, last.result.leaves, single.results)
     return path and f"{path} is not what update returned"
-
-
-def _contributions(grad: Program, given: Sequence[Value], state: int, turns: int) -> list[Value]:
-    """The results of grad for each turn; `given` is the state and then the arguments of all turns."""
-    size = len(grad.parameters()) - state
-    starts = (state + turn * size for turn in range(turns))
-    return [
-        value
-        for start in starts
-        for value in grad.results([*given[:state], *given[start : start + size]])
-    ]
-
-
-def _added(add: Program, count: int, turns: int, tree: Tree) -> list[Value]:
-    """The sum of the contributions of several turns, made of copies of the program that adds two."""
-    return tree(
-        [add.parameters(turn * count)[:count] for turn in range(turns)],
-        lambda left, right: add.results([*left, *right], opens=True),
-    )
 
 
 def _first(ones: Sequence[Value], others: Sequence[Value], paths: Sequence[str]) -> str:
@@ -412,14 +403,10 @@ def moved(instruction: Instruction, shape: bytes, origin: Origin) -> Origin | No
     if instruction.opcode == "transpose":
         positions = positions.transpose(dimensions(instruction))
     elif instruction.opcode == "bitcast":
-        positions = _from_memory(positions.transpose(one.major_to_minor).reshape(-1), other)
+        in_memory = positions.transpose(one.major_to_minor).reshape(-1)
+        sizes = [other.dimensions[axis] for axis in other.major_to_minor]
+        positions = in_memory.reshape(sizes).transpose(np.argsort(other.major_to_minor))
     positions = np.ascontiguousarray(positions).reshape(-1)
     if np.array_equal(positions, np.arange(len(positions), dtype=np.int32)):
         positions = None
     return origin._replace(positions=positions)
-
-
-def _from_memory(positions: Any, shape: Shape) -> Any:
-    """Elements in the order of memory as an array of a layout."""
-    sizes = [shape.dimensions[axis] for axis in shape.major_to_minor]
-    return positions.reshape(sizes).transpose(np.argsort(shape.major_to_minor))

@@ -222,9 +222,11 @@ def _proof(programs: ReferencePrograms, compiler: Compiler, values: _Values, don
         if why := _called_back(single()):
             return Proof(None, why)
     proof = Proof(None, "")
-    if _has_few_bytes(layout, contributions):
+    turns = layout.per_device
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(contributions))
+    if not several or size * turns <= UNROLLED_BYTES:
         one_program = _one_program(programs, compiler, values, donate)  # while grad is compiled
-        if not several or _has_few_instructions(layout, grad.result()):
+        if not several or hlo.instructions(grad.result()) * turns <= UNROLLED_INSTRUCTIONS:
             proof = one_program(single or references(runs=False))
     if proof.run is None and layout.replicas > 1:
         if single is None:
@@ -257,15 +259,6 @@ def _called_back(single: hlo.SinglePrograms) -> str:
                 "supports on one device only"
             )
     return ""
-
-
-def _has_few_bytes(layout: Layout, contributions: Any) -> bool:
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(contributions))
-    return layout.per_device == 1 or size * layout.per_device <= UNROLLED_BYTES
-
-
-def _has_few_instructions(layout: Layout, grad: Any) -> bool:
-    return hlo.instructions(grad) * layout.per_device <= UNROLLED_INSTRUCTIONS
 
 
 def _one_program(

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from perdure.distribute.engine import FusedStep, NotFused, Reference
+from perdure.distribute.engine import FusedStep, Reference
 from perdure.distribute.jax.fused import self_check
 from perdure.distribute.jax.fused.proven_programs import (
     Layout,
@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 
 def fused_step(
     programs: ReferencePrograms, everywhere: NamedSharding, replicas: int, seed: Any
-) -> FusedStep:
-    """A step as programs over all local devices of one process.
+) -> FusedStep | str:
+    """A step as programs over all local devices of one process, or why there is none.
 
     At the first call with shares and a state of a form (structure, shapes, dtypes, JAX's settings), the
     programs are compiled and compared with those for a single device, which define the bits. The
@@ -56,10 +56,10 @@ def fused_step(
     layout = Layout(everywhere, replicas)
     count, per_device = len(layout.devices), layout.per_device
     if why := self_check.refused(layout.devices[0].platform):
-        return NotFused(why)
+        return why
     # Each device has to end with one partial sum, on one level.
     if count > 1 and (replicas % count or per_device & (per_device - 1)):
-        return NotFused(
+        return (
             f"{replicas} replicas are no power of two for each of {count} devices, which would leave "
             "several partial sums"
         )
@@ -176,7 +176,8 @@ class _StepByForm:
             result = run(state, turns)
             where = self_check.difference(expected, result, self._layout.devices)
         except Exception as error:  # noqa: BLE001  such as too little memory beside the other result
-            why = f"a step failed where the separate programs did not ({_first_line(error)})"
+            line = str(error).partition("\n")[0]
+            why = f"a step failed where the separate programs did not ({line})"
             return self._refuse(why)
         if where:
             return self._refuse(f"a step computed both ways had other bits in {where}")
@@ -306,10 +307,6 @@ def _is_known(dtype: Any) -> bool:
 @functools.cache
 def _pxla() -> Any:
     return importlib.import_module("jax._src.interpreters.pxla")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _described(shares: Sequence[Any]) -> tuple[list[list[Any]], Any] | str:

@@ -130,6 +130,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         cluster = resolve_for("jax", cluster_resolver)
         pool = pin(threads)
-        processes = group.join(cluster, local_device_ids, options)
+        processes = group.join(cluster, options, local_device_ids)
         super().__init__(JaxEngine(devices, processes, pool), replicas, seed=seed)
         self.cluster_resolver = cluster

@@ -52,13 +52,15 @@ def dataset() -> ArrayDataset:
 
 def grad(state: Any, batch: Any, key: Any) -> Any:
     x, weight = batch
-    module = state_view.modules(state)[0][1]
+    module = state_view.instances(state, torch.nn.Module)[0][1]
     loss = (module(x).sum(1) * weight).sum()
     return {"grads": gradients(loss, module), "weight": weight.sum()}
 
 
 def update(state: Any, total: Any) -> Any:
-    apply_gradients(state_view.modules(state)[0][1], total["grads"], 1 / total["weight"])
+    apply_gradients(
+        state_view.instances(state, torch.nn.Module)[0][1], total["grads"], 1 / total["weight"]
+    )
     return state, {}
 
 
@@ -142,7 +144,7 @@ def test_modules_are_found_anywhere_in_a_state() -> None:
     net, other = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     state = {"a": [Data(net), optimizer], "b": (SimpleNamespace(m=other, again=net), "text")}
-    modules = state_view.modules(state)
+    modules = state_view.instances(state, torch.nn.Module)
     assert [(path, module) for path, module in modules] == [("a.0.net", net), ("b.0.m", other)]
 
 

@@ -33,22 +33,6 @@ def step_check(
     )
 
 
-class _Again:
-    """A value as it was, as often as it is asked for: an `update` of PyTorch changes its arguments.
-
-    Raises:
-        StateError: The value has no exact form.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._leaves = snapshot(value)
-
-    def __call__(self) -> Any:
-        self._value = restore(self._value, self._leaves)
-        return self._value
-
-
 class _StepCheck:
     def __init__(
         self, plan: Plan, seed: int, functions: tuple[Grad, Update], fused: FusedStep | None
@@ -102,12 +86,14 @@ class _StepCheck:
     def _updates(self, copies: list[tuple[Any, Any]], total: Any, step: int) -> None:
         engine = self._plan.engine
         stream = Stream(self._seed, step, self._plan.replicas)
-        whole = _Again(total)
+        # As they were, because an `update` of PyTorch changes its arguments.
+        whole = snapshot(total)
         for placed, device in copies:
-            before = _Again(placed)
+            before = snapshot(placed)
             for number in range(_TIMES):
-                moved = engine.put(whole(), device)
-                old = placed if number == 0 else before()
+                total = restore(total, whole)
+                moved = engine.put(total, device)
+                old = placed = placed if number == 0 else restore(placed, before)
                 new, logs = engine.update(self._update, old, moved, stream)
                 self._add("update", device, {"state": new, "logs": logs})
 

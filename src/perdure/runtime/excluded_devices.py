@@ -84,19 +84,12 @@ def report_corruption(local: Sequence[int], count: int, text: str) -> bool:
         text: The message of the error.
     """
     numbers = named_numbers(count)
-    return heartbeats.report(
-        "corrupt-device",
-        {
-            "devices": [numbers[device] for device in local],
-            "left": count - len(local),
-            "text": text,
-        },
-    )
+    devices = [numbers[device] for device in local]
+    report = {"devices": devices, "left": count - len(local), "text": text}
+    return heartbeats.report("corrupt-device", report)
 
 
 def read_report(heartbeat: str) -> CorruptionReport | None:
     """The report of the process with this heartbeat file; None if it wrote none."""
     found = heartbeats.read_report(heartbeat, "corrupt-device")
-    if found is None:
-        return None
-    return CorruptionReport(tuple(found["devices"]), found["left"], found["text"])
+    return found and CorruptionReport(tuple(found["devices"]), found["left"], found["text"])

@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,8 +36,8 @@ Avals = Sequence[tuple[tuple[int, ...], Any, bool]]
 
 def join(
     cluster: Cluster,
-    local_device_ids: Sequence[int] | None = None,
     options: ClusterOptions | None = None,
+    local_device_ids: Sequence[int] | None = None,
 ) -> Processes:
     """Become a member of the group; does nothing for a group of one. May be called twice.
 
@@ -53,9 +53,8 @@ def join(
     return _members(cluster.process_id, cluster.num_processes, options.operation_timeout)
 
 
-def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
-    """`join`, for programs without a strategy."""
-    return join(cluster, options=options)
+initialize = join
+"""For programs without a strategy."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -229,7 +228,7 @@ def _program(how: str, mesh: Mesh) -> Any:
     )
 
 
-def _widths(avals: Avals) -> dict[int, list[int]]:
+def _widths(avals: Avals) -> list[list[int]]:
     """Numbers of the leaves of each element width."""
     widths: dict[int, list[int]] = {}
     for number, (_, dtype, _) in enumerate(avals):
@@ -238,19 +237,7 @@ def _widths(avals: Avals) -> dict[int, list[int]]:
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise UnsupportedLeafError(f"{dtype} contributions: pass real and imaginary part apart")
         widths.setdefault(dtype.itemsize, []).append(number)
-    return widths
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _pack(roots: list[list[Any]], rows: int) -> list[Any]:
-    """One array [1, rows, elements] of unsigned integers for each width. Padding is never read."""
-    avals = [*map(type_of, roots[0])]
-    buckets = []
-    for numbers in _widths(avals).values():
-        lines = [jnp.concatenate([bits(root[n]) for n in numbers]) for root in roots]
-        lines += [lines[-1]] * (rows - len(lines))
-        buckets.append(jnp.stack(lines)[None])
-    return buckets
+    return list(widths.values())
 
 
 def _types(avals: Avals) -> dict[Any, list[int]]:
@@ -259,6 +246,31 @@ def _types(avals: Avals) -> dict[Any, list[int]]:
     for number, (_, dtype, _) in enumerate(avals):
         types.setdefault(jnp.dtype(dtype), []).append(number)
     return types
+
+
+def _leaves(lines: Sequence[Any], avals: Avals, groups: Iterable[list[int]]) -> list[Any]:
+    """The leaves of a value, from the unsigned integers of each group of leaves in a row."""
+    leaves: list[Any] = [None] * len(avals)
+    for line, numbers in zip(lines, groups, strict=True):
+        start = 0
+        for number in numbers:
+            shape, dtype, weak = avals[number]
+            stop = start + math.prod(shape)
+            leaves[number] = from_bits(line[start:stop], shape, dtype, weak)
+            start = stop
+    return leaves
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pack(roots: list[list[Any]], rows: int) -> list[Any]:
+    """One array [1, rows, elements] of unsigned integers for each width. Padding is never read."""
+    avals = [*map(type_of, roots[0])]
+    buckets = []
+    for numbers in _widths(avals):
+        lines = [jnp.concatenate([bits(root[n]) for n in numbers]) for root in roots]
+        lines += [lines[-1]] * (rows - len(lines))
+        buckets.append(jnp.stack(lines)[None])
+    return buckets
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -294,37 +306,16 @@ def _typed(cut: list[Any], avals: Any, counts: tuple[int, ...]) -> list[list[lis
 @functools.partial(jax.jit, static_argnums=1)
 def _join(lines: list[Any], avals: Any) -> list[Any]:
     """The leaves, from the slices of every process ([processes, elements] for each type)."""
-    leaves: list[Any] = [None] * len(avals)
-    for line, numbers in zip(lines, _types(avals).values(), strict=True):
-        words, start = line.reshape(-1), 0
-        for number in numbers:
-            shape, dtype, weak = avals[number]
-            size = int(np.prod(shape))
-            leaves[number] = from_bits(words[start : start + size], shape, dtype, weak)
-            start += size
-    return leaves
+    return _leaves([line.reshape(-1) for line in lines], avals, _types(avals).values())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _unpack(
-    buckets: list[Any],
-    avals: Avals,
-    counts: tuple[int, ...],
-) -> list[list[list[Any]]]:
-    processes: list[list[list[Any]]] = [
-        [[None] * len(avals) for _ in range(count)] for count in counts
+def _unpack(buckets: list[Any], avals: Avals, counts: tuple[int, ...]) -> list[list[list[Any]]]:
+    groups = _widths(avals)
+    return [
+        [_leaves([b[process, row] for b in buckets], avals, groups) for row in range(count)]
+        for process, count in enumerate(counts)
     ]
-    for bucket, numbers in zip(buckets, _widths(avals).values(), strict=True):
-        for process, count in enumerate(counts):
-            for row in range(count):
-                start = 0
-                for number in numbers:
-                    shape, dtype, weak = avals[number]
-                    size = int(np.prod(shape))
-                    words = bucket[process, row, start : start + size]
-                    start += size
-                    processes[process][row][number] = from_bits(words, shape, dtype, weak)
-    return processes
 
 
 def bits(leaf: Any) -> Any:

@@ -57,20 +57,11 @@ def _versions(tensors: Collection[Tensor]) -> tuple[list[int], list[int]]:
             pass  # one of inference mode, which counts no changes, or a sparse one, without a place
     return (
         [0 if tensor.is_inference() else tensor._version for tensor in tensors],
-        [tensor.data_ptr() if _has_place(tensor) else 0 for tensor in tensors],
+        [
+            tensor.data_ptr() if type(tensor) in _PLAIN and tensor.layout is torch.strided else 0
+            for tensor in tensors
+        ],
     )
-
-
-def _has_place(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
-
-
-def _changed(
-    tensors: Collection[Tensor], versions: tuple[list[int], list[int]]
-) -> Iterator[Tensor]:
-    for tensor, *numbers in zip(tensors, *versions, *_versions(tensors), strict=True):
-        if numbers[:2] != numbers[2:]:
-            yield tensor
 
 
 def isolated(view: StateView, share: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -99,7 +90,8 @@ def isolated(view: StateView, share: Any, grad: Callable[[], Any]) -> tuple[Any,
             for parameter, old in zip(parameters, grads, strict=True):
                 parameter.grad = old
     if _versions(watched) != versions:
-        changed = next(_changed(watched, versions))
+        now = zip(watched, *versions, *_versions(watched), strict=True)
+        changed = next(tensor for tensor, *numbers in now if numbers[:2] != numbers[2:])
         raise StateError(_change(view, share, changed))
     # A cache is filled by the first forward pass; one of bool (a mask) is no contribution.
     filled = [] if view.is_used else view.filled_buffers()

@@ -147,11 +147,16 @@ def _compiler(kind: str) -> str:
     return f" ({found[0]})" if found else ""
 
 
+def is_compiled(value: Any) -> bool:
+    """Whether the user has compiled a function or a module."""
+    attributes = getattr(value, "__dict__", {})
+    marks = ("_torchdynamo_orig_callable", "_compiled_call_impl")
+    return any(attributes.get(mark) is not None for mark in marks)
+
+
 def warn_of_compiled(name: str, compiled: Any) -> None:
     """Warn about a function or a module that the user has compiled."""
-    attributes = getattr(compiled, "__dict__", {})
-    marks = ("_torchdynamo_orig_callable", "_compiled_call_impl")
-    if any(attributes.get(mark) is not None for mark in marks):
+    if is_compiled(compiled):
         warnings.warn(
             f"{name} is compiled by torch.compile, and the recipe does not say so. A run that resumes "
             "without it, or that sees the shapes of its batches in another order, gets other bits. "

@@ -33,11 +33,11 @@ class FirstStep:
         # What is compiled with the hook of `watched` would be compiled again without it.
         self._is_compiled = is_compiled
         self._tensors: list[tuple[str, Tensor, int]] = []
-        known: set[int] = set()
-        for path, module in state_view.modules(state):
+        known = self._known = set[int]()
+        for path, module in state_view.instances(state, nn.Module):
             for part in module.modules():  # some leave out tensors of theirs in `named_parameters`
                 known.update(map(id, (*part._parameters.values(), *part._buffers.values())))
-                self._is_compiled = self._is_compiled or _is_compiled(part)
+                self._is_compiled |= is_compiled(part)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 where = ".".join(filter(None, (path, name)))
                 if nn.parameter.is_lazy(tensor):
@@ -58,7 +58,6 @@ class FirstStep:
             if id(tensor) not in known and _is_plain(tensor)
         )
         self._attributes = list(itertools.islice(others, _MOST_ATTRIBUTES))
-        self._known = known
         self._optimizers = state_view.instances(state, torch.optim.Optimizer)
         # The modules that `grad` ran, in this order, and of those outside of the state what changes
         # where they are trained: weakly, because `grad` may make modules of its own.
@@ -147,11 +146,6 @@ class FirstStep:
                     "on which replicas ran here before. Draw from key, the generator that grad gets, "
                     "or in update"
                 )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    marks = ("_torchdynamo_orig_callable", "_compiled_call_impl")
-    return any(vars(module).get(mark) is not None for mark in marks)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -42,13 +42,11 @@ _flat = itertools.chain.from_iterable
 _NAMES, _VALUES = operator.methodcaller("keys"), operator.methodcaller("values")
 
 
-def modules(state: Any) -> list[tuple[str, nn.Module]]:
-    """Every outermost module in a state, with its path: in containers, dataclasses and objects."""
-    return instances(state, nn.Module)
-
-
 def instances(state: Any, kinds: Any) -> list[tuple[str, Any]]:
-    """The same for objects of a type, or of several, outside of other modules."""
+    """The objects of some types in the containers, dataclasses and objects of a state, with their paths.
+
+    What is in a module is not among them.
+    """
     return list(_instances(state, kinds, "", {}))
 
 
@@ -86,7 +84,7 @@ def attributes(state: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     pending: deque[tuple[str, Any, int]] = deque()
-    for path, module in modules(state):
+    for path, module in instances(state, nn.Module):
         for inner, part in module.named_modules():
             where = ".".join(filter(None, (path, inner)))
             own = [entry for entry in vars(part).items() if entry[0] not in _OF_MODULES]
@@ -116,7 +114,7 @@ def refuse_sharded(state: Any) -> None:
     if dtensor is None:
         return
     leaves: list[tuple[str, Any]] = [*named_tensors(state)]
-    for path, module in modules(state):
+    for path, module in instances(state, nn.Module):
         for inner, leaf in itertools.chain(module.named_parameters(), module.named_buffers()):
             leaves.append((".".join(filter(None, (path, inner))), leaf))
     for path, leaf in leaves:
@@ -162,11 +160,6 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _each_once(values: Iterable[Any]) -> list[Any]:
-    """The objects without repetitions, in the order of their first places."""
-    return list({id(value): value for value in values}.values())
-
-
 class StateView:
     """The tensors of a state.
 
@@ -210,8 +203,13 @@ class StateView:
         self.fixed = {entry[0]: entry[-1] for entry in buffers if not _has_mean(entry[-1])}
         self.watched = [*self.parameters.values(), *self.tensors, *self.fixed.values()]
         groups = [group["params"] for value in self.optimizers for group in value.param_groups]
-        others = [t for t in self.tensors if t.is_leaf and not (_has_whole(t) or t.is_inference())]
-        self.trained = _each_once([*self.parameters.values(), *others, *_flat(groups)])
+        others = [
+            t
+            for t in self.tensors
+            if t.is_leaf and (t.is_floating_point() or t.is_complex()) and not t.is_inference()
+        ]
+        trained = (*self.parameters.values(), *others, *_flat(groups))
+        self.trained = list({id(tensor): tensor for tensor in trained}.values())
         # A module may have a method of its own that gives other parameters each time.
         plain = all(map(_has_plain_names, self.parts))
         self._named = {id(module): parameters for _, module, parameters in named if plain}
@@ -252,11 +250,6 @@ class StateView:
 def _has_mean(buffer: Tensor) -> bool:
     """Whether what replicas make of a buffer can be added up: not if it is sparse or quantized."""
     return buffer.layout is torch.strided and not buffer.is_quantized
-
-
-def _has_whole(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor are whole, so that it never has a gradient."""
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _has_plain_names(part: nn.Module) -> bool:

@@ -92,4 +92,6 @@ def report_corruption(local: Sequence[int], count: int, text: str) -> bool:
 def read_report(heartbeat: str) -> CorruptionReport | None:
     """The report of the process with this heartbeat file; None if it wrote none."""
     found = heartbeats.read_report(heartbeat, "corrupt-device")
-    return found and CorruptionReport(tuple(found["devices"]), found["left"], found["text"])
+    if found is None:
+        return None
+    return CorruptionReport(tuple(found["devices"]), found["left"], found["text"])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perdure.distribute.torch import state_view
+from perdure.distribute.torch import compiled, state_view
 from perdure.errors import StateError
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,7 +37,7 @@ class FirstStep:
         for path, module in state_view.instances(state, nn.Module):
             for part in module.modules():  # some leave out tensors of theirs in `named_parameters`
                 known.update(map(id, (*part._parameters.values(), *part._buffers.values())))
-                self._is_compiled |= is_compiled(part)
+                self._is_compiled |= compiled.is_compiled(part)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 where = ".".join(filter(None, (path, name)))
                 if nn.parameter.is_lazy(tensor):

@@ -43,7 +43,7 @@ _NAMES, _VALUES = operator.methodcaller("keys"), operator.methodcaller("values")
 
 
 def instances(state: Any, kinds: Any) -> list[tuple[str, Any]]:
-    """The objects of some types in the containers, dataclasses and objects of a state, with their paths.
+    """Objects of some types in the containers, dataclasses and objects of a state, with their paths.
 
     What is in a module is not among them.
     """

@@ -73,7 +73,7 @@ class NumpyEngine:
         return lambda work, states: in_turns(work, states, len(self.devices))
 
     def fused_step(self, grad: Any, update: Any, replicas: int, seed: int) -> str:
-        return "NumPy calls grad for each replica"
+        return "this engine calls grad for each replica and adds one by one"
 
     def exchange(self, roots: list[Any], counts: tuple[int, ...], merge: Any = None) -> Any:
         raise AssertionError("a group of one has nobody to exchange with")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -22,28 +23,13 @@ from perdure.distribute.lifeline import Lifeline
 LIMIT_S = 60
 
 CHILD = """
+import json
 import sys
 from perdure.distribute.lifeline import Lifeline
-Lifeline(2, "127.0.0.1", print, lambda: sys.argv[1].encode(), print)
+Lifeline(2, "127.0.0.1", address=json.loads(sys.argv[1]))
 print("here", flush=True)
 sys.stdin.read()
 """
-
-
-class Board:
-    """The key-value store in which process 0 writes its address."""
-
-    def __init__(self) -> None:
-        self.address: bytes | None = None
-
-    def publish(self, address: bytes) -> None:
-        self.address = address
-
-    def look(self) -> bytes | None:
-        return self.address
-
-    def end_wait(self, key: str) -> None:
-        raise AssertionError(f"nothing waits for {key}")
 
 
 class Gone:
@@ -65,8 +51,8 @@ class Gone:
         return self._lifeline.gone[self._read - 1]
 
 
-def made(index: int, board: Board) -> tuple[Lifeline, Gone]:
-    lifeline = Lifeline(index, "127.0.0.1", board.publish, board.look, board.end_wait)
+def made(index: int, chief: Lifeline | None = None) -> tuple[Lifeline, Gone]:
+    lifeline = Lifeline(index, "127.0.0.1", address=chief and chief.address)
     return lifeline, Gone(lifeline)
 
 
@@ -76,11 +62,10 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_killed_process_is_reported_to_all() -> None:
-    board = Board()
-    (chief, chief_gone), (other, other_gone) = made(0, board), made(1, board)
-    assert board.address is not None
+    chief, chief_gone = made(0)
+    other, other_gone = made(1, chief)
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, board.address.decode()],
+        [sys.executable, "-c", CHILD, json.dumps(chief.address)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -99,14 +84,13 @@ def test_a_killed_process_is_reported_to_all() -> None:
 
 
 def test_process_0_is_reported_and_late_processes_hear_of_all_losses() -> None:
-    board = Board()
-    chief, chief_gone = made(0, board)
-    first, first_gone = made(1, board)
-    second, _ = made(2, board)
+    chief, chief_gone = made(0)
+    first, first_gone = made(1, chief)
+    second, _ = made(2, chief)
     second.stop()
     assert chief_gone.get() == 2
     assert first_gone.get() == 2
-    late, late_gone = made(3, board)
+    late, late_gone = made(3, chief)
     assert late_gone.get() == 2
     chief.stop()
     assert first_gone.get() == 0
@@ -116,13 +100,12 @@ def test_process_0_is_reported_and_late_processes_hear_of_all_losses() -> None:
 
 
 def test_process_0_is_reported_as_soon_as_it_leaves() -> None:
-    board = Board()
-    chief, _ = made(0, board)
-    other, gone = made(1, board)
+    chief, _ = made(0)
+    other, gone = made(1, chief)
     other.leaving()  # only process 0 sends messages
     assert gone.empty()
     chief.leaving()
-    late, late_gone = made(2, board)
+    late, late_gone = made(2, chief)
     assert gone.get() == 0
     assert late_gone.get() == 0
     late.stop()
@@ -130,46 +113,10 @@ def test_process_0_is_reported_as_soon_as_it_leaves() -> None:
     chief.stop()
 
 
-def test_a_process_that_starts_before_process_0_is_reported() -> None:
-    board = Board()
-    early, _ = made(1, board)  # process 0 does not listen yet
-    chief, chief_gone = made(0, board)
-    early.stop()
-    assert chief_gone.get() == 1
-    chief.stop()
-
-
-def test_a_process_that_has_read_a_message_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the others would wait for a process that ends right after its first exchange."""
-
-    class Shelf(dict[str, bytes]):
-        error = RuntimeError
-        timeout = ""
-        set = dict.__setitem__  # pyright: ignore[reportAssignmentType]
-
-        def get(self, key: str, seconds: float) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return self[key]
-
-    monkeypatch.setattr(lifeline, "_LOOK_S", 1e6)
-    board, shelf = Board(), Shelf()
-    early, _ = made(1, board)
-    chief, gone = made(0, board)
-    KeyValueProcesses(lambda: shelf, 0, 2).broadcast(b"x")  # pyright: ignore[reportArgumentType]
-    group = KeyValueProcesses(lambda: shelf, 1, 2, lifeline=early)  # pyright: ignore[reportArgumentType]
-    assert group.broadcast(None) == b"x"
-    for connection in early._sockets:  # its end
-        connection.shutdown(socket.SHUT_RDWR)
-    assert gone.get() == 1
-    early.stop()
-    chief.stop()
-
-
 def test_other_connections_are_ignored() -> None:
-    board = Board()
-    chief, gone = made(0, board)
-    member, _ = made(1, board)
-    assert board.address is not None
-    port = int(board.address.split(b":")[1].split(b",")[0])
+    chief, gone = made(0)
+    member, _ = made(1, chief)
+    port = chief.address["port"]
     for message in (b"", b'{"token": "x", "index": 5}\n', b"\xff" * 5000, b"[]\n"):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(message)
@@ -181,9 +128,8 @@ def test_other_connections_are_ignored() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_does_not_hold_the_connection() -> None:
-    board = Board()
-    chief, gone = made(0, board)
-    member, _ = made(1, board)
+    chief, gone = made(0)
+    member, _ = made(1, chief)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:  # like a worker of a data loader, it outlives its parent
@@ -249,7 +195,7 @@ def served(seconds: float = LIMIT_S) -> Any:
 def test_the_keys_of_an_earlier_attempt_of_torchrun_are_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torchrun keeps its store, where process 0 of the earlier attempt still has an address."""
+    """torchrun keeps its store, where the processes of the earlier attempt have left."""
     from perdure.distribute.cluster import Cluster, ClusterOptions
     from perdure.distribute.torch import group
 
@@ -258,10 +204,8 @@ def test_the_keys_of_an_earlier_attempt_of_torchrun_are_others(
     for attempt in ("0", "1"):
         monkeypatch.setattr(group, "_ATTEMPT", attempt)
         cluster = Cluster("127.0.0.1:1", 1, 0)
-        member = group._Membership(store, "127.0.0.1", cluster, ClusterOptions())
-        member.watch()
-        member.leave()
-    assert store.num_keys() - before == 4
+        group._Membership(store, "127.0.0.1", cluster, ClusterOptions(), None).leave()
+    assert store.num_keys() - before == 2
 
 
 def test_a_timeout_names_the_missing_process() -> None:
@@ -281,10 +225,10 @@ def test_a_process_that_is_gone_ends_a_wait_and_not_a_message() -> None:
     from perdure.distribute.torch import group
     from perdure.errors import WorkerLostError
 
-    store, board = served(), Board()
-    client = group._Store("127.0.0.1", store.port, LIMIT_S)
-    chief = Lifeline(0, "127.0.0.1", board.publish, board.look, client.end_wait)
-    other, _ = made(1, board)
+    store = served()
+    chief, _ = made(0)
+    other, _ = made(1, chief)
+    chief.end_wait = group._Store("127.0.0.1", store.port, LIMIT_S).end_wait
     members = [
         KeyValueProcesses(
             lambda: group._Store("127.0.0.1", store.port, LIMIT_S), index, 2, lifeline=chief

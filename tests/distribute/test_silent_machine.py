@@ -78,22 +78,17 @@ def test_all_close_their_connections_to_a_machine_that_is_silent(
     monkeypatch.setattr(lifeline, "is_unanswered", lambda _: silent)
     closed: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(lifeline, "close_connections", closed.put)
-    board: list[bytes] = []
-
-    def look() -> bytes | None:
-        return board[0] if board else None
-
-    chief = Lifeline(0, "127.0.0.1", board.append, look, print)
+    chief = Lifeline(0, "127.0.0.1")
     closing.callback(chief.stop)
-    other = Lifeline(1, "127.0.0.1", board.append, look, print)
+    address = chief.address
+    other = Lifeline(1, "127.0.0.1", address=address)
     closing.callback(other.stop)
-    address = json.loads(board[0])
     member = socket.create_connection(("127.0.0.1", address["port"]), LIMIT_S)
     member.sendall(json.dumps({"token": address["token"], "index": 2}).encode() + b"\n")
     member.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     member.close()
     wait_until(lambda: [chief.gone, other.gone] == [[2], [2]])
-    late = Lifeline(3, "127.0.0.1", board.append, look, print)
+    late = Lifeline(3, "127.0.0.1", address=address)
     wait_until(lambda: late.gone == [2])
     late.stop()
     # Else the report of the next one could reach a closed socket, whose reset stands for silence.

@@ -231,8 +231,6 @@ class KeyValueProcesses(ByAgreement):
             raise late(number, self._limit)
         if value == GONE:
             raise lost(f"waiting for process {number}")
-        if lifeline is not None:
-            lifeline.connect()  # from its first message on, process 0 listens
         return value
 
     def _set(self, key: str, value: bytes) -> None:

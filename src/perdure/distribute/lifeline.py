@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,8 +27,6 @@ GONE = b"\2"
 
 _LONGEST_LINE = 2**12
 _CONNECT_S = 5.0
-# Between two checks whether process 0 listens already.
-_LOOK_S = 0.2
 # A value that a process wrote before its end may still be on its way to the store.
 _GRACE_S = 1.0
 # The errors of a connection whose probes nobody answers.
@@ -38,31 +36,28 @@ _UNANSWERED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 class Lifeline:
     """This process's end, with a thread for each connection.
 
-    `publish` stores the address of process 0 for the others, and `look` reads it (None until it is
-    there). `end_wait` stores `GONE` for a key that has no value. Process 0 listens at `host`, where the
-    others reach it. A machine that has not answered for about `silence` seconds is gone: all
-    connections of this process to it are closed then.
+    A machine that has not answered for about `silence` seconds is gone: all connections of this process
+    to it are closed then.
+
+    Args:
+        index: The number of this process.
+        host: Where process 0 listens, and the others reach it.
+        silence: The limit for a machine.
+        address: That of the lifeline of process 0, in the others.
 
     Attributes:
         gone: The numbers of the processes that are gone.
+        address: In process 0, what the others are given.
+        end_wait: Stores `GONE` for a key that has no value, which ends the waits for it.
 
-    Raises `OSError` if process 0 cannot listen.
+    Raises `OSError` if process 0 cannot listen, or be reached.
     """
 
     def __init__(
-        self,
-        index: int,
-        host: str,
-        publish: Callable[[bytes], None],
-        look: Callable[[], bytes | None],
-        end_wait: Callable[[str], None],
-        silence: float = 10,
+        self, index: int, host: str, silence: float = 10, address: Mapping[str, Any] | None = None
     ) -> None:
         self.gone: list[int] = []
-        self._index = index
-        self._host = host
-        self._look = look
-        self._end_wait = end_wait
+        self.end_wait: Callable[[str], None] = lambda _: None
         # The keys that threads of this process wait for, and who sets them.
         self._awaited: dict[str, int] = {}
         self._silence = silence
@@ -70,7 +65,6 @@ class Lifeline:
         self._stopping = threading.Event()
         self._guard = threading.Lock()
         self._sockets: list[socket.socket] = []
-        self._connection: socket.socket | None = None
         # In process 0: the others, and what they are told: who is gone, with the address of a machine
         # that does not answer, else "".
         self._members: dict[socket.socket, int] = {}
@@ -78,24 +72,18 @@ class Lifeline:
         # A child that is forked must not keep the connections open.
         lifeline = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(lifeline()))
-        if index == 0:
+        if address is None:
             listener = self._kept(listen(host, 0))
-            self._token = secrets.token_hex(16)
-            port = listener.getsockname()[1]
-            publish(json.dumps({"port": port, "token": self._token}).encode())
+            self.address = {"port": listener.getsockname()[1], "token": secrets.token_hex(16)}
             _start(self._accept, listener)
         else:
-            # Here if process 0 listens already, so that it notices even an early end of this process.
-            self.connect()
-            _start(self._follow)
-
-    def connect(self) -> socket.socket | None:
-        """The connection to process 0, made now if it listens by now; cheap when called again."""
-        if self._connection is None and self._index != 0:
-            with self._guard, suppress(OSError):
-                if self._connection is None and (text := self._look()) is not None:
-                    self._connection = self._connected(json.loads(text))
-        return self._connection
+            self.address = address
+            connection = self._kept(socket.create_connection((host, address["port"]), _CONNECT_S))
+            probe(connection, silence)
+            connection.settimeout(None)
+            hello = {"token": address["token"], "index": index}
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+            _start(self._follow, connection)
 
     @contextmanager
     def awaiting(self, key: str, process: int) -> Iterator[None]:
@@ -105,7 +93,7 @@ class Lifeline:
             is_gone = process in self.gone
         try:
             if is_gone:
-                self._end_wait(key)
+                self.end_wait(key)
             yield
         finally:
             with self._guard:
@@ -113,15 +101,14 @@ class Lifeline:
 
     def leaving(self) -> None:
         """Process 0 announces that it leaves, so that no process waits for it longer."""
-        if os.getpid() == self._pid and self._index == 0:
-            self._tell(0, "")
+        if os.getpid() == self._pid:
+            self._tell(0, "")  # the others have nobody to tell
 
     def stop(self) -> None:
         """Close the connections: this process leaves. No process is reported after that."""
         if os.getpid() != self._pid:
             return
         self._stopping.set()
-        self.connect()  # the others learn that this process leaves
         for connection in list(self._sockets):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # ends the wait of its thread
@@ -129,14 +116,6 @@ class Lifeline:
 
     def _kept(self, connection: socket.socket) -> socket.socket:
         self._sockets.append(connection)
-        return connection
-
-    def _connected(self, address: dict[str, Any]) -> socket.socket:
-        connection = self._kept(socket.create_connection((self._host, address["port"]), _CONNECT_S))
-        probe(connection, self._silence)
-        connection.settimeout(None)
-        hello = {"token": address["token"], "index": self._index}
-        connection.sendall(json.dumps(hello).encode() + b"\n")
         return connection
 
     def _accept(self, listener: socket.socket) -> None:
@@ -179,15 +158,12 @@ class Lifeline:
         """The number in the first line of a process; None if that is no process of this group."""
         with suppress(ValueError, TypeError, KeyError):
             hello = json.loads(line)
-            if secrets.compare_digest(str(hello["token"]), self._token):
+            if secrets.compare_digest(str(hello["token"]), self.address["token"]):
                 return int(hello["index"])
         return None
 
-    def _follow(self) -> None:
+    def _follow(self, connection: socket.socket) -> None:
         """Every other process: read the messages of process 0 until its connection closes."""
-        while (connection := self.connect()) is None:
-            if self._stopping.wait(_LOOK_S):
-                return
         chief = silent = ""
         try:
             chief = connection.getpeername()[0]
@@ -208,7 +184,7 @@ class Lifeline:
                     self.gone.append(index)
                 keys = [key for key, setter in self._awaited.items() if setter == index]
             for key in keys:
-                self._end_wait(key)
+                self.end_wait(key)
 
 
 def _start(target: Callable[..., None], *arguments: Any) -> None:

@@ -19,7 +19,7 @@ import selectors
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -45,24 +45,28 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class Member:
-    """A process that came."""
+    """A process that came. `lifeline`: the address at which process 0 notices the end of the others."""
 
     index: int
     count: int
     host: str
     pid: int
     source: str
+    lifeline: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         return f"process {self.index} ({self.host}, pid {self.pid})"
 
 
-def await_members(cluster: Cluster, start_timeout: float) -> tuple[Member, ...]:
+def await_members(
+    cluster: Cluster, start_timeout: float, lifeline: Mapping[str, Any] | None = None
+) -> tuple[Member, ...]:
     """Wait for all processes of the group.
 
     Args:
         cluster: The group, as this process sees it.
         start_timeout: Seconds to wait.
+        lifeline: An address that process 0 gives to the others.
 
     Returns:
         The members, in the order of their numbers.
@@ -72,7 +76,12 @@ def await_members(cluster: Cluster, start_timeout: float) -> tuple[Member, ...]:
             how many there are. Raised in every process that came.
     """
     this_process = Member(
-        cluster.process_id, cluster.num_processes, socket.gethostname(), os.getpid(), cluster.source
+        cluster.process_id,
+        cluster.num_processes,
+        socket.gethostname(),
+        os.getpid(),
+        cluster.source,
+        lifeline,
     )
     deadline = time.monotonic() + start_timeout
     if cluster.is_chief:

@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from time import monotonic, sleep
@@ -140,32 +141,27 @@ class _Membership:
     Args:
         served: The store: in process 0 the server, and for another one a connection to it.
         host: Where process 0 listens.
+        lifeline: Notices that other processes are gone; without it, waits end after the time limit.
     """
 
     def __init__(
-        self, served: TCPStore, host: str, cluster: Cluster, options: ClusterOptions
+        self,
+        served: TCPStore,
+        host: str,
+        cluster: Cluster,
+        options: ClusterOptions,
+        lifeline: Lifeline | None,
     ) -> None:
         self._served = served
         self._address = host, served.port
         self._cluster = cluster
         self._options = options
-        self._lifeline: Lifeline | None = None
+        self._lifeline = lifeline
+        if lifeline is not None:
+            lifeline.end_wait = self.connect().end_wait
 
     def connect(self) -> _Store:
         return _Store(*self._address, self._options.operation_timeout)
-
-    def watch(self) -> None:
-        """Begin to notice that other processes are gone."""
-        key, store = f"perdure/attempt-{_ATTEMPT}/lifeline", self.connect()
-        with contextlib.suppress(OSError):  # without it, waits end after the time limit
-            self._lifeline = Lifeline(
-                self._cluster.process_id,
-                self._address[0],
-                lambda address: store.set(key, address),
-                lambda: store.look(key),
-                store.end_wait,
-                self._options.heartbeat,
-            )
 
     def processes(self, channel: str = "main") -> Processes:
         return KeyValueProcesses(
@@ -216,15 +212,15 @@ def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
     if cluster.is_chief:
         host = _address_of_this(known)
         served = _serve_store(host, 0, cluster, wait, wait_for_workers=False)
-        member = _Membership(served, host, cluster, options)
-        member.watch()
-        known.set(address, json.dumps([host, served.port]))
+        lifeline = _lifeline(cluster, host, options)
+        member = _Membership(served, host, cluster, options, lifeline)
+        known.set(address, json.dumps([host, served.port, lifeline and lifeline.address]))
     else:
-        host, port = json.loads(known.get(address))
+        host, port, of_chief = json.loads(known.get(address))
         try:
             served = TCPStore(host, port, is_master=False, timeout=wait)
-            member = _Membership(served, host, cluster, options)
-            member.watch()
+            lifeline = _lifeline(cluster, host, options, of_chief)
+            member = _Membership(served, host, cluster, options, lifeline)
         except RuntimeError as error:
             raise ClusterError(
                 f"process {cluster.process_id} cannot reach process 0 at {host}:{port} ({error}); call "
@@ -245,17 +241,22 @@ def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
 
 def _make_group(cluster: Cluster, options: ClusterOptions, backend: str) -> Processes:
     """Wait for all processes, and initialize the process group."""
-    await_members(cluster, options.start_timeout)
     host, port = cluster.host_port
     start = timedelta(seconds=options.start_timeout)
+    lifeline = _lifeline(cluster, host, options) if cluster.is_chief else None
+    try:
+        members = await_members(cluster, options.start_timeout, lifeline and lifeline.address)
+    except ClusterError:
+        if lifeline is not None:
+            lifeline.stop()
+        raise
     try:
         if cluster.is_chief:
             store = _serve_store(host, port, cluster, start, wait_for_workers=True)
         else:
+            lifeline = _lifeline(cluster, host, options, members[0].lifeline)
             store = TCPStore(host, port, cluster.num_processes, False, start, wait_for_workers=True)
-        member = _Membership(store, host, cluster, options)
-        if cluster.is_chief:  # before the others have finished the next call
-            member.watch()
+        member = _Membership(store, host, cluster, options, lifeline)
         # The limit is for a process that hangs. A process that is gone closes its connections, which
         # the others notice at once.
         dist.init_process_group(
@@ -270,11 +271,22 @@ def _make_group(cluster: Cluster, options: ClusterOptions, backend: str) -> Proc
             f"process {cluster.process_id} could not join the group of {cluster.num_processes} at "
             f"{cluster.coordinator} (from {cluster.source}): {error}"
         ) from error
-    if not cluster.is_chief:
-        member.watch()
     atexit.register(member.leave)
     atexit.register(_end_collectives)  # called before `leave`
     return member.processes()
+
+
+def _lifeline(
+    cluster: Cluster,
+    host: str,
+    options: ClusterOptions,
+    of_chief: Mapping[str, Any] | None = None,
+) -> Lifeline | None:
+    """That of process 0, or a connection to it; None without one."""
+    with contextlib.suppress(OSError):
+        if cluster.is_chief or of_chief is not None:
+            return Lifeline(cluster.process_id, host, options.heartbeat, of_chief)
+    return None
 
 
 def _address_of_this(store: Any) -> str:

@@ -11,7 +11,7 @@ import pytest
 from numpy_engine import NumpyEngine
 
 from perdure.data import ArrayDataset
-from perdure.distribute import Strategy, step_check
+from perdure.distribute import Strategy, step
 
 
 def grad(state: Any, batch: Any, key: Any) -> Any:
@@ -37,7 +37,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the check of a first step finds; here the program is not ended by it."""
     found: list[dict[str, Any]] = []
     hook = SimpleNamespace(is_doctor=True, checked_step=found.extend)
-    monkeypatch.setattr(step_check, "drill_hook", lambda: hook)
+    monkeypatch.setattr(step, "drill_hook", lambda: hook)
     return found
 
 

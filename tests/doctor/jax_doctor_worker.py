@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from perdure.data import ArrayDataset
-from perdure.distribute import step_check
+from perdure.distribute import step
 from perdure.doctor import jax_kernels
 from perdure.doctor.kernel_process import check_kernels
 from perdure.jax import MirroredStrategy
@@ -89,7 +89,7 @@ def check_step(wrong):
 HOOK = SimpleNamespace(
     is_doctor=True, checked_step=lambda results: note({"e": "checked", "results": results})
 )
-patch.object(step_check, "drill_hook", lambda: HOOK).start()
+patch.object(step, "drill_hook", lambda: HOOK).start()
 check_kernel_of_each_kind()
 check_step(wrong=False)
 check_step(wrong=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from perdure.data import ArrayDataset
-from perdure.distribute import step_check
+from perdure.distribute import step
 from perdure.doctor import torch_kernels
 from perdure.doctor.kernel import DETERMINISTIC
 from perdure.doctor.kernel_process import check_kernels
@@ -52,7 +52,7 @@ def check_step(in_state):
 HOOK = SimpleNamespace(
     is_doctor=True, checked_step=lambda results: note({"e": "checked", "results": results})
 )
-patch.object(step_check, "drill_hook", lambda: HOOK).start()
+patch.object(step, "drill_hook", lambda: HOOK).start()
 torch_kernels.prepare(DETERMINISTIC)
 note({"e": "described", **torch_kernels.describe()})
 check_kernels(torch_kernels, 2, note)

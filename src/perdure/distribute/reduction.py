@@ -77,8 +77,14 @@ class Reduction:
         engine, plan = self._engine, self._plan
         first, *others = self._devices
         if others or not first.is_alike:
-            for pushed in itertools.chain(*(device.seen for device in self._devices)):
-                self._require_alike(first.seen[0], pushed)
+            replica, form = first.seen[0]
+            for other, other_form in itertools.chain(*(device.seen for device in self._devices)):
+                if other_form != form:
+                    names = f"replica {replica}", f"replica {other}"
+                    raise StateError(
+                        f"logical {names[1]} gives another structure than {names[0]}: "
+                        + differences(plan.described[form], plan.described[other_form], *names)
+                    )
         nodes = first.tree.roots()
         for device in others:
             home = engine.devices[0]
@@ -102,15 +108,6 @@ class Reduction:
             return agreement.exchange(at, [value for _, value in self._nodes])
         ((_, total),) = self._nodes
         return total
-
-    def _require_alike(self, first: tuple[int, Any], other: tuple[int, Any]) -> None:
-        if other[1] != first[1]:
-            one, two = (self._plan.described[form] for _, form in (first, other))
-            names = [f"replica {number}" for number, _ in (first, other)]
-            raise StateError(
-                f"logical {names[1]} gives another structure than {names[0]}: "
-                + differences(one, two, *names)
-            )
 
 
 _ALIKE = (
@@ -150,7 +147,9 @@ class Agreement:
         """
         form = signature(self._engine.trees, roots[0])
         is_new = form != self._form
-        described = self._description(roots[0]) if is_new else self._described
+        described = self._described
+        if is_new:
+            described = json.dumps(describe(self._engine.trees, roots[0]), sort_keys=True)
         if self._form is None:
             self._compare(at, described)
         else:
@@ -169,7 +168,12 @@ class Agreement:
                 return total
         # All processes have this structure.
         self._form, self._described, self._shapes = form, described, []
-        self._scalars = self._engine.trees.map(self._scalar, roots[0])
+
+        def scalar(leaf: Any) -> Any:
+            self._shapes.append(list(leaf.shape))
+            return namespace(leaf).zeros([], leaf.dtype)
+
+        self._scalars = self._engine.trees.map(scalar, roots[0])
         return self.exchange(at, roots)
 
     def fail(self, at: str, error: BaseException) -> None:
@@ -201,10 +205,6 @@ class Agreement:
         total = engine.exchange(values, self._counts, merge_all)
         return total["check"].tolist() == (digest * sum(self._counts)).tolist(), total["value"]
 
-    def _scalar(self, leaf: Any) -> Any:
-        self._shapes.append(list(leaf.shape))
-        return namespace(leaf).zeros([], leaf.dtype)
-
     def _zeros(self, count: int) -> list[Any]:
         """So many values of the structure that all processes have."""
         shapes = iter(self._shapes)
@@ -212,9 +212,6 @@ class Agreement:
             lambda leaf: namespace(leaf).zeros(next(shapes), leaf.dtype), self._scalars
         )
         return [self._engine.put(zeros, self._engine.devices[0])] * count
-
-    def _description(self, value: Any) -> str:
-        return json.dumps(describe(self._engine.trees, value), sort_keys=True)
 
     def _compare(self, at: str, described: str, error: str = "") -> None:
         """Raise `StateError` unless all processes are at one step with one structure. A collective."""

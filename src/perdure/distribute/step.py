@@ -13,17 +13,21 @@ from typing import Any
 from perdure.checkpoint.group_save import require_same
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.step_trace import is_computing_traced, is_tracing, trace_part
+from perdure.digests import leaf_digests
 from perdure.distribute.arrays import namespace
 from perdure.distribute.audit import Audit, AuditedStep, AuditOptions
-from perdure.distribute.engine import Grad, Stream, Update, stack
+from perdure.distribute.engine import FusedStep, Grad, Stream, Update, stack
 from perdure.distribute.reduction import Agreement, reduction_of
-from perdure.distribute.step_check import step_check
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import ArgumentError, NonFiniteError, StateError, TopologyError
 from perdure.runtime.process_group import Processes
-from perdure.state import flatten
+from perdure.state import flatten, restore, snapshot
+from perdure.store.drill_hook import drill_hook
 from perdure.text import few
+
+# How often `perdure doctor` computes each part of a step.
+_TIMES = 2
 
 
 class TrainStep:
@@ -73,7 +77,8 @@ class TrainStep:
         self._updates = 0
         self._is_tracing = is_tracing()
         self._by_verbs_because = ""
-        self._step_check = step_check(plan, seed, (grad, update), self._fused)
+        hook = drill_hook()
+        self._doctor = hook if hook is not None and hook.is_doctor else None
         self.set_audit(AuditOptions())
 
     def set_audit(self, options: AuditOptions) -> None:
@@ -119,8 +124,10 @@ class TrainStep:
         """
         engine = self._plan.engine
         step = self._step_of(batch)
-        if self._step_check is not None:  # `perdure doctor`
-            self._step_check(state, batch)
+        if self._doctor is not None:
+            functions = self._grad, self._update
+            check = _StepCheck(self._plan, self._seed, functions, self._fused)
+            self._doctor.checked_step(check.results(state, batch))
         if not self._checked and engine.processes.count > 1:
             _require_same_state(engine.processes, state)
         journal = self.journal if self.journal and self.journal.wants(step + 1) else None
@@ -311,3 +318,95 @@ def _require_same_state(processes: Processes, state: Any) -> None:
     except StateError:
         leaves = {}  # a state that cannot be saved exactly can still be trained
     require_same(processes, leaves)
+
+
+class _StepCheck:
+    """`perdure doctor -- python train.py`: the first step computed several times, on every device.
+
+    Only digests leave this class; the doctor compares them. The program is ended afterwards, so that
+    nothing of it is continued.
+    """
+
+    def __init__(
+        self, plan: Plan, seed: int, functions: tuple[Grad, Update], fused: FusedStep | None
+    ) -> None:
+        self._plan = plan
+        self._seed = seed
+        self._grad, self._update = functions
+        self._fused = fused
+        self._results: list[dict[str, Any]] = []
+
+    def results(self, state: Any, batch: PerReplica) -> list[dict[str, Any]]:
+        """`{what, device, leaves}` of each result, or `{what, device, problem}`."""
+        step = batch.step
+        assert step is not None
+        engine = self._plan.engine
+        # Devices that share their memory compute with the same object: they count as one.
+        states = engine.place(state)
+        copies = list(zip(states, engine.devices, strict=False))
+        total = self._total(copies, batch, step)
+        self._add("the sum of the replicas", engine.devices[0], {"sum": total})
+        try:
+            self._updates(copies, total, step)
+        except StateError as error:
+            problem = f"it cannot be computed twice: {error}"
+            self._results.append({"what": "update", "device": "", "problem": problem})
+        self._fused_steps(state, batch, step)
+        return self._results
+
+    def _total(self, copies: list[tuple[Any, Any]], batch: PerReplica, step: int) -> Any:
+        plan, engine = self._plan, self._plan.engine
+        reduction = reduction_of(plan)
+        for own, (first, stop) in enumerate(plan.local):
+            reduction.begin(own)
+            # The device that has the replica comes first: its value is the one that is added.
+            home = own % len(copies)
+            order = [copies[home], *copies[:home], *copies[home + 1 :]]
+            for replica in range(first, stop):
+                share = batch.values[replica - plan.first]
+                stream = Stream(self._seed, step, replica)
+                value = None
+                for number, (placed, device) in enumerate(order):
+                    for _ in range(_TIMES if number == 0 else 1):
+                        moved = engine.put(share, device)
+                        result = engine.grad(self._grad, placed, moved, stream)
+                        self._add(f"replica {replica}", device, {"contribution": result})
+                        value = result if value is None else value
+                        del result
+                reduction.push(own, replica, value)
+        return reduction.total(at=f"the check of step {step}")
+
+    def _updates(self, copies: list[tuple[Any, Any]], total: Any, step: int) -> None:
+        engine = self._plan.engine
+        stream = Stream(self._seed, step, self._plan.replicas)
+        # As they were, because an `update` of PyTorch changes its arguments.
+        whole = snapshot(total)
+        for placed, device in copies:
+            before = snapshot(placed)
+            for number in range(_TIMES):
+                total = restore(total, whole)
+                moved = engine.put(total, device)
+                old = placed = placed if number == 0 else restore(placed, before)
+                new, logs = engine.update(self._update, old, moved, stream)
+                self._add("update", device, {"state": new, "logs": logs})
+
+    def _fused_steps(self, state: Any, batch: PerReplica, step: int) -> None:
+        engine = self._plan.engine
+        for _ in range(_TIMES if self._fused is not None else 0):
+            assert self._fused is not None
+            result = self._fused(state, batch.values, step)
+            if result is None:
+                return
+            new, logs = result
+            for placed, device in zip(engine.place(new), engine.devices, strict=False):
+                name = f"{device}, as one program"
+                self._add("update", name, {"state": placed, "logs": logs})
+
+    def _add(self, what: str, device: Any, value: dict[str, Any]) -> None:
+        try:
+            digests = leaf_digests(value)
+        except StateError:  # logs may be anything
+            value.pop("logs", None)
+            digests = leaf_digests(value)
+        leaves = {path: digest.hex for path, digest in digests.items()}
+        self._results.append({"what": what, "device": str(device), "leaves": leaves})

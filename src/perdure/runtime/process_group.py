@@ -94,15 +94,12 @@ class ByAgreement:
         return self.agree(b"\1" if flag else b"\0", max) == b"\1"
 
 
-class SingleProcess:
+class SingleProcess(ByAgreement):
     """A group of one."""
 
     index = 0
     count = 1
     is_chief = True
-
-    def barrier(self) -> None:
-        return None
 
     def broadcast(self, data: bytes | None) -> bytes:
         return given(data)
@@ -115,9 +112,6 @@ class SingleProcess:
 
     def collect(self, data: bytes) -> list[bytes]:
         return [data]
-
-    def any(self, flag: bool) -> bool:
-        return flag
 
     def channel(self, name: str) -> SingleProcess:
         return self

@@ -1,4 +1,9 @@
-"""`fused_step`: places the arguments of a step and runs the programs that were proven for them."""
+"""`fused_step`: places the arguments of a step and runs the programs that were proven for them.
+
+PERDURE_FAST_ON ("gpu", "gpu,tpu") allows fast steps on platforms where they were not measured. The
+first steps of every program are then computed by the reference too. All bits have to be equal; until
+they were, and if they are not, the reference's are the result.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ import functools
 import importlib
 import logging
 import operator
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +23,8 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from perdure.digests.digest import leaf_digests_of_each
 from perdure.distribute.engine import FusedStep, Reference
-from perdure.distribute.jax.fused import self_check
 from perdure.distribute.jax.fused.proven_programs import (
     Layout,
     Proof,
@@ -25,6 +32,7 @@ from perdure.distribute.jax.fused.proven_programs import (
     Run,
     Turn,
     holds_packed,
+    paths_of,
     prove,
 )
 from perdure.distribute.jax.group import packed_width
@@ -33,6 +41,13 @@ from perdure.errors import StateError
 
 FORMS_KEPT = 8
 """Shapes of shares and state whose programs are kept: the last batch of an epoch may be smaller."""
+
+MEASURED = ("cpu",)
+"""The platforms on which fast steps were measured to have the bits of the reference."""
+FAST_ON = "PERDURE_FAST_ON"
+STEPS = 4
+"""How many steps are compared. In the first ones a difference may not show: moments are zero, and so
+are a learning rate that rises from zero, and weights whose gradients are zero before others move."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +70,7 @@ def fused_step(
     """
     layout = Layout(everywhere, replicas)
     count, per_device = len(layout.devices), layout.per_device
-    if why := self_check.refused(layout.devices[0].platform):
+    if why := _refused(layout.devices[0].platform):
         return why
     # Each device has to end with one partial sum, on one level.
     if count > 1 and (replicas % count or per_device & (per_device - 1)):
@@ -94,7 +109,7 @@ class _StepByForm:
         self._refused = False
         self._why = ""
         self._platform = layout.devices[0].platform
-        self._checks = 0 if self._platform in self_check.MEASURED else self_check.STEPS
+        self._checks = 0 if self._platform in MEASURED else STEPS
         # The last result, by the identity of its leaves, and their types: looking at each array costs
         # more than all else here.
         self._known: list[Any] = []
@@ -156,7 +171,7 @@ class _StepByForm:
     ) -> _Form:
         if len(self._forms) == FORMS_KEPT:
             del self._forms[next(iter(self._forms))]
-        why = self_check.unsuitable(self._programs, state, turn) if self._checks else ""
+        why = _unsuitable(self._programs, state, turn) if self._checks else ""
         proof = (
             Proof(None, why) if why else prove(self._programs, self._layout, state, turn, donate)
         )
@@ -174,14 +189,14 @@ class _StepByForm:
         expected = reference(state)  # first, because `run` may use the memory of the state
         try:
             result = run(state, turns)
-            where = self_check.difference(expected, result, self._layout.devices)
+            where = difference(expected, result, self._layout.devices)
         except Exception as error:  # noqa: BLE001  such as too little memory beside the other result
             line = str(error).partition("\n")[0]
             why = f"a step failed where the separate programs did not ({line})"
             return self._refuse(why)
         if where:
             return self._refuse(f"a step computed both ways had other bits in {where}")
-        known, steps = self._forms[form], self_check.STEPS
+        known, steps = self._forms[form], STEPS
         known = self._forms[form] = known._replace(unchecked=known.unchecked - 1)
         done = steps - known.unchecked
         if known.unchecked:
@@ -204,7 +219,7 @@ class _StepByForm:
         self._known, self._refused = [], True
         self._why = f"Not fast: on {self._platform} {why}."
         _log.debug("%s", self._why)
-        self_check.warn(self._why, self._platform, stacklevel=5)
+        _warn(self._why, self._platform, stacklevel=5)
 
     def _not_now(self, why: str) -> None:
         if self._why != (why := f"Not fast: {why}."):
@@ -348,3 +363,66 @@ def _settings() -> Callable[[], Any]:
         return context
     config: Any = jax.config
     return lambda: tuple(getattr(config, f"jax_{name}") for name in SETTINGS)
+
+
+def _refused(platform: str) -> str:
+    """Why a platform has no fast steps; "" if it was measured, or the user allows it."""
+    value = os.environ.get(FAST_ON, "")
+    if platform in (*MEASURED, *(word.strip().lower() for word in value.split(","))):
+        return ""
+    found = f" (found {FAST_ON}={value})" if value else ""
+    return (
+        f"it has been measured on {' and '.join(MEASURED)} only, and the devices are {platform}. With "
+        f"{FAST_ON}={platform} the first {STEPS} steps are computed both ways and compared, which "
+        f"decides{found}"
+    )
+
+
+def _unsuitable(programs: ReferencePrograms, state: Any, turn: Turn) -> str:
+    """Why a step cannot be computed twice: it does more than compute; "" if it can."""
+
+    def step(state: Any, *turn: Any) -> Any:
+        return programs.update(state, programs.grad(state, *turn))
+
+    if not jax.make_jaxpr(step)(state, *turn).effects:
+        return ""
+    return (
+        "grad or update calls back into Python (jax.debug.print, io_callback), which computing it both "
+        "ways would do twice"
+    )
+
+
+def _warn(why: str, platform: str, stacklevel: int) -> None:
+    """Tell the user that steps stay slow, and what to do."""
+    warnings.warn(
+        f"{why} This step and all later ones have the bits of the separate programs: exact, and "
+        "slower. `perdure doctor` with the command of this program says whether the devices repeat "
+        f"their own bits. Take {platform} out of {FAST_ON} to save the comparison; please report this",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def difference(expected: list[tuple[Any, Any]], result: Any, devices: Sequence[Any]) -> str:
+    """The first leaf of (state, logs) with other bits on a device, and the device; "" if there is none.
+
+    Args:
+        expected: (state, logs) of each device.
+        result: (state, logs), each leaf one array on all devices.
+        devices: In the order of `expected`.
+    """
+    paths = paths_of("new state", result[0]) + paths_of("logs", result[1])
+    parts = [
+        {shard.device: shard.data for shard in leaf.addressable_shards}
+        for leaf in jax.tree.leaves(result)
+    ]
+    wanted = [jax.tree.leaves(one) for one in expected]
+    found = [[part[device] for part in parts] for device in devices]
+    # As lists, whose leaves are named by number: a tree may have containers that no save takes.
+    digests = leaf_digests_of_each([*wanted, *found])
+    pairs = list(zip(digests[: len(devices)], digests[len(devices) :], devices, strict=True))
+    for number, path in enumerate(paths):
+        for one, other, device in pairs:
+            if one[str(number)] != other[str(number)]:
+                return f"{path} on {device}"
+    return ""

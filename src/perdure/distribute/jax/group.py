@@ -69,19 +69,11 @@ def _initialize(
 ) -> None:
     await_members(cluster, options.start_timeout)
     write_from_all(cluster.process_id)
-    arguments: dict[str, Any] = {
-        # Whole seconds, and not 0.
-        "initialization_timeout": math.ceil(options.start_timeout),
-        "heartbeat_timeout_seconds": math.ceil(options.heartbeat),
-        "shutdown_timeout_seconds": math.ceil(options.leave_timeout),
-        # Otherwise JAX would read the schedulers' variables again, and choose devices by them.
-        "cluster_detection_method": "deactivate",
-    }
+    bind = None
     if cluster.is_chief and not os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         host, port = cluster.host_port
         if (address := local_address(host)) != ALL:  # JAX's default is every address
-            arguments["coordinator_bind_address"] = join_address(address, str(port))
-    known = inspect.signature(jax.distributed.initialize).parameters
+            bind = join_address(address, str(port))
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
@@ -89,7 +81,13 @@ def _initialize(
             num_processes=cluster.num_processes,
             process_id=cluster.process_id,
             local_device_ids=local_device_ids,
-            **{name: value for name, value in arguments.items() if name in known},
+            # Whole seconds, and not 0.
+            initialization_timeout=math.ceil(options.start_timeout),
+            heartbeat_timeout_seconds=math.ceil(options.heartbeat),
+            shutdown_timeout_seconds=math.ceil(options.leave_timeout),
+            coordinator_bind_address=bind,
+            # Otherwise JAX would read the schedulers' variables again, and choose devices by them.
+            cluster_detection_method="deactivate",
         )
     except RuntimeError as error:
         raise ClusterError(

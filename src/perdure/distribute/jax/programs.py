@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.experimental as jax_experimental
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,9 +39,7 @@ def thread_settings() -> Callable[[], contextlib.AbstractContextManager[None]]:
             for name, value in values.items():
                 # A new thread has the global settings, which most often are these.
                 if getattr(config, f"jax_{name}") != value:
-                    # enable_x64 has not always been a name of jax itself.
-                    home = jax if hasattr(jax, name) else jax_experimental
-                    stack.enter_context(getattr(home, name)(value))
+                    stack.enter_context(getattr(jax, name)(value))
             yield
 
     return enter

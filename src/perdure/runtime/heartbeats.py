@@ -17,9 +17,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from perdure.errors import HistoryError
 from perdure.runtime.process_stat import PARENT, STATE, stat_fields
@@ -31,8 +32,7 @@ PHASES = ("start", "restore", "compile", "step", "save", "evaluate", "end")
 LENGTH = 256
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(msgspec.Struct):
     """The last heartbeat of a process. Steps count finished steps; times are monotonic seconds.
 
     Attributes:
@@ -88,7 +88,7 @@ def beat(phase: str, step: int | None = None) -> None:
 def saving(step: int | None) -> None:
     """Report that `step` is being made durable in the background; None for no step."""
     if _writer is not None:
-        _writer.saving = step
+        _writer.last.saving = None if step is None else int(step)
         _writer.write()
 
 
@@ -188,7 +188,10 @@ def read(path: str) -> Beat | None:
                 line = again
     except FileNotFoundError:
         return None
-    return Beat(**json.loads(line)) if line else None
+    try:
+        return msgspec.json.decode(line, type=Beat) if line else None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 class _Writer:
@@ -200,12 +203,7 @@ class _Writer:
         self._new = f"{path}.{self._pid}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(self._new, flags, 0o600)
-        self._phase = "start"
-        self._step: int | None = None
-        self._start: int | None = None
-        self._first: float | None = None
-        self._first_step: int | None = None
-        self.saving: int | None = None
+        self.last = Beat("start", None, 0.0, self._pid)
         self._path = path
         self._warned = False
         # The thread that saves writes, too: its line must not be older than one that is there. A signal
@@ -222,35 +220,30 @@ class _Writer:
                 os.unlink(self._path)
 
     def beat(self, phase: str, step: int | None) -> None:
+        last = self.last
         if step is not None:
-            if self._step is None or step < self._step:  # another run has begun in this process
-                self._start, self._first, self._first_step = step, None, None
-            self._step = step
-        if phase == "step" and self._first is None:
-            if self._step is None or self._step == self._start:
+            step = int(step)
+            if last.step is None or step < last.step:  # another run has begun in this process
+                last.start, last.first, last.first_step = step, None, None
+            last.step = step
+        if phase == "step" and last.first is None:
+            if last.step is None or last.step == last.start:
                 phase = "compile"  # the first step has not ended, and the compiler runs in it
             else:
-                self._first, self._first_step = time.monotonic(), self._step
-        self._phase = phase
+                last.first, last.first_step = time.monotonic(), last.step
+        last.phase = phase
         self.write()
 
     def write(self) -> None:
         with self._lock:
+            self.last.time = time.monotonic()
+            line = msgspec.json.encode(self.last)
             try:
-                os.pwrite(self._file, f"{self._line():<{LENGTH - 1}}\n".encode(), 0)
+                os.pwrite(self._file, line.ljust(LENGTH - 1) + b"\n", 0)
             except OSError as error:  # a full memory, for instance, must not end the training
                 if not self._warned:
                     self._warned = True
                     _warn_unwritable(self._path, error)
-
-    def _line(self) -> str:
-        first = "null" if self._first is None else f"{self._first:.6f}"
-        return (
-            f'{{"phase": "{self._phase}", "step": {_text(self._step)}, '
-            f'"time": {time.monotonic():.6f}, "pid": {self._pid}, "start": {_text(self._start)}, '
-            f'"first": {first}, "saving": {_text(self.saving)}, '
-            f'"first_step": {_text(self._first_step)}}}'
-        )
 
 
 def _may_own(path: str) -> bool:
@@ -284,10 +277,6 @@ def _warn_unwritable(path: str, error: OSError) -> None:
         f"think that it hangs; free some space there.",
         stacklevel=3,
     )
-
-
-def _text(number: int | None) -> str:
-    return "null" if number is None else str(int(number))
 
 
 def _forget() -> None:

@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -54,7 +54,7 @@ class Lifeline:
     """
 
     def __init__(
-        self, index: int, host: str, silence: float = 10, address: Mapping[str, Any] | None = None
+        self, index: int, host: str, silence: float = 10, address: dict[str, Any] | None = None
     ) -> None:
         self.gone: list[int] = []
         self.end_wait: Callable[[str], None] = lambda _: None

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import json
 import os
 import selectors
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from perdure.distribute.cluster.cluster_spec import Cluster
 from perdure.errors import ClusterError
@@ -31,7 +31,6 @@ from perdure.text import few
 ALL = ""
 """Stands for every address of this machine."""
 
-_HELLO = "perdure-roll-call-1"
 _ACKNOWLEDGED = b"\n"
 _LONGEST_LINE = 2**16
 # Between two attempts to reach process 0, which may start later.
@@ -43,8 +42,7 @@ _SHORT_S = 5.0
 _GRACE_S = 1.0
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(msgspec.Struct, frozen=True, tag_field="hello", tag="perdure-roll-call-1"):
     """A process that came. `lifeline`: the address at which process 0 notices the end of the others."""
 
     index: int
@@ -52,14 +50,21 @@ class Member:
     host: str
     pid: int
     source: str
-    lifeline: Mapping[str, Any] | None = None
+    lifeline: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         return f"process {self.index} ({self.host}, pid {self.pid})"
 
 
+class _Answer(msgspec.Struct):
+    """What every process gets in the end."""
+
+    error: str = ""
+    members: tuple[Member, ...] = ()
+
+
 def await_members(
-    cluster: Cluster, start_timeout: float, lifeline: Mapping[str, Any] | None = None
+    cluster: Cluster, start_timeout: float, lifeline: dict[str, Any] | None = None
 ) -> tuple[Member, ...]:
     """Wait for all processes of the group.
 
@@ -133,7 +138,7 @@ class _Rendezvous:
             selector.unregister(self._listener)
             self._listener.close()
             members = sorted([self._chief, *self._members.values()], key=lambda m: m.index)
-            self._answer({"error": error} if error else {"members": [vars(m) for m in members]})
+            self._answer(_Answer(error) if error else _Answer(members=tuple(members)))
         if error:
             raise ClusterError(error)
         return tuple(members)
@@ -193,8 +198,8 @@ class _Rendezvous:
             "longer: ClusterOptions(start_timeout=...), PERDURE_START_TIMEOUT"
         )
 
-    def _answer(self, answer: dict[str, Any]) -> None:
-        line = json.dumps(answer).encode() + b"\n"
+    def _answer(self, answer: _Answer) -> None:
+        line = msgspec.json.encode(answer) + b"\n"
         for connection in self._members:
             with suppress(OSError):
                 connection.settimeout(_SHORT_S)
@@ -229,11 +234,13 @@ def _register(
         except OSError as error:
             last = str(error) or type(error).__name__
         else:
-            answer = _object(text)
-            if "error" in answer:
-                raise ClusterError(str(answer["error"]))
-            if "members" in answer:
-                return tuple(Member(**fields) for fields in answer["members"])
+            answer = _Answer()
+            with suppress(msgspec.DecodeError):
+                answer = msgspec.json.decode(text, type=_Answer)
+            if answer.error:
+                raise ClusterError(answer.error)
+            if answer.members:
+                return answer.members
             warn()
             last = _no_rendezvous(cluster, member)
         left = deadline - time.monotonic()
@@ -266,7 +273,7 @@ def _ask(cluster: Cluster, member: Member, wait: float, silent: Callable[[], Non
     Calls `silent` if the hello is not acknowledged: PyTorch's store reads it and does not answer.
     """
     with socket.create_connection(cluster.host_port, _SHORT_S) as connection:
-        connection.sendall(json.dumps({"hello": _HELLO, **vars(member)}).encode() + b"\n")
+        connection.sendall(msgspec.json.encode(member) + b"\n")
         try:
             parts = [connection.recv(len(_ACKNOWLEDGED))]
         except TimeoutError:
@@ -297,23 +304,10 @@ def _listening(cluster: Cluster) -> Iterator[socket.socket | None]:
 
 
 def _decode(line: bytes) -> Member | None:
-    hello = _object(line)
-    if hello.pop("hello", None) != _HELLO:
-        return None
-    try:
-        member = Member(**hello)
-    except TypeError:
-        return None
-    fits = isinstance(member.index, int) and isinstance(member.count, int)
-    return member if fits and 0 <= member.index < member.count else None
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    with suppress(msgspec.DecodeError):
+        member = msgspec.json.decode(line, type=Member)
+        return member if 0 <= member.index < member.count else None
+    return None
 
 
 def listen(host: str, port: int) -> socket.socket:

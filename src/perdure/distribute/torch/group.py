@@ -12,7 +12,6 @@ import ipaddress
 import json
 import os
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from time import monotonic, sleep
@@ -280,7 +279,7 @@ def _lifeline(
     cluster: Cluster,
     host: str,
     options: ClusterOptions,
-    of_chief: Mapping[str, Any] | None = None,
+    of_chief: dict[str, Any] | None = None,
 ) -> Lifeline | None:
     """That of process 0, or a connection to it; None without one."""
     with contextlib.suppress(OSError):

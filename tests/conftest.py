@@ -73,7 +73,7 @@ def generators_stay() -> Iterator[None]:
     """The random generators that all tests of a process share are afterwards as they were."""
     from perdure.state import process_random
 
-    before = process_random.encode(process_random.capture())
+    before = process_random.capture()
     yield
     for name, state in before.items():
         process_random.restore_generator(name, state)

@@ -38,7 +38,7 @@ try:
     from perdure.distribute.torch.group import join, subgroup
     from perdure.distribute.torch.logical_replicas import LogicalReplicas
     from perdure.distribute.torch.state_view import named_parameters
-    from perdure.state.module_tensors import module_tensors
+    from perdure.state.object_restore import module_tensors
     from perdure.state.torch_loader import ResumableLoader
 except ModuleNotFoundError as error:
     raise missing_extra("torch", error) from error

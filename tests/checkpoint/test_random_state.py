@@ -182,7 +182,7 @@ def test_every_bit_generator_of_numpy_can_be_the_shared_one(kind: str) -> None:
     shared.set_bit_generator(getattr(np.random, kind)(5))
     try:
         np.random.standard_normal()  # noqa: NPY002
-        saved = process_random.encode(process_random.capture())["numpy"]
+        saved = process_random.capture()["numpy"]
         expected = np.random.standard_normal(5).tolist()  # noqa: NPY002
         assert process_random.restore_generator("numpy", saved) is None
         assert np.random.standard_normal(5).tolist() == expected  # noqa: NPY002
@@ -200,7 +200,6 @@ class Faked:
         self.states: dict[int, bytes] = {}
         self.restored: dict[int, bytes] = {}
         monkeypatch.setattr(process_random, "capture", lambda: {"python": self._current()})
-        monkeypatch.setattr(process_random, "encode", dict)
         monkeypatch.setattr(process_random, "restore_generator", self._restore_generator)
         self._thread = threading.local()
 
@@ -306,8 +305,7 @@ def test_a_generator_of_a_missing_device_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = process_random.capture
-    state = [torch.zeros(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]
-    used = iter([state[0], state[0], state[1]])
+    used = iter([bytes(16), bytes(16), bytes([1] * 16)])
     monkeypatch.setattr(process_random, "capture", lambda: {**real(), "torch cuda:3": next(used)})
     with CheckpointManager(tmp_path) as manager:
         manager.restore_or_initialize({"x": 0})

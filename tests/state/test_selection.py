@@ -10,10 +10,9 @@ import pytest
 
 from perdure.errors import ArgumentError, MismatchError, StateError
 from perdure.state import flatten
-from perdure.state.cast import cast_leaf
 from perdure.state.leaf_spec import Difference, LeafSpec, format_differences
-from perdure.state.leaf_values import plain_value
-from perdure.state.renaming import Renaming
+from perdure.state.leaf_values import cast_leaf, plain_value
+from perdure.state.restore_request import Renaming
 from perdure.store.selection import Selection
 
 PATHS = ("model/enc/0/bias", "model/enc/0/w", "model/head/bias", "model2/w", "bias", "a%2Fb")

@@ -431,7 +431,7 @@ def test_a_long_list_of_differences_is_cut() -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_different_prefix_is_reported_in_one_line(reverse: bool) -> None:
+def test_a_different_prefix_is_one_line_for_each_side_and_a_rename(reverse: bool) -> None:
     plain = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(500)])
     states: list[Any] = [{"model": plain}, {"model": torch.nn.Sequential(plain)}]
     if reverse:
@@ -439,9 +439,11 @@ def test_a_different_prefix_is_reported_in_one_line(reverse: bool) -> None:
     with pytest.raises(MismatchError) as caught:
         restore(states[0], snapshot(states[1]))
     text = str(caught.value)
-    assert len(text.splitlines()) == 3
-    assert "all 1,000 leaves differ by the prefix `0/` after `model/`" in text
-    assert ("only the target has" if reverse else "only the checkpoint has") in text
+    assert len(text.splitlines()) == 4
+    assert "1,000 leaves that only the target has" in text
+    assert "1,000 leaves that only the checkpoint has" in text
+    old, new = ("model", "model/0") if reverse else ("model/0", "model")
+    assert f"`rename={{'{old}': '{new}'}}`" in text
 
 
 class Transition(NamedTuple):

@@ -186,7 +186,7 @@ def test_the_first_due_save_knows_whether_gradients_stay(
     whole = heads(MemoryStorage(), loop, 7, lambda _: None)
     heads(run := MemoryStorage(), loop, 2, lambda _: None, interval=2)
     assert heads(run, loop, 7, lambda _: None, interval=2) == whole
-    monkeypatch.setattr(torch_gradients.KeptGradients, "see", lambda *_: None)
+    monkeypatch.setattr(torch_gradients.Gradients, "see", lambda *_: None)
     heads(run := MemoryStorage(), loop, 2, lambda _: None, interval=2)
     is_same = heads(run, loop, 7, lambda _: None, interval=2) == whole
     assert is_same == LOOPS[loop][0]  # the negative control
@@ -213,15 +213,15 @@ def test_a_second_save_of_a_step_is_no_sign_that_gradients_stay() -> None:
     value = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([value, torch.nn.Parameter(torch.ones(1))], 0.1)
     value.sum().backward()
-    assert "torch/gradients" not in leaves_beside({"o": optimizer})
-    assert "torch/gradients" not in leaves_beside({"o": optimizer})
+    assert "process/0/gradients" not in leaves_beside({"o": optimizer})
+    assert "process/0/gradients" not in leaves_beside({"o": optimizer})
     optimizer.zero_grad(set_to_none=False)
     for _ in range(2):
-        assert leaves_beside({"o": optimizer})["torch/gradients"].text == '{"o":["0"]}'
+        assert leaves_beside({"o": optimizer})["process/0/gradients"].text == '{"o":["0"]}'
     optimizer.zero_grad()
-    assert "torch/gradients" not in leaves_beside({"o": optimizer})
+    assert "process/0/gradients" not in leaves_beside({"o": optimizer})
     value.sum().backward()
-    assert "torch/gradients" not in leaves_beside({"o": optimizer})
+    assert "process/0/gradients" not in leaves_beside({"o": optimizer})
 
 
 ACCUMULATING = {  # whether `zero_grad` sets to None, and when it is called

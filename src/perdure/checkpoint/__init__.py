@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from perdure.checkpoint.retention import Retention
     from perdure.runtime.process_group import Processes, SingleProcess
     from perdure.state.per_rank import PerRank
-    from perdure.state.restore_report import RestoreReport
+    from perdure.state.restore_request import RestoreReport
 
 # Imported at first use, so that `perdure ls`, which reads the rules of retention, needs no numpy.
 _HOMES = {
@@ -24,7 +24,7 @@ _HOMES = {
     "PerRank": "perdure.state.per_rank",
     "PreemptionCheckpointHandler": "perdure.checkpoint.manager",
     "Processes": "perdure.runtime.process_group",
-    "RestoreReport": "perdure.state.restore_report",
+    "RestoreReport": "perdure.state.restore_request",
     "Restored": "perdure.checkpoint.manager_options",
     "Retention": "perdure.checkpoint.retention",
     "SingleProcess": "perdure.runtime.process_group",

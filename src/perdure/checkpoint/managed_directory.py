@@ -20,7 +20,7 @@ from perdure.checkpoint.retention import Retention, candidates, ranked, recorded
 from perdure.checkpoint.saver import Saver
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError
 from perdure.runtime.process_group import Processes
-from perdure.state.metadata import metadata_tree
+from perdure.state.template import metadata_tree
 from perdure.store import Run
 from perdure.store.drill_hook import drill_hook
 from perdure.store.manifest import RecipeValue

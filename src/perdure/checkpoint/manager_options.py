@@ -12,7 +12,7 @@ from perdure.checkpoint.preemption import SIGNALS
 from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError, StoreError
 from perdure.state.replaced_members import ReplacedMembers
-from perdure.state.restore_report import RestoreReport
+from perdure.state.restore_request import RestoreReport
 
 
 class _Pair(NamedTuple):

@@ -7,9 +7,8 @@ from typing import Any
 
 from perdure.errors import MismatchError, StateError, warn_caller
 from perdure.state import Template, differences, format_differences
-from perdure.state.fresh_target import FreshTarget
-from perdure.state.inner_objects import inner_objects, lost_objects
 from perdure.state.leaf_spec import Difference, LeafSpec
+from perdure.state.object_flatten import FreshTarget, inner_objects, lost_objects
 from perdure.state.paths import nearest
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import state_dict_advice

@@ -22,10 +22,8 @@ from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import processes_of
 from perdure.state.replaced_members import ReplacedMembers
-from perdure.state.restore_plan import StoredState
-from perdure.state.restore_report import RestoreReport
-from perdure.state.restore_request import RestoreRequest
-from perdure.state.shard_targets import needed_regions
+from perdure.state.restore_plan import StoredState, needed_regions
+from perdure.state.restore_request import RestoreReport, RestoreRequest
 from perdure.state.shared_members import shared_groups
 from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.state.walk import Walk

@@ -48,8 +48,7 @@ from perdure.state import snapshot
 from perdure.state.extra_members import ExtraMembers
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import finish_callbacks
-from perdure.state.shards import copies_compared
-from perdure.state.snapshot_buffer import SnapshotBuffer
+from perdure.state.snapshots import SnapshotBuffer
 from perdure.state.walk import Walk
 from perdure.store import Leaf, Run
 from perdure.store.gc_pause import gc_paused
@@ -175,8 +174,8 @@ class Saver:
             finish_callbacks()
             index, count = self.processes.index, self.processes.count
             is_first = self.restore_check.is_first
-            rank_of = rank_context(index, count, keeps_shards=count == 1)
-            with rank_of as rank, gc_paused(), copies_compared(is_first):
+            rank_of = rank_context(index, count, keeps_shards=count == 1, compares_copies=is_first)
+            with rank_of as rank, gc_paused():
                 walk = Walk.of(state)
                 leaves = snapshot(walk, self._buffer, self.restore_check.fresh)
                 _refuse_own_shards(rank, leaves)

@@ -15,10 +15,9 @@ from blake3 import blake3
 
 from perdure.digests.memory_sums import SMALL_BYTES, Sums, byte_sums, small_sums
 from perdure.errors import StateError
-from perdure.state.adapter import ADAPTERS, Adapter, Node, OneByOne, adapter
+from perdure.state.adapter import ADAPTERS, Adapter, Node, OneByOne, Stateful, adapter
 from perdure.state.leaf_spec import LeafSpec
-from perdure.state.stateful import Stateful
-from perdure.state.tree_flatten import flatten
+from perdure.state.snapshots import flatten
 from perdure.store.leaf import Leaf
 
 VERSION = 1

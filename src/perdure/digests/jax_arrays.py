@@ -28,7 +28,7 @@ from perdure.digests.memory_sums import (
 )
 from perdure.errors import UnsupportedLeafError
 from perdure.state.jax_state import enable_x64, leaf_dtype, numbers
-from perdure.state.leaf_errors import type_name
+from perdure.state.leaf_spec import type_name
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch.distributed
 
 from perdure.digests.digest import ArrayTaker, LaterSums
 from perdure.digests.memory_sums import LANES, lane_keys, row_keys, sums_by_slabs
-from perdure.state.torch_shards import has_all_elements, is_dtensor, local_tensor, region
 from perdure.state.torch_state import ADAPTER
+from perdure.state.torch_tensors import has_all_elements, is_dtensor, local_tensor, region
 from perdure.store.shard_plan import Region
 
 PIECE_ROWS = 128

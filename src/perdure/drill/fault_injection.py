@@ -219,7 +219,7 @@ class FaultInjector:
         self._finished = step
         states: dict[str, str] = {}
         with contextlib.suppress(Exception):  # `fit` on JAX holds the values of Keras itself
-            encoded = process_random.encode(process_random.capture())
+            encoded = process_random.capture()
             states = {name: hash_bytes(state)[:32] for name, state in encoded.items()}
         if step == self._traced:
             drawn = {name: s for name, s in states.items() if self._states.get(name) != s}

@@ -175,10 +175,8 @@ def have_one_seed(one: tuple[str, Any], other: tuple[str, Any]) -> bool | None:
     (kind, a), (other_kind, b) = one, other
     if kind != other_kind:
         return None
-    if kind == "keras":
-        return bool(a[0] == b[0])
-    if kind == "torch":  # both begin with the seed
-        return bool((a[:8] == b[:8]).all())
+    if kind in ("keras", "torch"):  # both begin with the seed
+        return bytes(a[:8]) == bytes(b[:8])
     if kind == "numpy" and "inc" in (state := a["state"]):  # PCG64: the stream
         return state["inc"] == b.get("state", {}).get("inc")
     if kind == "numpy" and a["bit_generator"] != "MT19937":

@@ -376,7 +376,7 @@ def random_state(generators: Sequence[Any] = ()) -> dict[str, Any]:
     Arrays are shuffled by NumPy's on JAX and by torch's on PyTorch, a `PyDataset` by Python's;
     `generators` are those that a torch DataLoader owns.
     """
-    shared = process_random.encode(process_random.capture())
+    shared = process_random.capture()
     return {
         "shared": {name: np.frombuffer(data, np.uint8) for name, data in shared.items()},
         "generators": [generator.get_state().numpy().copy() for generator in generators],

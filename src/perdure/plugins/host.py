@@ -19,7 +19,7 @@ import numpy as np
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
 from perdure.errors import MissingExtraError, StateError, warn_caller
-from perdure.state.process_random import capture, encode, restore_all
+from perdure.state.process_random import capture, restore_all
 
 GeneratorStates = dict[str, np.ndarray[Any, Any]]
 
@@ -123,9 +123,7 @@ def manager_of(
 
 def generator_states() -> GeneratorStates:
     """The present state of each random generator of the process, by its name: a member of a state."""
-    return {
-        name: np.frombuffer(bytearray(state), np.uint8) for name, state in encode(capture()).items()
-    }
+    return {name: np.frombuffer(bytearray(state), np.uint8) for name, state in capture().items()}
 
 
 def restore_generators(states: Mapping[str, np.ndarray[Any, Any]]) -> None:

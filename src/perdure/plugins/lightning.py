@@ -38,8 +38,8 @@ from perdure.plugins.host import (
 )
 from perdure.runtime.heartbeats import beat
 from perdure.state import flatten
+from perdure.state.adapter import Stateful
 from perdure.state.object_restore import ObjectStates
-from perdure.state.stateful import Stateful
 from perdure.store import Run
 
 require_version("lightning", "lightning", "2.5", "3")

@@ -9,12 +9,15 @@ a framework to find out would take seconds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-from perdure.state.leaf_spec import LeafSpec
-from perdure.state.stateful import Stateful
+import numpy as np
+
+from perdure.state.containers import build_container, describe_container
+from perdure.state.leaf_spec import Check, Difference, LeafSpec
+from perdure.state.paths import join_key
 from perdure.store.leaf import Leaf
 
 
@@ -43,6 +46,124 @@ class Node(NamedTuple):
     children: Collection[tuple[str, Any]] | Pairs
     rebuild: Callable[[list[Any]], Any]
     in_place: bool = False
+    can_undo: bool = False
+    """Whether `rebuild` with the old children takes a change in place back. It is then made first:
+    others may look at this object when they are loaded, as a loader looks at its sampler."""
+
+
+class ModuleValues(dict[str, Any]):
+    """The state of a torch module: values by dotted name, which become nested leaf paths."""
+
+
+class Stateful:
+    """An object with a state that is read and loaded as a whole (`state_dict`, `load_state_dict`).
+
+    `load` is given the state that was stored, whatever the present state looks like, and `read` has to
+    return that state afterwards. Invariant of `check`: it changes nothing, and its result holds no
+    array.
+    """
+
+    arrays = "numpy"
+    """The class of the object's arrays, unless the checkpoint names another one."""
+
+    class_name: str | None = None
+    """The class that a checkpoint names, for a `check` that compares it."""
+
+    can_fail = True
+    """Whether `load` may fail although `check` found nothing. If so, `backup` is called first."""
+
+    comes_first = False
+    """Whether others can only be loaded after this object. It is backed up like one that may fail."""
+
+    changes_no_array = False
+    """Whether `load` never writes into an array of the state that it is given. Then these arrays may be
+    in the memory of the leaves with which the object is compared."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def read(self) -> Any:
+        """The present state."""
+        return self.target.state_dict()
+
+    def load(self, state: Any) -> object:
+        """Load a state, which the object may keep and change."""
+        return self.target.load_state_dict(state)
+
+    def check(self) -> Check:
+        """The function that finds the stored leaves that the object cannot take."""
+        return lambda _: []
+
+    def parts(self) -> Mapping[str, LeafSpec | None] | None:
+        """The values that can be restored one by one, by path relative to the object.
+
+        Each with its dtype and shape, or None if it takes any. None for an object whose state can only
+        be loaded as a whole.
+        """
+        return None
+
+    def part_values(self) -> Mapping[str, Any]:
+        """The live values of `parts`, by the same paths."""
+        return {}
+
+    def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
+        """The arrays that decide how stored leaves are sharded, by the path of the leaf.
+
+        Args:
+            stored: The stored leaves of the object. Paths are relative to the object.
+        """
+        return {}
+
+    def misfits(self, state: Any) -> list[Difference]:
+        """Why the object cannot take the `state` that was built for it, as far as that can be known
+        before the load. Paths are relative to the object."""
+        return []
+
+    def depends_on(self) -> Iterable[Any]:
+        """The objects that this state belongs to, such as the parameters of an optimizer."""
+        return ()
+
+    def may_add(self, path: str) -> bool:
+        """Whether the object may have a leaf after `load` that the stored state lacks, such as a
+        setting of a newer version. `path` is relative to the object."""
+        return False
+
+    def backup(self) -> Callable[[], object]:
+        """Copy the present state; returns the function that loads it again.
+
+        It also removes the attributes that the object did not have: a load that updates `__dict__` may
+        have brought those of another class.
+        """
+        before, attributes = copy_state(self.read()), getattr(self.target, "__dict__", {})
+        names = set(attributes)
+
+        def undo() -> None:
+            try:
+                self.load(before)
+            finally:
+                for name in attributes.keys() - names:
+                    del attributes[name]
+
+        return undo
+
+
+def copy_state(state: Any) -> Any:
+    """A state with new containers and arrays. Live objects inside are not copied."""
+    if isinstance(state, ModuleValues):
+        return ModuleValues({name: copy_state(value) for name, value in state.items()})
+    if isinstance(state, np.ndarray):
+        return state.copy()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(state, torch.Tensor):
+        clone = state.detach().clone()
+        if type(clone) is not type(state):
+            return type(state)(clone, state.requires_grad)
+        return clone.requires_grad_(state.requires_grad)
+    if (described := describe_container(state)) is None:
+        return state
+    entry, children = described
+    values = {join_key("", key): child for key, child in children}
+    return build_container(entry, list(values), lambda _, part: copy_state(values[part]))
 
 
 class Adapter(Protocol):
@@ -88,32 +209,6 @@ class Adapter(Protocol):
         ...
 
 
-ADAPTERS = {
-    "keras": "perdure.state.keras_state",
-    "flax.nnx": "perdure.state.flax_state",
-    "equinox": "perdure.state.equinox_state",
-    "jax": "perdure.state.jax_state",
-    "torch": "perdure.state.torch_state",
-    "builtins": "perdure.state.builtin",
-}
-"""The module of each adapter by that of its framework, in the order in which they are asked.
-
-The first one that takes a value decides: a Keras layer on PyTorch is a torch module too, and Flax and
-Equinox modules are pytree nodes of JAX. The built-in adapter, of NumPy and plain Python, is last: a
-dataclass that is registered with a framework (with static fields) is taken apart by that framework.
-"""
-
-
-def loaded_adapters() -> list[Adapter]:
-    """The adapters of the frameworks that are imported, in the order of `ADAPTERS`."""
-    return [adapter(framework) for framework in ADAPTERS if framework in sys.modules]
-
-
-def adapter(framework: str) -> Adapter:
-    """The adapter of a framework that is imported."""
-    return import_module(ADAPTERS[framework]).ADAPTER
-
-
 class OneByOne:
     """Base of an adapter that looks at each value by itself."""
 
@@ -142,3 +237,56 @@ class ContainersOnly(NoVariables):
 
     def load(self, like: Any, leaf: Leaf) -> Any:
         raise NotImplementedError
+
+
+ADAPTERS = {
+    "keras": "perdure.state.keras_state",
+    "flax.nnx": "perdure.state.flax_state",
+    "equinox": "perdure.state.equinox_state",
+    "jax": "perdure.state.jax_state",
+    "torch": "perdure.state.torch_state",
+    "builtins": "perdure.state.builtin",
+}
+"""The module of each adapter by that of its framework, in the order in which they are asked.
+
+The first one that takes a value decides: a Keras layer on PyTorch is a torch module too, and Flax and
+Equinox modules are pytree nodes of JAX. The built-in adapter, of NumPy and plain Python, is last: a
+dataclass that is registered with a framework (with static fields) is taken apart by that framework.
+"""
+
+
+def loaded_adapters() -> list[Adapter]:
+    """The adapters of the frameworks that are imported, in the order of `ADAPTERS`."""
+    return [adapter(framework) for framework in ADAPTERS if framework in sys.modules]
+
+
+def adapter(framework: str) -> Adapter:
+    """The adapter of a framework that is imported."""
+    return import_module(ADAPTERS[framework]).ADAPTER
+
+
+def leaf_adapter(value: Any, adapters: Sequence[Adapter]) -> tuple[Adapter, LeafSpec] | None:
+    """The adapter for which a value is a leaf, and its dtype and shape; None for an interior value."""
+    for candidate in adapters:
+        if (spec := candidate.spec(value)) is not None:
+            return candidate, spec
+    return None
+
+
+def leaf_of(value: Any) -> Leaf | None:
+    """The leaf of one value; None if it is none."""
+    taken = leaf_adapter(value, loaded_adapters())
+    return None if taken is None else taken[0].leaf(value)
+
+
+def load_leaf(taker: Adapter, like: Any, leaf: Leaf) -> Any:
+    """An array such as `like`, made by the adapter that takes it, with the bits of `leaf`."""
+    if not leaf.is_weak:
+        return taker.load(like, leaf)
+    # Only JAX has weak types. A Python number in the target is a weakly typed array after the first
+    # compiled step; as a NumPy scalar it would be strongly typed.
+    if "jax" in sys.modules:
+        jax = adapter("jax")
+        if taker is jax or type(like) in (int, float, complex):
+            return jax.load(like, leaf)
+    return taker.load(like, leaf.strong())

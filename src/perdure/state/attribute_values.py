@@ -15,9 +15,9 @@ import numpy as np
 
 from perdure.state import bits
 from perdure.state.adapter import Node, loaded_adapters
-from perdure.state.adapter_choice import node_of
-from perdure.state.leaf_errors import type_name
+from perdure.state.leaf_spec import type_name
 from perdure.state.program_code import is_of_program
+from perdure.state.walk import node_of
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 CONTAINERS = (tuple, list, dict, deque, set, frozenset)

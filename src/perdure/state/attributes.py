@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from perdure.errors import CorruptionError, StateError
-from perdure.state.adapter import loaded_adapters
+from perdure.state.adapter import Stateful, loaded_adapters
 from perdure.state.attribute_values import (
     CONTAINERS,
     Kind,
@@ -36,7 +36,6 @@ from perdure.state.object_flatten import ObjectFlattener
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import decides_its_state, is_owner
-from perdure.state.stateful import Stateful
 from perdure.state.static_fields import static_owners
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
@@ -161,7 +160,7 @@ class Attributes:
             raise CorruptionError(
                 f"{restoring.where}: {top}_index cannot be read: {error}."
             ) from error
-        states = ObjectStates(Leaves(restoring.leaves, stored.containers), _refuse)
+        states = ObjectStates(Leaves(restoring.leaves, stored.containers))
         owners = {owner.path: owner for owner in _owners(restoring.walk)}
         known = _Known(restoring.walk)
         static = {path: value for path, value, _ in static_owners(restoring.walk)}
@@ -418,8 +417,8 @@ def _add(leaves: Leaves, value: Any, path: str) -> bool:
     """Add the leaves of a value; False if it has no exact form."""
     found = Leaves()
     try:
-        flattener = ObjectFlattener(loaded_adapters(), found)
-        flattener.add_state(_Value(value), path, stored_form(value))
+        flattener = ObjectFlattener(found, loaded_adapters())
+        flattener.add(Stateful(value), path, stored_form(value))
     except StateError:
         return False
     if flattener.live_paths or any(leaf.shards is not None for leaf in found.values()):
@@ -427,14 +426,6 @@ def _add(leaves: Leaves, value: Any, path: str) -> bool:
     leaves.update(found)
     leaves.containers.update(found.containers)
     return True
-
-
-class _Value(Stateful):
-    """A value in the place of an object, of which `ObjectFlattener` asks for the class of arrays."""
-
-
-def _refuse(_: Any, path: str) -> Any:
-    raise StateError(f"{path}: only the object that saved this can rebuild it.")
 
 
 def _get(owner: _Owner, key: Key) -> Any:

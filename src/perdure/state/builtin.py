@@ -15,12 +15,11 @@ import numpy as np
 from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, NoVariables, Pairs
+from perdure.state.adapter import Node, NoVariables, Pairs, Stateful
 from perdure.state.containers import describe_container
 from perdure.state.generators import generator_node
 from perdure.state.iterator import is_positioned, position, reposition
-from perdure.state.leaf_errors import type_name
-from perdure.state.leaf_spec import LeafSpec
+from perdure.state.leaf_spec import LeafSpec, type_name
 from perdure.state.leaf_values import (
     BUFFER_DTYPES,
     COPIED_BYTES,
@@ -33,7 +32,6 @@ from perdure.state.leaf_values import (
 )
 from perdure.state.paths import key_text
 from perdure.state.program_code import is_of_program
-from perdure.state.stateful import Stateful
 from perdure.store.leaf import Leaf
 
 _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
@@ -110,12 +108,12 @@ class Builtin(NoVariables):
         return ordered
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | Stateful | None:
-        if type(value) is bytearray:
-            return Node([("", bytes(value))], lambda new: bytearray(new[0]))
-        if isinstance(value, Mapping):
+        if type(value) is dict or isinstance(value, Mapping):
             return _mapping_node(value)
         if isinstance(value, (list, tuple)):
             return _sequence_node(value)
+        if type(value) is bytearray:
+            return Node([("", bytes(value))], lambda new: bytearray(new[0]))
         if type(value) in (deque, set, frozenset):
             described = describe_container(value)
             assert described is not None
@@ -161,6 +159,7 @@ def _attributes_node(value: Any) -> Node:
         [(name, vars(value)[name]) for name in names],
         lambda new: vars(value).update(zip(names, new, strict=True)),
         in_place=True,
+        can_undo=True,
     )
 
 

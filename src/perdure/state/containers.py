@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from perdure.errors import StateError, UnsupportedLeafError
-from perdure.state.leaf_errors import type_name
+from perdure.state.leaf_spec import type_name
 from perdure.state.leaf_values import leaf_array, scalar_text
 from perdure.state.paths import key_text
 from perdure.store.format import escape, unescape

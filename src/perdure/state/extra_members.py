@@ -87,8 +87,7 @@ _MEMBERS = {
     "perdure.state.epoch_ends:EpochEnds": None,
     "perdure.state.shared_members:SharedMembers": None,
     "perdure.state.attributes:Attributes": None,
-    "perdure.state.torch_gradients:KeptGradients": "torch",
-    "perdure.state.torch_gradients:AccumulatedGradients": "torch",
+    "perdure.state.torch_gradients:Gradients": "torch",
     "perdure.state.process_random:ProcessRandom": None,
 }
 """The class of each member, and the framework without which it has nothing to store. The attributes

@@ -228,12 +228,11 @@ def _unnamed(seen: set[int]) -> Iterator[Held]:
 
 def _of_process() -> Iterator[Held]:
     """Its global generators, the variables of its environment that it has changed, and defaults."""
+    shared: Any = {"python": random._inst, "numpy": np.random.mtrand._rand}  # type: ignore[attr-defined]
+    if (torch := sys.modules.get("torch")) is not None:
+        shared["torch"] = getattr(torch, "default_generator", None)
     for name in process_random.capture():
-        yield Held(
-            f"generator of {name}",
-            lambda name=name: GlobalGenerator(name),
-            lambda _: None,
-        )
+        yield _fixed(f"generator of {name}", shared.get(name) or GlobalGenerator(name))
     yield Held("os.environ", _changed_environment, _set_environment)
     for name, (library, get, put) in _DEFAULTS.items():
         if (module := sys.modules.get(library)) is not None and hasattr(module, "__version__"):
@@ -371,28 +370,17 @@ def is_whole(value: Any) -> bool:
 # ---------------------------------------------------------------- generators
 
 
+@dataclass(frozen=True)
 class GlobalGenerator:
-    """A generator of the process, by its name in `process_random`."""
+    """A generator of the process that is no object of Python, by its name in `process_random`."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @property
-    def state(self) -> Any:
-        """Its present state."""
-        return process_random.capture()[self.name]
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        encoded = process_random.encode({self.name: state})[self.name]
-        process_random.restore_generator(self.name, encoded)
+    name: str
 
 
 def generator_state(value: Any) -> tuple[str, Any] | None:
     """The kind of a random generator and a copy of its state; None for any other value."""
     if isinstance(value, GlobalGenerator):
-        kind = {"numpy": "legacy", "python": "python", "keras": "keras"}.get(value.name, "torch")
-        return kind, value.state
+        return value.name.partition(" ")[0], process_random.capture()[value.name]
     if isinstance(value, np.random.Generator):
         return "numpy", value.bit_generator.state
     if isinstance(value, np.random.RandomState):
@@ -409,7 +397,7 @@ def set_generator_state(value: Any, state: tuple[str, Any]) -> None:
     """Give a generator the state that `generator_state` returned for one of its kind."""
     kind, data = state
     if isinstance(value, GlobalGenerator):
-        value.state = data
+        process_random.restore_generator(value.name, data)
     elif kind == "numpy":
         value.bit_generator.state = data
     elif kind == "python":

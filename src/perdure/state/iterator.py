@@ -2,17 +2,27 @@
 
 A position is stored as one string, because its structure belongs to the iterator and may change while
 it runs. Invariant: a position is restored equal, with the type of every value in it, or the save is
-refused.
+refused. That of an iterator of Grain also says what decides the order of the elements, because Grain
+stores only an index for a dataset, and for a `DataLoader` texts as long as its data.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from typing import Any
 
 from perdure.errors import StateError
-from perdure.state.grain_order import order_of, require_same_order
-from perdure.state.grain_position import hash_texts, restore_texts
+from perdure.store.format import hash_bytes
+
+_PARENTS = ("_map_parent", "_iter_parent", "_maybe_nonnative_parent")
+_SEEDS = ("_seed_rng_seed", "_seed")
+_COMPARED = ("sampler", "data_source")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+Order = dict[str, list[int]]
+"""The seeds and the lengths of the datasets below an iterator."""
 
 
 def is_positioned(value: Any) -> bool:
@@ -34,12 +44,12 @@ def position(iterator: Any) -> str:
     """
     state = iterator.get_state()
     if isinstance(state, bytes):
-        state = hash_texts(state)
+        state = _hash_texts(state)
         try:
             return f"b{state.decode()}"
         except UnicodeDecodeError:
             return f"x{state.hex()}"
-    order = order_of(iterator)
+    order = _order_of(iterator)
     try:
         text = json.dumps(_encode(state), sort_keys=True)
         return f"j{text}" if order is None else f"g[{json.dumps(order, sort_keys=True)}, {text}]"
@@ -61,13 +71,13 @@ def reposition(iterator: Any, text: str) -> Any:
     kind, rest = text[:1], text[1:]
     if kind == "g":
         order, state = json.loads(rest, object_hook=_decode)
-        require_same_order(order, iterator)
+        _require_same_order(order, iterator)
         iterator.set_state(state)
     elif kind == "j":  # also an iterator of Grain in older checkpoints
         iterator.set_state(json.loads(rest, object_hook=_decode))
     else:
         state = rest.encode() if kind == "b" else bytes.fromhex(rest)
-        iterator.set_state(restore_texts(state, iterator))
+        iterator.set_state(_restore_texts(state, iterator))
     return iterator
 
 
@@ -101,3 +111,94 @@ def _decode(value: dict[str, Any]) -> Any:
     if value.keys() == {_DICT}:
         return dict(value[_DICT])
     return value
+
+
+# ---------------------------------------------------------------- Grain
+
+
+def _order_of(iterator: Any) -> Order | None:
+    """The seeds and lengths below an iterator of Grain; None for any other. Does not import Grain.
+
+    Grain has no public names for them. What a release does not have under these names is left out.
+    """
+    grain = sys.modules.get("grain")
+    if grain is None or not isinstance(iterator, getattr(grain, "DatasetIterator", ())):
+        return None
+    order: Order = {"seeds": [], "lengths": []}
+    pending, seen = [iterator], set[int]()
+    while pending:
+        node = pending.pop(0)
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        seeds: list[Any] = [getattr(node, name, None) for name in _SEEDS]
+        order["seeds"] += [int(seed) for seed in seeds if hasattr(seed, "__index__")]
+        if isinstance(node, grain.MapDataset) and [len(node)] != order["lengths"][-1:]:
+            order["lengths"].append(len(node))  # a transformation that keeps the length adds none
+        pending += getattr(node, "_parents", ())
+        pending += [getattr(node, name) for name in _PARENTS if hasattr(node, name)]
+    return order
+
+
+def _require_same_order(saved: Order, iterator: Any) -> None:
+    """Raise `StateError` if the datasets below `iterator` have other seeds or lengths."""
+    present = _order_of(iterator) or {}
+    for name, expected in saved.items():
+        found = present.get(name)
+        if expected and found and found != expected:
+            raise StateError(
+                f"the {name} of the Grain datasets are not those that this iterator was saved with: "
+                f"expected {expected}, found {found}, from the iterator to its source. Its position "
+                f"would be that of other elements. Create it with the same source, seed, batch size "
+                f"and other transformations, or restore the other members only (`leaves`)."
+            )
+
+
+def _hash_texts(state: bytes) -> bytes:
+    """The position of a `grain.DataLoader` with hashes in place of two texts; any other unchanged.
+
+    Grain stores `repr(sampler)` and `repr(data_source)` and compares them in `set_state`. The `repr` of
+    a list is the text of all its elements.
+    """
+    position = _loader_position(state)
+    if position is None or not all(isinstance(position[name], str) for name in _COMPARED):
+        return state
+    hashes = {name: {"blake3": _text_hash(position[name])} for name in _COMPARED}
+    return json.dumps({**position, **hashes}, sort_keys=True).encode()
+
+
+def _restore_texts(state: bytes, iterator: Any) -> bytes:
+    """A position of `_hash_texts` with the texts of `iterator`, which must have the same hashes.
+
+    Raises:
+        StateError: the sampler or the data source differs from the saved one.
+    """
+    position = _loader_position(state)
+    if position is None or not all(isinstance(position[name], dict) for name in _COMPARED):
+        return state
+    present = _loader_position(iterator.get_state()) or {}
+    for name in _COMPARED:
+        text = present.get(name)
+        if not isinstance(text, str) or _text_hash(text) != position[name].get("blake3"):
+            raise StateError(
+                f"the {name.replace('_', ' ')} of this grain.DataLoader is not the one that it was "
+                f"saved with. Grain compares the `repr`, which is {str(text)[:200]!r} here. Create it "
+                f"with the same arguments and shard options."
+            )
+        position[name] = text
+    return json.dumps(position).encode()
+
+
+def _loader_position(state: bytes) -> dict[str, Any] | None:
+    """The fields of a `grain.DataLoader`'s position; None for the position of another iterator."""
+    try:
+        position = json.loads(state)
+    except ValueError:
+        return None
+    fits = isinstance(position, dict) and position.keys() >= {"last_seen_indices", *_COMPARED}
+    return position if fits else None
+
+
+def _text_hash(text: str) -> str:
+    # The default `repr` of an object has its address, which is no property of the data.
+    return hash_bytes(_ADDRESS.sub("", text).encode(errors="backslashreplace"))

@@ -27,7 +27,6 @@ from perdure.state.leaf_values import (
     plain_value,
 )
 from perdure.state.per_rank import current_rank_context
-from perdure.state.shards import compares_copies, compares_shards
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf, numpy_dtype
 from perdure.store.shard_plan import Region, Shards
@@ -167,18 +166,19 @@ class JaxState(NoVariables):
             raise _traced()
         dtype, shape = leaf_dtype(value), tuple(value.shape)
         _require_processes(value.sharding)
-        if compares_copies():
+        context = current_rank_context()
+        if context.compares_copies:
             _require_equal_copies(numbers(value))
         if not _is_local(value.sharding) and not value.is_fully_replicated:
             _require_group(value)
-            if not compares_shards():
+            if not context.compares_shards:
                 return Leaf(
                     dtype, shape, memoryview(b""), frozen=True, shards=_shards(numbers(value))
                 )
             # Its shards are in several processes, which all have to call this.
             value = multihost_utils.process_allgather(value, tiled=True)
         data = numbers(value)
-        keeps_shards = current_rank_context().keeps_shards and not compares_shards()
+        keeps_shards = context.keeps_shards and not context.compares_shards
         # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
         # step that donates the array works on a copy and these bytes do not change.
         shared = data is value and not value.is_deleted() and value.platform() == "cpu"

@@ -1,14 +1,15 @@
-"""dtypes and shapes of leaves, and the differences between a target and a checkpoint."""
+"""dtypes and shapes of leaves, how a target and a checkpoint differ, and errors with their paths."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from posixpath import commonpath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from perdure.errors import MismatchError
+from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
@@ -97,12 +98,9 @@ def mismatch_error(differences: Sequence[Difference], advice: str) -> MismatchEr
 def format_differences(differences: Sequence[Difference]) -> str:
     """The differences as text, one per line.
 
-    If one prefix explains all of them, the text is a single line about that prefix. At most `MAX_LINES`
-    are shown: of more, those that only one side has become one line for each branch, and what is left
-    is counted.
+    At most `MAX_LINES` are shown: of more, those that only one side has become one line for each
+    branch, and what is left is counted.
     """
-    if (sentence := _common_prefix(differences)) is not None:
-        return f"  {sentence}"
     lines = [str(difference) for difference in differences]
     if len(lines) > MAX_LINES:
         lines = _by_branch(differences)
@@ -130,28 +128,49 @@ def _by_branch(differences: Sequence[Difference]) -> list[str]:
     return lines
 
 
-def _common_prefix(differences: Sequence[Difference]) -> str | None:
-    """A sentence, if the paths of one side are those of the other with the same parts inserted."""
-    target = sorted(line.path.split("/") for line in differences if line.stored is None)
-    stored = sorted(line.path.split("/") for line in differences if line.expected is None)
-    if any(line.reason for line in differences) or len(target) < 2 or len(target) != len(stored):
+def type_name(value: Any) -> str:
+    """The full name of a value's class, such as `torch.nn.modules.linear.Linear`."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def add_path(error: StateError, path: str) -> None:
+    """Put `path` in front of the message of `error`, unless it has a path already."""
+    if not hasattr(error, "path"):
+        error.path = path  # type: ignore[attr-defined]
+        if not isinstance(error, MismatchError):
+            error.args = (f"{path or '(the state itself)'}: {error}",)
+
+
+class PathInErrors:
+    """A context that adds `path` to every `StateError` raised inside.
+
+    With `reason`, any other exception becomes a `StateError` that starts with it.
+    """
+
+    def __init__(self, path: str, reason: str | None = None) -> None:
+        self._path = path
+        self._reason = reason
+
+    def __enter__(self) -> None:
         return None
-    if 2 * len(target) != len(differences):
-        return None
-    for shorter, longer, side in (
-        (target, stored, "only the checkpoint has"),
-        (stored, target, "only the target has"),
-    ):
-        extra = len(longer[0]) - len(shorter[0])
-        for depth in range(len(shorter[0])):
-            inserted = longer[0][depth : depth + extra]
-            if extra > 0 and longer == sorted(
-                [*path[:depth], *inserted, *path[depth:]] for path in shorter
-            ):
-                position = f" after `{'/'.join(shorter[0][:depth])}/`" if depth else ""
-                example = f"`{'/'.join(longer[0])}` and `{'/'.join(shorter[0])}`"
-                return (
-                    f"all {len(target):,} leaves differ by the prefix `{'/'.join(inserted)}/`"
-                    f"{position}, which {side}: {example}"
-                )
-    return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, StateError):
+            add_path(error, self._path)
+        elif self._reason is not None and isinstance(error, Exception):
+            failure = StateError(f"{self._reason}: {type(error).__name__}: {error}")
+            add_path(failure, self._path)
+            raise failure from error
+
+
+def nested_too_deeply() -> UnsupportedLeafError:
+    """The error for a state that exceeds Python's recursion limit."""
+    return UnsupportedLeafError(
+        f"the state contains itself, or is nested deeper than Python's recursion limit "
+        f"({sys.getrecursionlimit()}). Save a tree of containers without such a loop."
+    )
+
+
+def duplicate_path(path: str) -> UnsupportedLeafError:
+    """The error for two values with the same path."""
+    return UnsupportedLeafError(f"two leaves have the path {path!r}; rename one of the keys.")

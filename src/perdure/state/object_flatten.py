@@ -1,60 +1,72 @@
-"""The state of an object with `state_dict` as leaves, with entries that describe its containers."""
+"""The states of objects with `state_dict` as leaves, with entries that describe their containers.
+
+Outside of objects the target has the containers, except for those that a run has changed: a list that
+has grown, a deque, a set, a value where the target has None. `FreshTarget` describes them as the state
+of an object is described, and a restore builds them as they were.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from perdure.errors import StateError, UnsupportedLeafError
-from perdure.state.adapter import Adapter
-from perdure.state.adapter_choice import node_of
+from perdure.state.adapter import Adapter, ModuleValues, Stateful, leaf_adapter, loaded_adapters
 from perdure.state.containers import (
     SORTED_DICT,
     array_class_name,
     describe_container,
     describe_record,
 )
-from perdure.state.leaf_errors import PathInErrors, add_path, duplicate_path, type_name
-from perdure.state.paths import join_dotted, join_key
-from perdure.state.stateful import ModuleValues, Stateful
+from perdure.state.leaf_spec import Difference, PathInErrors, add_path, duplicate_path, type_name
+from perdure.state.leaf_values import is_plain
+from perdure.state.paths import join_dotted, join_key, nearest
+from perdure.state.per_rank import current_rank_context
+from perdure.state.walk import ANY_LENGTH, GROWING, Walk, node_of
 from perdure.store.format import SCALAR_PREFIX
-from perdure.store.leaf import Leaves
+from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
+from perdure.text import counted
 
-FlattenLive = Callable[[Any, str], None]
-"""Adds the leaves of a live object at a path."""
+TakeLeaf = Callable[[Any], Leaf | None]
 
 
 class ObjectFlattener:
-    """Adds the leaves and the container entries of one object's state to `leaves`.
+    """Adds the leaves and the container entries of objects to `leaves`.
 
-    A state may contain values that are no plain containers (live objects). `flatten_live` adds them;
-    without it they are left out. Their paths are in `live_paths` afterwards.
+    A state may contain values that are no plain containers (live objects). Their paths are in
+    `live_paths` afterwards. With `enters` they are flattened too.
+
+    Args:
+        leaves: gets the leaves and the entries.
+        adapters: what takes the values.
+        enters: whether live objects are flattened.
+        takers: what makes leaves of values; by default the adapters.
     """
 
     def __init__(
         self,
-        adapters: Sequence[Adapter],
         leaves: Leaves,
-        flatten_live: FlattenLive | None = None,
+        adapters: Sequence[Adapter],
+        *,
+        enters: bool = False,
+        takers: Sequence[TakeLeaf] | None = None,
     ) -> None:
         self._adapters = adapters
+        self._takers = takers or [adapter.leaf for adapter in adapters]
         self._leaves = leaves
-        self._flatten_live = flatten_live
+        self._enters = enters
         self._array_classes: dict[str, str] = {}
         self.live_paths: list[str] = []
 
-    def flatten(self, stateful: Stateful, path: str, leave_out: Collection[str] = ()) -> None:
-        """Add the state of the object at `path`, of a module without the values in `leave_out`."""
-        self.add_state(stateful, path, read_state(stateful, path), leave_out)
-
-    def add_state(
+    def add(
         self, stateful: Stateful, path: str, state: Any, leave_out: Collection[str] = ()
     ) -> None:
-        """`flatten` of an object whose present state was read already."""
+        """Add the object at `path` with its present state, a module without what is in `leave_out`."""
+        outer, self._array_classes = self._array_classes, {}
         try:
             if isinstance(state, ModuleValues):
                 common_class = stateful.arrays
@@ -65,6 +77,9 @@ class ObjectFlattener:
             else:
                 self._add(state, path, needs_entry=True)
                 common_class = self._describe_arrays(path)
+                if stateful.class_name and (entry := self._leaves.containers.get(path)):
+                    typed = msgspec.structs.replace(entry, type=stateful.class_name)
+                    self._leaves.containers[path] = typed
         except RecursionError:
             raise UnsupportedLeafError(
                 f"{path}: the state of a {type_name(stateful.target)} contains itself, or is nested "
@@ -72,7 +87,8 @@ class ObjectFlattener:
             ) from None
         for array_path, array_class in self._array_classes.items():
             if array_class != common_class:
-                self._leaves.containers[array_path] = Container("array", arrays=array_class)
+                self._leaves.containers[array_path] = Container("array", arrays=array_class)  # type: ignore[arg-type]
+        self._array_classes = outer
 
     def _describe_arrays(self, path: str) -> str | None:
         """Set the most frequent class of arrays in the entry of the whole state, and return it."""
@@ -85,13 +101,11 @@ class ObjectFlattener:
         return common
 
     def _add(self, value: Any, path: str, *, needs_entry: bool = False) -> None:
-        # The training loop waits for this, as for `tree_flatten._add_leaves`.
+        # The training loop waits for this.
         try:
-            for adapter in self._adapters:
-                if (leaf := adapter.leaf(value)) is not None:
-                    if path in self._leaves:
-                        raise duplicate_path(path)
-                    self._leaves[path] = leaf
+            for take in self._takers:
+                if (leaf := take(value)) is not None:
+                    self._add_leaf(leaf, path)
                     if leaf.dtype[:3] != SCALAR_PREFIX:
                         self._array_classes[path] = array_class_name(value)
                     return
@@ -108,12 +122,23 @@ class ObjectFlattener:
         for key, child in children:
             self._add(child, join_key(path, key))
 
+    def _add_leaf(self, leaf: Leaf, path: str) -> None:
+        if path in self._leaves:
+            raise duplicate_path(path)
+        self._leaves[path] = leaf
+
     def _add_live(self, value: Any, path: str) -> None:
         node_of(value, path, self._adapters, None)  # refuses what is no object of a framework
         self.live_paths.append(path)
-        if self._flatten_live is None:
+        if not self._enters:
             return
-        self._flatten_live(value, path)
+        walk = Walk(value, path=path, adapters=self._adapters)
+        for leaf_path, each in walk.pairs():
+            for leaf in filter(None, (take(each) for take in self._takers)):
+                self._add_leaf(leaf, leaf_path)
+                break
+        for inside, node in walk.objects.items():
+            self.add(node, inside, read_state(node, inside))
         entry = self._leaves.containers.get(path) or Container("object")
         self._leaves.containers[path] = msgspec.structs.replace(entry, type=type_name(value))
 
@@ -122,3 +147,118 @@ def read_state(stateful: Stateful, path: str) -> Any:
     """The present state of an object; any exception becomes a `StateError` with the path."""
     with PathInErrors(path, f"a {type_name(stateful.target)} did not return its state"):
         return stateful.read()
+
+
+def _without_bytes(value: Any) -> Leaf | None:
+    """A leaf that has no bytes: what is described needs none."""
+    if type(value).__name__.startswith("Uninitialized"):
+        return Leaf("", (), b"")  # a lazy parameter, which has a shape before the first save
+    taken = leaf_adapter(value, loaded_adapters())
+    return None if taken is None else Leaf(taken[1].dtype, taken[1].shape, b"")
+
+
+# ---------------------------------------------------------------- objects inside of objects
+
+
+def inner_objects(objects: Mapping[str, Stateful]) -> set[str]:
+    """The paths of the values in the states of objects that are neither leaves nor plain containers.
+
+    Raises:
+        StateError: An object does not return its state.
+    """
+    flattener = ObjectFlattener(Leaves(), loaded_adapters(), enters=True, takers=[_without_bytes])
+    for path, node in objects.items():
+        flattener.add(node, path, read_state(node, path))
+    return set(flattener.live_paths)
+
+
+def lost_objects(
+    leaves: Mapping[str, Leaf], objects: Collection[str], present: Collection[str]
+) -> list[Difference]:
+    """The objects in the leaves that only a target which has them could rebuild, and it has not.
+
+    Args:
+        leaves: What would be saved.
+        objects: The paths of the objects with `load_state_dict` in the target.
+        present: Their `inner_objects`.
+    """
+    lost: dict[tuple[str, str], list[str]] = {}
+    for path, entry in containers_of(leaves).items():
+        is_live = entry.type is not None and entry.keys is None
+        is_present = path in present or path in objects
+        if is_live and not is_present and nearest(path, objects) is not None:
+            lost.setdefault((path.rpartition("/")[0], str(entry.type)), []).append(path)
+    return [
+        Difference(
+            paths[0],
+            reason=f"would be saved as a {kind} ({counted(len(paths), 'such value')}), of which the "
+            f"target has none there, and only an object of that class can rebuild it. Let the "
+            f"`state_dict` that returns it give plain values (tuples, lists, dicts, arrays), of which "
+            f"`load_state_dict` makes the objects",
+        )
+        for (_, kind), paths in lost.items()
+    ]
+
+
+# ---------------------------------------------------------------- what a run has made of its target
+
+
+class FreshTarget:
+    """What the target of a program had at first: its numbers, NumPy arrays and None, and its sizes."""
+
+    def __init__(self, walk: Walk | None = None) -> None:
+        pairs = [] if walk is None else [*walk.pairs()]
+        self._plain = {path for path, value in pairs if value is None or is_plain(value)}
+        self._none = {path for path, value in pairs if value is None}
+        self._sizes = {
+            branch.path: len(branch.value)
+            for branch in (walk.branches if walk else ())
+            if type(branch.value) in (list, tuple)
+            or (type(branch.value) is dict and not branch.value)
+        }
+        self._has_empty = 0 in self._sizes.values()
+
+    def describe(self, walk: Walk, leaves: Leaves) -> None:
+        """Add to `leaves` what a restore into the target could not know from the target."""
+        containers: dict[str, Container] = {}
+        for path, value in self._changed(walk, leaves):
+            if nearest(path, containers) is None and (found := _described(value, path)):
+                found[path] = msgspec.structs.replace(found[path], grown=True)
+                containers |= found
+        for path in self._none & leaves.keys():
+            if leaves[path].dtype[:3] != SCALAR_PREFIX and path not in containers:
+                containers[path] = Container("array", arrays=_class_of(walk.by_path[path]))
+        owns = current_rank_context().owns
+        for start, stop in walk.runs if self._plain else ():
+            if is_plain(walk.values[start]):  # of one type, and nearly always very many
+                continue
+            for path, value in zip(walk.paths[start:stop], walk.values[start:stop], strict=True):
+                if path in self._plain and value is not None and not owns(path):
+                    containers.setdefault(path, Container("array", arrays=_class_of(value)))
+        leaves.containers |= containers
+
+    def _changed(self, walk: Walk, leaves: Leaves) -> Iterator[tuple[str, Any]]:
+        may_grow = {list, *ANY_LENGTH} & walk.kinds or self._none or self._has_empty
+        for branch in walk.branches if may_grow else ():
+            value, size = branch.value, self._sizes.get(branch.path)
+            is_larger = type(value) in (list, dict) and size not in (None, len(value))
+            was_none = type(value) in GROWING and branch.path in self._none
+            if is_larger or was_none or type(value) in ANY_LENGTH:
+                yield branch.path, value
+        for path in self._sizes.keys() & leaves.keys():
+            yield path, walk.by_path[path]
+
+
+def _described(value: Any, path: str) -> dict[str, Container]:
+    """The entries of a value and of all in it; empty if only its target could rebuild it."""
+    found = Leaves()
+    flattener = ObjectFlattener(found, loaded_adapters(), takers=[_without_bytes])
+    flattener.add(Stateful(value), path, value)
+    if flattener.live_paths:
+        return {}
+    found.containers.setdefault(path, Container("array"))  # of a number
+    return found.containers
+
+
+def _class_of(value: Any) -> Any:
+    return array_class_name(value) if hasattr(value, "dtype") else None

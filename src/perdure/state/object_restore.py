@@ -12,11 +12,17 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from perdure.errors import MismatchError, StateError
-from perdure.state.adapter import loaded_adapters
-from perdure.state.adapter_choice import leaf_adapter, load_leaf
+from perdure.state.adapter import (
+    ModuleValues,
+    Stateful,
+    leaf_adapter,
+    load_leaf,
+    loaded_adapters,
+)
 from perdure.state.containers import (
     SORTED_DICT,
     array_class_name,
@@ -26,17 +32,19 @@ from perdure.state.containers import (
     describe_container,
     record_class,
 )
-from perdure.state.leaf_errors import PathInErrors, type_name
-from perdure.state.leaf_spec import Difference, LeafSpec
-from perdure.state.leaf_values import plain_value, same_bits
+from perdure.state.leaf_spec import Difference, LeafSpec, PathInErrors, type_name
+from perdure.state.leaf_values import cut, plain_value, same_bits
 from perdure.state.object_flatten import ObjectFlattener, read_state
 from perdure.state.paths import is_below, join_dotted, join_part, nearest
-from perdure.state.shards import cut, own_shards_only
-from perdure.state.stateful import ModuleValues, Stateful
+from perdure.state.per_rank import own_shards_only
 from perdure.store.format import children_of, escape, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
 
 _MISSING: Any = object()
+
+
+def _refuse_live(_: Any, path: str) -> Any:
+    raise MismatchError(f"{path}: only the object that saved this can rebuild it.")
 
 
 class ObjectStates:
@@ -53,7 +61,7 @@ class ObjectStates:
     def __init__(
         self,
         leaves: Mapping[str, Leaf],
-        rebuild: Callable[[Any, str], Any],
+        rebuild: Callable[[Any, str], Any] = _refuse_live,
         keep: Collection[str] = (),
         takes: bool = False,
         sharded: Mapping[str, Any] = MappingProxyType({}),
@@ -126,7 +134,9 @@ class ObjectStates:
         leaves = Leaves()
         try:
             with own_shards_only():
-                ObjectFlattener(self._adapters, leaves).flatten(stateful, path)
+                ObjectFlattener(leaves, self._adapters).add(
+                    stateful, path, read_state(stateful, path)
+                )
         except StateError:
             return None
         return {
@@ -137,9 +147,9 @@ class ObjectStates:
     def differences(self, stateful: Stateful, path: str) -> list[Difference]:
         """How the object's present state differs from the stored one, sorted by path."""
         present = _ComparedLeaves(self.leaves)
-        flattener = ObjectFlattener(self._adapters, present)
+        flattener = ObjectFlattener(present, self._adapters)
         with own_shards_only():
-            flattener.flatten(stateful, path, self._keep)
+            flattener.add(stateful, path, read_state(stateful, path), self._keep)
         differences = [
             line
             for line in present.differences
@@ -283,3 +293,27 @@ def _child(like: Any, key: Any) -> Any:
 def _has_leaves(value: Any) -> bool:
     described = describe_container(value)
     return described is None or any(_has_leaves(child) for _, child in described[1])
+
+
+def module_tensors(leaves: Leaves, branch: str) -> dict[str, Any]:
+    """The values of the module at `branch` by dotted name; its arrays become tensors on the CPU.
+
+    Raises:
+        MismatchError: there is another object or a leaf at `branch`, or a random key of JAX below it.
+    """
+    if branch in leaves.containers or branch in leaves:
+        raise MismatchError(
+            f"{branch}: expected a module, found "
+            + (leaves[branch].describe() if branch in leaves else "the state of another object")
+            + "; restore it with `CheckpointManager.restore`."
+        )
+    if keys := [path for path, leaf in leaves.items() if leaf.dtype.startswith("key<")]:
+        raise MismatchError(f"{keys[0]}: PyTorch has nothing like a random key of JAX.")
+    # In the checkpoint of a run on another device, entries name that device.
+    containers = {
+        path: msgspec.structs.replace(entry, arrays=entry.arrays and entry.arrays.partition("@")[0])
+        for path, entry in leaves.containers.items()
+    }
+    strong = {path: leaf.strong() for path, leaf in leaves.items()}
+    states = ObjectStates(Leaves(strong, containers))
+    return states.named_values(branch, "torch")

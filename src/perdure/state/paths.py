@@ -11,11 +11,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.leaf_errors import add_path
+from perdure.state.leaf_spec import add_path
 from perdure.store.format import escape, unescape
-
-TOGETHER = 128
-"""So many children of a container are looked at in few calls, if they are leaves of one type."""
 
 
 def key_text(key: object) -> str:

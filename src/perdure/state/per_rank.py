@@ -1,12 +1,16 @@
-"""`PerRank`: a member of the state that differs between the processes of a group."""
+"""`PerRank`, a member that differs between processes, and the process that reads a state.
+
+Invariant: of an array of which each process has a shard nothing is gathered, neither by a save nor by a
+restore: an error in one process would leave the others waiting in a collective.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
@@ -52,6 +56,9 @@ class RankContext:
     `members` has, by the path of each member, the rank whose leaves are used; None with "keep".
     `has_shards` becomes true if a restore meets an array of which each process has a shard. With
     `keeps_shards` an array on several devices of this process is a leaf of shards (`Leaf.shards`).
+    With `compares_shards` the leaf of a sharded array has the elements of this process alone, to be
+    compared (`Leaf.region`). With `compares_copies` an array of which devices of this process have
+    different copies has no leaf.
     """
 
     index: int = 0
@@ -59,6 +66,8 @@ class RankContext:
     members: dict[str, int | None] = field(default_factory=dict)
     has_shards: bool = False
     keeps_shards: bool = False
+    compares_shards: bool = False
+    compares_copies: bool = False
 
     def owns(self, path: str) -> bool:
         """Whether a leaf belongs to a `PerRank` member."""
@@ -78,12 +87,25 @@ _context: ContextVar[RankContext | None] = ContextVar("rank_context", default=No
 
 
 @contextmanager
-def rank_context(index: int, count: int, *, keeps_shards: bool = False) -> Iterator[RankContext]:
+def rank_context(
+    index: int, count: int, *, keeps_shards: bool = False, compares_copies: bool = False
+) -> Iterator[RankContext]:
     """States that are flattened or restored inside are those of process `index` of `count`."""
-    context = RankContext(index, count, keeps_shards=keeps_shards)
+    context = RankContext(index, count, keeps_shards=keeps_shards, compares_copies=compares_copies)
+    with _entered(context):
+        yield context
+
+
+def own_shards_only() -> AbstractContextManager[None]:
+    """Inside, leaves of sharded arrays have only the elements of this process."""
+    return _entered(replace(current_rank_context(), compares_shards=True))
+
+
+@contextmanager
+def _entered(context: RankContext) -> Iterator[None]:
     token = _context.set(context)
     try:
-        yield context
+        yield
     finally:
         _context.reset(token)
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from perdure.errors import CorruptionError, UnsupportedLeafError
 from perdure.state.extra_members import Group, Restoring, Saving
+from perdure.state.snapshots import flatten, unflatten
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 from perdure.text import counted
@@ -49,7 +50,7 @@ class ProcessRandom:
 
     def begin(self) -> None:
         """From now on, a generator whose state changes counts as drawn from."""
-        self._before = encode(capture())
+        self._before = capture()
 
     def see(self, walk: Walk) -> None:
         """The generators do not belong to a state."""
@@ -60,14 +61,13 @@ class ProcessRandom:
     def put(self, restoring: Restoring) -> list[str]:
         return self.restore(restoring.leaves, restoring.group, restoring.where)
 
-    def leaves(self, captured: Mapping[str, Any], process: int) -> dict[str, Leaf]:
+    def leaves(self, captured: Mapping[str, bytes], process: int) -> dict[str, Leaf]:
         """The leaf that holds the captured states in the checkpoint of process number `process`."""
-        states = encode(captured)
         # A generator without an earlier state (PyTorch was imported since) may have been drawn from.
-        self._drawn |= {name for name in states if states[name] != self._before.get(name)}
-        self._before = states
+        self._drawn |= {name for name in captured if captured[name] != self._before.get(name)}
+        self._before = captured
         by_name = {
-            name: SavedGenerator(name in self._drawn, states[name]) for name in sorted(states)
+            name: SavedGenerator(name in self._drawn, captured[name]) for name in sorted(captured)
         }
         data = msgspec.msgpack.encode(by_name)
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
@@ -161,41 +161,28 @@ def finish_callbacks() -> None:
         jax.effects_barrier()
 
 
-def capture() -> dict[str, Any]:
-    """Copies of the present states by name, which `encode` turns into bytes later."""
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 (the generator that user code shares)
+def capture() -> dict[str, bytes]:
+    """The present states by name; equal states have equal bytes."""
+    numpy = flatten(np.random.get_state(legacy=False))  # noqa: NPY002 (the generator that user code shares)
+    states = {
+        "python": msgspec.msgpack.encode(random.getstate()),
+        "numpy": msgspec.msgpack.encode(
+            {path: (leaf.dtype, leaf.shape, bytes(leaf.data)) for path, leaf in numpy.items()}
+        ),
     }
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):  # it is not being imported right now
+        found: dict[str, Any] = {}
         with _ONE_AT_A_TIME:
-            states["torch"] = torch.get_rng_state()
+            found["torch"] = torch.get_rng_state()
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
-                states[f"torch cuda:{device}"] = torch.cuda.get_rng_state(device)
+                found[f"torch cuda:{device}"] = torch.cuda.get_rng_state(device)
         if torch.backends.mps.is_available():
-            states["torch mps"] = torch.mps.get_rng_state()
+            found["torch mps"] = torch.mps.get_rng_state()
+        states |= {name: state.numpy().tobytes() for name, state in found.items()}
     if (shared := _keras_generator()) is not None:
-        states["keras"] = shared
-    return states
-
-
-def encode(captured: Mapping[str, Any]) -> dict[str, bytes]:
-    """The bytes of each state; equal states have equal bytes."""
-    states: dict[str, bytes] = {}
-    for name, state in captured.items():
-        if name == "python":
-            version, words, gauss = state
-            states[name] = msgspec.msgpack.encode(
-                (version, np.array(words, "<u4").tobytes(), gauss)
-            )
-        elif name == "numpy":
-            states[name] = msgspec.msgpack.encode(_packed(state))
-        elif name == "keras":
-            states[name] = state.astype("<u8").tobytes()
-        else:
-            states[name] = state.numpy().tobytes()
+        states["keras"] = shared.astype("<u8").tobytes()
     return states
 
 
@@ -207,9 +194,11 @@ def restore_generator(name: str, state: bytes) -> str | None:
     try:
         if name == "python":
             version, words, gauss = msgspec.msgpack.decode(state)
-            random.setstate((version, tuple(np.frombuffer(words, "<u4").tolist()), gauss))
+            random.setstate((version, tuple(words), gauss))
         elif name == "numpy":
-            np.random.set_state(_unpacked(msgspec.msgpack.decode(state)))  # noqa: NPY002
+            leaves = msgspec.msgpack.decode(state).items()
+            numpy = {path: Leaf(dtype, tuple(shape), data) for path, (dtype, shape, data) in leaves}
+            np.random.set_state(unflatten(numpy))  # noqa: NPY002
         elif name == "keras":
             return _set_keras_generator(np.frombuffer(state, "<u8").astype(np.uint64))
         elif name.startswith("torch"):
@@ -294,24 +283,3 @@ def _set_keras_generator(words: np.ndarray[Any, Any]) -> str | None:
     else:
         write_variables({"": variable}, {"": words.astype(np.uint32)})
     return None
-
-
-def _packed(value: Any) -> Any:
-    """A state of NumPy with plain values: integers of any size as text, arrays as their bytes."""
-    if isinstance(value, dict):
-        return {name: _packed(value[name]) for name in sorted(value)}
-    if isinstance(value, np.ndarray):
-        little = value.astype(value.dtype.newbyteorder("<"))
-        return {"dtype": little.dtype.str, "data": little.tobytes()}
-    return {"integer": str(value)} if isinstance(value, int) else value
-
-
-def _unpacked(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"integer"}:
-        return int(value["integer"])
-    if value.keys() == {"dtype", "data"}:
-        array = np.frombuffer(value["data"], value["dtype"])
-        return array.astype(array.dtype.newbyteorder("="))
-    return {name: _unpacked(item) for name, item in value.items()}

@@ -11,6 +11,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from perdure.errors import StateError
+from perdure.state.adapter import Stateful, leaf_of
 from perdure.state.held import (
     Held,
     Mark,
@@ -21,9 +22,8 @@ from perdure.state.held import (
 )
 from perdure.state.leaf_values import SCALARS, same_bits
 from perdure.state.paths import is_below
-from perdure.state.shards import own_shards_only
-from perdure.state.stateful import Stateful
-from perdure.state.walk import Branch, Walk, leaf_of
+from perdure.state.per_rank import own_shards_only
+from perdure.state.walk import Branch, Walk
 
 _LOOKS = 3
 """So many saves after a restore are compared: what a program changes, it changes in each step."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from perdure.errors import StateError
-from perdure.state.cast import cast_leaf, is_cast
 from perdure.state.leaf_spec import MAX_LINES, Difference, LeafSpec
-from perdure.state.restore_plan import RestorePlan, StoredState, plan_restore
+from perdure.state.leaf_values import cast_leaf, is_cast
+from perdure.state.restore_plan import RestorePlan
 from perdure.state.restore_request import RestoreRequest
-from perdure.store.leaf import Leaf
 from perdure.text import counted
 
 _REBUILD = "Build the target with the code that saved it, or restore without a target."
@@ -60,23 +58,14 @@ def state_dict_advice(lines: Sequence[Difference]) -> str:
     return _STATE_DICT if grown - whole else ""
 
 
-def ways_out(
-    like: Any,
-    leaves: Mapping[str, Leaf],
-    request: RestoreRequest,
-    stored: StoredState,
-    plan: RestorePlan,
-) -> str:
+def ways_out(plan: RestorePlan, other: RestorePlan, request: RestoreRequest) -> str:
     """A sentence on those arguments of `CheckpointManager.restore` that would help; "" if none would.
 
     Args:
-        like, leaves, request, stored: as for `plan_restore`.
         plan: the plan that has differences.
+        other: the plan of the same restore that is not strict.
+        request: what the caller asked for.
     """
-    try:
-        other = plan_restore(like, leaves, request._replace(strict=False), stored)
-    except StateError:  # the differences are what the user has to see
-        return ""
     lines = plan.differences
     ways = []
     if not request.cast and any(_can_cast(plan, other, line) for line in lines[:MAX_LINES]):
@@ -140,9 +129,9 @@ def _rename(lines: Sequence[Difference], plan: RestorePlan) -> tuple[str, str] |
 def _moved(old: str, new: str) -> tuple[str, str] | None:
     """The branches in which two paths differ; None if they do not even end alike."""
     first, second = old.split("/"), new.split("/")
-    same = 0
-    while same < min(len(first), len(second)) and first[-1 - same] == second[-1 - same]:
-        same += 1
-    if same == 0:
+    if first[-1] != second[-1]:
         return None
-    return "/".join(first[: len(first) - same]), "/".join(second[: len(second) - same])
+    while first and second and first[-1] == second[-1]:
+        first.pop()
+        second.pop()
+    return "/".join(first), "/".join(second)

@@ -6,26 +6,25 @@ Invariant: a plan changes nothing, and what a plan without `differences` restore
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from perdure.errors import MismatchError, StateError
-from perdure.state.cast import cast_leaf
-from perdure.state.leaf_errors import type_name
-from perdure.state.leaf_spec import Difference, LeafSpec, fits, format_differences
+from perdure.state.adapter import loaded_adapters
+from perdure.state.leaf_spec import Difference, LeafSpec, fits, format_differences, type_name
+from perdure.state.leaf_values import cast_leaf
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import ancestors, join_part, nearest
 from perdure.state.per_rank import current_rank_context, rank_context
-from perdure.state.restore_report import RestoreReport
-from perdure.state.restore_request import RestoreRequest
-from perdure.state.shard_targets import misplaced, shard_targets
+from perdure.state.restore_request import RestoreReport, RestoreRequest
 from perdure.state.template import differences, template_of_walk
-from perdure.state.walk import Walk
+from perdure.state.walk import SpecsBelow, Walk
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
+from perdure.store.shard_plan import Region
 
 _WHOLE = (
     random.Random,
@@ -35,6 +34,8 @@ _WHOLE = (
     np.ma.MaskedArray,
 )
 """Classes whose values are never restored in part, although each of their leaves has a path."""
+
+Lines = dict[str, Difference]
 
 
 class StoredState(NamedTuple):
@@ -51,160 +52,122 @@ class StoredState(NamedTuple):
         )
 
 
-@dataclass
 class RestorePlan:
-    """What a restore does. All paths are those of the target, after a rename.
+    """What a restore into a target does. All paths are those of the target, after a rename.
+
+    Args:
+        like: The target.
+        leaves: The leaves of the checkpoint that were read, by their paths there.
+        request: What to restore, and how.
+        stored: Everything that the checkpoint has.
+        refusals: Why an object did not take its state, by the path of the object. They are kept.
 
     Attributes:
         walk: The target.
         leaves: What is restored.
         specs: Everything that the checkpoint has.
-        keep: Leaves, values of modules and objects of the target that keep their value.
-        keep_branches: Branches of the target that are not entered.
+        keep: Leaves, values of modules, objects and branches of the target that stay as they are.
         expected: dtype and shape of each leaf of the target that can be restored on its own; None if it
             takes any. Empty if everything has to fit.
         sharded: By path, the arrays of the target that decide how leaves of objects are sharded.
-        report: How the result differs from a restore of everything.
         differences: Why it cannot be done; empty if it can.
-    """
-
-    walk: Walk
-    leaves: Leaves
-    specs: Mapping[str, LeafSpec]
-    keep: set[str]
-    keep_branches: set[str]
-    expected: dict[str, LeafSpec | None] = field(default_factory=dict)
-    sharded: dict[str, Any] = field(default_factory=dict)
-    report: RestoreReport = field(default_factory=RestoreReport)
-    differences: list[Difference] = field(default_factory=list)
-
-
-def plan_restore(
-    like: Any,
-    leaves: Mapping[str, Leaf],
-    request: RestoreRequest,
-    stored: StoredState,
-    refusals: Mapping[str, str] | None = None,
-) -> RestorePlan:
-    """The plan for a restore into `like`.
-
-    Args:
-        like: the target.
-        leaves: the leaves of the checkpoint that were read, by their paths there.
-        request: what to restore, and how.
-        stored: everything that the checkpoint has.
-        refusals: why an object did not take its state, by the path of the object. They are kept.
 
     Raises:
-        MismatchError: a pattern or a rename fits nothing.
-        UnsupportedLeafError: a value of the target cannot be restored exactly.
+        MismatchError: A pattern or a rename fits nothing.
+        UnsupportedLeafError: A value of the target cannot be restored exactly.
     """
-    renaming = request.renaming
-    if renaming:
-        renaming.check(stored.specs, stored.containers)
-        stored = StoredState(renaming.rename(stored.specs), renaming.rename(stored.containers))
-    context = current_rank_context()
-    with rank_context(context.index, context.count) as ranks:
-        walk = Walk(
-            like,
-            stored.specs,
-            selection=request.selection,
-            containers=stored.containers,
-        )
-    own = renaming.rename(leaves)
-    if ranks.members:  # of a `PerRank` member, only the leaves of this process are restored
-        own = {path: leaf for path, leaf in own.items() if not ranks.leaves_out(path)}
-    planner = _Planner(walk, Leaves(own, stored.containers), request, stored, refusals or {})
-    plan = planner.plan()
-    if any(leaf.shards is not None for leaf in own.values()):
-        targets = shard_targets(walk, stored.specs)
-        plan.sharded = {path: target.like for path, target in targets.items()}
-    renamed = (
-        sorted(renaming(path) for path in leaves if renaming(path) != path) if renaming else []
-    )
-    plan.report = planner.report(tuple(path for path in renamed if path in plan.leaves))
-    return plan
-
-
-class _Planner:
-    """One plan under construction. The dicts of differences have a line of text for each path."""
 
     def __init__(
         self,
-        walk: Walk,
-        leaves: Leaves,
+        like: Any,
+        leaves: Mapping[str, Leaf],
         request: RestoreRequest,
         stored: StoredState,
-        refusals: Mapping[str, str],
+        refusals: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._refusals = refusals
-        self._walk, self._request, self._stored = walk, request, stored
-        self._template = template_of_walk(walk)
-        unselected, pruned = set(walk.unselected), set(walk.pruned)
-        self._plan = RestorePlan(walk, leaves, stored.specs, unselected, pruned)
+        self._request = request
+        renaming = request.renaming
+        if renaming:
+            renaming.check(stored.specs, stored.containers)
+            stored = StoredState(renaming.rename(stored.specs), renaming.rename(stored.containers))
+        self._stored, self.specs = stored, stored.specs
+        context = current_rank_context()
+        with rank_context(context.index, context.count) as ranks:
+            selection, containers = request.selection, stored.containers
+            self.walk = Walk(like, stored.specs, selection=selection, containers=containers)
+        own = renaming.rename(leaves)
+        if ranks.members:  # of a `PerRank` member, only the leaves of this process are restored
+            own = {path: leaf for path, leaf in own.items() if not ranks.leaves_out(path)}
+        self.leaves = Leaves(own, stored.containers)
+        self.sharded: dict[str, Any] = {}
+        if any(leaf.shards is not None for leaf in own.values()):
+            targets = sharded_targets(self.walk, stored.specs)
+            self.sharded = {path: like for path, (like, _) in targets.items()}
+        self._moved = sorted(
+            new for path in (leaves if renaming else ()) if (new := renaming(path)) != path
+        )
+        self._template = template_of_walk(self.walk)
+        self.keep = self.walk.unselected | self.walk.pruned
+        self.expected: dict[str, LeafSpec | None] = {}
         self._parts: dict[str, Mapping[str, LeafSpec | None] | None] = {}
         if not request.is_strict:
-            self._parts = {path: node.parts() for path, node in walk.objects.items()}
-            self._plan.expected.update(self._template.leaves)
+            self._parts = {path: node.parts() for path, node in self.walk.objects.items()}
+            self.expected.update(self._template.leaves)
         for path, parts in self._parts.items():
             for part, spec in (parts or {}).items():
-                self._plan.expected[join_part(path, part)] = spec
-        self._missing: dict[str, Difference] = {}
-        self._unexpected: dict[str, Difference] = {}
-        self._mismatched: dict[str, Difference] = {}
-        self._kept_whole: dict[str, Difference] = {}
-        self._cast: dict[str, Difference] = {}
-        self._refused: dict[str, Difference] = {}
+                self.expected[join_part(path, part)] = spec
+        # A line of text for each path: the fields of the report, and what is an error in any case.
+        self._missing, self._unexpected, self._mismatched = Lines(), Lines(), Lines()
+        self._kept_whole, self._cast, self._refused = Lines(), Lines(), Lines()
+        self.differences = self._compare(refusals)
 
-    def plan(self) -> RestorePlan:
-        request, plan = self._request, self._plan
+    def report(self) -> RestoreReport:
+        """How the result of this plan differs from a restore of everything."""
+        cast = {path: line for path, line in self._cast.items() if not self._is_kept(path)}
+        groups = (self._missing, self._unexpected, self._mismatched)
+        lines = sorted(line for group in groups for line in group.values())
+        text = [*self._kept_whole.values(), *lines, *cast.values()]
+        selection = self._request.selection
+        return RestoreReport(
+            *(tuple(sorted(group)) for group in (*groups, self._kept_whole)),
+            renamed=tuple(path for path in self._moved if path in self.leaves),
+            cast=tuple(sorted(cast)),
+            leaves=() if selection is None else selection.patterns,
+            text=format_differences(text) if text else "",
+        )
+
+    def _compare(self, refusals: Mapping[str, str]) -> list[Difference]:
+        request = self._request
         if request.selection is not None:
             self._check_patterns()
             self._select_parts()
         if request.cast or not request.strict:
             self._compare_leaves()
         if not request.strict:
-            plan.keep |= self._missing.keys() | self._mismatched.keys()
+            self.keep |= self._missing.keys() | self._mismatched.keys()
             self._keep_dependants()
-            self._compare_objects()
+            self._compare_objects(refusals)
             self._keep_wholes()
             self._keep_dependants()
             self._refuse_abstract()
-        if plan.keep or plan.keep_branches or self._unexpected:
-            plan.leaves = self._without_kept()
-            if not plan.leaves and not request.strict:
-                self._refuse_nothing()
-        lines = {line.path: line for line in differences(self._template, plan.leaves)}
-        lines |= {line.path: line for line in misplaced(self._walk.by_path)}
-        kept = [path for path in lines if self._is_kept(path) or self._is_left_out(path)]
-        plan.differences = sorted(
-            ({**lines, **self._refused}[path])
-            for path in (lines.keys() - kept) | self._refused.keys()
-        )
-        return plan
-
-    def report(self, renamed: tuple[str, ...]) -> RestoreReport:
-        """How the result of this plan differs from a restore of everything."""
-        cast = {path: line for path, line in self._cast.items() if not self._is_kept(path)}
-        groups = (self._missing, self._unexpected, self._mismatched)
-        lines = [line for group in groups for line in group.values()]
-        text = [*self._kept_whole.values(), *sorted(lines), *cast.values()]
-        selection = self._request.selection
-        return RestoreReport(
-            *(tuple(sorted(group)) for group in (*groups, self._kept_whole)),
-            renamed=renamed,
-            cast=tuple(sorted(cast)),
-            leaves=() if selection is None else selection.patterns,
-            text=format_differences(text) if text else "",
-        )
-
-    def _refuse_nothing(self) -> None:
-        """A restore of nothing at all is a mistake, most likely in the names."""
-        groups = (self._missing, self._unexpected, self._mismatched, self._kept_whole)
-        self._refused = {path: line for group in groups for path, line in group.items()}
+        if self.keep or self._unexpected:
+            self.leaves = self._without_kept()
+            if not self.leaves and not request.strict:
+                # A restore of nothing at all is a mistake, most likely in the names.
+                for group in (self._missing, self._unexpected, self._mismatched, self._kept_whole):
+                    self._refused |= group
+        lines = {line.path: line for line in differences(self._template, self.leaves)}
+        lines |= {line.path: line for line in _misplaced(self.walk.by_path)}
+        if self.keep or request.selection is not None:
+            lines = {
+                path: line
+                for path, line in lines.items()
+                if not self._is_kept(path) and not self._is_left_out(path)
+            }
+        return sorted((lines | self._refused).values())
 
     def _without_kept(self) -> Leaves:
-        leaves = self._plan.leaves
+        leaves, containers = self.leaves, self.leaves.containers
         return Leaves(
             {
                 path: leaf
@@ -212,8 +175,8 @@ class _Planner:
                 if path not in self._unexpected and not self._is_kept(path)
             },
             {
-                path: container
-                for path, container in leaves.containers.items()
+                path: containers[path]
+                for path in containers
                 if not self._is_kept(path) and self._has_place(path)
             },
         )
@@ -223,18 +186,17 @@ class _Planner:
         owner = self._owner(path)
         if self._request.strict or owner is None or self._parts[owner] is None:
             return True
-        return path == owner or nearest(path, self._plan.expected) is not None
+        return path == owner or nearest(path, self.expected) is not None
 
     def _is_kept(self, path: str) -> bool:
-        plan = self._plan
-        return any(above in plan.keep or above in plan.keep_branches for above in ancestors(path))
+        return nearest(path, self.keep) is not None
 
     def _is_left_out(self, path: str) -> bool:
         """Whether `path` is a tensor of a module that is never saved, and was not asked for."""
         selection, owner = self._request.selection, self._owner(path)
         if selection is None or owner is None or self._parts[owner] is None:
             return False
-        return path not in self._plan.expected and not selection.matches(path)
+        return path not in self.expected and not selection.matches(path)
 
     def _owner(self, path: str) -> str | None:
         """The path of the object that the leaf at `path` is in."""
@@ -244,9 +206,9 @@ class _Planner:
         """Raise `MismatchError` for a pattern that fits nothing."""
         selection, strict = self._request.selection, self._request.strict
         assert selection is not None
-        inside = [path for path in self._stored.specs if self._owner(path) is not None]
-        not_in_target = selection.unused([*self._plan.expected, *self._parts, *inside])
-        not_stored = selection.unused([*self._stored.specs, *self._stored.containers])
+        inside = [path for path in self.specs if self._owner(path) is not None]
+        not_in_target = selection.unused([*self.expected, *self._parts, *inside])
+        not_stored = selection.unused([*self.specs, *self._stored.containers])
         for pattern in not_in_target:
             if strict or pattern in not_stored:
                 raise MismatchError(
@@ -262,134 +224,130 @@ class _Planner:
         """Keep the values of modules that are not selected; refuse parts of what has no parts."""
         selection = self._request.selection
         assert selection is not None
-        inside: dict[str, list[str]] = {path: [] for path in self._parts}
-        for path in self._stored.specs:
-            if (owner := self._owner(path)) is not None:
-                inside[owner].append(path)
         for owner, parts in self._parts.items():
             if selection.matches(owner):
                 continue
             units = {owner} if parts is None else {join_part(owner, part) for part in parts}
             if parts is not None:
-                self._plan.keep |= {unit for unit in units if not selection.matches(unit)}
+                self.keep |= {unit for unit in units if not selection.matches(unit)}
             below: dict[str, list[str]] = {}
-            for path in inside[owner]:
-                if (unit := nearest(path, units)) is not None and unit != path:
+            for path in self.specs:
+                if self._owner(path) == owner and (unit := nearest(path, units)) not in (
+                    None,
+                    path,
+                ):
                     below.setdefault(unit, []).append(path)
             for unit, leaves in below.items():
                 selected = [path for path in leaves if selection.matches(path)]
                 if len(selected) == len(leaves):
-                    self._plan.keep.discard(unit)
+                    self.keep.discard(unit)
                 elif selected:
-                    name = type_name(self._walk.objects[owner].target)
+                    name = type_name(self.walk.objects[owner].target)
                     reason = (
                         f"lies inside a {name}, which takes {unit} only as a whole; name {unit}"
                     )
                     self._refused[selected[0]] = Difference(selected[0], reason=reason)
-                    self._plan.keep.add(unit)
+                    self.keep.add(unit)
 
     def _compare_leaves(self) -> None:
         """Cast leaves; if the restore is not strict, find those that keep the target's value."""
-        plan, found = self._plan, set()
-        for path, leaf in list(plan.leaves.items()):
+        request, found = self._request, set[str]()
+        for path, leaf in list(self.leaves.items()):
             owner = self._owner(path)
             if self._is_kept(path) or (owner is not None and self._parts[owner] is None):
                 continue
-            part = path if owner is None else nearest(path, plan.expected)
-            if part not in plan.expected or (plan.expected[part] is not None and part != path):
+            part = path if owner is None else nearest(path, self.expected)
+            if part not in self.expected or (self.expected[part] is not None and part != path):
                 self._differs(self._unexpected, Difference(path, None, leaf.describe()))
                 continue
             found.add(part)
-            spec, stored = plan.expected[part], LeafSpec.of(leaf)
+            spec, stored = self.expected[part], LeafSpec.of(leaf)
             if spec is None or spec == stored or (owner is None and fits(spec, stored)):
                 continue
             line = Difference(path, spec.describe(), leaf.describe())
-            if self._request.cast and spec.shape == stored.shape:
+            if request.cast and spec.shape == stored.shape:
                 try:
-                    plan.leaves[path] = cast_leaf(leaf, spec)
+                    self.leaves[path] = cast_leaf(leaf, spec)
                 except StateError as error:
                     line = Difference(path, reason=str(error))
-                    if self._request.strict:
+                    if request.strict:
                         self._refused[path] = line
                 else:
                     reason = f"cast from {stored.dtype} to {spec.dtype}"
                     self._cast[path] = Difference(path, reason=reason)
                     continue
             self._differs(self._mismatched, line)
-        for path in plan.expected.keys() - found:
-            spec = plan.expected[path]
+        for path in self.expected.keys() - found:
+            spec = self.expected[path]
             is_part = spec is None and self._owner(path) is not None
-            if is_part and path in self._stored.containers:  # an empty one
-                continue
-            if not self._is_kept(path):
-                self._differs(
-                    self._missing, Difference(path, "a value" if spec is None else spec.describe())
-                )
+            is_empty = is_part and path in self._stored.containers
+            if not is_empty and not self._is_kept(path):
+                text = "a value" if spec is None else spec.describe()
+                self._differs(self._missing, Difference(path, text))
 
-    def _differs(self, group: dict[str, Difference], line: Difference) -> None:
-        """Note a difference, unless the restore is strict: then it is an error in any case."""
+    def _differs(self, group: Lines, line: Difference) -> None:
+        """Add a difference, unless the restore is strict: then it is an error in any case."""
         if not self._request.strict:
             group[line.path] = line
 
-    def _compare_objects(self) -> None:
+    def _compare_objects(self, refusals: Mapping[str, str]) -> None:
         """Keep the objects that are restored as a whole and cannot take what was stored."""
-        plan = self._plan
-        states = ObjectStates(plan.leaves, lambda value, _: value)
+        states = ObjectStates(self.leaves, lambda value, _: value)
         for path, parts in self._parts.items():
             if parts is not None or self._is_kept(path):
                 continue
-            node = self._walk.objects[path]
-            below = {
-                leaf[len(path) :].removeprefix("/"): plan.leaves[leaf]
-                for leaf in states.leaf_paths(path)
-            }
-            if path in self._refusals:
-                self._mismatched[path] = Difference(path, reason=self._refusals[path])
+            node = self.walk.objects[path]
+            entry = states.containers.get(path)
+            below = Leaves({}, {} if entry is None else {"": entry})
+            for leaf in states.leaf_paths(path):
+                below[leaf[len(path) :].removeprefix("/")] = self.leaves[leaf]
+            if path in refusals:
+                self._mismatched[path] = Difference(path, reason=refusals[path])
             elif states.is_missing(node, path):
-                expected = f"the state of a {type_name(node.target)}"
-                self._missing[path] = Difference(path, expected)
+                self._missing[path] = Difference(path, f"the state of a {type_name(node.target)}")
             elif lines := self._template.objects[path](below):
                 self._mismatched[path] = lines[0]._replace(path=path)
             else:
                 continue
-            plan.keep.add(path)
+            self.keep.add(path)
 
     def _keep_wholes(self) -> None:
         """Keep each optimizer, generator or masked array in which some leaf differs."""
-        wholes = {branch.path for branch in self._walk.branches if _is_whole(branch.value)}
+        wholes = {branch.path for branch in self.walk.branches if _is_whole(branch.value)}
         for path in sorted(self._missing | self._unexpected | self._mismatched):
             above = [whole for whole in ancestors(path) if whole in wholes]
-            if above and (whole := above[-1]) not in self._kept_whole:
-                reason = f"keeps its whole state, because {path} cannot be restored"
-                self._kept_whole[whole] = Difference(whole, reason=reason)
-                self._plan.keep_branches.add(whole)
+            if above and above[-1] not in self._kept_whole:
+                self._keep_whole(above[-1], f"{path} cannot be restored")
 
     def _keep_dependants(self) -> None:
         """Keep the optimizers of parameters that were not restored, and the schedulers of those."""
-        live = self._values()
-        live |= {path: node.target for path, node in self._walk.objects.items()}
+        live = self._values() | {path: node.target for path, node in self.walk.objects.items()}
         restored = {id(value) for path, value in live.items() if not self._is_kept(path)}
         kept = {id(live[path]): path for path in self._missing | self._mismatched if path in live}
         pending = [path for path in self._parts if not self._is_kept(path)]
         while lost := {
             path: kept[id(needed)]
             for path in pending
-            for needed in self._walk.objects[path].depends_on()
+            for needed in self.walk.objects[path].depends_on()
             if id(needed) in kept and id(needed) not in restored
         }:
             for path, cause in lost.items():
-                reason = f"keeps its whole state, because {cause} was not restored"
-                self._kept_whole[path] = Difference(path, reason=reason)
-                self._plan.keep.add(path)
+                self._keep_whole(path, f"{cause} was not restored")
                 kept[id(live[path])] = path
                 restored.discard(id(live[path]))
             pending = [path for path in pending if path not in lost]
 
+    def _keep_whole(self, path: str, cause: str) -> None:
+        reason = f"keeps its whole state, because {cause}"
+        self._kept_whole[path] = Difference(path, reason=reason)
+        self.keep.add(path)
+
     def _refuse_abstract(self) -> None:
         """An abstract leaf has no value to keep."""
-        values = self._values()
-        for path in self._asked_for(values):
-            if self._is_kept(path) and _is_abstract(values[path]):
+        selection = self._request.selection
+        for path, value in self._values().items():
+            is_asked = selection is None or selection.matches(path)
+            if is_asked and is_abstract(value) and self._is_kept(path):
                 reason = (
                     "is abstract in the target, which therefore has no value to keep, and the "
                     "checkpoint has none that fits; give the target an array there"
@@ -398,17 +356,75 @@ class _Planner:
 
     def _values(self) -> dict[str, Any]:
         """The live values of the target by path: its leaves, and the parts of its objects."""
-        values = dict(self._walk.by_path)
-        for path, node in self._walk.objects.items():
+        values = dict(self.walk.by_path)
+        for path, node in self.walk.objects.items():
             values |= {join_part(path, part): value for part, value in node.part_values().items()}
         return values
 
-    def _asked_for(self, paths: Iterable[str]) -> list[str]:
-        selection = self._request.selection
-        return [path for path in paths if selection is None or selection.matches(path)]
+
+# ---------------------------------------------------------------- arrays that are sharded
 
 
-def _is_abstract(value: Any) -> bool:
+def needed_regions(
+    like: Any, request: RestoreRequest, stored: Mapping[str, LeafSpec]
+) -> dict[str, tuple[Region, ...]]:
+    """The elements that this process needs, by the path of an array in the checkpoint.
+
+    Arrays of which it needs all elements are left out. If the target does not fit the checkpoint, all
+    are: the restore then says why.
+    """
+    specs = request.renaming.rename(stored)
+    context = current_rank_context()
+    try:
+        with rank_context(context.index, context.count):
+            walk = Walk(like, specs, selection=request.selection)
+        targets = sharded_targets(walk, specs)
+    except StateError:
+        return {}
+    found = {}
+    for path, spec in stored.items():
+        target, regions = targets.get(request.renaming(path), (None, ()))
+        if target is not None and tuple(target.shape) == spec.shape:
+            found[path] = regions
+    return found
+
+
+def sharded_targets(
+    walk: Walk, specs: Mapping[str, LeafSpec]
+) -> dict[str, tuple[Any, tuple[Region, ...]]]:
+    """The sharded arrays of a target by path, with the elements of each that this process has.
+
+    `specs` has the stored leaves by their paths in the target.
+    """
+    found = (getattr(adapter, "regions", None) for adapter in loaded_adapters())
+    verbs = [regions_of for regions_of in found if regions_of is not None]
+    if not verbs:
+        return {}
+    values = dict(walk.by_path)
+    for path, node in walk.objects.items():
+        inside = node.sharded_values(SpecsBelow(specs, path))
+        values |= {join_part(path, part): value for part, value in inside.items()}
+    return {
+        path: (value, regions)
+        for path, value in values.items()
+        for regions_of in verbs
+        if (regions := regions_of(value)) is not None
+    }
+
+
+def _misplaced(values: Mapping[str, Any]) -> Iterator[Difference]:
+    """The arrays of a target whose sharding does not fit their shape."""
+    for adapter in loaded_adapters():
+        if (misplaced := getattr(adapter, "misplaced", None)) is not None:
+            for path, value in values.items():
+                if reason := misplaced(value):
+                    yield Difference(path, reason=reason)
+
+
+# ---------------------------------------------------------------- what stays whole
+
+
+def is_abstract(value: Any) -> bool:
     """Whether `value` is a `jax.ShapeDtypeStruct` or a tensor on the meta device."""
     return type(value).__name__ == "ShapeDtypeStruct" or getattr(value, "is_meta", False) is True
 

@@ -1,13 +1,96 @@
-"""`RestoreRequest`: what the caller of a restore asked for."""
+"""What the caller of a restore asked for, with renames, and the report of what a restore did."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
-from perdure.errors import ArgumentError
-from perdure.state.renaming import Renaming
+from perdure.errors import ArgumentError, MismatchError
+from perdure.state.paths import ancestors, join_part
 from perdure.store.selection import Selection, WantedLeaves
+
+T = TypeVar("T")
+
+
+class Renaming:
+    """Moves leaves and branches from the paths of a checkpoint to those of a target.
+
+    All renames happen at once, so that two branches may change places. Of several that apply to a leaf,
+    the one with the longest stored path counts. The path "" is the state itself.
+
+    Args:
+        paths: the path in the target by the path in the checkpoint.
+
+    Raises:
+        ArgumentError: `paths` is no mapping from strings to strings.
+    """
+
+    def __init__(self, paths: Mapping[str, str] | None) -> None:
+        paths = {} if paths is None else paths
+        if not isinstance(paths, Mapping) or not all(
+            isinstance(path, str) for pair in paths.items() for path in pair
+        ):
+            raise ArgumentError(
+                f"rename: expected a mapping from paths of the checkpoint to paths of the target, "
+                f"found {paths!r}."
+            )
+        self.paths = dict(paths)
+
+    def __bool__(self) -> bool:
+        return bool(self.paths)
+
+    def __call__(self, path: str) -> str:
+        """The path in the target."""
+        for old in ancestors(path) if self.paths else ():
+            if (new := self.paths.get(old)) is not None:
+                rest = path[len(old) :].removeprefix("/")
+                return join_part(new, rest) if rest else new
+        return path
+
+    def rename(self, values: Mapping[str, T]) -> dict[str, T]:
+        """`values` by their paths in the target."""
+        return {self(path): value for path, value in values.items()} if self else dict(values)
+
+    def check(self, leaves: Collection[str], containers: Collection[str]) -> None:
+        """Raise `MismatchError` unless every rename moves something, and no two leaves meet.
+
+        Args:
+            leaves: the paths of all leaves of the checkpoint.
+            containers: the paths of the values whose container it describes: the states of objects.
+        """
+        branches = {branch for path in leaves for branch in ancestors(path)}.union(containers)
+        objects = {self(path) for path in containers}
+        for old, new in self.paths.items():
+            if old not in branches:
+                close = difflib.get_close_matches(old, branches, 3)
+                raise MismatchError(
+                    f"rename: the checkpoint has no leaf or branch {old!r}; nothing was changed. "
+                    + (f"Did you mean {' or '.join(map(repr, close))}? " if close else "")
+                    + "`perdure show` and `manager.metadata()` list what it has."
+                )
+            inside = [above for above in ancestors(old) if above in containers and above != old]
+            inside += [above for above in ancestors(new) if above in objects and above != new]
+            if inside and old != new:
+                raise MismatchError(
+                    f"rename: {old!r} to {new!r} would change the inside of the object at "
+                    f"{inside[-1]!r}, which is restored as a whole; nothing was changed. Rename only "
+                    f"the object itself."
+                )
+        sources: dict[str, str] = {}
+        for old in leaves:
+            if (other := sources.setdefault(self(old), old)) != old:
+                raise MismatchError(
+                    f"rename: {other!r} and {old!r} of the checkpoint would both become "
+                    f"{self(old)!r}; nothing was changed. Rename one of them to another path."
+                )
+        for new, old in sources.items():
+            if above := [path for path in ancestors(new) if path != new and path in sources]:
+                raise MismatchError(
+                    f"rename: {old!r} would become {new!r}, below {above[0]!r}, which is a leaf; "
+                    f"nothing was changed. Rename one of them to another path."
+                )
 
 
 class RestoreRequest(NamedTuple):
@@ -53,3 +136,58 @@ class RestoreRequest(NamedTuple):
     def wants(self, path: str) -> bool:
         """Whether the leaf at `path` of the checkpoint has to be read."""
         return self.selection is None or self.selection.matches(self.renaming(path))
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a restore did with the leaves that it could not restore as they are.
+
+    Every path is one of the target, after a `rename`. `str` of the report is text for people.
+
+    Attributes:
+        missing: Leaves and objects of the target that the checkpoint lacks. They keep their value.
+        unexpected: Leaves of the checkpoint that the target lacks. They were ignored.
+        mismatched: Leaves with another shape or dtype in the checkpoint, and objects that cannot take
+            the state that was stored. They keep their value.
+        kept_whole: Optimizers, generators and other objects that keep their whole state, because a part
+            of it is in one of the fields above, or the parameters of the optimizer are.
+        renamed: Leaves that have another path in the checkpoint.
+        cast: Leaves that were converted to the dtype of the target.
+        leaves: The patterns that were asked for; empty if everything was.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    kept_whole: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    text: str = field(default="", repr=False)
+    """A line for each path, except those in `renamed`; of many, the first."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the state is that of the whole checkpoint, bit for bit."""
+        return not (self.leaves or self.cast or self.has_differences)
+
+    @property
+    def has_differences(self) -> bool:
+        """Whether target and checkpoint differ, so that `strict=True` would have raised."""
+        return bool(self.missing or self.unexpected or self.mismatched or self.kept_whole)
+
+    def __str__(self) -> str:
+        if self.is_exact and not self.renamed:
+            return "every leaf was restored."
+        counts = {
+            "other shape or dtype, value kept": self.mismatched,
+            "not in the checkpoint, value kept": self.missing,
+            "not in the target, ignored": self.unexpected,
+            "kept as a whole": self.kept_whole,
+            "cast": self.cast,
+            "renamed": self.renamed,
+        }
+        parts = [f"{what}: {len(paths):,}" for what, paths in counts.items() if paths]
+        if self.leaves:
+            parts.insert(0, f"asked for {', '.join(self.leaves)} only")
+        return "; ".join(parts) + (f":\n{self.text}" if self.text else ".")

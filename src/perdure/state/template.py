@@ -1,17 +1,25 @@
-"""What a restore target can take: its dtypes and shapes by path, and a comparison with leaves."""
+"""What a restore target can take: its dtypes and shapes by path, and a comparison with leaves.
+
+Also what a checkpoint holds as a target (`metadata_tree`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, eq
 from typing import Any
 
+from perdure.state.adapter import adapter
 from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
-from perdure.state.paths import join_part, nearest
+from perdure.state.leaf_values import plain_value
+from perdure.state.paths import insert, join_part, nearest, split_path
 from perdure.state.walk import Walk
-from perdure.store.leaf import Leaf, containers_of
+from perdure.store.format import WEAK_PREFIX
+from perdure.store.leaf import Leaf, Leaves, containers_of
+from perdure.store.manifest import LeafEntry
 
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
@@ -77,7 +85,10 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
     missing = dict(template.leaves)
     lines: list[Difference] = []
     containers = containers_of(leaves)
-    object_leaves: dict[str, dict[str, Leaf]] = {path: {} for path in template.objects}
+    object_leaves = {
+        path: Leaves({}, {"": containers[path]} if path in containers else {})
+        for path in template.objects
+    }
     for path, leaf in leaves.items():
         if object_leaves and (parent := nearest(path, object_leaves)) is not None:
             object_leaves[parent][path[len(parent) :].removeprefix("/")] = leaf
@@ -107,3 +118,21 @@ def own_differences(state: Any, leaves: Mapping[str, Leaf]) -> list[Difference]:
     if is_plain and same_specs(walk.paths, walk.specs, leaves):
         return []
     return differences(template_of_walk(walk), leaves)
+
+
+def metadata_tree(entries: Iterable[LeafEntry]) -> Any:
+    """Nested dicts of `jax.ShapeDtypeStruct` (without JAX: `LeafSpec`) and Python scalars."""
+    tree: dict[str, Any] = {}
+    for entry in entries:
+        insert(tree, split_path(entry.path), _describe(entry))
+    return tree[""] if tree.keys() == {""} else tree
+
+
+def _describe(entry: LeafEntry) -> Any:
+    if entry.text is not None:
+        return plain_value(Leaf(entry.dtype, (), memoryview(entry.text.encode())))
+    spec = LeafSpec.of(entry)
+    if "jax" not in sys.modules:
+        return spec
+    jax: Any = adapter("jax")
+    return jax.abstract(spec, is_weak=entry.dtype.startswith(WEAK_PREFIX))

@@ -2,7 +2,8 @@
 
 They are two things: the values that `backward` has written since the last step of the optimizer, to
 which later batches add (gradient accumulation), and which parameters keep a gradient from step to step
-(`zero_grad(set_to_none=False)`).
+(`zero_grad(set_to_none=False)`): an optimizer leaves a parameter without a gradient alone, and moves
+one with a gradient of zeros (by momentum, by weight decay).
 """
 
 from __future__ import annotations
@@ -26,111 +27,82 @@ from perdure.state.paths import join_part
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 
-_KEPT = "torch/gradients"
 _decoder = msgspec.json.Decoder(dict[str, list[str]])
 _ACCUMULATED = re.compile(r"process/([0-9]+)/accumulated/([0-9]+)(?:/(.*))?", re.DOTALL)
 
 
-class _Sample(NamedTuple):
-    """A gradient of an optimizer at the last look, and whether the program was seen to keep it."""
-
-    gradient: Any  # a `torch.utils.weak.TensorWeakRef`
-    version: int
-    is_kept: bool
-
-
-class _Used(NamedTuple):
-    """The gradients of an optimizer after its last step: the first, and the versions of all."""
+class _Step(NamedTuple):
+    """The gradients of an optimizer after its last step, or at the first look at it."""
 
     first: Any  # a `torch.utils.weak.TensorWeakRef`, or None without a gradient
-    versions: list[int]  # -1 where there is none
+    versions: list[int]  # of all gradients; -1 where there is none, or where no step has used it
+    is_kept: bool  # whether the program was seen to keep them
+
+    def is_first(self, gradient: Any) -> bool:
+        """Whether `gradient` is the first one that there was then."""
+        return gradient is not None and self.first is not None and self.first() is gradient
 
 
-_samples: weakref.WeakKeyDictionary[Any, _Sample] = weakref.WeakKeyDictionary()
-_used: weakref.WeakKeyDictionary[Any, _Used] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
 
 
-class KeptGradients:
-    """Which parameters have a gradient, of a program that keeps them from step to step.
-
-    Two looks show whether a program keeps them. The first look is the first call of `save`, so that the
-    first save that is due knows it. See `perdure.state.extra_members.ExtraMember`.
-    """
+class Gradients:
+    """See `perdure.state.extra_members.ExtraMember`."""
 
     name = "gradients"
-    of_process = False
-
-    def see(self, walk: Walk) -> None:
-        for _, optimizer in _optimizers(walk):
-            keeps_gradients(optimizer)
-
-    def take(self, saving: Saving) -> dict[str, Leaf]:
-        kept = {
-            path: kept_gradients(optimizer)
-            for path, optimizer in _optimizers(saving.walk)
-            if keeps_gradients(optimizer)
-        }
-        text = msgspec.json.encode(kept, order="sorted").decode()
-        return {_KEPT: scalar_leaf(text)} if kept else {}
-
-    def put(self, restoring: Restoring) -> list[str]:
-        leaf = restoring.leaves.get(_KEPT)
-        try:
-            stored = {} if leaf is None else _decoder.decode(plain_value(leaf))
-        except ValueError as error:  # of msgspec
-            raise CorruptionError(f"{restoring.where}: {_KEPT} cannot be read: {error}.") from error
-        ranges = {restoring.renamed(path): names for path, names in stored.items()}
-        for path, optimizer in _optimizers(restoring.walk):
-            if path in ranges:
-                give_gradients(optimizer, ranges[path])
-        return []
-
-
-class AccumulatedGradients:
-    """What `backward` has written since the last step of an optimizer.
-
-    See `perdure.state.extra_members.ExtraMember`.
-    """
-
-    name = "accumulated"
     of_process = True
 
     def see(self, walk: Walk) -> None:
-        watch_gradients(optimizer for _, optimizer in _optimizers(walk))
+        """Begin to tell the gradients that a step has used from those that are written after it."""
+        for _, optimizer in _optimizers(walk):
+            _watch_steps()
+            if optimizer not in _steps:
+                _steps[optimizer] = _now(optimizer, is_kept=False)
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
-        leaves: dict[str, Leaf] = {}
+        self.see(saving.walk)
+        leaves, kept = dict[str, Leaf](), dict[str, list[str]]()
         for path, optimizer in _optimizers(saving.walk):
             leaves |= accumulated_leaves(path, optimizer, saving.process)
+            if keeps_gradients(optimizer):
+                parameters = enumerate(_parameters(optimizer))
+                kept[path] = _ranges(n for n, value in parameters if _gradient(value) is not None)
+        if kept:
+            text = msgspec.json.encode(kept, order="sorted").decode()
+            leaves[f"process/{saving.process}/{self.name}"] = scalar_leaf(text)
         return leaves
 
     def put(self, restoring: Restoring) -> list[str]:
-        stored = accumulated(restoring.leaves, restoring.group.index)
-        gradients = {restoring.renamed(path): leaves for path, leaves in stored.items()}
+        own = f"process/{restoring.group.index}/{self.name}"
+        # A group of another size has the same optimizers.
+        leaf = restoring.leaves.get(own) or restoring.leaves.get(f"process/0/{self.name}")
+        try:
+            kept = {} if leaf is None else _decoder.decode(plain_value(leaf))
+        except ValueError as error:  # of msgspec
+            raise CorruptionError(f"{restoring.where}: {own} cannot be read: {error}.") from error
+        kept = {restoring.renamed(path): ranges for path, ranges in kept.items()}
+        written: dict[str, dict[int, Leaf]] = {}
+        for name, leaf in restoring.leaves.items():
+            found = _ACCUMULATED.fullmatch(name)
+            if found is not None and int(found[1]) == restoring.group.index:
+                path = restoring.renamed(found[3] or "")
+                written.setdefault(path, {})[int(found[2])] = leaf
         for path, optimizer in _optimizers(restoring.walk):
-            if path in gradients:
-                give_accumulated(optimizer, gradients[path])
+            if path in kept or path in written:
+                give_gradients(optimizer, kept.get(path), written.get(path, {}))
         self.see(restoring.walk)
         return []
 
 
-def _optimizers(walk: Walk) -> Iterator[tuple[str, Any]]:
-    from torch.optim import Optimizer
+def keeps_gradients(optimizer: Any) -> bool:
+    """Whether the program lets the gradients of `optimizer` stay from step to step.
 
-    for path, node in walk.objects.items():
-        if isinstance(node.target, Optimizer):
-            yield path, node.target
-
-
-def watch_gradients(optimizers: Iterable[Any]) -> None:
-    """Begin to tell the gradients that a step has used from those that `backward` writes after it.
-
-    What the optimizers have now counts as used.
+    With `zero_grad(set_to_none=False)` the tensor that was a gradient at the last step still is one,
+    and was written since, or before that step.
     """
-    for optimizer in optimizers:
-        _watch_steps()
-        if optimizer not in _used:
-            _note_step(optimizer)
+    step, first = _steps[optimizer], _first_gradient(optimizer)
+    before = next((version for version in step.versions if version >= 0), -1)
+    return step.is_first(first) and (step.is_kept or first._version > before)
 
 
 def accumulated_leaves(path: str, optimizer: Any, process: int) -> dict[str, Leaf]:
@@ -139,107 +111,82 @@ def accumulated_leaves(path: str, optimizer: Any, process: int) -> dict[str, Lea
     There is none after a step, wherever the program calls `zero_grad`. Sparse gradients are left
     out, and so are those that are zeros.
     """
-    if (used := _used.get(optimizer)) is None:
-        return {}
-    held, versions = list(_parameters(optimizer)), used.versions
-    if used.first is None or used.first() is not _first(held) or len(versions) != len(held):
-        versions = [-1] * len(held)
+    parameters, step = list(_parameters(optimizer)), _steps[optimizer]
+    versions = step.versions
+    if not step.is_first(_first_gradient(optimizer)) or len(versions) != len(parameters):
+        versions = [-1] * len(parameters)
     leaves: dict[str, Leaf] = {}
-    for number, (value, version) in enumerate(zip(held, versions, strict=True)):
+    for number, (value, version) in enumerate(zip(parameters, versions, strict=True)):
         gradient = _gradient(value)
         if gradient is None or gradient.is_meta or gradient._version == version:
             continue
-        leaf = adapter("torch").leaf(_shards().local_tensor(gradient))
+        leaf = adapter("torch").leaf(_tensors().local_tensor(gradient))
         # By the bits: a sum with -0.0 is another one than a sum with 0.0.
         if leaf is not None and np.frombuffer(leaf.data, np.uint8).any():
             leaves[join_part(f"process/{process}/accumulated/{number}", path)] = leaf.copy()
     return leaves
 
 
-def accumulated(process_leaves: Mapping[str, Leaf], process: int) -> dict[str, dict[int, Leaf]]:
-    """What `accumulated_leaves` gave for a process: by the path, and by the number of the parameter."""
-    found: dict[str, dict[int, Leaf]] = {}
-    for name, leaf in process_leaves.items():
-        parts = _ACCUMULATED.fullmatch(name)
-        if parts is not None and int(parts[1]) == process:
-            found.setdefault(parts[3] or "", {})[int(parts[2])] = leaf
-    return found
+def give_gradients(optimizer: Any, kept: list[str] | None, written: Mapping[int, Leaf]) -> None:
+    """Give the parameters the gradients that they had at the save.
 
-
-def give_accumulated(optimizer: Any, stored: Mapping[int, Leaf]) -> None:
-    """Give the parameters of an optimizer the gradients that had been accumulated at the save."""
-    import torch
-
-    for number, value in enumerate(_parameters(optimizer)):
-        local = _shards().local_tensor(value.detach())
-        if (leaf := stored.get(number)) is not None and leaf.shape == tuple(local.shape):
-            gradient = adapter("torch").load(torch.empty_like(local), leaf)
-            value.grad = _shards().with_local(value, gradient)
-    _used[optimizer] = _Used(None, [])  # no step has used them
-
-
-def keeps_gradients(optimizer: Any) -> bool:
-    """Whether the program lets the gradients of `optimizer` stay from step to step.
-
-    With `zero_grad(set_to_none=False)` the tensor that was a gradient at the last look still is one,
-    and was written since. At two looks at one moment, the answer is that of the first.
-    """
-    from torch.utils.weak import TensorWeakRef
-
-    old = _samples.get(optimizer)
-    before = None if old is None else old.gradient()
-    sample = None
-    for value in _parameters(optimizer):
-        if (gradient := _gradient(value)) is None:
-            continue
-        if sample is None:
-            sample = _Sample(TensorWeakRef(gradient), gradient._version, False)
-        if before is None:
-            break
-        if old is not None and gradient is before:
-            is_kept = old.is_kept or gradient._version > old.version
-            sample = _Sample(old.gradient, gradient._version, is_kept)
-            break
-    if sample is None:
-        _samples.pop(optimizer, None)
-        return False
-    _samples[optimizer] = sample
-    return sample.is_kept
-
-
-def give_gradients(optimizer: Any, ranges: list[str]) -> None:
-    """Give the parameters that had a gradient at the save, and have none now, one of zeros.
-
-    An optimizer leaves a parameter without a gradient alone, and moves one with a gradient of zeros (by
-    momentum, by weight decay). A program that keeps its gradients calls `zero_grad` before the next
-    `backward`, so that their values at the save decide nothing.
+    Args:
+        optimizer: Its parameters get them.
+        kept: The numbers of those that had one, as ranges, if the program keeps them: it calls
+            `zero_grad` before the next `backward`, so that their values decide nothing. They get zeros.
+        written: What had been accumulated, by number.
     """
     import torch
-    from torch.utils.weak import TensorWeakRef
 
-    held = list(_parameters(optimizer))
-    for text in ranges:
+    parameters = list(_parameters(optimizer))
+    for text in kept or ():
         start, _, end = text.partition("-")
-        for value in held[int(start) : int(end or start) + 1]:
+        for value in parameters[int(start) : int(end or start) + 1]:
             if value.grad is None and not value.is_meta:
                 value.grad = torch.zeros_like(value, requires_grad=False)
-    if gradients := [gradient for value in held if (gradient := _gradient(value)) is not None]:
-        # The checkpoint says that the program keeps them, so the next save need not see it again.
-        first = gradients[0]
-        _samples[optimizer] = _Sample(TensorWeakRef(first), first._version, True)
+    for number, value in enumerate(parameters):
+        local = _tensors().local_tensor(value.detach())
+        if (leaf := written.get(number)) is not None and leaf.shape == tuple(local.shape):
+            gradient = adapter("torch").load(torch.empty_like(local), leaf)
+            value.grad = _tensors().with_local(value, gradient)
+    unused = _Step(None, [], is_kept=False)
+    if kept is not None:
+        unused = _now(optimizer, is_kept=True)._replace(versions=[-1] * len(parameters))
+    _steps[optimizer] = unused
 
 
-def kept_gradients(optimizer: Any) -> list[str]:
-    """The numbers of the parameters that have a gradient, as ranges."""
-    held = enumerate(_parameters(optimizer))
-    return _ranges(number for number, value in held if _gradient(value) is not None)
+def _now(optimizer: Any, *, is_kept: bool) -> _Step:
+    """The present gradients of an optimizer. Takes 0.25 µs for each."""
+    from torch.utils.weak import TensorWeakRef
+
+    first = _first_gradient(optimizer)
+    versions = [-1 if (g := value.grad) is None else g._version for value in _parameters(optimizer)]
+    return _Step(None if first is None else TensorWeakRef(first), versions, is_kept)
 
 
-def _ranges(numbers: Iterator[int]) -> list[str]:
-    """Rising numbers as ranges: `["0-157", "160"]`."""
-    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    members = ([number for _, number in group] for _, group in runs)
-    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in members]
+def _after_step(optimizer: Any, *_: Any) -> None:
+    from torch.compiler import is_compiling
+
+    # The versions would be constants of a program that is compiled.
+    if not is_compiling() and optimizer in _steps:
+        _steps[optimizer] = _now(optimizer, is_kept=keeps_gradients(optimizer))
+
+
+@cache
+def _watch_steps() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _optimizers(walk: Walk) -> Iterator[tuple[str, Any]]:
+    """The optimizers of a state by path; of one that wraps another, that one, which makes the steps."""
+    from torch.optim import Optimizer
+
+    for path, node in walk.objects.items():
+        if isinstance(optimizer := node.target, Optimizer):
+            inner = getattr(optimizer, "optimizer", None)
+            yield path, inner if isinstance(inner, Optimizer) else optimizer
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:
@@ -253,29 +200,16 @@ def _gradient(value: Any) -> Any:
     return None if value.grad is None or value.grad.is_sparse else value.grad
 
 
-def _first(held: Iterable[Any]) -> Any:
-    return next((value.grad for value in held if value.grad is not None), None)
+def _first_gradient(optimizer: Any) -> Any:
+    return next((each.grad for each in _parameters(optimizer) if each.grad is not None), None)
 
 
-def _note_step(optimizer: Any, *_: Any) -> None:
-    """Remember the gradients of an optimizer that has made a step. Takes 0.25 µs for each."""
-    from torch.compiler import is_compiling
-    from torch.utils.weak import TensorWeakRef
-
-    if is_compiling():  # their versions would be constants of the program
-        return
-    held = list(_parameters(optimizer))
-    first = _first(held)
-    versions = [-1 if (grad := value.grad) is None else grad._version for value in held]
-    _used[optimizer] = _Used(None if first is None else TensorWeakRef(first), versions)
+def _ranges(numbers: Iterable[int]) -> list[str]:
+    """Rising numbers as ranges: `["0-157", "160"]`."""
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    members = ([number for _, number in group] for _, group in runs)
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in members]
 
 
-@cache
-def _watch_steps() -> None:
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    register_optimizer_step_post_hook(_note_step)
-
-
-def _shards() -> Any:
-    return import_module("perdure.state.torch_shards")
+def _tensors() -> Any:
+    return import_module("perdure.state.torch_tensors")

@@ -24,8 +24,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from perdure.errors import DataError
-from perdure.state.epoch_ends import ended_order
-from perdure.state.loader_loops import is_lightning, warn_of_cycle, warn_of_empty_loop
+from perdure.state.epoch_ends import (
+    ended_order,
+    is_lightning,
+    warn_of_cycle,
+    warn_of_empty_loop,
+)
 
 _END = object()
 _MOST_COMPARED = 2**14

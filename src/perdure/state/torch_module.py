@@ -9,12 +9,18 @@ from typing import Any
 import torch
 
 from perdure.errors import StateError
+from perdure.state.adapter import ModuleValues, Stateful, copy_state
 from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.leaf_values import same_bits
 from perdure.state.paths import join_dotted
-from perdure.state.stateful import ModuleValues, Stateful, copy_state
-from perdure.state.torch_shards import local_tensor, sharded_parts
-from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
+from perdure.state.torch_tensors import (
+    LAZY,
+    copy_into,
+    has_shared_elements,
+    local_tensor,
+    sharded_parts,
+    tensor_spec,
+)
 from perdure.store.leaf import Leaf
 
 _WRAPPERS = {

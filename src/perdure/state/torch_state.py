@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, OneByOne
-from perdure.state.leaf_errors import type_name
-from perdure.state.leaf_spec import Check, LeafSpec
+from perdure.state.adapter import Node, OneByOne, Stateful
+from perdure.state.leaf_spec import LeafSpec, type_name
 from perdure.state.leaf_values import BUFFER_DTYPES
-from perdure.state.shards import compares_shards
-from perdure.state.stateful import Stateful
+from perdure.state.per_rank import current_rank_context
 from perdure.state.torch_module import ModuleState
-from perdure.state.torch_settings import optimizer_check, scheduler_check
-from perdure.state.torch_shards import (
+from perdure.state.torch_optimizers import OptimizerState, SchedulerState
+from perdure.state.torch_tensors import (
     ALIGNMENT,
+    LAZY,
+    copy_into,
     has_all_elements,
+    has_shared_elements,
     is_dtensor,
     local_tensor,
     region,
     require_group,
     require_restorable,
     shard_of,
-    sharded_parts,
+    tensor_spec,
 )
-from perdure.state.torch_tensors import LAZY, copy_into, has_shared_elements, tensor_spec
 from perdure.store.leaf import Leaf
 from perdure.store.shard_plan import Region, Shards
 
@@ -79,11 +79,12 @@ class TorchState(OneByOne):
             return None
         if value.is_meta:
             raise UnsupportedLeafError("a tensor on the meta device has no data.")
-        part = None
+        part, compares_shards = None, False
         if is_dtensor(value):
+            compares_shards = current_rank_context().compares_shards
             if not has_all_elements(value):
                 part = region(value)
-                if not compares_shards():
+                if not compares_shards:
                     require_group(value)
             value = local_tensor(value)
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -95,7 +96,7 @@ class TorchState(OneByOne):
         else:  # `numpy` would fix its size, and observers of quantization give it one later
             data = memoryview(b"")
         is_copy = plain.data_ptr() != value.data_ptr()
-        if part is None or compares_shards():
+        if part is None or compares_shards:
             return Leaf(spec.dtype, spec.shape, data, is_copy, part)
         shards = Shards(spec.shape, plain.element_size(), (part,), (data,))
         return Leaf(spec.dtype, spec.shape, memoryview(b""), is_copy, shards=shards)
@@ -156,9 +157,9 @@ class TorchState(OneByOne):
         if isinstance(value, torch.nn.Module):
             return ModuleState(value)
         if isinstance(value, torch.optim.Optimizer):
-            return _Optimizer(value)
+            return OptimizerState(value)
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-            return _Scheduler(value)
+            return SchedulerState(value)
         if isinstance(value, torch.Generator):
             return Node(
                 [("", value.get_state())], lambda new: value.set_state(new[0]), in_place=True
@@ -187,185 +188,6 @@ class _TrainedTensor(Stateful):
 
     def load(self, state: Any) -> None:
         copy_into(self.target, state)
-
-
-class _Optimizer(Stateful):
-    """An optimizer. The sizes and settings of its groups are strict; its state is what was stored."""
-
-    arrays = "torch"
-
-    def check(self) -> Check:
-        return optimizer_check(self.target) if self._has_groups else super().check()
-
-    def depends_on(self) -> Iterable[Any]:
-        groups = getattr(self.target, "param_groups", ())  # one that wraps another may have none
-        return [param for group in groups for param in group["params"]]
-
-    def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
-        """A moment of a sharded parameter is sharded as the parameter is."""
-        if not self._is_standard or not self._has_groups:
-            return {}
-        parameters = {f"{number}": value for number, value in enumerate(self.depends_on())}
-        values = {}
-        for path, spec in stored.items():
-            first, number, *_ = f"{path}//".split("/")
-            parameter = parameters.get(number) if first == "state" else None
-            if parameter is not None and spec.shape == tuple(parameter.shape):
-                values[path] = parameter
-        return sharded_parts(values)
-
-    def may_add(self, path: str) -> bool:
-        return path.startswith("param_groups/") and path.count("/") == 2
-
-    @property
-    def changes_no_array(self) -> bool:  # type: ignore[override]
-        return self._is_standard
-
-    @torch.inference_mode(mode=False)
-    def load(self, state: Any) -> None:
-        """Load a state into the list and the dicts of groups that the optimizer has: other optimizers
-        and schedulers may have the same ones."""
-        optimizer, groups = self.target, getattr(self.target, "param_groups", None)
-        present = [*groups] if isinstance(groups, list) else []
-        self._load(state)
-        if not isinstance(groups, list) or (new := optimizer.param_groups) is groups:
-            return
-        for group, loaded in zip(present, new, strict=True):
-            if group is not loaded:
-                group.clear()
-                group.update(loaded)
-        if self._is_standard:
-            groups[:] = present
-            optimizer.param_groups = groups
-        else:  # its own code may have given the new list to others
-            new[:] = present
-
-    def _load(self, state: Any) -> None:
-        optimizer = self.target
-        if not self._is_standard:
-            stored = _tensor_states(state) if self._has_groups else {}
-            optimizer.load_state_dict(state)
-            if stored:
-                _put_exact(optimizer, stored)
-            return
-        optimizer.load_state_dict(state)
-        # PyTorch casts the values to the dtype of the parameter. Replace them by the exact ones.
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        parameters = [param for group in optimizer.param_groups for param in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in state["state"]:
-                stored, loaded = state["state"][number], optimizer.state[parameter]
-                optimizer.state[parameter] = _exact_state(stored, loaded, parameter)
-
-    def backup(self) -> Callable[[], object]:
-        optimizer = self.target
-        if not self._is_standard:
-            return super().backup()
-        # A load makes new dicts and new tensors, so that the old ones need no copy.
-        state, groups = optimizer.state, optimizer.param_groups
-        before = [(group, dict(group)) for group in groups]
-
-        def undo() -> None:
-            optimizer.state, optimizer.param_groups = state, groups
-            groups[:] = [group for group, _ in before]
-            for group, values in before:
-                group.clear()
-                group.update(values)
-
-        return undo
-
-    @property
-    def _has_groups(self) -> bool:
-        """Whether `state_dict` returns what PyTorch's does, perhaps with more."""
-        if type(self.target).state_dict is torch.optim.Optimizer.state_dict:
-            return True
-        if not hasattr(self.target, "param_groups"):
-            return False
-        state = self.read()
-        groups = state.get("param_groups") if isinstance(state, dict) else None
-        return isinstance(groups, list) and all(
-            isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-        )
-
-    @property
-    def _is_standard(self) -> bool:
-        optimizer = self.target
-        return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not (
-            optimizer._optimizer_load_state_dict_pre_hooks
-            or optimizer._optimizer_load_state_dict_post_hooks
-        )
-
-
-class _Scheduler(Stateful):
-    """A scheduler. Its settings are strict."""
-
-    def check(self) -> Check:
-        return scheduler_check(self.target)
-
-    def depends_on(self) -> Iterable[Any]:
-        return [self.target.optimizer] if hasattr(self.target, "optimizer") else ()
-
-    def may_add(self, path: str) -> bool:
-        return "/" not in path  # a setting of a newer torch
-
-
-def _tensor_states(state: Any) -> dict[int, dict[Any, Any]]:
-    """The state of each parameter of an optimizer by its place, as `load_state_dict` gets it."""
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    return {
-        place: dict(values)
-        for place, number in enumerate(numbers)
-        if isinstance(values := state["state"].get(number), dict)
-    }
-
-
-def _put_exact(optimizer: torch.optim.Optimizer, stored: Mapping[int, Mapping[Any, Any]]) -> None:
-    """Give tensors the dtype that they were stored with, if the optimizer's own code for loading has
-    called PyTorch's, which casts to the dtype of the parameter, and what it saves is what it holds."""
-    saved = _tensor_states(optimizer.state_dict())
-    parameters = [param for group in optimizer.param_groups for param in group["params"]]
-    for place, parameter in enumerate(parameters):
-        held = optimizer.state.get(parameter)
-        before, present = stored.get(place), saved.get(place)
-        if before is None or present is None or not isinstance(held, dict):
-            continue
-        if not before.keys() == present.keys() == held.keys():
-            continue
-        for key, value in before.items():
-            other = held[key]
-            if type(value) not in _EXACT or type(other) not in _EXACT or present[key] is not other:
-                continue
-            if value.dtype != other.dtype and value.shape == other.shape:
-                held[key] = _exact_state(value, other, parameter)
-
-
-def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:
-    """The stored value with its dtype, on the device that PyTorch chose for the loaded one.
-
-    A tensor of the parameter's shape gets the parameter's memory format.
-    """
-    if isinstance(stored, torch.Tensor):
-        if stored.shape != parameter.shape or stored.requires_grad:
-            return stored.to(loaded.device)
-        if is_dtensor(parameter):
-            if is_dtensor(stored):
-                return stored
-            leaf = ADAPTER.leaf(stored)
-            assert leaf is not None
-            return shard_of(parameter, leaf)
-        exact = torch.empty_like(parameter, dtype=stored.dtype, device="meta", requires_grad=False)
-        if stored.device == loaded.device and stored.stride() == exact.stride():
-            return stored
-        return torch.empty_like(exact, device=loaded.device).copy_(stored)
-    if isinstance(stored, dict):
-        values = {key: _exact_state(stored[key], loaded[key], parameter) for key in stored}
-        return values if type(stored) is dict else stored
-    if type(stored) in (list, tuple):
-        return type(stored)(
-            _exact_state(value, other, parameter)
-            for value, other in zip(stored, loaded, strict=True)
-        )
-    return stored
 
 
 ADAPTER = TorchState()

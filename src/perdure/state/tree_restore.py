@@ -7,32 +7,34 @@ new value has been built. Then either all objects are changed, or none.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
-from perdure.state.adapter import Adapter, Node, loaded_adapters
-from perdure.state.adapter_choice import leaf_adapter, load_leaf
+from perdure.state.adapter import Node, Stateful, leaf_adapter, load_leaf, loaded_adapters
 from perdure.state.containers import array_template
-from perdure.state.leaf_errors import PathInErrors, add_path, type_name
-from perdure.state.leaf_spec import Difference, format_differences, mismatch_error
+from perdure.state.leaf_spec import (
+    Difference,
+    PathInErrors,
+    add_path,
+    format_differences,
+    mismatch_error,
+    type_name,
+)
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_part
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_advice import advice, ways_out
-from perdure.state.restore_plan import RestorePlan, StoredState, plan_restore
-from perdure.state.restore_report import RestoreReport
-from perdure.state.restore_request import RestoreRequest
-from perdure.state.stateful import Stateful
+from perdure.state.restore_plan import RestorePlan, StoredState
+from perdure.state.restore_request import RestoreReport, RestoreRequest
+from perdure.state.snapshots import unflatten
 from perdure.state.template import differences, template_of_walk
-from perdure.state.tree_flatten import unflatten
 from perdure.state.walk import Branch, Described, Walk
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
-from perdure.store.manifest import Arrays
 
 
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
@@ -91,13 +93,16 @@ def restore_requested(
         refusals: dict[str, str] = {}
         replaced = replaced or ReplacedMembers()
         while True:
-            plan = plan_restore(like, leaves, request, stored, refusals)
-            if plan.differences:
-                hints = ways_out(like, leaves, request, stored, plan)
-                raise mismatch_error(plan.differences, advice(plan.differences) + hints)
+            plan = RestorePlan(like, leaves, request, stored, refusals)
+            if lines := plan.differences:
+                hints = ""
+                with suppress(StateError):  # the differences are what the user has to see
+                    other = RestorePlan(like, leaves, request._replace(strict=False), stored)
+                    hints = ways_out(plan, other, request)
+                raise mismatch_error(lines, advice(lines) + hints)
             attempt = _Restore(plan, takes, replaced, shared)
             try:
-                return attempt.run(), plan.report
+                return attempt.run(), plan.report()
             except StateError as error:
                 path = attempt.refused_by_another()
                 if request.strict or path is None or path in refusals:
@@ -132,22 +137,22 @@ class _Change(NamedTuple):
     new: Any
 
     def apply(self) -> None:
-        if isinstance(self.node, Node):
+        node = self.node
+        if isinstance(node, Node):
             with PathInErrors(self.path, "its value could not be set"):
-                self.node.rebuild(self.new)
+                node.rebuild(self.new)
             return
-        name = type_name(self.node.target)
+        name = type_name(node.target)
         with PathInErrors(self.path, f"a {name} did not take the state that was stored"):
-            self.node.load(self.new)
+            node.load(self.new)
 
-
-class _Backup(NamedTuple):
-    """The state of an object before its change."""
-
-    path: str
-    node: Stateful
-    digests: dict[str, list[str]] | None
-    undo: Callable[[], object]
+    @property
+    def order(self) -> int:
+        """0: others may need this change. 1: it may fail. Both have a backup. 2: it cannot fail."""
+        node = self.node
+        if isinstance(node, Node):
+            return 0 if node.can_undo else 2
+        return 0 if node.comes_first else 1 if node.can_fail else 2
 
 
 class _Restore:
@@ -160,14 +165,12 @@ class _Restore:
         replaced: ReplacedMembers,
         shared: Mapping[str, int],
     ) -> None:
+        self._plan, self._leaves, self._keep = plan, plan.leaves, plan.keep
         self._shared = shared
         self._built: dict[int, Any] = {}  # by the number of a shared object
         self._replaced = replaced
         self._misfits: list[Difference] = []
         self._refused: tuple[str, Stateful] | None = None
-        self._walk, self._leaves, self._specs = plan.walk, plan.leaves, plan.specs
-        self._keep, self._keep_branches = plan.keep, plan.keep_branches
-        self._keeps_some = bool(plan.keep or plan.keep_branches)
         self._adapters = loaded_adapters()
         self._objects = ObjectStates(
             plan.leaves, self._build_inside_object, plan.keep, takes, plan.sharded
@@ -175,7 +178,8 @@ class _Restore:
         self._changes: list[_Change] = []
 
     def run(self) -> Any:
-        restored = self._build(self._walk, self._walk.root)
+        walk = self._plan.walk
+        restored = self._build(walk, walk.root)
         if lines := self._objects.missing + self._misfits + self._conflicts():
             raise mismatch_error(lines, advice(lines))
         self._apply_changes()
@@ -198,37 +202,36 @@ class _Restore:
         if not self._shared:
             return self._build_one(walk, part)
         path = walk.paths[part] if isinstance(part, int) else part.path
-        number = self._shared.get(path, -1)
-        if number not in self._built or path in self._keep:
-            value = self._build_one(walk, part)
-            if number >= 0 and value is not None:
-                self._built[number] = value
-            return value
-        value = self._built[number]
         like = walk.values[part] if isinstance(part, int) else part.value
-        return value if type(value) is type(like) else self._build_one(walk, part)
+        number = self._shared.get(path, -1)
+        if number in self._built and path not in self._keep:
+            value = self._built[number]
+            return value if type(value) is type(like) else self._build_one(walk, part)
+        value = self._build_one(walk, part)
+        if number >= 0 and value is not None:
+            self._built[number] = value
+        return value
 
     def _build_one(self, walk: Walk, part: int | Branch) -> Any:
         if isinstance(part, int):
-            like, path = walk.values[part], walk.paths[part]
-            taker = walk.takers[type(like)]
-            assert taker is not None
+            path = walk.paths[part]
             try:
-                return self._build_leaf(taker, like, path)
+                return self._build_leaf(walk, walk.values[part], path)
             except StateError as error:
                 add_path(error, path)
                 raise
         path, like, node = part.path, part.value, part.node
-        if node is None or path in self._keep_branches:
+        if node is None or path in self._keep:
             return like
         if isinstance(node, Described):
-            return like if path in self._keep else self._objects.value(path, like)
+            return self._objects.value(path, like)
         if isinstance(node, Stateful):
-            if path not in self._keep:
-                self._changes.append(_Change(path, node, self._state(node, path)))
-            return node.target
+            self._changes.append(_Change(path, node, self._state(node, path)))
+            return like
         children = [self._build(walk, child) for child in part.parts]
-        if self._keeps_some and _are_same(children, node):
+        if self._keep and all(
+            new is old for new, (_, old) in zip(children, node.children, strict=True)
+        ):
             return like
         if node.in_place:
             self._replaced.drop(path)
@@ -238,17 +241,14 @@ class _Restore:
         with PathInErrors(path, f"a {type_name(like)} could not be rebuilt from its parts"):
             return node.rebuild(children)
 
-    def _build_leaf(self, taker: Adapter, like: Any, path: str) -> Any:
-        """`_build` of a leaf, which `taker` takes."""
+    def _build_leaf(self, walk: Walk, like: Any, path: str) -> Any:
         if path in self._keep:
             return like
+        taker, variable = walk.takers[type(like)], None
+        assert taker is not None
         containers = self._objects.containers
-        if (
-            containers
-            and (like is None or is_plain(like))
-            and (entry := containers.get(path)) is not None
-        ):
-            value, variable = self._load_as(entry.arrays, like, path), None
+        if containers and (like is None or is_plain(like)) and path in containers:
+            value = self._load_as(containers[path].arrays, like, path)
         else:
             value = load_leaf(taker, like, self._leaves[path])
             variable = taker.variable(like)
@@ -275,15 +275,16 @@ class _Restore:
 
         It is compared with the checkpoint as strictly as outside of objects.
         """
-        leaves = {
-            leaf_path: self._leaves[leaf_path] for leaf_path in self._objects.leaf_paths(path)
-        }
-        walk = Walk(like, self._specs, path)
-        if lines := differences(template_of_walk(walk), leaves):
+        walk = Walk(like, self._plan.specs, path)
+        if lines := differences(template_of_walk(walk), self._below(path)):
             raise mismatch_error(lines, advice(lines))
         return self._build(walk, walk.root)
 
-    def _load_as(self, array_class: Arrays | None, like: Any, path: str) -> Any:
+    def _below(self, path: str) -> dict[str, Leaf]:
+        """The leaves of the checkpoint at `path` and below it."""
+        return {inside: self._leaves[inside] for inside in self._objects.leaf_paths(path)}
+
+    def _load_as(self, array_class: str | None, like: Any, path: str) -> Any:
         """The leaf at `path`, for which the target has a NumPy array or a number, and the run that
         saved it had an array of `array_class`.
 
@@ -292,37 +293,33 @@ class _Restore:
         without x64).
         """
         leaf = self._leaves[path]
-        if (
-            array_class is not None
-            and array_class.partition("@")[0].partition(".")[0] in sys.modules
-        ):
+        library = (array_class or "").partition("@")[0].partition(".")[0]
+        if array_class is not None and library in sys.modules:
             target = array_template(array_class, leaf, like)
             with suppress(UnsupportedLeafError):
-                if (adapter := leaf_adapter(target, self._adapters)) is not None:
-                    return load_leaf(adapter[0], target, leaf)
-        adapter = leaf_adapter(like, self._adapters)
-        assert adapter is not None
-        return load_leaf(adapter[0], like, leaf)
+                if (chosen := leaf_adapter(target, self._adapters)) is not None:
+                    return load_leaf(chosen[0], target, leaf)
+        chosen = leaf_adapter(like, self._adapters)
+        assert chosen is not None
+        return load_leaf(chosen[0], like, leaf)
 
     def _conflicts(self) -> list[Difference]:
         """Objects that the target has twice, and for which the checkpoint has two different states."""
         first_paths: dict[int, str] = {}
         conflicts = []
-        for change in self._changes:
-            if isinstance(change.node, Stateful):
-                first = first_paths.setdefault(id(change.node.target), change.path)
-                if first != change.path and not self._same_leaves(first, change.path):
-                    reason = f"is one object with {first} in the target, the checkpoint has two"
-                    conflicts.append(Difference(change.path, reason=reason))
+        for path, node, _ in self._changes:
+            if not isinstance(node, Stateful):
+                continue
+            first = first_paths.setdefault(id(node.target), path)
+            if first != path and not self._same_leaves(first, path):
+                reason = f"is one object with {first} in the target, the checkpoint has two"
+                conflicts.append(Difference(path, reason=reason))
         return conflicts
 
     def _same_leaves(self, first: str, second: str) -> bool:
         """Whether the checkpoint has the same leaves below two paths."""
         one, other = (
-            {
-                leaf_path[len(path) :]: self._leaves[leaf_path]
-                for leaf_path in self._objects.leaf_paths(path)
-            }
+            {inside[len(path) :]: leaf for inside, leaf in self._below(path).items()}
             for path in (first, second)
         )
         return one.keys() == other.keys() and all(same_bits(one[p], other[p]) for p in one)
@@ -330,37 +327,32 @@ class _Restore:
     def _apply_changes(self) -> None:
         """Change the objects in place: all of them, or none.
 
-        Objects whose load may fail come first, each after a backup of its state. The others (modules,
-        generators) cannot fail, so that no copy of a model is needed.
+        Changes that may fail come first, each after a backup. The others (modules, generators) cannot
+        fail, so that no copy of a model is needed.
         """
-        fallible: list[_Change] = []
-        safe: list[_Change] = []
+        groups: tuple[list[_Change], ...] = [], [], []
         for change in self._changes:
-            node = change.node
-            has_backup = isinstance(node, Stateful) and (node.can_fail or node.comes_first)
-            (fallible if has_backup else safe).append(change)
-        fallible.sort(key=lambda change: not getattr(change.node, "comes_first", False))
-        backups: list[_Backup] = []
+            groups[change.order].append(change)
+        with_backup, safe = groups[0] + groups[1], groups[2]
+        undo: list[tuple[str, Callable[[], bool]]] = []
         begun: list[str] = []
-        refused: _Change | None = None
+        failing: _Change | None = None
         try:
-            for change in fallible:
-                backups.append(self._back_up(change))
-                refused = change
-                change.apply()
-                refused = None
-            for change in fallible:
-                refused = change
-                self._compare([change])
-            refused = None
+            for failing in with_backup:
+                undo.append((failing.path, self._backup(failing)))
+                failing.apply()
+            for failing in with_backup:
+                self._compare(failing)
+            failing = None
             for change in safe:
                 begun.append(change.path)
                 change.apply()
-            self._compare(safe)
+            for change in safe:
+                self._compare(change)
         except BaseException as error:
-            mixed = begun + self._undo(backups)
-            if refused is not None and isinstance(refused.node, Stateful) and not mixed:
-                self._refused = refused.path, refused.node
+            mixed = begun + [path for path, is_undone in reversed(undo) if not is_undone()]
+            if failing is not None and isinstance(failing.node, Stateful) and not mixed:
+                self._refused = failing.path, failing.node
             if isinstance(error, StateError):
                 outcome = "Every object has the state that it had before."
                 if mixed:
@@ -372,37 +364,30 @@ class _Restore:
                 error.args = (f"{error} {outcome}",)
             raise
 
-    def _back_up(self, change: _Change) -> _Backup:
-        assert isinstance(change.node, Stateful)
-        with PathInErrors(change.path, "a copy of its present state could not be made"):
-            digests = self._objects.digests(change.node, change.path)
-            return _Backup(change.path, change.node, digests, change.node.backup())
+    def _backup(self, change: _Change) -> Callable[[], bool]:
+        """Returns what gives an object its present state again, and whether that has succeeded."""
+        path, node, _ = change
+        if isinstance(node, Node):
+            before = [child for _, child in node.children]
+            return lambda: node.rebuild(before) is None
+        with PathInErrors(path, "a copy of its present state could not be made"):
+            digests, undo = self._objects.digests(node, path), node.backup()
 
-    def _undo(self, backups: Sequence[_Backup]) -> list[str]:
-        """Load the earlier states. Returns the paths of the objects that did not take theirs."""
-        failed = []
-        for backup in reversed(backups):
+        def is_undone() -> bool:
             try:
-                backup.undo()
-                if self._objects.digests(backup.node, backup.path) != backup.digests:
-                    failed.append(backup.path)
+                undo()
+                return self._objects.digests(node, path) == digests
             except BaseException:  # noqa: BLE001 - the first error is raised, and names this path
-                failed.append(backup.path)
-        return failed
+                return False
 
-    def _compare(self, changes: Sequence[_Change]) -> None:
+        return is_undone
+
+    def _compare(self, change: _Change) -> None:
         """Raise `MismatchError` if an object does not return the state that it was given."""
-        for change in changes:
-            if not isinstance(change.node, Stateful):
-                continue
-            if lines := self._objects.differences(change.node, change.path):
-                name = type_name(change.node.target)
-                raise MismatchError(
-                    f"{change.path}: a {name} took the state that was stored, and returns another "
-                    f"one:\n{format_differences(lines)}\n"
-                    f"`state_dict` has to return what `load_state_dict` was given."
-                )
-
-
-def _are_same(children: Sequence[Any], node: Node) -> bool:
-    return all(new is old for new, (_, old) in zip(children, node.children, strict=True))
+        path, node, _ = change
+        if isinstance(node, Stateful) and (lines := self._objects.differences(node, path)):
+            raise MismatchError(
+                f"{path}: a {type_name(node.target)} took the state that was stored, and returns "
+                f"another one:\n{format_differences(lines)}\n"
+                f"`state_dict` has to return what `load_state_dict` was given."
+            )

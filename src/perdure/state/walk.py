@@ -7,25 +7,36 @@ once. Whoever needs the same state again is given the `Walk` in its place.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import is_
+from itertools import pairwise
+from types import NoneType
 from typing import Any
 
 from perdure.errors import StateError, UnsupportedLeafError
-from perdure.state.adapter import Adapter, Node, loaded_adapters
-from perdure.state.adapter_choice import leaf_adapter, node_of
-from perdure.state.leaf_errors import add_path, duplicate_path, nested_too_deeply
-from perdure.state.leaf_spec import LeafSpec
-from perdure.state.paths import TOGETHER, join_keys, join_part
-from perdure.state.per_rank import current_rank_context
-from perdure.state.stateful import Stateful
+from perdure.state.adapter import Adapter, Node, Stateful, leaf_adapter, loaded_adapters
+from perdure.state.leaf_spec import (
+    LeafSpec,
+    add_path,
+    duplicate_path,
+    nested_too_deeply,
+    type_name,
+)
+from perdure.state.paths import join_keys, join_part
+from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
 from perdure.store.json_blocks import blocks
-from perdure.store.leaf import Leaf, Leaves
+from perdure.store.leaf import Leaves
 from perdure.store.manifest import Container
 from perdure.store.selection import Selection
 
+TOGETHER = 128
+"""So many children of a container are looked at in few calls, if they are leaves of one type."""
+
+_FEW = 4
+"""Fewer leaves are asked for one by one."""
+
+_BUILTIN = (dict, list, tuple)
 ANY_LENGTH = (deque, set, frozenset)
 GROWING = (list, tuple, dict, *ANY_LENGTH)
 """Containers whose size or kind a run may change."""
@@ -107,13 +118,14 @@ class Walk:
         self._containers = containers or {}
         self._selection = selection
         self._is_whole = selection is None and not containers
-        self.runs: list[tuple[int, int]] = []
+        self._starts: list[int] = []  # of runs
         try:
             self.root = self._visit(state, path)
         except RecursionError:
             raise nested_too_deeply() from None
         self.members = current_rank_context().members
         """The `PerRank` members, as `RankContext.members`."""
+        self.runs = [*pairwise([*self._starts, len(self.paths)])]
 
     @classmethod
     def of(cls, state: Any) -> Walk:
@@ -129,13 +141,7 @@ class Walk:
     @cached_property
     def specs(self) -> list[LeafSpec]:
         """dtype and shape of each leaf."""
-        specs: list[LeafSpec] = []
-        for start, stop, taker in self._blocks():
-            many = taker.specs(self.values[start:stop]) if stop - start > 1 else None
-            if many is None:
-                many = [self._ask(taker.spec, number) for number in range(start, stop)]
-            specs += many
-        return specs
+        return self._ask("spec", "specs", self.adapters)
 
     def pairs(self) -> Iterator[tuple[str, Any]]:
         """Path and value of each leaf."""
@@ -152,57 +158,57 @@ class Walk:
         Args:
             adapters: what makes leaves of arrays, in the order of `self.adapters`.
         """
-        # The training loop waits for this, so that leaves of one type are asked for in few calls.
-        instead = dict(zip(map(id, self.adapters), adapters or self.adapters, strict=True))
-        leaves = Leaves()
-        for start, stop, taker in self._blocks():
-            taker = instead[id(taker)]
-            paths = self.paths[start:stop]
-            many = taker.leaves(self.values[start:stop]) if stop - start > 1 else None
-            if many is None:
-                many = [self._ask(taker.leaf, number) for number in range(start, stop)]
-            if not all(map(is_, map(leaves.setdefault, paths, many), many)):
-                pairs = zip(paths, many, strict=True)
-                twice = next(path for path, leaf in pairs if leaves[path] is not leaf)
-                error = duplicate_path(twice)
-                add_path(error, twice)
-                raise error
+        taken = self._ask("leaf", "leaves", adapters or self.adapters)
+        leaves = Leaves(dict(zip(self.paths, taken, strict=True)))
+        if len(leaves) < len(taken):
+            twice = next(path for path, count in Counter(self.paths).items() if count > 1)
+            error = duplicate_path(twice)
+            add_path(error, twice)
+            raise error
         return leaves
 
-    def _blocks(self) -> Iterator[tuple[int, int, Adapter]]:
-        """(start, stop, adapter) of leaves of one type, at most `TOGETHER` of them."""
-        for first, end in self.runs:
-            taker = self.takers[type(self.values[first])]
-            assert taker is not None
-            for start in range(first, end, TOGETHER):
-                yield start, min(start + TOGETHER, end), taker
+    def _ask(self, one: str, many: str, adapters: Sequence[Adapter]) -> list[Any]:
+        """What the adapters answer about each leaf, to the verb for one or for many leaves.
 
-    def _ask(self, verb: Any, number: int) -> Any:
+        The training loop waits for this, so that leaves of one type are asked for in few calls.
+        """
+        instead = dict(zip(map(id, self.adapters), adapters, strict=True))
+        takers = {kind: instead[id(taker)] for kind, taker in self.takers.items() if taker}
+        ask = {kind: getattr(taker, one) for kind, taker in takers.items()}
+        answers: list[Any] = []
         try:
-            answer = verb(self.values[number])
-        except StateError as error:
-            add_path(error, self.paths[number])
+            if len(self.runs) * _FEW > len(self.values):
+                answers.extend(ask[type(value)](value) for value in self.values)
+                return answers
+            for first, end in self.runs:
+                kind = type(self.values[first])
+                for start in range(first, end, TOGETHER):
+                    values = self.values[start : min(start + TOGETHER, end)]
+                    together = getattr(takers[kind], many)(values) if len(values) > 1 else None
+                    answers.extend(map(ask[kind], values) if together is None else together)
+        except StateError as error:  # `extend` has added the answers before this one
+            add_path(error, self.paths[len(answers)])
             raise
-        assert answer is not None
-        return answer
+        return answers
 
     def _visit(self, value: Any, path: str) -> int | Branch:
-        if self._is_whole:  # of a save: nothing is left out, and the state alone decides
-            taker = self.takers.get(type(value), ...)
-            if taker is not None and taker is not ...:
+        if self._is_whole:
+            if self.takers.get(type(value)) is not None:
                 return self._add((path,), (value,))
-        selection = self._selection
-        is_selected = selection is None or selection.matches(path)
-        if not is_selected and not (selection and selection.may_hold(path)):
-            self.pruned.add(path)
-            return Branch(path, value, None)
+            is_selected = True
+        else:
+            selection = self._selection
+            is_selected = selection is None or selection.matches(path)
+            if not is_selected and not (selection and selection.may_hold(path)):
+                self.pruned.add(path)
+                return Branch(path, value, None)
         if is_selected and is_described(value, self._containers.get(path)):
             self.objects[path] = described = Described(value)
             return Branch(path, value, described)
         try:
             if self._taker(value) is not None:
                 if is_selected:
-                    return self._add([path], [value])
+                    return self._add((path,), (value,))
                 self.unselected.add(path)
                 return Branch(path, value, None)
             node = node_of(value, path, self.adapters, self._stored)
@@ -222,36 +228,29 @@ class Walk:
             return branch
         self.branches.append(branch)
         self.kinds.add(type(value))
-        children = node.children
-        if count := len(children):
-            self._visit_parts(
-                [children] if count <= TOGETHER else blocks(children, TOGETHER), branch
-            )
-        return branch
-
-    def _visit_parts(self, of_branch: Iterable[Iterable[tuple[str, Any]]], branch: Branch) -> None:
-        parts = branch.parts
-        for block in of_branch:
+        children, parts = node.children, branch.parts
+        for block in [children] if len(children) <= TOGETHER else blocks(children, TOGETHER):
+            if not block:
+                continue
             keys, values = zip(*block, strict=True)
-            paths = join_keys(branch.path, keys)
+            paths = join_keys(path, keys)
+            kind = type(values[0])
             # There may be very many leaves of a type that was met before.
-            kinds = set(map(type, values))
-            is_known = len(kinds) == 1 and self.takers.get(*kinds) is not None
-            if is_known and self._selection is None and (*kinds,) != (type(None),):
+            is_known = self._selection is None and self.takers.get(kind) is not None
+            if is_known and kind is not NoneType and set(map(type, values)) == {kind}:
                 first = self._add(paths, values)
                 parts.extend(range(first, first + len(values)))
             else:
                 parts.extend(map(self._visit, values, paths))
+        return branch
 
     def _add(self, paths: Sequence[str], values: Sequence[Any]) -> int:
         """Add leaves of one type; returns the number of the first."""
-        first, stop = len(self.paths), len(self.paths) + len(paths)
+        first = len(self.paths)
+        if not first or type(self.values[-1]) is not type(values[0]):
+            self._starts.append(first)
         self.paths.extend(paths)
         self.values.extend(values)
-        if self.runs and type(self.values[self.runs[-1][0]]) is type(values[0]):
-            self.runs[-1] = self.runs[-1][0], stop
-        else:
-            self.runs.append((first, stop))
         return first
 
     def _taker(self, value: Any) -> Adapter | None:
@@ -281,7 +280,53 @@ class Unwalked:
         self.walk: Walk | None = None
 
 
-def leaf_of(value: Any) -> Leaf | None:
-    """The leaf of one value; None if it is none."""
-    taken = leaf_adapter(value, loaded_adapters())
-    return None if taken is None else taken[0].leaf(value)
+def node_of(
+    value: Any, path: str, adapters: Sequence[Adapter], stored: Mapping[str, LeafSpec] | None
+) -> Node | Stateful:
+    """The interior value at `path`.
+
+    `stored` has the specs of the whole checkpoint during a restore, and is None during a save.
+
+    Raises:
+        UnsupportedLeafError: no adapter takes the value, or it cannot be restored exactly.
+    """
+    stored_below = None if stored is None else SpecsBelow(stored, path)
+    if isinstance(value, PerRank):
+        return per_rank_node(value, stored_below, path)
+    # No framework takes plain containers, of which there may be very many.
+    for candidate in adapters[-1:] if type(value) in _BUILTIN else adapters:
+        if (node := candidate.node(value, stored_below)) is not None:
+            return node
+    raise UnsupportedLeafError(
+        f"a value of type {type_name(value)} has no exact form in a checkpoint. {_remedy(value)}"
+    )
+
+
+def _remedy(value: Any) -> str:
+    if any(cls.__module__.startswith("tensorflow.python.data.") for cls in type(value).__mro__):
+        return (
+            "Leave it out of the state, and begin the data at the restored step: "
+            "`dataset.skip(start)`, with a `seed` for each `shuffle`."
+        )
+    return (
+        "Give it `state_dict` and `load_state_dict`, turn it into arrays and scalars, or leave it out "
+        "of the state."
+    )
+
+
+class SpecsBelow(Mapping[str, LeafSpec]):
+    """The part of a mapping below one path. It is searched only if an adapter looks at it."""
+
+    def __init__(self, specs: Mapping[str, LeafSpec], path: str) -> None:
+        self._specs = specs
+        self._prefix = f"{path}/" if path else ""
+
+    def __iter__(self) -> Iterator[str]:
+        start = len(self._prefix)
+        return (path[start:] for path in self._specs if path.startswith(self._prefix))
+
+    def __getitem__(self, path: str) -> LeafSpec:
+        return self._specs[self._prefix + path]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

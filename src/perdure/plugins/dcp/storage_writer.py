@@ -38,7 +38,7 @@ from perdure.plugins.dcp.layout import (
 )
 from perdure.runtime.heartbeats import beat
 from perdure.state import process_random
-from perdure.state.leaf_errors import add_path
+from perdure.state.leaf_spec import add_path
 from perdure.state.leaf_values import SCALARS, scalar_leaf
 from perdure.state.torch_state import ADAPTER
 from perdure.store import Run, Storage

@@ -1,17 +1,60 @@
-"""`SnapshotBuffer`: memory that is reused for the copies that a snapshot makes of changing arrays.
+"""A state as `{leaf path: Leaf}`, for a save: the leaves, and copies of those that may change.
 
 The training loop waits for these copies, and a copy into pages that the process has not touched before
-takes several times as long. Invariant: a buffer holds one snapshot at a time.
+takes several times as long. So the memory for the copies is reused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from perdure.errors import StateError
+from perdure.state.adapter import Adapter, leaf_adapter, loaded_adapters
+from perdure.state.leaf_spec import nested_too_deeply
+from perdure.state.leaf_values import plain_value
+from perdure.state.object_flatten import FreshTarget, ObjectFlattener, read_state
+from perdure.state.paths import insert, split_path
+from perdure.state.walk import Unwalked, Walk, node_of
 from perdure.store.aligned_buffers import COPIED_TOGETHER, CopyBuffer
+from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
+
+
+def flatten(
+    state: Any, fresh: FreshTarget | None = None, adapters: Sequence[Adapter] | None = None
+) -> Leaves:
+    """Every leaf of a state by its path, sharing memory with the live arrays where possible.
+
+    Args:
+        state: a tree of containers, arrays, scalars and objects of the frameworks that are imported, or
+            the `Walk` of one.
+        fresh: what the target of the program had at first; what the run has made of it is described
+            in `containers`.
+        adapters: what makes leaves of arrays; by default the adapters of the imported frameworks.
+
+    Returns:
+        The leaves. A path joins dict keys, field names and positions with `/`: `model/dense/kernel`.
+
+    Raises:
+        UnsupportedLeafError: a value cannot be restored exactly. The message starts with its path.
+    """
+    is_walked = adapters is None or isinstance(state, (Walk, Unwalked))
+    walk = Walk.of(state) if is_walked else Walk(state, adapters=adapters)
+    leaves = walk.leaves(adapters)
+    flattener = ObjectFlattener(leaves, adapters or walk.adapters, enters=True)
+    try:
+        for path, node in walk.objects.items():
+            if path not in walk.states:
+                walk.states[path] = read_state(node, path)
+            flattener.add(node, path, walk.states[path])
+    except RecursionError:
+        raise nested_too_deeply() from None
+    if adapters is None:
+        (fresh or FreshTarget()).describe(walk, leaves)
+    return leaves
 
 
 class SnapshotBuffer:
@@ -75,3 +118,35 @@ class SnapshotBuffer:
     def release(self) -> None:
         """Free the memory once nothing uses the last snapshot. May be called twice."""
         self._memory.release()
+
+
+def snapshot(
+    state: Any, into: SnapshotBuffer | None = None, fresh: FreshTarget | None = None
+) -> Leaves:
+    """`flatten`, with copies of all memory that may change, so that the state may change afterwards.
+
+    Args:
+        state: as for `flatten`.
+        into: the buffer for the copies, which stay valid until the next snapshot into it. Without it,
+            the copies are in new memory.
+        fresh: as for `flatten`.
+    """
+    with gc_paused():
+        return (into or SnapshotBuffer()).copy(flatten(state, fresh))
+
+
+def unflatten(leaves: Mapping[str, Leaf]) -> Any:
+    """Leaves as nested dicts of NumPy arrays and Python scalars, for use without a target."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        insert(tree, split_path(path), plain_value(leaf))
+    return tree[""] if tree.keys() == {""} else tree
+
+
+def is_state(value: Any) -> bool:
+    """Whether `value` itself is a leaf or a container of leaves."""
+    adapters = loaded_adapters()
+    try:
+        return leaf_adapter(value, adapters) is not None or bool(node_of(value, "", adapters, None))
+    except StateError:
+        return False

@@ -1,0 +1,328 @@
+"""Optimizers and schedulers of PyTorch as objects with a state, and what tells them from others.
+
+`load_state_dict` of PyTorch compares the sizes of the groups, and no more. So a checkpoint names the
+class, and the shapes of the state are compared with those of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from perdure.state.adapter import Stateful, leaf_of
+from perdure.state.leaf_spec import Check, Difference, LeafSpec
+from perdure.state.leaf_values import plain_value
+from perdure.state.torch_tensors import LAZY, is_dtensor, shard_of, sharded_parts
+from perdure.store.format import unescape
+from perdure.store.leaf import Leaf, containers_of
+
+_EXACT = (torch.Tensor, torch.nn.Parameter)
+_WRAPPERS = ("module.", "_orig_mod.")
+_OTHER_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
+Shape = tuple[int, ...]
+
+
+class OptimizerState(Stateful):
+    """An optimizer. Its class and the sizes of its groups are strict; its state is what was stored."""
+
+    arrays = "torch"
+
+    @property
+    def class_name(self) -> str:  # type: ignore[override]
+        return _class_of_torch(self.target)
+
+    def check(self) -> Check:
+        return _optimizer_check(self) if self._has_groups else super().check()
+
+    def depends_on(self) -> Iterable[Any]:
+        # One that wraps another may have no groups.
+        return _parameters(getattr(self.target, "param_groups", ()))
+
+    def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
+        """A moment of a sharded parameter is sharded as the parameter is."""
+        if not self._is_standard or not self._has_groups:
+            return {}
+        parameters = {f"{number}": value for number, value in enumerate(self.depends_on())}
+        values = {}
+        for path, spec in stored.items():
+            first, number, *_ = f"{path}//".split("/")
+            parameter = parameters.get(number) if first == "state" else None
+            if parameter is not None and spec.shape == tuple(parameter.shape):
+                values[path] = parameter
+        return sharded_parts(values)
+
+    def may_add(self, path: str) -> bool:
+        return path.startswith("param_groups/") and path.count("/") == 2
+
+    @property
+    def changes_no_array(self) -> bool:  # type: ignore[override]
+        return self._is_standard
+
+    @torch.inference_mode(mode=False)
+    def load(self, state: Any) -> None:
+        """Load a state into the list and the dicts of groups that the optimizer has: other optimizers
+        and schedulers may have the same ones."""
+        optimizer, groups = self.target, getattr(self.target, "param_groups", None)
+        present = [*groups] if isinstance(groups, list) else []
+        self._load(state)
+        if not isinstance(groups, list) or (new := optimizer.param_groups) is groups:
+            return
+        for group, loaded in zip(present, new, strict=True):
+            if group is not loaded:
+                group.clear()
+                group.update(loaded)
+        if self._is_standard:
+            groups[:] = present
+            optimizer.param_groups = groups
+        else:  # its own code may have given the new list to others
+            new[:] = present
+
+    def _load(self, state: Any) -> None:
+        optimizer = self.target
+        if not self._is_standard:
+            stored = _tensor_states(state) if self._has_groups else {}
+            optimizer.load_state_dict(state)
+            if stored:
+                _put_exact(optimizer, stored)
+            return
+        optimizer.load_state_dict(state)
+        # PyTorch casts the values to the dtype of the parameter. Replace them by the exact ones.
+        numbers = _parameters(state["param_groups"])
+        for number, parameter in zip(numbers, self.depends_on(), strict=True):
+            if number in state["state"]:
+                stored, loaded = state["state"][number], optimizer.state[parameter]
+                optimizer.state[parameter] = _exact_state(stored, loaded, parameter)
+
+    def backup(self) -> Callable[[], object]:
+        optimizer = self.target
+        if not self._is_standard:
+            return super().backup()
+        # A load makes new dicts and new tensors, so that the old ones need no copy.
+        state, groups = optimizer.state, optimizer.param_groups
+        before = [(group, dict(group)) for group in groups]
+
+        def undo() -> None:
+            optimizer.state, optimizer.param_groups = state, groups
+            groups[:] = [group for group, _ in before]
+            for group, values in before:
+                group.clear()
+                group.update(values)
+
+        return undo
+
+    @property
+    def _has_groups(self) -> bool:
+        """Whether `state_dict` returns what PyTorch's does, perhaps with more."""
+        if type(self.target).state_dict is torch.optim.Optimizer.state_dict:
+            return True
+        if not hasattr(self.target, "param_groups"):
+            return False
+        state = self.read()
+        groups = state.get("param_groups") if isinstance(state, dict) else None
+        return isinstance(groups, list) and all(
+            isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+        )
+
+    @property
+    def _is_standard(self) -> bool:
+        optimizer = self.target
+        return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not (
+            optimizer._optimizer_load_state_dict_pre_hooks
+            or optimizer._optimizer_load_state_dict_post_hooks
+        )
+
+
+class SchedulerState(Stateful):
+    """A scheduler. Its class is strict."""
+
+    @property
+    def class_name(self) -> str:  # type: ignore[override]
+        return _class_of_torch(self.target)
+
+    def check(self) -> Check:
+        return partial(_other_class, self.class_name)
+
+    def depends_on(self) -> Iterable[Any]:
+        return [self.target.optimizer] if hasattr(self.target, "optimizer") else ()
+
+    def may_add(self, path: str) -> bool:
+        return "/" not in path  # a setting of a newer torch
+
+
+def _tensor_states(state: Any) -> dict[int, dict[Any, Any]]:
+    """The state of each parameter of an optimizer by its place, as `load_state_dict` gets it."""
+    return {
+        place: dict(values)
+        for place, number in enumerate(_parameters(state["param_groups"]))
+        if isinstance(values := state["state"].get(number), dict)
+    }
+
+
+def _put_exact(optimizer: torch.optim.Optimizer, stored: Mapping[int, Mapping[Any, Any]]) -> None:
+    """Give tensors the dtype that they were stored with, if the optimizer's own code for loading has
+    called PyTorch's, which casts to the dtype of the parameter, and what it saves is what it holds."""
+    saved = _tensor_states(optimizer.state_dict())
+    for place, parameter in enumerate(_parameters(optimizer.param_groups)):
+        held = optimizer.state.get(parameter)
+        before, present = stored.get(place), saved.get(place)
+        if before is None or present is None or not isinstance(held, dict):
+            continue
+        if not before.keys() == present.keys() == held.keys():
+            continue
+        for key, value in before.items():
+            other = held[key]
+            if type(value) not in _EXACT or type(other) not in _EXACT or present[key] is not other:
+                continue
+            if value.dtype != other.dtype and value.shape == other.shape:
+                held[key] = _exact_state(value, other, parameter)
+
+
+def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:
+    """The stored value with its dtype, on the device that PyTorch chose for the loaded one.
+
+    A tensor of the parameter's shape gets the parameter's memory format.
+    """
+    if isinstance(stored, torch.Tensor):
+        if stored.shape != parameter.shape or stored.requires_grad:
+            return stored.to(loaded.device)
+        if is_dtensor(parameter):
+            if is_dtensor(stored):
+                return stored
+            leaf = leaf_of(stored)
+            assert leaf is not None
+            return shard_of(parameter, leaf)
+        exact = torch.empty_like(parameter, dtype=stored.dtype, device="meta", requires_grad=False)
+        if stored.device == loaded.device and stored.stride() == exact.stride():
+            return stored
+        return torch.empty_like(exact, device=loaded.device).copy_(stored)
+    if isinstance(stored, dict):
+        values = {key: _exact_state(stored[key], loaded[key], parameter) for key in stored}
+        return values if type(stored) is dict else stored
+    if type(stored) in (list, tuple):
+        return type(stored)(
+            _exact_state(value, other, parameter)
+            for value, other in zip(stored, loaded, strict=True)
+        )
+    return stored
+
+
+# ---------------------------------------------------------------- checkpoints of others
+
+
+def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The parameters in groups, or in those of a `state_dict` their numbers, in their order."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _class_of_torch(value: Any) -> str:
+    """The class of PyTorch that an optimizer or a scheduler is of or is derived from."""
+    inner = getattr(value, "optimizer", None)  # of one that wraps another
+    kind = type(inner if isinstance(value, torch.optim.Optimizer) and inner else value)
+    names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+    return next(name for name in names if name.startswith("torch.optim."))
+
+
+def _other_class(expected: str, stored: Mapping[str, Leaf]) -> list[Difference]:
+    entry = containers_of(stored).get("")
+    if entry is None or entry.type in (None, expected):
+        return []
+    return [Difference("", reason=f"the checkpoint has a {entry.type}, expected a {expected}")]
+
+
+class _Facts(NamedTuple):
+    """What is compared of an optimizer; no tensors."""
+
+    kind: str
+    sizes: list[int]
+    names: list[str]
+    shapes: list[Shape | None]
+    has_their_shapes: bool
+
+
+def _optimizer_check(state: OptimizerState) -> Check:
+    """Compares class, groups, and the shapes of the state with those of the parameters."""
+    optimizer = state.target
+    kind, groups = type(optimizer), optimizer.param_groups
+    facts = _Facts(
+        state.class_name,
+        [len(group["params"]) for group in groups],
+        [name for group in groups for name in group.get("param_names", ())],
+        [None if isinstance(each, LAZY) else tuple(each.shape) for each in _parameters(groups)],
+        kind.__module__.startswith("torch.optim") and kind not in _OTHER_SHAPES,
+    )
+    return partial(_optimizer_differences, facts)
+
+
+def _optimizer_differences(facts: _Facts, stored: Mapping[str, Leaf]) -> list[Difference]:
+    sizes: dict[int, int] = defaultdict(int)
+    names: list[str] = []
+    for path, leaf in stored.items():
+        first, number, name, *_ = f"{path}///".split("/")
+        if first == "param_groups" and number.isdigit():
+            sizes[int(number)] += unescape(name) == "params"
+            names += [str(plain_value(leaf))] if unescape(name) == "param_names" else []
+    found = [sizes[number] for number in sorted(sizes)]
+    if found != facts.sizes:
+        reason = (
+            f"expected groups of {facts.sizes} parameters, the checkpoint has groups of {found}. If "
+            f"the loop calls `add_param_group` while it trains, add the group before the restore"
+        )
+        return [Difference("param_groups", reason=reason)]
+    return (
+        _other_class(facts.kind, stored)
+        or _order_differences(facts.names, names)
+        or _shape_differences(facts, stored)
+    )
+
+
+def _order_differences(now: list[str], before: list[str]) -> list[Difference]:
+    """The same names in another order: every parameter would get the state of another one."""
+    if sorted(before) != sorted(now):  # one of them was taken from a wrapped module
+        before, now = (list(map(_plain_name, names)) for names in (before, now))
+    if before == now or sorted(before) != sorted(now):
+        return []
+    number = next(n for n, (old, new) in enumerate(zip(before, now, strict=True)) if old != new)
+    reason = f"expected {now[number]} as parameter {number}, the checkpoint has {before[number]}"
+    return [Difference("param_groups", reason=reason)]
+
+
+def _plain_name(name: str) -> str:
+    """The name of a parameter without the parts of wrappers."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _shape_differences(facts: _Facts, stored: Mapping[str, Leaf]) -> list[Difference]:
+    """State of the shape of another parameter.
+
+    In an optimizer of the user's, state may have any shape, unless its shapes are those of all
+    parameters in another order.
+    """
+    found: dict[str, dict[int, Shape]] = defaultdict(dict)
+    for path, leaf in stored.items():
+        parts = path.split("/")
+        if parts[0] == "state" and len(parts) == 3 and parts[1].isdigit() and leaf.shape:
+            number = int(parts[1])
+            if number < len(facts.shapes) and facts.shapes[number] is not None:
+                found[parts[2]][number] = leaf.shape
+    lines = []
+    for key, shapes in found.items():
+        expected = {number: facts.shapes[number] or () for number in shapes}
+        if not facts.has_their_shapes and sorted(shapes.values()) != sorted(expected.values()):
+            continue
+        lines += [
+            Difference(
+                f"state/{number}/{key}",
+                reason=f"expected the shape {list(expected[number])} of parameter {number}, the "
+                f"checkpoint has {list(shape)}; give the optimizer its parameters in the order in "
+                f"which they were saved",
+            )
+            for number, shape in shapes.items()
+            if shape != expected[number]
+        ]
+    return lines

@@ -14,9 +14,9 @@ from forked import run_forked
 from perdure import ArrayDataset
 from perdure.distribute.jax.xla_settings import ask_for_determinism, check_determinism
 from perdure.errors import TopologyError
+from perdure.runtime.environment import XLA_DETERMINISTIC as FLAG
+from perdure.runtime.environment import instruction_set, variables
 from perdure.runtime.process_group import SingleProcess
-from perdure.state.environment import XLA_DETERMINISTIC as FLAG
-from perdure.state.environment import instruction_set, variables
 
 ZEN = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -183,7 +183,7 @@ PRECISIONS = """
 import sys
 import torch
 from perdure.runtime.process_group import SingleProcess
-from perdure.state import environment as e
+from perdure.runtime import environment as e
 from perdure.distribute.torch.engine import TorchEngine
 engine = TorchEngine(None, SingleProcess(), None)
 def told(kind):

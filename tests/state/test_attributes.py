@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +77,7 @@ class Recurrent(torch.nn.Module):
         self.counters = SimpleNamespace(batches=0, seen=deque(maxlen=2))
         self.draws = {"numpy": np.random.default_rng(1), "python": random.Random(1)}
         self.drop = torch.nn.Dropout(0.5)
+        self.share, self.numbers = Fraction(1), itertools.count(2, 3)
         self.register_buffer("mean", torch.zeros(2), persistent=False)
 
     def forward(self, x: Any) -> Any:
@@ -84,9 +87,11 @@ class Recurrent(torch.nn.Module):
         self.counters.batches += 1
         self.counters.seen.append(float(out.detach().sum()))
         self.drop.p = 0.5 / (1 + self.counters.batches)
+        self.share = self.share * Fraction(2, 3) + next(self.numbers)
         self.get_buffer("mean").add_(out.detach().mean((0, 1)))
         noise = torch.rand(2, generator=self.noise) + self.draws["python"].random()
         noise = noise + float(self.draws["numpy"].random()) + sum(self.counters.seen)
+        noise = noise + float(self.share)
         return self.drop(out[0] * self.temperature + noise + self.get_buffer("mean"))
 
 

@@ -22,8 +22,8 @@ from perdure import errors
 from perdure.checkpoint.arguments import is_unicode, require_name, shown
 from perdure.checkpoint.group_call import GroupCall, SentError, caught, decoded, together
 from perdure.errors import ArgumentError, RecipeMismatchError, warn_caller
+from perdure.runtime.environment import of_process
 from perdure.runtime.process_group import Processes
-from perdure.state.environment import of_process
 from perdure.store.manifest import RecipeValue
 from perdure.text import few
 

@@ -15,9 +15,9 @@ from jax import lax
 
 from perdure.distribute.jax.xla_settings import ask_for_determinism, pin
 from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, listed
-from perdure.state.environment import JAX_THREADS as VARIABLE
-from perdure.state.environment import XLA_DETERMINISTIC as FLAG
-from perdure.state.environment import xla_flags
+from perdure.runtime.environment import JAX_THREADS as VARIABLE
+from perdure.runtime.environment import XLA_DETERMINISTIC as FLAG
+from perdure.runtime.environment import xla_flags
 
 
 def prepare(condition: str) -> None:

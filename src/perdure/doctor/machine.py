@@ -8,8 +8,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from perdure.runtime.environment import instruction_set
 from perdure.runtime.memory_limit import MemoryLimit
-from perdure.state.environment import instruction_set
 
 CGROUPS = Path("/sys/fs/cgroup")
 

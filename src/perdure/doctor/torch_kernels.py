@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from perdure.distribute.torch.engine import CUBLAS, THREADS, fix_cublas
 from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, Refused, listed
-from perdure.state.environment import of_torch
+from perdure.runtime.environment import of_torch
 
 
 def prepare(condition: str) -> None:

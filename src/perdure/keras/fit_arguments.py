@@ -18,7 +18,7 @@ from perdure.data.sources import ArraySource
 from perdure.errors import PerdureError
 from perdure.keras import fit_batches
 from perdure.keras.fit_internals import RunningFit, compiled_metrics, torch_device
-from perdure.state.environment import of_jax_as_it_is, of_tensorflow, of_torch
+from perdure.runtime.environment import of_jax_as_it_is, of_tensorflow, of_torch
 from perdure.state.keras_state import variables_by_path
 
 Description = dict[str, bool | int | float | str]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import enum
+import itertools
 import operator
 import random
 import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from perdure.errors import UnsupportedLeafError
 from perdure.state import bits
 from perdure.state.adapter import Node, loaded_adapters
 from perdure.state.leaf_spec import type_name
@@ -31,6 +36,11 @@ _HASHED = 64 * 1024 * 1024
 
 _GENERATOR = "!generator"
 _LISTED = "!listed"
+_TEXT = {"fraction": Fraction, "decimal": Decimal, "count": itertools.count}
+"""Numbers and counters that a text says exactly: of a counter, the next number and the step."""
+
+
+_PLAIN = (np.generic, enum.Enum, *_TEXT.values())
 
 
 class Kind(enum.Enum):
@@ -47,7 +57,7 @@ class Kind(enum.Enum):
 def kind_of(value: Any) -> Kind:
     """What a value is."""
     kind = type(value)
-    if kind in _SCALARS or isinstance(value, (np.generic, enum.Enum)):
+    if kind in _SCALARS or isinstance(value, _PLAIN):
         return Kind.PLAIN
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -69,7 +79,7 @@ def kind_of(value: Any) -> Kind:
 
 
 def _kind_of_container(value: Any) -> Kind:
-    nodes, count, kinds = [value], 0, set()
+    nodes, count = [value], 0
     while nodes:
         part = nodes.pop()
         count += 1
@@ -77,10 +87,8 @@ def _kind_of_container(value: Any) -> Kind:
             return Kind.OTHER
         if isinstance(part, CONTAINERS):
             nodes += part.values() if isinstance(part, dict) else part
-        elif type(part) not in _SCALARS:
-            kinds.add(type(part))
-            if not isinstance(part, (np.generic, enum.Enum)):
-                return Kind.MIXED
+        elif type(part) not in _SCALARS and not isinstance(part, _PLAIN):
+            return Kind.MIXED
     return Kind.PLAIN
 
 
@@ -141,7 +149,7 @@ def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
         return kind, value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _FreshTensor(value) if is_fresh else _LaterTensor(value)
+        return _TensorMark(value, is_fresh)
     if isinstance(value, np.ndarray) and value.nbytes > _HASHED:
         return kind, id(value), value.shape
     if kind_of(value) in (Kind.PLAIN, Kind.ARRAY):
@@ -155,27 +163,26 @@ def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
     return kind, id(value) if form is value else mark_of(form, is_fresh=is_fresh)
 
 
-class _LaterTensor:
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-
-class _FreshTensor:
+class _TensorMark:
     """A tensor by its identity and version; of a small one also by its bits."""
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Any, is_fresh: bool) -> None:
         self._reference = weakref.ref(tensor)
         self._version = tensor._version
-        is_small = tensor.numel() <= _COPIED and not hasattr(tensor, "device_mesh")
-        self._copy = tensor.detach().clone() if is_small else None
+        self._bits = None
+        if tensor.numel() <= _COPIED and not hasattr(tensor, "device_mesh"):
+            self._bits = tensor.detach().clone() if is_fresh else tensor
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _LaterTensor):
-            return NotImplemented
-        tensor = other.tensor
-        if self._reference() is tensor and self._version == tensor._version:
+        if not isinstance(other, _TensorMark):
+            return False
+        tensor = self._reference()
+        is_one = tensor is not None and tensor is other._reference()
+        if is_one and self._version == other._version:
             return True
-        return self._copy is not None and bits.same(self._copy, tensor)
+        if self._bits is None or other._bits is None:
+            return False
+        return bits.same(self._bits, other._bits)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -199,6 +206,9 @@ def _with_pairs(value: Any) -> Any:
     members of enumerations are names."""
     if isinstance(value, enum.Enum) and _enumeration(type_name(value)) is type(value):
         return {_LISTED: value.name, "in": type_name(value)}
+    for name, kind in _TEXT.items():
+        if type(value) is kind:
+            return {_LISTED: _text_of(value), "in": name}
     if not isinstance(value, CONTAINERS) or not value:
         return value
     if isinstance(value, (set, frozenset)):
@@ -229,6 +239,8 @@ def plain_form(stored: Any) -> Any:
     if isinstance(stored, dict):
         if stored.keys() == {_LISTED, "in"}:
             parts, like = stored[_LISTED], stored["in"]
+            if isinstance(like, str) and like in _TEXT:
+                return _TEXT[like](*parts) if like == "count" else _TEXT[like](parts)
             if isinstance(like, str):
                 return _enumeration(like)[parts]
             if isinstance(like, dict):
@@ -242,6 +254,15 @@ def plain_form(stored: Any) -> Any:
     elif type(stored) is tuple:
         return tuple(map(plain_form, stored))
     return stored
+
+
+def _text_of(value: Any) -> Any:
+    if not isinstance(value, itertools.count):
+        return str(value)
+    try:
+        return list(ast.literal_eval(f"[{repr(value)[len('count(') : -1]}]"))
+    except ValueError:  # of numbers of a class of the program
+        raise UnsupportedLeafError(f"{value!r} has no exact form in a checkpoint.") from None
 
 
 def _enumeration(name: str) -> Any:

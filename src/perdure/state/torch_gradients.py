@@ -53,14 +53,10 @@ class Gradients:
     of_process = True
 
     def see(self, walk: Walk) -> None:
-        """Begin to tell the gradients that a step has used from those that are written after it."""
-        for _, optimizer in _optimizers(walk):
-            _watch_steps()
-            if optimizer not in _steps:
-                _steps[optimizer] = _now(optimizer, is_kept=False)
+        _watch(walk)
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
-        self.see(saving.walk)
+        _watch(saving.walk)
         leaves, kept = dict[str, Leaf](), dict[str, list[str]]()
         for path, optimizer in _optimizers(saving.walk):
             leaves |= accumulated_leaves(path, optimizer, saving.process)
@@ -90,7 +86,7 @@ class Gradients:
         for path, optimizer in _optimizers(restoring.walk):
             if path in kept or path in written:
                 give_gradients(optimizer, kept.get(path), written.get(path, {}))
-        self.see(restoring.walk)
+        _watch(restoring.walk)
         return []
 
 
@@ -170,6 +166,14 @@ def _after_step(optimizer: Any, *_: Any) -> None:
     # The versions would be constants of a program that is compiled.
     if not is_compiling() and optimizer in _steps:
         _steps[optimizer] = _now(optimizer, is_kept=keeps_gradients(optimizer))
+
+
+def _watch(walk: Walk) -> None:
+    """Begin to tell the gradients that a step has used from those that are written after it."""
+    for _, optimizer in _optimizers(walk):
+        _watch_steps()
+        if optimizer not in _steps:
+            _steps[optimizer] = _now(optimizer, is_kept=False)
 
 
 @cache

@@ -48,9 +48,9 @@ from perdure.distribute.jax.programs import (
 )
 from perdure.distribute.jax.xla_settings import ask_for_determinism, check_determinism
 from perdure.errors import TopologyError
+from perdure.runtime.environment import of_jax
 from perdure.runtime.excluded_devices import without_excluded
 from perdure.runtime.process_group import Processes
-from perdure.state.environment import of_jax
 
 Devices = int | Sequence[Any] | None
 

@@ -15,9 +15,9 @@ import warnings
 from collections.abc import MutableMapping
 
 from perdure.errors import TopologyError
-from perdure.state.environment import JAX_THREADS as VARIABLE
-from perdure.state.environment import XLA_DETERMINISTIC as FLAG
-from perdure.state.environment import (
+from perdure.runtime.environment import JAX_THREADS as VARIABLE
+from perdure.runtime.environment import XLA_DETERMINISTIC as FLAG
+from perdure.runtime.environment import (
     cores,
     jax_backend_started,
     unpinned,

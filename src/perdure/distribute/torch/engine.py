@@ -42,9 +42,9 @@ from perdure.distribute.torch.first_step import FirstStep
 from perdure.distribute.torch.random_streams import make_generator, seed
 from perdure.distribute.torch.state_view import StateView
 from perdure.errors import StateError, TopologyError
+from perdure.runtime.environment import of_torch, torch_not_deterministic
 from perdure.runtime.excluded_devices import without_excluded
 from perdure.runtime.process_group import Processes
-from perdure.state.environment import of_torch, torch_not_deterministic
 
 # Threads inside an operation. Processes gain more on a CPU than threads inside operations do, and
 # OpenMP's threads spin while they wait for each other: on a machine shared with other programs two of

@@ -28,7 +28,7 @@ from perdure.distribute.jax.fused import hlo
 from perdure.distribute.jax.group import bits, from_bits, packed_width
 from perdure.distribute.jax.programs import name_of, one_form, plus, thread_settings, type_of
 from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge
-from perdure.state.environment import xla_flags
+from perdure.runtime.environment import xla_flags
 from perdure.state.jax_state import weaken
 
 UNROLLED_BYTES = 16 << 20

@@ -17,7 +17,7 @@ from perdure.checkpoint.restore_source import load_in_group
 from perdure.checkpoint.saver import Saver
 from perdure.errors import MismatchError, StoreError, warn_caller
 from perdure.state.epoch_ends import load_epoch_ends
-from perdure.state.extra_members import Restoring, StoredExtras
+from perdure.state.extra_members import Restoring
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import processes_of
@@ -156,8 +156,7 @@ class Restorer:
             if request.is_strict:
                 self._expect(like)
             try:
-                own = loaded.process_leaves
-                extras = StoredExtras(own, request.renaming, where, self._processes)
+                index, own = self._processes.index, loaded.process_leaves
                 state, report = restore_requested(
                     like,
                     leaves,
@@ -165,7 +164,7 @@ class Restorer:
                     stored,
                     takes=True,
                     replaced=replaced,
-                    shared=shared_groups(extras),
+                    shared=shared_groups(own, request.renaming, where, index),
                 )
             except MismatchError as error:
                 if any(leaf.path == DCP_LAYOUT for leaf in manifest.process_leaves):

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from perdure.digests.memory_sums import SMALL_BYTES, Sums, byte_sums, small_sums
 from perdure.errors import StateError
-from perdure.state.adapter import ADAPTERS, Adapter, Node, OneByOne, Stateful, adapter
+from perdure.state.adapter import ADAPTERS, Adapter, Node, Stateful, adapter
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.snapshots import flatten
 from perdure.store.leaf import Leaf
@@ -163,7 +163,7 @@ class _SummedLeaf(Leaf, frozen=True, gc=False, kw_only=True):
     sums: LeafSums | LaterSums
 
 
-class _SummingAdapter(OneByOne):
+class _SummingAdapter(Adapter):
     """An adapter that keeps the bytes of small leaves only; the others are summed one by one."""
 
     def __init__(self, inner: Adapter, taker: ArrayTaker) -> None:

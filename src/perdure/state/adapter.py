@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from perdure.state.containers import build_container, describe_container
 from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.paths import join_key
 from perdure.store.leaf import Leaf
+from perdure.store.shard_plan import Region
 
 
 class Pairs:
@@ -166,7 +167,7 @@ def copy_state(state: Any) -> Any:
     return build_container(entry, list(values), lambda _, part: copy_state(values[part]))
 
 
-class Adapter(Protocol):
+class Adapter:
     """The verbs of an adapter. Each returns None for a value that is not of its framework.
 
     Whether a value is a leaf depends on its type alone.
@@ -175,30 +176,38 @@ class Adapter(Protocol):
 
     def spec(self, value: Any) -> LeafSpec | None:
         """dtype and shape of an array."""
-        ...
+        return None
 
     def leaf(self, value: Any) -> Leaf | None:
         """The bytes of an array, without a copy where that is possible."""
-        ...
+        return None
 
     def specs(self, values: Sequence[Any]) -> Sequence[LeafSpec] | None:
         """`spec` of many values of one type in few calls, None if each has to be asked for."""
-        ...
+        return None
 
     def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
         """`leaf` of many values of one type in few calls, None if each has to be asked for."""
-        ...
+        return None
 
     def load(self, like: Any, leaf: Leaf) -> Any:
         """An array of the class, device and sharding of `like` with the bits of `leaf`."""
-        ...
+        raise NotImplementedError
 
     def variable(self, value: Any) -> Stateful | None:
         """An array that a restore changes in place, because other objects refer to it.
 
         None for an array that a restore replaces by a new one.
         """
-        ...
+        return None
+
+    def regions(self, like: Any) -> tuple[Region, ...] | None:
+        """The elements that this process needs of a target; None for all, and for other values."""
+        return None
+
+    def misplaced(self, like: Any) -> str:
+        """How the sharding of a target does not fit its shape; empty if it does."""
+        return ""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | Stateful | None:
         """An interior value.
@@ -206,37 +215,7 @@ class Adapter(Protocol):
         `stored` is None during a save. During a restore it has the leaves of the checkpoint below this
         value, by relative path, for values whose structure depends on what was stored.
         """
-        ...
-
-
-class OneByOne:
-    """Base of an adapter that looks at each value by itself."""
-
-    def specs(self, values: Sequence[Any]) -> Sequence[LeafSpec] | None:
         return None
-
-    def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
-        return None
-
-
-class NoVariables(OneByOne):
-    """Base of an adapter whose arrays are all replaced by a restore."""
-
-    def variable(self, value: Any) -> Stateful | None:
-        return None
-
-
-class ContainersOnly(NoVariables):
-    """Base of an adapter without leaves; subclasses define `node`."""
-
-    def spec(self, value: Any) -> LeafSpec | None:
-        return None
-
-    def leaf(self, value: Any) -> Leaf | None:
-        return None
-
-    def load(self, like: Any, leaf: Leaf) -> Any:
-        raise NotImplementedError
 
 
 ADAPTERS = {

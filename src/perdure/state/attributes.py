@@ -31,7 +31,7 @@ from perdure.state.attribute_values import (
     put_value,
     stored_form,
 )
-from perdure.state.extra_members import Restoring, Saving
+from perdure.state.extra_members import ExtraMember, Restoring, Saving
 from perdure.state.object_flatten import ObjectFlattener
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
@@ -85,11 +85,10 @@ class _Fresh:
 _fresh: weakref.WeakKeyDictionary[Any, _Fresh] = weakref.WeakKeyDictionary()
 
 
-class Attributes:
+class Attributes(ExtraMember):
     """See `perdure.state.extra_members.ExtraMember`."""
 
     name = "attributes"
-    of_process = True
 
     def __init__(self) -> None:
         self._static: dict[Key, Any] | None = None

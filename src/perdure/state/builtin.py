@@ -15,7 +15,7 @@ import numpy as np
 from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, NoVariables, Pairs, Stateful
+from perdure.state.adapter import Adapter, Node, Pairs, Stateful
 from perdure.state.containers import describe_container
 from perdure.state.generators import generator_node
 from perdure.state.iterator import is_positioned, position, reposition
@@ -52,7 +52,7 @@ class AttributeState:
     """Base of a class whose instances are states: every attribute is a member with its own path."""
 
 
-class Builtin(NoVariables):
+class Builtin(Adapter):
     """See `perdure.state.adapter.Adapter`. Needs no framework."""
 
     def spec(self, value: Any) -> LeafSpec | None:

@@ -19,10 +19,9 @@ from typing import Any
 import msgspec
 
 from perdure.errors import CorruptionError
-from perdure.state.extra_members import Restoring, Saving
+from perdure.state.extra_members import ExtraMember, Saving
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_key
-from perdure.state.walk import Walk
 from perdure.store.format import EPOCH_ENDS
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import LeafEntry
@@ -33,20 +32,11 @@ _NAMES = {"epoch", "batch", "step", "seed", "examples", "batches_per_epoch"}
 _decoder = msgspec.json.Decoder(list[str])
 
 
-class EpochEnds:
-    """See `perdure.state.extra_members.ExtraMember`."""
-
-    name = EPOCH_ENDS
-    of_process = True
-
-    def see(self, walk: Walk) -> None:
-        """A fresh state has no position."""
+class EpochEnds(ExtraMember):
+    """Put back by `load_epoch_ends`, before the state is restored."""
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         return store_epoch_ends(saving.leaves, saving.process)
-
-    def put(self, restoring: Restoring) -> list[str]:
-        return []  # `load_epoch_ends` is called before the state is restored
 
 
 def ended_order(batch: int, order: str) -> str:

@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import ContainersOnly, Node
+from perdure.state.adapter import Adapter, Node
 from perdure.state.jax_state import key_entry_text
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.paths import insert, lookup
@@ -26,7 +26,7 @@ from perdure.state.paths import insert, lookup
 _TIED = getattr(sys.modules[eqx.nn.Shared.__module__], "SharedNode", None)
 
 
-class EquinoxState(ContainersOnly):
+class EquinoxState(Adapter):
     """See `perdure.state.adapter.Adapter`. The adapter of JAX takes the arrays."""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:

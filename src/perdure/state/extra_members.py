@@ -1,14 +1,13 @@
 """What decides the next step and is in no `state_dict`: the extra members of every checkpoint.
 
-They are process leaves (`local` in a manifest): not in the fingerprint. A member of the process has
-leaves of its own in each process of a group; of one of the state, process 0 stores what all have.
+They are process leaves (`local` in a manifest): not in the fingerprint, and each process of a group has
+its own.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -38,49 +37,37 @@ class Saving(NamedTuple):
     process: int
 
 
-@dataclass(frozen=True)
-class StoredExtras:
-    """The extra members of a checkpoint, for one process.
+class Restoring(NamedTuple):
+    """A restore for one process.
 
     Attributes:
         leaves: the process leaves of the checkpoint.
         renamed: gives the path in the state for a path in the checkpoint.
         where: names the checkpoint in messages.
         group: the processes of this run.
+        walk: that of the state, whose members are restored already.
     """
 
     leaves: Mapping[str, Leaf]
     renamed: Callable[[str], str]
     where: str
     group: Group
-
-
-@dataclass(frozen=True)
-class Restoring(StoredExtras):
-    """A restore; `walk` is that of the state, whose members are restored already."""
-
     walk: Walk
 
 
-class ExtraMember(Protocol):
-    """One thing that is saved beside the state."""
-
-    name: str
-    """The part of the paths of its leaves that names it."""
-
-    of_process: bool
-    """Whether each process of a group has its own."""
+class ExtraMember:
+    """One thing that is saved beside the state. Each process of a group has its own."""
 
     def see(self, walk: Walk) -> None:
         """The program begins with this state, or restores into it. May be called several times."""
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         """The leaves of a save; none if there is nothing to store."""
-        ...
+        return {}
 
     def put(self, restoring: Restoring) -> list[str]:
         """Give back what `take` has stored; returns warnings."""
-        ...
+        return []
 
 
 _MEMBERS = {
@@ -123,8 +110,7 @@ class ExtraMembers:
         """The process leaves of a save."""
         taken: dict[str, Leaf] = {}
         for member in self._members():
-            if member.of_process or process == 0:
-                taken |= member.take(Saving(walk, leaves, process))
+            taken |= member.take(Saving(walk, leaves, process))
         return taken
 
     def put(self, restoring: Restoring) -> list[str]:

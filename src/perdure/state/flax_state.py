@@ -10,13 +10,13 @@ from typing import Any
 
 from flax import nnx
 
-from perdure.state.adapter import ContainersOnly, Node
+from perdure.state.adapter import Adapter, Node
 from perdure.state.leaf_spec import LeafSpec
 
 _OBJECTS = getattr(nnx, "Pytree", nnx.Module)
 
 
-class FlaxState(ContainersOnly):
+class FlaxState(Adapter):
     """See `perdure.state.adapter.Adapter`. The adapter of JAX takes the arrays."""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:

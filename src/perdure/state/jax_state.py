@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, NoVariables
+from perdure.state.adapter import Adapter, Node
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import (
     BUFFER_DTYPES,
@@ -47,7 +47,7 @@ def key_entry_text(entry: Any) -> str:
     return jax.tree_util.keystr((entry,), simple=True)
 
 
-class JaxState(NoVariables):
+class JaxState(Adapter):
     """See `perdure.state.adapter.Adapter`."""
 
     def spec(self, value: Any) -> LeafSpec | None:
@@ -105,7 +105,6 @@ class JaxState(NoVariables):
             return None
 
     def regions(self, like: Any) -> tuple[Region, ...] | None:
-        """The elements that this process needs of a target; None for all, and for other values."""
         if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
             return None
         sharding, name = like.sharding, _dtype_name(like.dtype)
@@ -119,7 +118,6 @@ class JaxState(NoVariables):
         return tuple(dict.fromkeys(_region(index, like.shape) for index in indices.values()))
 
     def misplaced(self, like: Any) -> str:
-        """How the sharding of a target does not fit its shape; empty if it does."""
         sharding = like.sharding if isinstance(like, jax.ShapeDtypeStruct) else None
         if sharding is None:
             return ""

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import ContainersOnly, Node
+from perdure.state.adapter import Adapter, Node
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.paths import flatten_dict, join_part, unflatten_dict
 
@@ -31,7 +31,7 @@ _TENSORFLOW_CHILDREN = "_self_unconditional_dependency_names"
 """Where TensorFlow lists attributes of an object once more."""
 
 
-class KerasState(ContainersOnly):
+class KerasState(Adapter):
     """See `perdure.state.adapter.Adapter`. The adapter of the backend takes the arrays."""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:

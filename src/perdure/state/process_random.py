@@ -7,6 +7,7 @@ has been imported, and that of a device once the device is in use.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import sys
@@ -18,9 +19,7 @@ import msgspec
 import numpy as np
 
 from perdure.errors import CorruptionError, UnsupportedLeafError
-from perdure.state.extra_members import Group, Restoring, Saving
-from perdure.state.snapshots import flatten, unflatten
-from perdure.state.walk import Walk
+from perdure.state.extra_members import ExtraMember, Group, Restoring, Saving
 from perdure.store.leaf import Leaf
 from perdure.text import counted
 
@@ -38,11 +37,8 @@ class SavedGenerator(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(dict[str, SavedGenerator])
 
 
-class ProcessRandom:
+class ProcessRandom(ExtraMember):
     """The global generators of this process; see `perdure.state.extra_members.ExtraMember`."""
-
-    name = "random"
-    of_process = True
 
     def __init__(self) -> None:
         self._drawn: set[str] = set()
@@ -51,9 +47,6 @@ class ProcessRandom:
     def begin(self) -> None:
         """From now on, a generator whose state changes counts as drawn from."""
         self._before = capture()
-
-    def see(self, walk: Walk) -> None:
-        """The generators do not belong to a state."""
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         return self.leaves(capture(), saving.process)
@@ -163,12 +156,10 @@ def finish_callbacks() -> None:
 
 def capture() -> dict[str, bytes]:
     """The present states by name; equal states have equal bytes."""
-    numpy = flatten(np.random.get_state(legacy=False))  # noqa: NPY002 (the generator that user code shares)
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (the generator that user code shares)
     states = {
         "python": msgspec.msgpack.encode(random.getstate()),
-        "numpy": msgspec.msgpack.encode(
-            {path: (leaf.dtype, leaf.shape, bytes(leaf.data)) for path, leaf in numpy.items()}
-        ),
+        "numpy": json.dumps(numpy, default=np.ndarray.tolist).encode(),
     }
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):  # it is not being imported right now
@@ -196,9 +187,7 @@ def restore_generator(name: str, state: bytes) -> str | None:
             version, words, gauss = msgspec.msgpack.decode(state)
             random.setstate((version, tuple(words), gauss))
         elif name == "numpy":
-            leaves = msgspec.msgpack.decode(state).items()
-            numpy = {path: Leaf(dtype, tuple(shape), data) for path, (dtype, shape, data) in leaves}
-            np.random.set_state(unflatten(numpy))  # noqa: NPY002
+            np.random.set_state(json.loads(state))  # noqa: NPY002
         elif name == "keras":
             return _set_keras_generator(np.frombuffer(state, "<u8").astype(np.uint64))
         elif name.startswith("torch"):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perdure.errors import MismatchError, StateError
-from perdure.state.adapter import loaded_adapters
+from perdure.state.adapter import Adapter, loaded_adapters
 from perdure.state.leaf_spec import Difference, LeafSpec, fits, format_differences, type_name
 from perdure.state.leaf_values import cast_leaf
 from perdure.state.object_restore import ObjectStates
@@ -396,9 +396,8 @@ def sharded_targets(
 
     `specs` has the stored leaves by their paths in the target.
     """
-    found = (getattr(adapter, "regions", None) for adapter in loaded_adapters())
-    verbs = [regions_of for regions_of in found if regions_of is not None]
-    if not verbs:
+    adapters = [each for each in loaded_adapters() if type(each).regions is not Adapter.regions]
+    if not adapters:
         return {}
     values = dict(walk.by_path)
     for path, node in walk.objects.items():
@@ -407,17 +406,17 @@ def sharded_targets(
     return {
         path: (value, regions)
         for path, value in values.items()
-        for regions_of in verbs
-        if (regions := regions_of(value)) is not None
+        for adapter in adapters
+        if (regions := adapter.regions(value)) is not None
     }
 
 
 def _misplaced(values: Mapping[str, Any]) -> Iterator[Difference]:
     """The arrays of a target whose sharding does not fit their shape."""
     for adapter in loaded_adapters():
-        if (misplaced := getattr(adapter, "misplaced", None)) is not None:
+        if type(adapter).misplaced is not Adapter.misplaced:
             for path, value in values.items():
-                if reason := misplaced(value):
+                if reason := adapter.misplaced(value):
                     yield Difference(path, reason=reason)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from perdure.errors import CorruptionError, MismatchError
-from perdure.state.extra_members import Restoring, Saving, StoredExtras
+from perdure.state.extra_members import ExtraMember, Restoring, Saving
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
@@ -19,14 +20,8 @@ _MUTABLE = (dict, list, deque, set, bytearray)
 _decoder = msgspec.json.Decoder(list[list[str]])
 
 
-class SharedMembers:
+class SharedMembers(ExtraMember):
     """See `perdure.state.extra_members.ExtraMember`."""
-
-    name = "shared"
-    of_process = True
-
-    def see(self, walk: Walk) -> None:
-        """What is shared is looked at in each save."""
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         walk = saving.walk
@@ -56,12 +51,13 @@ class SharedMembers:
         if not groups:
             return {}
         text = msgspec.json.encode(sorted(groups.values())).decode()
-        return {f"process/{saving.process}/{self.name}": scalar_leaf(text)}
+        return {f"process/{saving.process}/shared": scalar_leaf(text)}
 
     def put(self, restoring: Restoring) -> list[str]:
         """Compare what the restore itself, which is given `shared_groups`, cannot make one."""
         groups: dict[int, list[str]] = {}
-        for path, group in shared_groups(restoring).items():
+        leaves, renamed, where, of_group, _ = restoring
+        for path, group in shared_groups(leaves, renamed, where, of_group.index).items():
             groups.setdefault(group, []).append(path)
         for first, *others in groups.values():
             if first in restoring.walk.objects:
@@ -69,17 +65,18 @@ class SharedMembers:
         return []
 
 
-def shared_groups(stored: StoredExtras) -> dict[str, int]:
-    """The number of the object that is at a path and at others, by the path."""
-    path = f"process/{stored.group.index}/{SharedMembers.name}"
-    leaf = stored.leaves.get(path)
-    if leaf is None:  # perhaps saved by fewer processes, whose members are alike
-        leaf = stored.leaves.get(f"process/0/{SharedMembers.name}")
+def shared_groups(
+    leaves: Mapping[str, Leaf], renamed: Callable[[str], str], where: str, process: int
+) -> dict[str, int]:
+    """The number of the object that is at a path and at others, by the path; as in `Restoring`."""
+    path = f"process/{process}/shared"
+    # Perhaps saved by fewer processes, whose members are alike.
+    leaf = leaves.get(path) or leaves.get("process/0/shared")
     try:
         groups = [] if leaf is None else _decoder.decode(plain_value(leaf))
     except ValueError as error:  # of msgspec
-        raise CorruptionError(f"{stored.where}: {path} cannot be read: {error}.") from error
-    return {stored.renamed(path): n for n, paths in enumerate(groups) for path in paths}
+        raise CorruptionError(f"{where}: {path} cannot be read: {error}.") from error
+    return {renamed(path): n for n, paths in enumerate(groups) for path in paths}
 
 
 def _is_mutable(value: Any) -> bool:

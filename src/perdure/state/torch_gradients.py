@@ -21,7 +21,7 @@ import numpy as np
 
 from perdure.errors import CorruptionError
 from perdure.state.adapter import adapter
-from perdure.state.extra_members import Restoring, Saving
+from perdure.state.extra_members import ExtraMember, Restoring, Saving
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_part
 from perdure.state.walk import Walk
@@ -46,11 +46,10 @@ class _Step(NamedTuple):
 _steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
 
 
-class Gradients:
+class Gradients(ExtraMember):
     """See `perdure.state.extra_members.ExtraMember`."""
 
     name = "gradients"
-    of_process = True
 
     def see(self, walk: Walk) -> None:
         _watch(walk)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Node, OneByOne, Stateful
+from perdure.state.adapter import Adapter, Node, Stateful
 from perdure.state.leaf_spec import LeafSpec, type_name
 from perdure.state.leaf_values import BUFFER_DTYPES
 from perdure.state.per_rank import current_rank_context
@@ -44,7 +44,7 @@ _NO_DISPATCH = (
 )
 
 
-class TorchState(OneByOne):
+class TorchState(Adapter):
     """See `perdure.state.adapter.Adapter`."""
 
     def spec(self, value: Any) -> LeafSpec | None:
@@ -102,7 +102,6 @@ class TorchState(OneByOne):
         return Leaf(spec.dtype, spec.shape, memoryview(b""), is_copy, shards=shards)
 
     def regions(self, like: Any) -> tuple[Region, ...] | None:
-        """The elements that this process needs of a target; None for all, and for other values."""
         if not is_dtensor(like) or has_all_elements(like):
             return None
         require_restorable(like)

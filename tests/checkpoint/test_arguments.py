@@ -230,7 +230,7 @@ def test_one_name_may_be_allowed_without_a_tuple(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["max_to_keep", "save_interval_steps"])
 @pytest.mark.parametrize("value", [0, -1, True, 2.5, "3"])
 def test_counts_are_integers(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"{name}: expected an integer of at least 1, found"):
+    with pytest.raises(ArgumentError, match=f"{name}: expected .*an integer of at least 1, found"):
         CheckpointManager(tmp_path, **{name: value})
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from perdure import CheckpointManager, ManagerOptions, Retention, verify_run
 from perdure.checkpoint.retention import HOUR, Candidate, decide
 from perdure.cli import main
-from perdure.errors import StepNotFoundError, StoreError
+from perdure.errors import ArgumentError, StepNotFoundError, StoreError
 from perdure.store import Run
 
 
@@ -141,7 +141,7 @@ def test_no_jump_of_the_clock_leaves_a_longer_gap_than_the_hours_and_one_save(
     ],
 )
 def test_rules_out_of_range_are_refused(rules: dict[str, Any]) -> None:
-    with pytest.raises(StoreError, match=f"{next(iter(rules))}: expected .*found"):
+    with pytest.raises(ArgumentError, match=f"{next(iter(rules))}: expected .*found"):
         Retention(**rules)
 
 

@@ -29,7 +29,7 @@ import perdure
 from messages import unnamed
 from perdure import CheckpointManager, Trainer, load_checkpoint
 from perdure.checkpoint.preemption import PreemptionFlag
-from perdure.errors import StoreError
+from perdure.errors import ArgumentError
 from perdure.store import Run
 from perdure.testing import check_run
 from perdure.train import CheckpointConfig, Hook
@@ -211,7 +211,7 @@ def test_the_end_of_the_grace_period_is_reported_once(capsys: Any) -> None:
     printed = capsys.readouterr().err
     assert not unnamed(printed, "grace period of 5 s is over", "checkpoint is step 4")
     assert printed.count("\n") == 1, "once, although polled twice"
-    with pytest.raises(StoreError, match="grace_period: expected None or more than 0 seconds"):
+    with pytest.raises(ArgumentError, match="grace_period: expected None or more than 0 seconds"):
         perdure.TerminationConfig(grace_period=0)
 
 

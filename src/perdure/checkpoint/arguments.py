@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, SupportsFloat
 
@@ -37,15 +37,40 @@ def step_number(step: Any) -> int:
     return number
 
 
-def positive(name: str, value: Any) -> int:
-    """`value` as an int of at least 1; `name` is the argument in the error."""
+def integer(name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
+    """`value` as an int of at least `least`, or None if it is optional; `name` is the argument.
+
+    Raises `ArgumentError` for anything else, as the other checks here do.
+    """
+    if value is None and optional:
+        return value
     try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        number = 0
-    if number < 1:
-        raise ArgumentError(f"{name}: expected an integer of at least 1, found {shown(value)}.")
+        number = least - 1
+    if number < least:
+        none = "None or " if optional else ""
+        raise ArgumentError(
+            f"{name}: expected {none}an integer of at least {least}, found {shown(value)}."
+        )
     return number
+
+
+def require_number(
+    name: str, value: Any, fits: Callable[[Any], bool], expected: str = "more than 0"
+) -> None:
+    """Raise unless `value` is None or a real number that `fits`; `expected` says which those are."""
+    number = real_number(value)
+    if value is not None and (number is None or not fits(number)):
+        raise ArgumentError(f"{name}: expected {expected}, found {shown(value)}.")
+
+
+def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise unless `value` is one of the choices."""
+    if value not in choices:
+        raise ArgumentError(
+            f"{name}: expected one of {', '.join(map(repr, choices))}, found {shown(value)}."
+        )
 
 
 def real_number(value: Any) -> Any:

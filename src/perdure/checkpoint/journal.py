@@ -64,21 +64,24 @@ class Journal:
         self._may_lack = is_forced and options.journal_every is None
         self._tolerates = options.on_error == "continue"
         self._guard = threading.RLock()
-        self._is_open = self._is_closed = False
+        self._is_closed = False
         self._is_used = self._every is not None  # the same in all processes of a group
+        self._newest = -1
+        self._attempt = 0
+        self._noted: dict[str, Any] = {}
+        self._warned: set[str] = set()
+        self._reset()
+        if self._every is not None:
+            self._require_local()
+
+    def _reset(self) -> None:
+        self._is_open = self._is_raised = False  # raised: the failure, in all processes of a group
         self._after = -1  # the newest step whose state is certain
         self._ahead: deque[JournalEntry] = deque()  # lines of steps that are repeated
         self._last: JournalEntry | None = None  # the line before those
-        self._newest = -1
         self._recorded: int | None = None  # by a call of `record`
         self._steps: tuple[int | None, int | None] = None, None  # the last two different ones
-        self._is_raised = False  # the failure, in all processes of a group
-        self._attempt = 0
-        self._noted: dict[str, Any] = {}
         self._failure: PerdureError | None = None
-        self._warned: set[str] = set()
-        if self._every is not None:
-            self._require_local()
 
     @property
     def records_saves(self) -> bool:
@@ -192,10 +195,7 @@ class Journal:
         with self._guard:
             with suppress(OSError):
                 self._run.log.sync()
-            self._is_open, self._last = False, None
-            self._ahead.clear()
-            self._after, self._recorded, self._failure = -1, None, None
-            self._steps, self._is_raised = (None, None), False
+            self._reset()
 
     def require_agreement(self, call: str = "save") -> None:
         """Raise what went wrong in the chief, in every process, before a save. A collective."""

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, NoReturn, overload
 
 from perdure.checkpoint.address import step_or_name
-from perdure.checkpoint.arguments import Metrics, positive, step_number
+from perdure.checkpoint.arguments import Metrics, integer, step_number
 from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
 from perdure.checkpoint.checkpoint import Checkpoint, makes_state, managers, takes_tensorflow_order
 from perdure.checkpoint.group_call import GroupCall, require_group, together
@@ -104,8 +104,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     ) -> None:
         self._options = options = options or ManagerOptions()
         rules, clock = options.retention, options.clock
-        max_to_keep = None if max_to_keep is None else positive("max_to_keep", max_to_keep)
-        interval = positive("save_interval_steps", save_interval_steps)
+        max_to_keep = integer("max_to_keep", max_to_keep, optional=True)
+        interval = integer("save_interval_steps", save_interval_steps)
         self._processes = group = group_of(processes)
         recipe_check = RecipeCheck(recipe, allow, group)
         run = Run(directory, create=True, codec=options.codec, clock=clock)

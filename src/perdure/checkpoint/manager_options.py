@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
-from perdure.checkpoint.arguments import positive
+from perdure.checkpoint.arguments import integer, require_choice, require_number
 from perdure.checkpoint.preemption import SIGNALS
 from perdure.checkpoint.retention import Retention
-from perdure.errors import ArgumentError, StoreError
+from perdure.errors import ArgumentError
 from perdure.state.replaced_members import ReplacedMembers
 from perdure.state.restore_request import RestoreReport
 
@@ -90,9 +90,7 @@ class ManagerOptions:
             itself. The run directory must be local.
 
     Raises:
-        ArgumentError: `mirror_wait` is negative or NaN, `preemption_signals` names none or another
-            signal, or `journal_every` is less than 1.
-        StoreError: `on_error` is neither of the two.
+        ArgumentError: A value cannot be used.
     """
 
     retention: Retention | None = None
@@ -105,17 +103,13 @@ class ManagerOptions:
     journal_every: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.mirror_wait >= 0:
-            raise ArgumentError(
-                f"mirror_wait: expected at least 0 seconds, found {self.mirror_wait}."
-            )
+        require_number("mirror_wait", self.mirror_wait, lambda s: s >= 0, "at least 0 seconds")
+        require_choice("on_error", self.on_error, ("raise", "continue"))
+        every = integer("journal_every", self.journal_every, optional=True)
+        object.__setattr__(self, "journal_every", every)
         names = self.preemption_signals
         if isinstance(names, str) or not names or not set(names) <= set(SIGNALS):
             raise ArgumentError(
                 f"preemption_signals: expected a tuple with one or more of {', '.join(SIGNALS)}, found "
                 f"{names!r}."
             )
-        if self.journal_every is not None:
-            object.__setattr__(self, "journal_every", positive("journal_every", self.journal_every))
-        if self.on_error not in ("raise", "continue"):
-            raise StoreError(f"on_error: expected 'raise' or 'continue', found {self.on_error!r}.")

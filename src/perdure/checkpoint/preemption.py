@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from perdure.errors import StoreError
+from perdure.checkpoint.arguments import require_number
 
 EXIT_PREEMPTED = 75
 """Exit status of a run that saved and wants to be started again (EX_TEMPFAIL of sysexits.h)."""
@@ -49,7 +49,7 @@ class TerminationConfig:
             step all the same, and reports on standard error if the state is not saved by then.
 
     Raises:
-        StoreError: `grace_period` is not above 0.
+        ArgumentError: `grace_period` is not above 0.
     """
 
     termination_watcher_fn: Callable[[], bool] | None = None
@@ -57,10 +57,8 @@ class TerminationConfig:
     grace_period: float | None = None
 
     def __post_init__(self) -> None:
-        if self.grace_period is not None and not self.grace_period > 0:
-            raise StoreError(
-                f"grace_period: expected None or more than 0 seconds, found {self.grace_period}."
-            )
+        expected = "None or more than 0 seconds"
+        require_number("grace_period", self.grace_period, lambda s: s > 0, expected)
 
 
 class Interrupted(BaseException):

@@ -15,7 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from perdure.errors import CorruptionError, StoreError, UnreachableError
+from perdure.checkpoint.arguments import integer, require_choice, require_number
+from perdure.errors import ArgumentError, CorruptionError, UnreachableError
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
 from perdure.store.contents import ManifestSummary, OutdatedPlanError
 from perdure.store.format import MAX_STEP, seconds_of, steps_text
@@ -43,7 +44,7 @@ class Retention:
         best_to_keep: How many of the best stay.
 
     Raises:
-        StoreError: A value cannot be used.
+        ArgumentError: A value cannot be used.
     """
 
     keep_every_n_hours: float | None = None
@@ -53,15 +54,11 @@ class Retention:
     best_to_keep: int = 1
 
     def __post_init__(self) -> None:
-        hours, period = self.keep_every_n_hours, self.keep_period
-        if hours is not None and not hours > 0:
-            raise StoreError(f"keep_every_n_hours: expected None or more than 0, found {hours}.")
-        if period is not None and period < 1:
-            raise StoreError(f"keep_period: expected None or at least 1, found {period}.")
-        if self.best_mode not in ("max", "min"):
-            raise StoreError(f"best_mode: expected 'max' or 'min', found {self.best_mode!r}.")
-        if self.best_to_keep < 1:
-            raise StoreError(f"best_to_keep: expected at least 1, found {self.best_to_keep}.")
+        hours = self.keep_every_n_hours
+        require_number("keep_every_n_hours", hours, lambda h: h > 0, "None or more than 0")
+        integer("keep_period", self.keep_period, optional=True)
+        require_choice("best_mode", self.best_mode, ("max", "min"))
+        integer("best_to_keep", self.best_to_keep)
 
 
 class MonitoredRetention(Retention):
@@ -91,8 +88,7 @@ def decide(
     candidates: Iterable[Candidate], max_to_keep: int | None, retention: Retention
 ) -> list[Verdict]:
     """A verdict for each checkpoint, oldest first. `max_to_keep` None keeps all of them."""
-    if max_to_keep is not None and max_to_keep < 1:
-        raise StoreError(f"max_to_keep: expected None or at least 1, found {max_to_keep}.")
+    integer("max_to_keep", max_to_keep, optional=True)
     ordered = sorted(candidates, key=lambda candidate: candidate.step)
     reasons: dict[int, list[str]] = {candidate.step: [] for candidate in ordered}
     newest = ordered if max_to_keep is None else ordered[-max_to_keep:]
@@ -275,7 +271,7 @@ def recorded_retention(run: Run) -> RecordedRetention | None:
         return None
     try:
         retention = msgspec.convert(rules.retention, Retention)
-    except (msgspec.ValidationError, StoreError):
+    except (msgspec.ValidationError, ArgumentError):
         return None
     return RecordedRetention(rules.max_to_keep, retention)
 

@@ -133,7 +133,7 @@ def _from_idx(path: Path) -> Images:
             "which the name of the labels file follows. Rename the file, or pass the directory."
         )
     prefix = path.name[: match.start()]
-    names = [f"{prefix}labels{mark}idx1-ubyte{end}" for mark in ("-", ".") for end in ("", ".gz")]
+    names = [f"{prefix}labels{mark}idx1-ubyte{end}" for mark in "-." for end in ("", ".gz")]
     labels = next((p for p in (path.with_name(name) for name in names) if p.exists()), None)
     if labels is None:
         raise DataError(f"{path}: no labels in its directory: expected {names[0]} or {names[1]}.")
@@ -143,7 +143,7 @@ def _from_idx(path: Path) -> Images:
 def _from_npz(path: Path) -> list[Images]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+            arrays = dict(file)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
             f"{path}: not a readable .npz ({error}); expected one written by numpy.savez."
@@ -159,14 +159,12 @@ def _from_npz(path: Path) -> list[Images]:
 
 def _checked(images: Any, labels: Any, images_at: str, labels_at: str) -> Images:
     is_images = images.shape[1:] == (28, 28) and images.dtype == np.uint8
-    is_labels = labels.ndim == 1 and labels.dtype.kind in "iu"
-    for fits, at, array, expected in (
-        (is_images, images_at, images, "images uint8 of shape [n, 28, 28]"),
-        (is_labels, labels_at, labels, "labels as integers of shape [n]"),
-    ):
-        if not fits:
-            found = f"{array.dtype} of shape {list(array.shape)}"
-            raise DataError(f"{at}: expected {expected}, found {found}.")
+    if not is_images or labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"expected images uint8 of shape [n, 28, 28] in {images_at}, found {images.dtype} of shape "
+            f"{list(images.shape)}, and labels as integers of shape [n] in {labels_at}, found "
+            f"{labels.dtype} of shape {list(labels.shape)}."
+        )
     if len(images) != len(labels):
         raise DataError(
             f"{images_at} holds {len(images)} images and {labels_at} {len(labels)} labels; expected "

@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from perdure.checkpoint import ManagerOptions, TerminationConfig
-from perdure.checkpoint.arguments import real_number
+from perdure.checkpoint.arguments import integer, require_choice, require_number
 from perdure.distribute import Cluster, resolve
-from perdure.errors import TrainError
+from perdure.errors import ArgumentError
 from perdure.store import Storage
 from perdure.tensorflow_names import TensorFlowNames, refuse_arguments
 from perdure.train.interval import AutoInterval
@@ -41,7 +41,7 @@ class CheckpointConfig(ManagerOptions):
         super().__post_init__()
         _require_type("allow", self.allow, (tuple, list), "a tuple of names")
         _require_type("termination", self.termination, TerminationConfig, "a TerminationConfig")
-        _require_choice("nan_metrics", self.nan_metrics, ("save", "skip", "raise"))
+        require_choice("nan_metrics", self.nan_metrics, ("save", "skip", "raise"))
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class OutputConfig:
     console: Any = None
 
     def __post_init__(self) -> None:
-        _require_choice("progress", self.progress, ("auto", "bar", "lines", "off"))
+        require_choice("progress", self.progress, ("auto", "bar", "lines", "off"))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RunConfig(TensorFlowNames):
         clock: Returns seconds; for tests.
 
     Raises:
-        TrainError: A field has a value that cannot be used.
+        ArgumentError: A field has a value that cannot be used.
     """
 
     model_dir: str | os.PathLike[str] | Storage
@@ -124,46 +124,26 @@ class RunConfig(TensorFlowNames):
     def __post_init__(self) -> None:
         steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
         if steps is not None and secs is not None:
-            raise TrainError(
+            raise ArgumentError(
                 f"expected one of save_checkpoints_steps and save_checkpoints_secs, found both "
                 f"({steps} and {secs!r}); leave one out."
             )
         for name, least in (
             ("save_checkpoints_steps", 1),
             ("keep_checkpoint_max", 0),
-            ("save_summary_steps", 1),
             ("log_step_count_steps", 1),
-            ("steps_per_execution", 1),
             ("journal_every", 1),
             ("seed", 0),
         ):
-            value = getattr(self, name)
-            optional = name not in ("save_summary_steps", "steps_per_execution")
-            if value is None and optional:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise TrainError(
-                    f"{name}: expected {'None or ' if optional else ''}an integer of at least "
-                    f"{least}, found {value!r}."
-                )
-        if isinstance(secs, str):
-            if secs != "auto":
-                raise TrainError(
-                    f"save_checkpoints_secs: expected seconds, 'auto' or an AutoInterval, found "
-                    f"{secs!r}."
-                )
-        elif secs is not None and not isinstance(secs, AutoInterval) and not _is_positive(secs):
-            raise TrainError(f"save_checkpoints_secs: expected more than 0, found {secs!r}.")
+            integer(name, getattr(self, name), least, optional=True)
+        integer("save_summary_steps", self.save_summary_steps)
+        integer("steps_per_execution", self.steps_per_execution)
+        if secs != "auto" and not isinstance(secs, AutoInterval):
+            expected = "more than 0, 'auto' or an AutoInterval"
+            require_number("save_checkpoints_secs", secs, lambda s: s > 0, expected)
         hours = self.keep_checkpoint_every_n_hours
-        if hours is not None and not _is_positive(hours):
-            raise TrainError(
-                f"keep_checkpoint_every_n_hours: expected None or more than 0, found {hours!r}."
-            )
-        share = real_number(self.audit)
-        if self.audit not in (None, 0) and (share is None or not 0 <= share <= 1):
-            raise TrainError(
-                f"audit: expected None or a share of the steps from 0 to 1, found {self.audit!r}."
-            )
+        require_number("keep_checkpoint_every_n_hours", hours, lambda h: h > 0)
+        require_number("audit", self.audit, lambda a: 0 <= a <= 1, "a share from 0 to 1")
         _require_type("checkpoint", self.checkpoint, CheckpointConfig, "a CheckpointConfig")
         _require_type("output", self.output, OutputConfig, "an OutputConfig")
 
@@ -215,15 +195,4 @@ class RunConfig(TensorFlowNames):
 
 def _require_type(name: str, value: Any, kinds: Any, expected: str) -> None:
     if not isinstance(value, kinds):
-        raise TrainError(f"{name}: expected {expected}, found {value!r}.")
-
-
-def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise TrainError(
-            f"{name}: expected one of {', '.join(map(repr, choices))}, found {value!r}."
-        )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        raise ArgumentError(f"{name}: expected {expected}, found {value!r}.")

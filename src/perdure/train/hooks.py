@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from perdure.checkpoint.arguments import integer, require_choice, require_number
 from perdure.errors import TrainError, missing_extra
 from perdure.state import flatten, restore
 from perdure.state.leaf_values import array_leaf, plain_value, scalar_leaf
@@ -34,17 +35,12 @@ class _Monitor(Hook):
         mode: Literal["min", "max"] = "min",
         every: int | None = None,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise TrainError(f"mode: expected 'min' or 'max', found {mode!r}.")
-        if patience < 1:
-            raise TrainError(f"patience: expected at least 1, found {patience}.")
-        if every is not None and every < 1:
-            raise TrainError(f"every: expected None or at least 1 step, found {every}.")
+        require_choice("mode", mode, ("min", "max"))
+        self._patience = integer("patience", patience)
+        self._every = integer("every", every, optional=True)
         self._monitor = monitor
-        self._patience = patience
         self._min_delta = min_delta
         self._sign = 1.0 if mode == "min" else -1.0
-        self._every = every
         self.best = float("inf") * self._sign
         self.wait = 0
 
@@ -133,8 +129,8 @@ class ReduceLROnPlateau(_Monitor):
         every: int | None = None,
     ) -> None:
         super().__init__(monitor, patience=patience, min_delta=min_delta, mode=mode, every=every)
-        if not 0 < factor < 1:
-            raise TrainError(f"factor: expected more than 0 and less than 1, found {factor}.")
+        expected = "more than 0 and less than 1"
+        require_number("factor", factor, lambda part: 0 < part < 1, expected)
         self._leaf = leaf
         self._factor = factor
 
@@ -182,7 +178,8 @@ class Profiler(Hook):
         directory: Of the trace; None is `profile` beside the summaries.
 
     Raises:
-        TrainError: An argument cannot be used, or there is no local directory for the trace.
+        ArgumentError: An argument cannot be used.
+        TrainError: There is no local directory for the trace.
     """
 
     def __init__(
@@ -192,14 +189,10 @@ class Profiler(Hook):
         steps: int = 10,
         directory: str | Path | None = None,
     ) -> None:
-        if tool not in ("jax", "torch"):
-            raise TrainError(f"tool: expected 'jax' or 'torch', found {tool!r}.")
-        if first < 0 or steps < 1:
-            raise TrainError(
-                f"expected a first step of at least 0 and at least 1 step, found {first} and {steps}."
-            )
+        require_choice("tool", tool, ("jax", "torch"))
         self._tool = tool
-        self._first, self._last = first, first + steps
+        self._first = integer("first", first, 0)
+        self._last = self._first + integer("steps", steps)
         self._directory = None if directory is None else Path(directory)
         self._stop: Callable[[], Any] | None = None
 

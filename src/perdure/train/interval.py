@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from perdure.errors import TrainError
+from perdure.checkpoint.arguments import require_number
 
 FIRST_S = 10.0
 """Seconds until the first save, whose cost is not known yet. If failures are expected more often than
@@ -35,15 +35,10 @@ class AutoInterval:
     max_overhead: float = 0.01
 
     def __post_init__(self) -> None:
-        if not self.mean_time_between_failures > 0:
-            raise TrainError(
-                f"mean_time_between_failures: expected more than 0 seconds, found "
-                f"{self.mean_time_between_failures}."
-            )
-        if not 0 < self.max_overhead <= 1:
-            raise TrainError(
-                f"max_overhead: expected more than 0 and at most 1, found {self.max_overhead}."
-            )
+        mean = self.mean_time_between_failures
+        require_number("mean_time_between_failures", mean, lambda s: s > 0, "more than 0 seconds")
+        expected = "more than 0 and at most 1"
+        require_number("max_overhead", self.max_overhead, lambda part: 0 < part <= 1, expected)
 
 
 def optimum_interval(cost: float, mean_time_between_failures: float) -> float:

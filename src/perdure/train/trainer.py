@@ -15,6 +15,7 @@ from typing import Any
 
 from perdure.checkpoint import CheckpointManager, Restored, Retention, latest_checkpoint
 from perdure.checkpoint.address import open_checkpoint
+from perdure.checkpoint.arguments import integer
 from perdure.checkpoint.checkpoint import makes_state
 from perdure.data.example_trees import unstack, weight_of
 from perdure.data.pipelines import gives_batch_of_step
@@ -171,9 +172,8 @@ class Trainer(TrainingState, TensorFlowNames):
                 f"expected one of max_steps (in all) and steps (more than now), found "
                 f"max_steps={max_steps!r} and steps={steps!r}."
             )
-        for name, number in (("max_steps", max_steps), ("steps", steps)):
-            if number is not None:
-                _require_steps(name, number)
+        integer("max_steps", max_steps, optional=True)
+        integer("steps", steps, optional=True)
         further = (*_checked(hooks), *_checked(saving_listeners))
         for hook in further:
             if hasattr(hook, "state_dict"):
@@ -210,10 +210,9 @@ class Trainer(TrainingState, TensorFlowNames):
         Raises:
             TrainError: An argument cannot be used, or the trainer has no `eval_fn`.
         """
-        _require_steps("max_steps", max_steps)
-        _require_steps("every", every)
-        if steps is not None:
-            _require_steps("steps", steps)
+        integer("max_steps", max_steps)
+        integer("every", every)
+        integer("steps", steps, optional=True)
         self._computation.require_eval_fn()
         return self._run((), max_steps, None, data, every, steps)
 
@@ -263,8 +262,7 @@ class Trainer(TrainingState, TensorFlowNames):
         return sorted(leaf.path for leaf in open_checkpoint(self.model_dir).manifest.leaves)
 
     def _restore_newest(self, steps: int | None) -> None:
-        if steps is not None:
-            _require_steps("steps", steps)
+        integer("steps", steps, optional=True)
         with self._open_manager() as manager:
             fresh = StateWithExtras(self._target, self._extras)
             try:  # `restore` takes no lock: another process may be training
@@ -300,11 +298,6 @@ class Trainer(TrainingState, TensorFlowNames):
             allow=options.allow,
             processes=None if self.strategy is None else self.processes,
         )
-
-
-def _require_steps(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise TrainError(f"{name}: expected an integer of at least 1, found {value!r}.")
 
 
 def _checked(hooks: Any) -> tuple[Hook, ...]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from perdure.checkpoint.arguments import metric_numbers, positive, step_number
+from perdure.checkpoint.arguments import integer, metric_numbers, step_number
 from perdure.checkpoint.group_save import require_visible
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.retention import (
@@ -84,7 +84,7 @@ class Writer(StorageWriter):
         self._directory = directory
         self._step = step_number(step)
         self._metrics = metric_numbers({} if metrics is None else metrics)
-        self._max_to_keep = None if max_to_keep is None else positive("max_to_keep", max_to_keep)
+        self._max_to_keep = None if max_to_keep is None else integer("max_to_keep", max_to_keep)
         self._retention = retention
         self._captured = process_random.capture() if save_random_state else None
         self._run: Run | None = None

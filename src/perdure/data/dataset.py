@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from perdure.checkpoint.arguments import step_number
-from perdure.data.example_trees import add_weight, stack, unstack
 from perdure.data.permutation import finalise, fold, permute
-from perdure.data.sources import ArraySource, as_source
+from perdure.data.sources import ArraySource, add_weight, as_source, stack, unstack
 from perdure.errors import DataError, TopologyError
 
 WeightedIndex = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]

@@ -15,7 +15,7 @@ import blake3
 import numpy as np
 
 from perdure.data.dataset import Augment, DatasetBase
-from perdure.data.example_trees import stack, unstack, update_hash
+from perdure.data.sources import stack, unstack, update_hash
 from perdure.errors import DataError, TopologyError
 
 Open = Callable[[Any, int], Iterable[Any]]

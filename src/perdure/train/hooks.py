@@ -19,7 +19,7 @@ from perdure.errors import TrainError, missing_extra
 from perdure.state import flatten, restore
 from perdure.state.leaf_values import array_leaf, plain_value, scalar_leaf
 from perdure.store import Leaf
-from perdure.train.metrics import is_finite, scalars
+from perdure.train.summaries import is_finite, scalars
 from perdure.train.trainer import Hook, Trainer
 
 

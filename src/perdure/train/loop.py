@@ -31,7 +31,7 @@ from perdure.runtime.heartbeats import beat
 from perdure.state import StateWithExtras
 from perdure.train.batch_source import BatchSource, IteratorBatchSource, evaluation_batches
 from perdure.train.interval import SaveTimer
-from perdure.train.metrics import Means, is_finite, scalars
+from perdure.train.summaries import Means, is_finite, scalars
 from perdure.train.training_state import Computation, HookCalls, TrainingState
 
 EVALUATION_PREFIX = "eval/"

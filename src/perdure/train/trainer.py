@@ -17,8 +17,8 @@ from perdure.checkpoint import CheckpointManager, Restored, Retention, latest_ch
 from perdure.checkpoint.address import open_checkpoint
 from perdure.checkpoint.arguments import integer
 from perdure.checkpoint.checkpoint import makes_state
-from perdure.data.example_trees import unstack, weight_of
 from perdure.data.pipelines import gives_batch_of_step
+from perdure.data.sources import unstack, weight_of
 from perdure.errors import StepNotFoundError, TrainError
 from perdure.state import StateWithExtras
 from perdure.store import LocalStorage
@@ -32,9 +32,8 @@ from perdure.train.batch_source import (
 )
 from perdure.train.config import RunConfig
 from perdure.train.loop import Loop
-from perdure.train.metrics import Means
 from perdure.train.progress import Progress
-from perdure.train.summaries import Summaries
+from perdure.train.summaries import Means, Summaries
 from perdure.train.training_state import Computation, EvalFn, HookCalls, StepFn, TrainingState
 
 PredictFn = Callable[[Any, Any], Any]

@@ -222,7 +222,6 @@ from pathlib import Path
 from click.testing import CliRunner
 import perdure
 from perdure.cli import main
-from perdure.train import Profiler
 
 with perdure.CheckpointManager("run") as manager:
     manager.save(1, {"model": 1.0}, {"loss": 1.0})
@@ -236,10 +235,6 @@ def calls():
     for engine in ("jax", "torch"):
         yield f"group:{engine}", lambda: perdure.initialize_distributed(engine)
     yield "mirror", lambda: perdure.CheckpointManager("run", mirror="s3://bucket/run")
-    for tool in ("jax", "torch"):
-        hooks = [Profiler(tool, 0, 1, "profile")]
-        trainer = perdure.Trainer(lambda n, _: n + 1, 0, [0], perdure.RunConfig(tool), hooks)
-        yield f"profiler:{tool}", lambda: trainer.train(max_steps=1)
 
 for name, call in calls():
     try:
@@ -299,9 +294,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path: Path) -> No
     )
     said = dict(line.split("|", 1) for line in run.stdout.splitlines())
     extras = {name: NAME_NEEDS.get(name.partition(":")[0]) for name in public}
-    extras |= {
-        f"{what}:{tool}": tool for what in ("group", "profiler") for tool in ("jax", "torch")
-    }
+    extras |= {f"group:{engine}": engine for engine in ("jax", "torch")}
     extras["mirror"] = "cloud"
     wanted = {name: extra for name, extra in {**extras, **NEEDS}.items() if extra is not None}
     missing = "perdure.testing:StorageConformance"

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from problem import Spy, data, fresh, prints, step_fn, trainer
@@ -23,7 +22,7 @@ from perdure import (
 )
 from perdure.errors import ArgumentError, SaveError, TrainError
 from perdure.store import Run
-from perdure.train import CheckpointConfig, EarlyStopping, Hook, OutputConfig, Profiler
+from perdure.train import CheckpointConfig, EarlyStopping, Hook, OutputConfig
 
 
 class Listener(Hook):
@@ -259,25 +258,3 @@ def test_a_config_knows_its_place_in_the_group(
         config.replace(save_checkpoints_steps=5, save_checkpoints_secs=30)
     assert place(other) == (False, "worker", 1, 3)
     assert place(config) == (True, "worker", 0, 1)  # read once
-
-
-def test_a_profiler_traces_its_steps_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda where: made.append((step[0], where)))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: made.append(step[0]))
-    step = [0]
-
-    class Counts(Hook):
-        def before_step(self, trainer: Any) -> None:
-            step[0] = trainer.step
-
-    where = str(tmp_path / "profile")
-    trainer(tmp_path, [Counts(), Profiler("jax", first=3, steps=2)]).train(8)
-    assert made == [(3, where), 4]
-    made.clear()
-    trainer(tmp_path, [Counts(), Profiler("jax", first=9, steps=9)]).train(10)  # ends in the middle
-    assert made == [(9, where), 9]
-    with pytest.raises(ArgumentError, match="tool"):
-        Profiler("time")  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from typing import Any
 
 from perdure.tensorflow_names import missing
 from perdure.train.config import CheckpointConfig, OutputConfig, RunConfig
-from perdure.train.hooks import EarlyStopping, Profiler, ReduceLROnPlateau
+from perdure.train.hooks import EarlyStopping, ReduceLROnPlateau
 from perdure.train.interval import AutoInterval
 from perdure.train.trainer import Hook, Trainer
 
@@ -14,7 +14,6 @@ __all__ = [
     "EarlyStopping",
     "Hook",
     "OutputConfig",
-    "Profiler",
     "ReduceLROnPlateau",
 ]
 

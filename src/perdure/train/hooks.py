@@ -1,4 +1,4 @@
-"""Ready-made hooks for a `Trainer`: early stopping, a learning rate that follows a metric, a profiler.
+"""Ready-made hooks for a `Trainer`: early stopping, and a learning rate that follows a metric.
 
 A hook that has `state_dict` and `load_state_dict` is part of the checkpoint, under `hooks/NAME`, so
 that a resume restores it. Its state must always have the same structure: infinity or NaN for "nothing
@@ -7,15 +7,14 @@ yet", not None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from perdure.checkpoint.arguments import integer, require_choice, require_number
-from perdure.errors import TrainError, missing_extra
+from perdure.errors import TrainError
 from perdure.state import flatten, restore
 from perdure.state.leaf_values import array_leaf, plain_value, scalar_leaf
 from perdure.store import Leaf
@@ -166,70 +165,3 @@ class ReduceLROnPlateau(_Monitor):
                 f"learning rate in the state, where the step reads it."
             )
         return paths
-
-
-class Profiler(Hook):
-    """Profiles a few steps, for TensorBoard or Perfetto. It slows down these steps, and no others.
-
-    Args:
-        tool: "jax" or "torch", the profiler of which framework.
-        first: First step to profile; the very first steps of a run compile.
-        steps: Number of steps.
-        directory: Of the trace; None is `profile` beside the summaries.
-
-    Raises:
-        ArgumentError: An argument cannot be used.
-        TrainError: There is no local directory for the trace.
-    """
-
-    def __init__(
-        self,
-        tool: Literal["jax", "torch"],
-        first: int = 10,
-        steps: int = 10,
-        directory: str | Path | None = None,
-    ) -> None:
-        require_choice("tool", tool, ("jax", "torch"))
-        self._tool = tool
-        self._first = integer("first", first, 0)
-        self._last = self._first + integer("steps", steps)
-        self._directory = None if directory is None else Path(directory)
-        self._stop: Callable[[], Any] | None = None
-
-    def begin(self, trainer: Trainer) -> None:
-        if self._directory is None:
-            if trainer.summaries.directory is None:
-                raise TrainError(
-                    "Profiler: expected a local directory for the trace, found none; pass `directory`."
-                )
-            self._directory = trainer.summaries.directory / "profile"
-
-    def before_step(self, trainer: Trainer) -> None:
-        if self._stop is None and self._first <= trainer.step < self._last:
-            self._stop = _start(self._tool, str(self._directory))
-
-    def after_step(self, trainer: Trainer, logs: Any) -> None:
-        if self._stop is not None and trainer.step >= self._last:
-            scalars(logs)  # waits for the step
-            self.end(trainer)
-
-    def end(self, trainer: Trainer) -> None:
-        stop, self._stop = self._stop, None
-        if stop is not None:
-            stop()
-
-
-def _start(tool: str, directory: str) -> Callable[[], Any]:
-    """Start a trace; the returned function stops it and writes it."""
-    try:  # a run without a trace must not pay for these imports
-        if tool == "jax":
-            from jax import profiler
-
-            profiler.start_trace(directory)
-            return profiler.stop_trace
-        from torch.profiler import profile, tensorboard_trace_handler
-    except ModuleNotFoundError as error:
-        raise missing_extra(tool, error) from error
-    trace = profile(on_trace_ready=tensorboard_trace_handler(directory))
-    trace.start()
-    return trace.stop

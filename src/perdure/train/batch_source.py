@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,23 +21,21 @@ from perdure.errors import DataError
 from perdure.state import is_positioned, position, reposition
 
 
+@dataclass
 class BatchSource:
     """Batches by index. `fetch` returns the batch of a step, or raises `StopIteration` at the end of
     the data, if they have one (`ends`)."""
 
-    def __init__(
-        self, fetch: Callable[[int], Any], recipe: Mapping[str, Any], *, ends: bool = False
-    ) -> None:
-        self.fetch = fetch
-        self.recipe = dict(recipe)
-        self.ends = ends
+    fetch: Callable[[int], Any]
+    recipe: Mapping[str, Any]
+    ends: bool = False
 
 
 class IteratorBatchSource(BatchSource):
     """Batches from an iterator with a position; it is a member of the checkpoint."""
 
     def __init__(self, iterator: Any, recipe: Mapping[str, Any], *, ends: bool = True) -> None:
-        super().__init__(self._next, recipe, ends=ends)
+        super().__init__(self._next, recipe, ends)
         self._iterator = iterator
         self._before: Any = None
 
@@ -120,10 +119,16 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
             fetch, recipe = partial(strategy.batch, data), strategy.recipe(data)
         else:
             recipe = data.recipe() if hasattr(data, "recipe") else {}
-        epochs = getattr(data, "epochs", None)  # of a tf.data pipeline
-        if epochs is not None:
-            fetch = partial(_until, fetch, epochs * data.steps_per_epoch)
-        return BatchSource(fetch, recipe, ends=epochs is not None)
+        if (epochs := getattr(data, "epochs", None)) is None:
+            return BatchSource(fetch, recipe)
+        end = epochs * data.steps_per_epoch  # of a tf.data pipeline
+
+        def fetch_before_end(step: int) -> Any:
+            if step >= end:
+                raise StopIteration
+            return fetch(step)
+
+        return BatchSource(fetch_before_end, recipe, ends=True)
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         count = len(data)
         if not count:
@@ -143,12 +148,6 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
         f"batches, or an iterator with get_state and set_state, or state_dict and load_state_dict. For "
         f"a torch DataLoader: perdure.torch.ResumableLoader(loader)."
     )
-
-
-def _until(fetch: Callable[[int], Any], end: int, step: int) -> Any:
-    if step >= end:
-        raise StopIteration
-    return fetch(step)
 
 
 def _has_state(value: Any) -> bool:

@@ -322,7 +322,7 @@ def _initial_state(state: Any, seed: int | None) -> Any:
     return state(seed) if takes_one else state()
 
 
-def _recipe(seed: int | None, source: BatchSource, strategy: Any) -> dict[str, Any]:
+def _recipe(seed: int | None, source: BatchSource, strategy: Any) -> Mapping[str, Any]:
     """The recipe of the checkpoints. Raises `TrainError` for two different seeds."""
     recipe = source.recipe
     if seed is None:

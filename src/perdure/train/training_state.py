@@ -19,7 +19,6 @@ from perdure.train.summaries import Summaries
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 EvalFn = Callable[[Any, Any], Mapping[str, Any]]
-_METHODS = ("before_step", "after_step", "before_save", "after_save", "after_evaluate")
 
 
 class TrainingState:
@@ -95,28 +94,14 @@ class TrainingState:
 
 
 class HookCalls:
-    """Calls the hooks of one call of `Trainer.train`, with the trainer.
+    """Calls the hooks of one call of `Trainer.train`, in their order, with the trainer.
 
-    A method that a hook does not override is not called for it.
-
-    Args:
-        trainer: The first argument of every call.
-        hooks: Called in this order.
-        base: Their base class, whose own methods do nothing.
+    `base` is their class, whose own methods do nothing.
     """
 
     def __init__(self, trainer: Any, hooks: Sequence[Any], base: type) -> None:
-        self._trainer = trainer
-        self._hooks = hooks
+        self._trainer, self._hooks, self._base = trainer, hooks, base
         self._begun: list[Any] = []
-        self._methods: dict[str, list[Callable[..., None]]] = {
-            name: [
-                getattr(hook, name)
-                for hook in hooks
-                if getattr(type(hook), name) is not getattr(base, name)
-            ]
-            for name in _METHODS
-        }
 
     def begin(self) -> None:
         """Call `begin` of each hook; those that are called have an `end`."""
@@ -130,19 +115,21 @@ class HookCalls:
 
     def overrides(self, name: str) -> bool:
         """Whether a hook overrides this method."""
-        return bool(self._methods[name])
+        return any(
+            getattr(type(hook), name) is not getattr(self._base, name) for hook in self._hooks
+        )
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call one method of all hooks that override it."""
-        for method in self._methods[name]:
-            method(self._trainer, *arguments)
+        """Call one method of all hooks."""
+        for hook in self._hooks:
+            getattr(hook, name)(self._trainer, *arguments)
 
     def call_all(self, name: str, *arguments: Any) -> Exception | None:
         """`call` that goes on after an error; returns the first one."""
         first: Exception | None = None
-        for method in self._methods[name]:
+        for hook in self._hooks:
             try:
-                method(self._trainer, *arguments)
+                getattr(hook, name)(self._trainer, *arguments)
             except Exception as error:  # noqa: BLE001 (the caller raises it)
                 first = first or error
         return first

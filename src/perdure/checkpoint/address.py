@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from perdure.checkpoint.arguments import step_number
-from perdure.checkpoint.retention import recorded_retention
+from perdure.checkpoint.retention import candidates, ranked, recorded_retention
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -257,19 +257,20 @@ def _best(run: Run, which: str) -> int:
     manifests, damaged, unread = read_manifests(run)
     names = sorted({name for manifest in manifests.values() for name in manifest.metrics})
     held = f"the metrics of this run are {', '.join(names)}" if names else "this run has no metrics"
-    parts = which.split(":", 2)
+    _, *parts = which.split(":", 2)
     without = ""
-    if parts == ["best"]:
+    if which == "best":
         rules = recorded_retention(run)
         if rules is not None and rules.retention.best_metric is not None:
-            parts = ["best", rules.retention.best_mode, rules.retention.best_metric]
+            parts = [rules.retention.best_mode, rules.retention.best_metric]
         else:
             without = ", and its retention names no metric to keep the best of"
-    if len(parts) < 3 or parts[1] not in ("max", "min") or not parts[2]:
+    if len(parts) < 2 or parts[0] not in ("max", "min") or not parts[1]:
         raise ArgumentError(
             f"{run.where}: expected @best:max:METRIC or @best:min:METRIC, found @{which}{without}; "
             f"{held}."
         )
+    mode, metric = parts
     if damaged or unread:
         names = [manifest_name(step) for step in sorted(damaged | unread)]
         what_next = (
@@ -282,15 +283,10 @@ def _best(run: Run, which: str) -> int:
             f"cannot be read, of which one may be the best: {few(names)}. "
             f"Name a step, RUN@STEP, {what_next}"
         )
-    sign = 1.0 if parts[1] == "max" else -1.0
-    scores = [
-        (sign * value, step)
-        for step, manifest in manifests.items()
-        if (value := manifest.metrics.get(parts[2])) is not None
-    ]
-    if not scores:
+    best = ranked(candidates(manifests, ()), metric, mode)
+    if not best:
         raise StepNotFoundError(
-            f"{run.where}: expected a checkpoint with a finite metric {parts[2]!r}, found none in "
+            f"{run.where}: expected a checkpoint with a finite metric {metric!r}, found none in "
             f"steps {steps_text(sorted(manifests))}; {held}."
         )
-    return max(scores)[1]
+    return best[0].step

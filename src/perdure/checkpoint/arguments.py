@@ -45,7 +45,7 @@ def integer(name: str, value: Any, least: int = 1, *, optional: bool = False) ->
     if value is None and optional:
         return value
     try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
+        number = least - 1 if isinstance(value, bool | None) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:

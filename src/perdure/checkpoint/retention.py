@@ -113,9 +113,7 @@ def decide(
     ]
 
 
-def ranked(
-    candidates: Iterable[Candidate], metric: str, mode: Literal["max", "min"]
-) -> list[Candidate]:
+def ranked(candidates: Iterable[Candidate], metric: str, mode: str) -> list[Candidate]:
     """The candidates that have the metric, the best first."""
     sign = 1.0 if mode == "max" else -1.0
     scored = [

@@ -33,13 +33,9 @@ def is_pipeline(data: Any) -> bool:
 
 
 def refuse_pipeline(data: Any) -> None:
-    """Raises `DataError` if `data` is a pipeline."""
-    if is_pipeline(data):
-        raise pipeline_error(data)
-
-
-def pipeline_error(data: Any) -> DataError:
-    """The error for a pipeline in place of a dataset, with advice for its library."""
+    """Raise `DataError`, with advice for its library, if `data` is a pipeline."""
+    if not is_pipeline(data):
+        return
     name = f"{type(data).__module__}.{type(data).__qualname__}"
     if is_grain(data, "MapDataset"):
         advice = (
@@ -60,7 +56,7 @@ def pipeline_error(data: Any) -> DataError:
             "perdure.ArrayDataset, read shards of it through perdure.data.StreamDataset, or pass a "
             "function of the step. (`fit` of Keras takes it, with perdure.keras.BackupAndRestore.)"
         )
-    return DataError(
+    raise DataError(
         f"expected a dataset with the batch of every step, found a pipeline of type {name}, whose "
         f"batch(n) sets a batch size. {advice}"
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from perdure.data.pipelines import by_index, gives_batch_of_step, is_pipeline, pipeline_error
+from perdure.data.pipelines import by_index, gives_batch_of_step, refuse_pipeline
 from perdure.data.sources import is_grain
 from perdure.errors import DataError
 from perdure.state import is_positioned, position, reposition
@@ -111,8 +111,8 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
         return BatchSource(
             lambda step: _grain_batch(data, step), {**strategy_recipe, "batches": len(data)}
         )
-    if is_pipeline(data) and (strategy is not None or not is_grain(data, "IterDataset")):
-        raise pipeline_error(data)
+    if strategy is not None or not is_grain(data, "IterDataset"):
+        refuse_pipeline(data)
     if gives_batch_of_step(data):
         fetch: Callable[[int], Any] = data.batch
         if strategy is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from problem import STEPS, data, trainer
 
-from perdure.errors import JournalMismatchError, TrainError
+from perdure.errors import ArgumentError, JournalMismatchError
 from perdure.store import LocalStorage
 from perdure.store.run_log import read_journal
 from perdure.train import CheckpointConfig, Hook
@@ -80,5 +80,5 @@ def test_without_the_option_there_is_no_journal(tmp_path: Path) -> None:
     assert [*read_journal(LocalStorage(tmp_path / "none"))] == []
     trainer(tmp_path / "group", checkpoint=CheckpointConfig(journal_every=4)).train(4)
     assert [step for step, *_ in bits(tmp_path / "group")] == [0, 4]
-    with pytest.raises(TrainError, match="journal_every"):
+    with pytest.raises(ArgumentError, match="journal_every"):
         trainer(tmp_path, journal_every=0)

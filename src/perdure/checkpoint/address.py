@@ -166,11 +166,6 @@ def find_run(where: Where) -> Address:
         run = Run(where)
         return Address(run, run.where, None)
     text = os.fsdecode(os.fspath(where))
-    if not text:
-        raise NotARunError(
-            "expected the path or URL of a run directory, found an empty string. For the working "
-            "directory write '.'."
-        )
     readings: list[tuple[str, str | None]] = [(text, None)]
     if match := _parse(text):
         readings.insert(1 if os.path.isdir(text) else 0, (match["run"], match["which"]))

@@ -209,9 +209,8 @@ class Journal:
     def finish(self, error: BaseException | None) -> None:
         """Raise what no save has raised yet, in every process of a group. A collective without `error`.
 
-        Args:
-            error: What this process is raising. The others may wait for something else then, so that
-                it does not wait for them.
+        If this process is raising `error`, it does not wait for the others, which may then wait for
+        something else.
         """
         if self._processes.count == 1 or self._is_raised or not self._is_used or self._is_closed:
             return

@@ -40,12 +40,8 @@ class Mirror:
 
     Nothing is written before the first `notify`; then one thread writes, under the mirror's own lock.
 
-    Args:
-        source: The run that is copied.
-        where: Path, URL or `Storage` of the mirror. One that does not answer is tried again later.
-        max_to_keep: As for a manager; applied to the mirror's own contents, like `retention`.
-        retention: As for a manager; None until it is known, and nothing is deleted until then.
-        clock: Gives the seconds since 1970.
+    The mirror keeps what a manager with `max_to_keep` and `retention` keeps, and deletes nothing as
+    long as `retention` is not known (None). A mirror that does not answer is tried again.
 
     Raises:
         StoreError: `where` cannot be a mirror of `source`.

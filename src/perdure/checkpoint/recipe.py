@@ -181,15 +181,9 @@ def allowed(names: Iterable[str] = (), environ: Mapping[str, str] | None = None)
 
 
 def check_resume(where: str, saved: Recipe, current: Recipe, allow: frozenset[str]) -> str | None:
-    """Raise unless a run of the recipe `current` may resume from a checkpoint of the recipe `saved`.
+    """Raise unless a run of the recipe `current` may resume from the checkpoint `where` of `saved`.
 
-    A side without any recipe is not compared.
-
-    Args:
-        where: Names the checkpoint.
-        saved: The recipe in the checkpoint.
-        current: The recipe of the run.
-        allow: Fields that may differ.
+    A side without any recipe is not compared; the fields of `allow` may differ.
 
     Returns:
         What to warn about: fields that differ and were allowed, and fields that only one side has
@@ -263,8 +257,7 @@ def _differences(one: _NamedRecipe, other: _NamedRecipe) -> dict[str, str]:
                 f"{side.name} has {'nothing' if value is None else repr(value)}"
                 for side, value in zip((one, other), values, strict=True)
             ]
-            name = field.partition(".")[2] if _is_setting(field) else field
-            weight = " (may change bits)" if name in ENVIRONMENT_FIELDS else ""
+            weight = " (may change bits)" if _bare(field) in ENVIRONMENT_FIELDS else ""
             lines[f"{field}: {', '.join(sides)}{weight}"] = field
     return lines
 
@@ -274,11 +267,7 @@ def _require_allowed(
 ) -> None:
     """Raise `RecipeMismatchError` for the lines whose field may not differ."""
     # `threads` allows `torch.threads` too.
-    refused = {
-        line: field
-        for line, field in differing.items()
-        if not (field in allow or (_is_setting(field) and field.partition(".")[2] in allow))
-    }
+    refused = {line: f for line, f in differing.items() if not allow & {f, _bare(f)}}
     if refused:
         fields = sorted({*refused.values()})
         already = f" (allowed so far: {', '.join(sorted(allow))})" if allow else ""
@@ -300,3 +289,8 @@ def _same(one: RecipeValue | None, other: RecipeValue | None) -> bool:
 def _is_setting(field: str) -> bool:
     """Whether a field is one of `of_process`."""
     return field.partition(".")[0] in ("jax", "tensorflow", "torch") and "." in field
+
+
+def _bare(field: str) -> str:
+    """`threads` for `torch.threads`."""
+    return field.partition(".")[2] if _is_setting(field) else field

@@ -251,12 +251,7 @@ class RecordedRetention:
 
 
 def record_retention(run: Run, rules: RecordedRetention) -> None:
-    """Write the rules into the log, unless they are there already; durable on return.
-
-    Raises:
-        CorruptionError: The log is damaged.
-        OSError: The storage failed.
-    """
+    """Write the rules into the log, unless they are there already; durable on return."""
     run.begin_writing()
     if recorded_retention(run) != rules or not run.log.view.knows_rules:
         # As JSON has them, which tells no tuple from a list.
@@ -289,13 +284,7 @@ class RetentionRules:
     A writer without rules of its own goes by the recorded ones, and deletes nothing while they cannot
     be read; one that was given other rules warns.
 
-    Args:
-        run: The run directory.
-        max_to_keep: How many of the newest checkpoints stay; None keeps all.
-        given: Which others stay; None for the rules that are recorded.
-
-    Attributes:
-        retention: Which others stay; None as long as this is not known, and nothing is deleted then.
+    `retention` is None as long as the rules are not known, and nothing is deleted then.
     """
 
     def __init__(self, run: Run, max_to_keep: int | None, given: Retention | None) -> None:

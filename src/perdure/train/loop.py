@@ -52,19 +52,11 @@ class _Evaluated:
 class Loop:
     """Trains up to a step. `run` may be called once.
 
-    Args:
-        training: The run. Its `manager` is set here.
-        computation: What a step and an evaluation compute.
-        source: The batches.
-        manager: The manager of the run directory.
-        extras: What a checkpoint holds besides the state: hooks and iterators that have a state.
-        hooks: Called around steps, saves and evaluations.
-        max_steps: Train up to this step. If this and `steps` are None: until the data end or a hook
-            stops the training.
-        steps: Train for so many steps more than the checkpoint has.
-        evaluation_data: Evaluate on these data, at the end and
-        evaluation_every: after each so many steps,
-        evaluation_batches: on so many batches; None for all.
+    The `manager` of `training` is set here. `extras` is what a checkpoint holds besides the state:
+    hooks and iterators that have one. Training ends at `max_steps`, or `steps` after the checkpoint
+    that it resumes from; without both, when the data end or a hook stops it. With evaluation data there
+    is an evaluation after every `evaluation_every` steps and at the end, on `evaluation_batches`
+    batches.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from perdure.checkpoint.retention import Retention, execute_prune, plan_prune
+from perdure.checkpoint.retention import Retention, prune_after_save
 from perdure.errors import (
     CorruptionError,
     NotARunError,
@@ -159,7 +159,10 @@ class Mirror:
         that the source deletes meanwhile is skipped. The retention is applied after each copy.
         """
         try:
-            target = self._open()
+            if self._target is None:
+                self._target = Run(self.storage, create=True, clock=self._clock)
+            target = self._target
+            target.begin_writing()
             self._tidy(target)
             while (step := self._next(target)) is not None:
                 self.copying = step
@@ -178,7 +181,9 @@ class Mirror:
                 finally:
                     self.copying = None
                 self._tidy(target)
-                self._prune(target, step)
+                if self._max_to_keep is not None and (rules := self.retention) is not None:
+                    for note in prune_after_save(target, self._max_to_keep, rules, step, None):
+                        self._note(note, f"{self.name}: {note}")
             self._compare(target)
         except BaseException:
             self._release()
@@ -209,12 +214,6 @@ class Mirror:
                     f"copy is tried again after the next save and when the manager is closed.",
                 )
             self._failed = failed
-
-    def _open(self) -> Run:
-        if self._target is None:
-            self._target = Run(self.storage, create=True, clock=self._clock)
-        self._target.begin_writing()
-        return self._target
 
     def _release(self) -> None:
         target, self._target = self._target, None
@@ -262,14 +261,6 @@ class Mirror:
             if (step, fingerprint) in removed and fingerprint != _fingerprint(source, step):
                 steps.append(step)
         return steps
-
-    def _prune(self, target: Run, step: int) -> None:
-        if self._max_to_keep is not None and (rules := self.retention) is not None:
-            plan = plan_prune(target, self._max_to_keep, rules, saved=step)
-            if plan.store.held_back:
-                self._note("held back", f"{self.name}: packs stay: {plan.store.held_back}")
-            if not plan.store.empty:
-                execute_prune(target, plan)
 
     def _compare(self, target: Run) -> None:
         """Warn when the mirror has another history, so that nothing here can be added to it."""

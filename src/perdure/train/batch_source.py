@@ -38,6 +38,9 @@ class IteratorBatchSource(BatchSource):
         super().__init__(self._next, recipe, ends)
         self._iterator = iterator
         self._before: Any = None
+        has_own = is_positioned(iterator)
+        self._position = partial(position, iterator) if has_own else iterator.state_dict
+        self._reposition = partial(reposition, iterator) if has_own else iterator.load_state_dict
 
     def used(self) -> None:
         """The batches that were fetched are in the state now."""
@@ -48,19 +51,14 @@ class IteratorBatchSource(BatchSource):
 
     def load_state_dict(self, state: Any) -> None:
         self._before = None
-        if is_positioned(self._iterator):
-            reposition(self._iterator, state)
-        else:
-            self._iterator.load_state_dict(state)
-
-    def _position(self) -> Any:
-        if is_positioned(self._iterator):
-            return position(self._iterator)
-        return self._iterator.state_dict()
+        self._reposition(state)
 
     def _next(self, step: int) -> Any:
         if self._before is None:
             self._before = self._position()
+        return self._fetch()
+
+    def _fetch(self) -> Any:
         return next(self._iterator)
 
 
@@ -75,9 +73,7 @@ class LoaderBatchSource(IteratorBatchSource):
         self._epoch = None
         super().load_state_dict(state)
 
-    def _next(self, step: int) -> Any:
-        if self._before is None:
-            self._before = self._position()
+    def _fetch(self) -> Any:
         # The rest of this epoch may be empty; two empty epochs after it end the data.
         for _ in range(3):
             if self._epoch is None:

@@ -40,7 +40,7 @@ PredictFn = Callable[[Any, Any], Any]
 
 
 class Hook:
-    """Base class of hooks. Override any of the methods; the others cost nothing.
+    """Base class of hooks. Override any of the methods; the others do nothing.
 
     The trainer that is passed has `step` (finished steps), `state`, which a hook may replace, `due`,
     `request_stop`, `summaries`, and `manager`, to pin a step or to look at others. With
@@ -96,7 +96,7 @@ class Trainer(TrainingState, TensorFlowNames):
             the others.
 
     Raises:
-        TrainError: An argument cannot be used.
+        ArgumentError, TrainError: An argument cannot be used.
         DataError: The position in the data could not be restored.
     """
 
@@ -162,8 +162,8 @@ class Trainer(TrainingState, TensorFlowNames):
             saving_listeners: Hooks with `before_save` and `after_save`; the same as `hooks`.
 
         Raises:
-            TrainError: Both numbers were given, or one that is less than 1; or none, with data that
-                have no end.
+            ArgumentError: A number is less than 1.
+            TrainError: Both numbers were given; or none, with data that have no end.
             SystemExit: The run was preempted; its last step is durable.
         """
         if max_steps is not None and steps is not None:
@@ -207,7 +207,8 @@ class Trainer(TrainingState, TensorFlowNames):
             The metrics of the last evaluation.
 
         Raises:
-            TrainError: An argument cannot be used, or the trainer has no `eval_fn`.
+            ArgumentError: A number is less than 1.
+            TrainError: The trainer has no `eval_fn`.
         """
         integer("max_steps", max_steps)
         integer("every", every)

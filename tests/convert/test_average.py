@@ -22,8 +22,7 @@ from click.testing import CliRunner
 from perdure import CheckpointManager, load_checkpoint
 from perdure.cli.main import main
 from perdure.convert import average
-from perdure.convert.average_weights import SCHEDULES, ema_weights, schedule_weights
-from perdure.convert.averaging import round_once
+from perdure.convert.averaging import SCHEDULES, ema_weights, round_once, schedule_weights
 from perdure.errors import (
     ArgumentError,
     CorruptionError,

@@ -16,9 +16,8 @@ from perdure.cli import main
 from perdure.errors import ArgumentError, MissingExtraError
 from perdure.look import stats
 from perdure.report import plot, report
-from perdure.report.figure import draw_figure, figure_bytes
-from perdure.report.panels import Panel, PlotLine, PlottedAttempt
-from perdure.report.run_plot import plot_drawing, save_plot
+from perdure.report.figure import draw_figure, figure_bytes, save_plot
+from perdure.report.panels import Panel, PlotLine, PlottedAttempt, plot_drawing
 from perdure.report.text_graph import BLOCKS, PLAIN, text_graph
 from perdure.store import Run
 from perdure.store.format import manifest_name

@@ -522,7 +522,7 @@ def test_a_page_that_cannot_be_finished_leaves_the_older_one(
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("perdure.report.output_file.os.replace", fails)
+    monkeypatch.setattr("perdure.report.run_report.os.replace", fails)
     with pytest.raises(ArgumentError, match="No space left"):
         report(killed).save(out)
     assert out.read_text() == "<!doctype html>an older page"
@@ -657,7 +657,7 @@ def test_a_report_loads_no_framework(killed: Path, tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from perdure.report import report\n"
-        "from perdure.report.run_plot import plot_drawing\n"
+        "from perdure.report.panels import plot_drawing\n"
         "report(sys.argv[1], drills=[sys.argv[2]]).document\n"
         "plot_drawing(sys.argv[1], norms=True)\n"
         "names = 'flax jax jinja2 keras matplotlib tensorflow torch'.split()\n"

@@ -120,12 +120,7 @@ def _print_report(report: VerifyReport, repaired: bool) -> None:
 @click.option("--rolled-back", is_flag=True, help="Also remove what rollbacks set aside.")
 @dry_run_option
 def prune(
-    run: str,
-    max_to_keep: int | None,
-    rolled_back: bool,
-    dry_run: bool,
-    as_json: bool,
-    **rules: Any,
+    run: str, max_to_keep: int | None, rolled_back: bool, dry_run: bool, as_json: bool, **rules: Any
 ) -> bool:
     """Delete the checkpoints of the run directory RUN that the policy does not keep.
 

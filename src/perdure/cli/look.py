@@ -15,7 +15,7 @@ from perdure.cli.options import (
     run_argument,
 )
 from perdure.cli.output import document, print_result, say, terminal_width
-from perdure.look.tables import Table, printable, size_text, value_text
+from perdure.look.tables import Table, printable, size_text
 from perdure.text import counted
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _document(
 def _lines(
     checkpoint: StoredCheckpoint, row: ListedCheckpoint, chosen: list[LeafEntry]
 ) -> list[str]:
-    from perdure.look.leaf_reader import origin_lines
+    from perdure.look.leaf_reader import origin_lines, value_text
     from perdure.look.listing import age_text
 
     manifest = checkpoint.manifest

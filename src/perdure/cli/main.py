@@ -17,7 +17,7 @@ from perdure.runtime import heartbeats
 GROUPS = {
     "Train": {
         "run": ("run", "Start a program as workers, watch and restart them."),
-        "status": ("status", "Show the attempts of the newest `perdure run`."),
+        "status": ("run", "Show the attempts of the newest `perdure run`."),
         "demo": ("demo", "Train, kill, resume elsewhere, and compare the bits."),
     },
     "Look": {
@@ -49,11 +49,7 @@ GROUPS = {
 
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 
-_ALIASES = {
-    "plot": ("report", "--plot"),
-    "stats": ("show", "--stats"),
-    "tree": ("show", "--tree"),
-}
+_ALIASES = {"plot": ("report", "--plot"), "stats": ("show", "--stats"), "tree": ("show", "--tree")}
 """Short forms, which the help does not list."""
 
 

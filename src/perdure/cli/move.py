@@ -167,12 +167,7 @@ def _names(file: str | None) -> NameMap | None:
 @click.option("--model", metavar="FILE.PY:FUNCTION", help="Returns the Keras model.")
 @click.option("--verify", is_flag=True, help="Read the result and compare it with the checkpoint.")
 def export(
-    checkpoint: str,
-    out: str,
-    leaves: tuple[str, ...],
-    names: str | None,
-    as_json: bool,
-    **how: Any,
+    checkpoint: str, out: str, leaves: tuple[str, ...], names: str | None, as_json: bool, **how: Any
 ) -> None:
     """Write leaves of a checkpoint to the new file or folder OUT.
 

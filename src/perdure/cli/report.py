@@ -95,7 +95,8 @@ def _plot(
     norms: bool,
     **which: Any,
 ) -> bool:
-    from perdure.report.run_plot import picture_kind, plot_drawing, save_plot
+    from perdure.report.figure import picture_kind, save_plot
+    from perdure.report.panels import plot_drawing
     from perdure.report.text_graph import BLOCKS, PLAIN, text_graph
 
     if output is not None:

@@ -5,9 +5,4 @@ from perdure.convert.exporting import export
 from perdure.convert.importing import import_run
 from perdure.convert.leaf_names import NameMap
 
-__all__ = [
-    "NameMap",
-    "average",
-    "export",
-    "import_run",
-]
+__all__ = ["NameMap", "average", "export", "import_run"]

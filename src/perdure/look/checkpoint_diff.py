@@ -16,8 +16,9 @@ from perdure.checkpoint.address import (
 )
 from perdure.errors import StepNotFoundError, UnsupportedLeafError
 from perdure.look.diff_result import CheckpointDiff, FieldDiff
-from perdure.look.leaf_diff import Comparison, LeafDiff, describe, diff_scalars
+from perdure.look.leaf_diff import Comparison, LeafDiff, diff_scalars
 from perdure.look.leaf_reader import (
+    describe,
     element_dtype,
     element_shape,
     is_scalar,
@@ -132,8 +133,7 @@ def _same(first: LeafEntry, second: LeafEntry) -> bool:
 
 
 def _compare(
-    sides: tuple[StoredCheckpoint, StoredCheckpoint],
-    pairs: Sequence[tuple[LeafEntry, LeafEntry]],
+    sides: tuple[StoredCheckpoint, StoredCheckpoint], pairs: Sequence[tuple[LeafEntry, LeafEntry]]
 ) -> tuple[tuple[LeafDiff, ...], int]:
     """How each pair of leaves differs, and the bytes that were read for that."""
     found = {ours.path: _without_reading(ours, theirs) for ours, theirs in pairs}

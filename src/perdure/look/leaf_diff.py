@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from perdure.look.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
+from perdure.look.leaf_reader import KEY_PREFIX, describe, element_shape, scalar_value
 from perdure.look.numerics import (
     Array,
     as_float64,
@@ -22,8 +22,6 @@ from perdure.look.numerics import (
     root_ratio,
     ulp_distance,
 )
-from perdure.look.tables import value_text
-from perdure.store.format import SCALAR_PREFIX
 from perdure.store.manifest import LeafEntry
 
 
@@ -191,13 +189,6 @@ def diff_scalars(first: LeafEntry, second: LeafEntry) -> LeafDiff:
         first_index=(),
         first_values=(first.text or "", second.text or ""),
     )
-
-
-def describe(entry: LeafEntry) -> str:
-    """dtype and shape of a leaf: `float32[3,4]`, or `int` for a scalar."""
-    if is_scalar(entry):
-        return entry.dtype.removeprefix(SCALAR_PREFIX)
-    return value_text(entry.dtype, entry.shape, None, 0)
 
 
 def _value_texts(first: Any, second: Any) -> tuple[str, str]:

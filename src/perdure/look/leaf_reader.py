@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.checkpoint.address import StoredCheckpoint, with_advice
 from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
+from perdure.look.tables import printable
 from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
 from perdure.store.leaf import Leaf, numpy_dtype
 from perdure.store.loading import stream_chunks
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
-from perdure.store.streamed_save import StreamedLeaf
 from perdure.text import counted
 
 if TYPE_CHECKING:
@@ -103,6 +103,20 @@ def scalar_value(entry: LeafEntry) -> Any:
         return plain_value(Leaf(entry.dtype, (), memoryview(entry.text.encode())))
     except KeyError:
         raise _unknown(entry) from None
+
+
+def value_text(dtype: str, shape: tuple[int, ...] | None, text: str | None, most: int) -> str:
+    """`float32[3,4]`, or `int 7` for a scalar, whose text is cut after `most` characters."""
+    if text is not None:
+        return f"{dtype.removeprefix(SCALAR_PREFIX)} {printable(text, most)}"
+    return f"{dtype}[{','.join(map(str, shape or ()))}]"
+
+
+def describe(entry: LeafEntry) -> str:
+    """dtype and shape of a leaf: `float32[3,4]`, or `int` for a scalar."""
+    if is_scalar(entry):
+        return entry.dtype.removeprefix(SCALAR_PREFIX)
+    return value_text(entry.dtype, entry.shape, None, 0)
 
 
 def element_dtype(entry: LeafEntry) -> np.dtype[Any]:
@@ -207,14 +221,6 @@ def chunks_in_order(checkpoint: StoredCheckpoint, entries: Sequence[LeafEntry]) 
                 raise CorruptionError(with_advice(error, checkpoint.run)) from error
 
     return chunks_of
-
-
-def streamed(entry: LeafEntry, chunks_of: ChunksOf) -> StreamedLeaf:
-    """A leaf of a checkpoint as one of a checkpoint that is being written."""
-    nbytes = 0 if entry.text is not None else entry.nbytes
-    return StreamedLeaf(
-        entry.path, entry.dtype, entry.shape, nbytes, lambda: chunks_of(entry), entry.text
-    )
 
 
 def origin(manifest: Manifest) -> dict[str, Any] | None:

@@ -9,8 +9,8 @@ from typing import Any, SupportsIndex
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError
-from perdure.look.leaf_reader import select_leaves
-from perdure.look.tables import Shown, Table, printable, share_text, size_text, value_text
+from perdure.look.leaf_reader import select_leaves, value_text
+from perdure.look.tables import Shown, Table, printable, share_text, size_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.reader import chunk_size
 from perdure.text import counted

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from perdure.store.format import SCALAR_PREFIX
 from perdure.text import counted
 
 _MOST_CHARACTERS = 2000
@@ -72,10 +71,7 @@ class Table:
         return f"<table>{''.join(rows)}</table>"
 
     def _cells(self) -> list[list[str]]:
-        return [
-            list(self.header),
-            *([printable(_text(cell)) for cell in row] for row in self.rows),
-        ]
+        return [list(self.header), *([printable(_text(cell)) for cell in row] for row in self.rows)]
 
     def _right(self) -> list[bool]:
         columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.header)
@@ -168,13 +164,6 @@ def share_text(part: int, whole: int) -> str:
 def leaves_text(count: int, nbytes: int) -> str:
     """Text such as `3 leaves, 1.5 MiB`."""
     return f"{counted(count, 'leaf', 'leaves')}, {size_text(nbytes)}"
-
-
-def value_text(dtype: str, shape: tuple[int, ...] | None, text: str | None, most: int) -> str:
-    """`float32[3,4]`, or `int 7` for a scalar, whose text is cut after `most` characters."""
-    if text is not None:
-        return f"{dtype.removeprefix(SCALAR_PREFIX)} {printable(text, most)}"
-    return f"{dtype}[{','.join(map(str, shape or ()))}]"
 
 
 def _records(cells: Sequence[Sequence[str]]) -> str:

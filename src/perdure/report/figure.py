@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perdure.errors import missing_extra
+from perdure.checkpoint.address import Where
+from perdure.errors import ArgumentError, missing_extra
 from perdure.look.tables import visible
-from perdure.report.panels import Panel, PlotLine, PlottedAttempt
+from perdure.report.panels import Panel, Paths, PlotLine, PlottedAttempt, plot_drawing
+from perdure.report.run_report import write_output
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,6 +55,57 @@ _OF_PAGE = {
 }
 _VARIABLES = {_CUT: "bad", _RULE: "rule"} | {c: f"s{n}" for n, c in enumerate(_COLOURS)}
 """The colours that a page has as variables of its style sheet, light and dark."""
+
+
+def plot(
+    *runs: Where,
+    metrics: str | Iterable[str] | None = None,
+    logs: Paths = (),
+    norms: bool = False,
+    leaves: str | Iterable[str] | None = None,
+) -> Figure:
+    """The metrics of runs over their steps as a figure of matplotlib; a notebook shows it.
+
+    Interruptions are dashed lines, and repeated steps are shaded, if a record of `perdure run` is
+    found. A checkpoint that is damaged or cannot be read has no values of its own in the figure; a
+    warning names it, and a run of which nothing is drawn.
+
+    Args:
+        runs: Run directories; each is a line.
+        metrics: Names or patterns (`*loss`) of metrics; all by default.
+        logs: Log directories of `perdure run`, as for `report`.
+        norms: Draw the norm of each layer and its relative change between the kept checkpoints, in
+            place of metrics.
+        leaves: The leaves to draw the norms of, as for `restore(leaves=...)`.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        NotARunError: A run directory or a record is not there.
+        ArgumentError: No run is named, or there is nothing to draw.
+    """
+    found = plot_drawing(*runs, metrics=metrics, logs=logs, norms=norms, leaves=leaves)
+    for sentence in (*found.problems, *found.notes):
+        warnings.warn(sentence, stacklevel=2)
+    return draw_figure(found.panels)
+
+
+def save_plot(panels: Sequence[Panel], path: str | os.PathLike[str]) -> None:
+    """Draw panels into a PNG or an SVG, by the end of its name; the same bytes for the same panels.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        ArgumentError: The name has another end, or the file cannot be written.
+    """
+    kind = picture_kind(path)
+    write_output(Path(path), figure_bytes(draw_figure(panels), kind))
+
+
+def picture_kind(path: str | os.PathLike[str]) -> str:
+    """ "png" or "svg", by the end of a name; raises `ArgumentError` for another."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise ArgumentError(f"{path}: expected a name that ends in .png or .svg, found {suffix!r}.")
+    return FORMATS[suffix]
 
 
 def draw_figure(panels: Sequence[Panel]) -> Figure:

@@ -53,9 +53,7 @@ class Change(NamedTuple):
 
 
 def changes_document(
-    checkpoints: Sequence[StoredCheckpoint],
-    leaves: str | Iterable[str] | None,
-    problems: Problems,
+    checkpoints: Sequence[StoredCheckpoint], leaves: str | Iterable[str] | None, problems: Problems
 ) -> dict[str, Any]:
     """The relative change of each layer from one checkpoint to the next, in plain values.
 
@@ -92,9 +90,7 @@ def changes_document(
 
 
 def norm_history(
-    checkpoints: Sequence[StoredCheckpoint],
-    leaves: str | Iterable[str] | None,
-    problems: Problems,
+    checkpoints: Sequence[StoredCheckpoint], leaves: str | Iterable[str] | None, problems: Problems
 ) -> tuple[list[dict[str, float]], list[dict[str, Change | str]]]:
     """The squared norms of the leaves of each checkpoint, and the changes from each to the next.
 

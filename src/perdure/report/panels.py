@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from perdure.checkpoint.address import checkpoint_at
+from perdure.checkpoint.address import Where, checkpoint_at, open_run
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import (
@@ -24,9 +25,15 @@ from perdure.report.layer_changes import (
     layers_of,
     norm_history,
 )
-from perdure.report.life import find_life
-from perdure.report.run_document import Series, contents_and_problems, metric_series
+from perdure.report.run_document import (
+    Series,
+    contents_and_problems,
+    find_life,
+    metric_series,
+)
 from perdure.store import Run
+
+Paths = Sequence[str | os.PathLike[str]]
 
 MOST_LINES = 12
 """Leaves of one panel; more are drawn as layers."""
@@ -34,6 +41,8 @@ MOST_LINES = 12
 MOST_PANELS = 24
 
 NO_FINITE_VALUE = "no finite value"
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -117,25 +126,31 @@ class Drawing(NamedTuple):
     notes: list[str]
 
 
-def drawing(
-    runs: Sequence[tuple[str, Run]],
-    patterns: Sequence[str] = (),
-    logs: Sequence[Path] = (),
+def plot_drawing(
+    *runs: Where,
+    metrics: str | Iterable[str] | None = None,
+    logs: Paths = (),
     norms: bool = False,
     leaves: str | Iterable[str] | None = None,
 ) -> Drawing:
-    """What `plot` draws of runs, which have their short names; needs no matplotlib."""
-    found: dict[str, Problems] = {}
+    """What `plot` draws, in plain values; needs no matplotlib. Arguments and errors as for `plot`."""
+    if not runs:
+        raise ArgumentError("plot: expected a run directory, found none.")
+    patterns = [metrics] if isinstance(metrics, str) else list(metrics or ())
     is_norms = norms or leaves is not None
     if is_norms and patterns:
         raise ArgumentError("plot: expected metrics or the norms of leaves, found both.")
+    opened = [open_run(where) for where in runs]
+    named = list(zip(labels([run.where for run in opened]), opened, strict=True))
+    paths = [Path(path) for path in logs]
+    found: dict[str, Problems] = {}
     if is_norms:
-        panels = _norm_panels(runs, leaves, logs, found)
+        panels = _norm_panels(named, leaves, paths, found)
     else:
-        panels = _metric_panels(runs, patterns, logs)
+        panels = _metric_panels(named, patterns, paths)
     problems: list[str] = []
     notes: list[str] = []
-    for label, run in runs:
+    for label, run in named:
         damage = {**found.get(run.where, {}), **contents_and_problems(run)[1]}
         problems += [
             f"{run.where}: step {step} is {state}: {why}"
@@ -241,16 +256,12 @@ def _norm_panels(
 
 
 def _norm_lines(
-    steps: Sequence[int],
-    norms: Sequence[dict[str, float]],
-    attempts: Sequence[PlottedAttempt],
+    steps: Sequence[int], norms: Sequence[dict[str, float]], attempts: Sequence[PlottedAttempt]
 ) -> list[PlotLine]:
-    layers = layers_of((path for each in norms for path in each), MOST_LINES)
-    points: dict[str, Series] = {}
-    for step, squares in zip(steps, norms, strict=True):
-        for layer, parts in grouped(squares, layers).items():
-            points.setdefault(layer, []).append((step, _finite(math.sqrt(math.fsum(parts)))))
-    return _lines(points, attempts)
+    rows = [
+        (step, layer, math.sqrt(math.fsum(parts))) for step, layer, parts in _by_layer(steps, norms)
+    ]
+    return _lines(rows, attempts)
 
 
 def _ratio_lines(
@@ -258,17 +269,14 @@ def _ratio_lines(
     changes: Sequence[dict[str, Change | str]],
     attempts: Sequence[PlottedAttempt],
 ) -> list[PlotLine]:
-    layers = layers_of((path for each in changes for path in each), MOST_LINES)
-    points: dict[str, Series] = {}
-    words: dict[str, set[float | str]] = {}
-    for step, found in zip(steps[1:], changes, strict=True):
-        for layer, parts in grouped(found, layers).items():
-            ratio = change_ratio(parts)
-            # No change has no place on a logarithmic scale.
-            value = _finite(ratio) if isinstance(ratio, float) and ratio > 0 else None
-            points.setdefault(layer, []).append((step, value))
-            words.setdefault(layer, set()).add(ratio)
-    lines = _lines(points, attempts)
+    found = [
+        (step, layer, change_ratio(parts) or SAME)
+        for step, layer, parts in _by_layer(steps[1:], changes)
+    ]
+    lines = _lines(found, attempts)
+    words = {
+        line.label: {ratio for _, layer, ratio in found if layer == line.label} for line in lines
+    }
     return [replace(line, without_values=_without_ratios(words[line.label])) for line in lines]
 
 
@@ -279,7 +287,26 @@ def _without_ratios(words: set[float | str]) -> str:
     return NO_FINITE_VALUE if words.isdisjoint(UNREADABLE) else "no value that can be read"
 
 
-def _lines(points: dict[str, Series], attempts: Sequence[PlottedAttempt]) -> list[PlotLine]:
+def _by_layer(
+    steps: Sequence[int], found: Sequence[Mapping[str, _Value]]
+) -> list[tuple[int, str, list[_Value]]]:
+    """What was found of each layer at each step."""
+    layers = layers_of((path for each in found for path in each), MOST_LINES)
+    return [
+        (step, layer, parts)
+        for step, each in zip(steps, found, strict=True)
+        for layer, parts in grouped(each, layers).items()
+    ]
+
+
+def _lines(
+    rows: Sequence[tuple[int, str, float | str]], attempts: Sequence[PlottedAttempt]
+) -> list[PlotLine]:
+    """A line for each layer; a word is no value."""
+    points: dict[str, Series] = {}
+    for step, layer, value in rows:
+        is_value = isinstance(value, float) and math.isfinite(value)
+        points.setdefault(layer, []).append((step, value if is_value else None))
     names = sorted(points, key=natural_key)[:MOST_LINES]
     return [PlotLine(name, points[name], attempts, number) for number, name in enumerate(names)]
 
@@ -294,7 +321,3 @@ def _attempts(life: Mapping[str, Any] | None) -> list[PlottedAttempt]:
         for number, row in enumerate(rows, 1)
         if row["start"] is not None and row["end"] is not None
     ]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

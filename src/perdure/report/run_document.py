@@ -7,19 +7,18 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from perdure.checkpoint.address import StoredCheckpoint
-from perdure.errors import PerdureError, PruneError, UnreachableError
+from perdure.errors import NotARunError, PerdureError, PruneError, UnreachableError
 from perdure.look.listing import listed
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
-from perdure.report.life import find_life
 from perdure.store import Run
 from perdure.store.contents import Contents
 from perdure.store.local import LocalStorage
@@ -27,6 +26,7 @@ from perdure.store.log import log_place, read_log
 from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
+from perdure.supervise.attempts_log import DEFAULT_LOGS, FILE, RunHistory, read_runs
 
 Series = list[tuple[int, float | None]]
 """(step, value) in the order of steps; None stands for NaN and the infinities."""
@@ -36,38 +36,7 @@ _MOST_REPLAYS = 100
 _REPLAYS = "replays/"
 
 
-class _Stretch(Struct):
-    start: int | None
-    stop: int
-    verdict: str
-    steps: int
-    checkpoints: int
-    step: int | None = None
-    what: str = ""
-
-
-class _Replay(Struct):
-    created: str
-    host: str
-    command: list[str]
-    verdict: str
-    stretches: list[_Stretch]
-
-
-_REPLAYED = msgspec.json.Decoder(_Replay)
-
-
-@dataclass(frozen=True)
-class ReportedRun:
-    """One run of a report: its document, and what a comparison with others needs.
-
-    Attributes:
-        document: Plain values, as `--json` prints them.
-        manifests: Its readable checkpoints by step.
-    """
-
-    document: dict[str, Any]
-    manifests: Mapping[int, Manifest]
+_RECORD = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_run(
@@ -76,8 +45,10 @@ def read_run(
     logs: Sequence[Path] = (),
     leaves: str | Iterable[str] | None = None,
     verified: Mapping[str, Any] | None = None,
-) -> ReportedRun:
-    """Read what a report says about a run. Damage is reported and raises nothing.
+) -> tuple[dict[str, Any], Mapping[int, Manifest]]:
+    """Read what a report says about a run, and its readable manifests by step.
+
+    Damage is reported and raises nothing.
 
     Args:
         run: The run.
@@ -100,7 +71,7 @@ def read_run(
     changes = changes_document(whole, leaves, problems)
     series, unread_lines = metric_series(run, manifests.values())
     newest = manifests[max(manifests)] if manifests else None
-    document = {
+    return {
         "run": run.where,
         "recipe": dict(newest.recipe) if newest else {},
         "other_recipes": _other_recipes(manifests),
@@ -113,8 +84,7 @@ def read_run(
         "changes": changes,
         "replays": replay_rows(run.storage),
         "verify": None if verified is None else dict(verified),
-    }
-    return ReportedRun(document, manifests)
+    }, manifests
 
 
 def contents_and_problems(run: Run) -> tuple[Contents, Problems]:
@@ -123,17 +93,13 @@ def contents_and_problems(run: Run) -> tuple[Contents, Problems]:
     Raises `UnreachableError` if the run directory cannot be listed.
     """
     try:
+        seen = _problems(run.contents())
+        # A prune may have deleted a checkpoint and its packs meanwhile: what is damaged stays so.
         contents = run.contents()
-        problems = _problems(contents)
-        if problems:  # a prune may have deleted a checkpoint and its packs meanwhile: look again
-            contents = run.contents()
-            seen = problems
-            problems = {
-                step: why for step, why in _problems(contents).items() if seen.get(step) == why
-            }
     except PruneError as error:
         raise UnreachableError(f"{run.where}: cannot be listed: {error.__cause__}.") from error
-    return contents, problems
+    found = _problems(contents) if seen else {}
+    return contents, {step: why for step, why in found.items() if seen.get(step) == why}
 
 
 def _problems(contents: Contents) -> Problems:
@@ -148,10 +114,8 @@ def _problems(contents: Contents) -> Problems:
             if size is None:
                 problems[step] = DAMAGED, f"it needs {pack.name}, which is missing."
             elif size != pack.size:
-                problems[step] = (
-                    DAMAGED,
-                    f"it expects {pack.name} to have {pack.size} bytes, found {size}.",
-                )
+                why = f"it expects {pack.name} to have {pack.size} bytes, found {size}."
+                problems[step] = DAMAGED, why
     return problems
 
 
@@ -180,20 +144,22 @@ def _verdict(step: int, verified: Mapping[str, Any] | None) -> str | None:
 def _other_recipes(manifests: Mapping[int, Manifest]) -> list[dict[str, Any]]:
     """Each change of the recipe from a checkpoint to the next: the step, the fields that changed."""
     changes: list[dict[str, Any]] = []
-    before: Manifest | None = None
-    for step, manifest in sorted(manifests.items()):
-        if before is not None and before.recipe != manifest.recipe:
-            fields = {
-                name: [before.recipe.get(name), manifest.recipe.get(name)]
-                for name in sorted({*before.recipe, *manifest.recipe})
-                if before.recipe.get(name) != manifest.recipe.get(name)
-            }
+    for (_, before), (step, manifest) in pairwise(sorted(manifests.items())):
+        if fields := _different([before.recipe, manifest.recipe]):
             changes.append({"step": step, "fields": fields})
-        before = manifest
     return changes
 
 
-def compare_runs(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+def _different(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """By name the values that differ; None if a table lacks it."""
+    names = sorted({name for table in tables for name in table})
+    rows = {name: [table.get(name) for table in tables] for name in names}
+    return {name: values for name, values in rows.items() if len(set(map(repr, values))) > 1}
+
+
+def compare_runs(
+    documents: Sequence[Mapping[str, Any]], manifests: Sequence[Mapping[int, Manifest]]
+) -> dict[str, Any]:
     """What several runs have in common and what differs, from their manifests and metrics.
 
     Returns:
@@ -203,47 +169,31 @@ def compare_runs(runs: Sequence[ReportedRun]) -> dict[str, Any]:
         checkpoint of; `first_different_step`: the first of them whose fingerprints differ, or None;
         `leaves`: up to 8 leaves that differ there, of `different_leaves` in all.
     """
-    recipes = [run.document["recipe"] for run in runs]
-    fields = sorted({name for recipe in recipes for name in recipe})
+    recipes = [document["recipe"] for document in documents]
     metrics: dict[str, dict[str, Any]] = {}
-    for name in set.intersection(*(set(run.document["metrics"]) for run in runs)):
-        series = [dict(run.document["metrics"][name]) for run in runs]
+    named = set.intersection(*(set(document["metrics"]) for document in documents))
+    for name in sorted(named, key=natural_key):
+        series = [dict(document["metrics"][name]) for document in documents]
         for step in sorted(set.intersection(*map(set, series))):
             values = [each[step] for each in series]
             if len(set(values)) > 1:
                 metrics[name] = {"step": step, "values": values}
                 break
-    common = sorted(set.intersection(*(set(run.manifests) for run in runs)))
-    first = next(
-        (step for step in common if len({run.manifests[step].fingerprint for run in runs}) > 1),
-        None,
-    )
-    leaves = [] if first is None else _different([run.manifests[first] for run in runs])
+    common = sorted(set.intersection(*map(set, manifests)))
+    parted = (step for step in common if len({run[step].fingerprint for run in manifests}) > 1)
+    first = next(parted, None)
+    states = [] if first is None else [run[first] for run in manifests]
+    tables = [{e.path: (e.dtype, e.shape, e.hashes()) for e in each.leaves} for each in states]
+    leaves = list(_different(tables))
     return {
-        "recipe": {
-            name: [recipe.get(name) for recipe in recipes]
-            for name in fields
-            if len({repr(recipe.get(name)) for recipe in recipes}) > 1
-        },
-        "recipe_fields": fields,
-        "metrics": {name: metrics[name] for name in sorted(metrics, key=natural_key)},
+        "recipe": _different(recipes),
+        "recipe_fields": sorted({name for recipe in recipes for name in recipe}),
+        "metrics": metrics,
         "common_steps": len(common),
         "first_different_step": first,
         "different_leaves": len(leaves),
         "leaves": leaves[:_MOST_LEAVES],
     }
-
-
-def _different(manifests: Sequence[Manifest]) -> list[str]:
-    """The paths of the leaves that are not the same in all of them."""
-    tables = [
-        {leaf.path: (leaf.dtype, leaf.shape, leaf.hashes()) for leaf in manifest.leaves}
-        for manifest in manifests
-    ]
-    paths = sorted({path for table in tables for path in table})
-    return [
-        path for path in paths if any(table.get(path) != tables[0].get(path) for table in tables)
-    ]
 
 
 def metric_series(run: Run, manifests: Iterable[Manifest]) -> tuple[dict[str, Series], int]:
@@ -284,6 +234,129 @@ def replay_rows(storage: Storage) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"name": log_place(storage, name), "verdict": None}
         with suppress(OSError, PerdureError):
             for line in read_log(storage, name):
-                row |= msgspec.to_builtins(line.decode(_REPLAYED, row["name"]))
+                row |= line.decode(_RECORD, row["name"])
         rows.append(row)
     return rows
+
+
+def find_life(run: Run, logs: Sequence[Path]) -> dict[str, Any] | None:
+    """The life of a run in plain values: the totals, and each start with its attempts.
+
+    It is that of the program that saved checkpoints in this run directory, or in one of the same name
+    if none did; of a run without a checkpoint the newest program in `logs`. None if there is none.
+
+    Args:
+        run: The run.
+        logs: Log directories of `perdure run`. If none is given, `perdure-logs` is looked for in
+            the run directory, in the two directories above it, and in the working directory.
+
+    Raises:
+        NotARunError: One of `logs` has no log of `perdure run`.
+        UnreachableError: One of `logs` cannot be read.
+    """
+    least = 0 if logs and not run.steps() else 1
+    best: tuple[int, str] = least, ""
+    life: dict[str, Any] | None = None
+    for path in [_given(path) for path in logs] or _near(run):
+        try:
+            starts = read_runs(path)
+        except OSError as error:
+            if not logs:
+                continue
+            raise UnreachableError(f"{path}: a log cannot be read: {error}.") from error
+        for program in dict.fromkeys(str(start.program) for start in starts):
+            mine = [start for start in starts if str(start.program) == program]
+            rank = max(_match(start, run.where) for start in mine), mine[-1].last_time
+            if rank >= best:
+                best, life = (
+                    rank,
+                    _life_document(path, mine, sum(each.unreadable for each in starts)),
+                )
+    return life
+
+
+def _match(start: RunHistory, where: str) -> int:
+    """2 if a start saved in this run directory, 1 if it did in one of the same name."""
+    parts = [start.running.get("saved", {}), *(attempt.saved for attempt in start.attempts)]
+    saved = {
+        os.path.realpath(path) if "://" not in path else path for part in parts for path in part
+    }
+    if (where if "://" in where else os.path.realpath(where)) in saved:
+        return 2
+    return int(os.path.basename(where) in map(os.path.basename, saved))
+
+
+def _given(path: Path) -> Path:
+    """The log directory that was named, perhaps by its log."""
+    where = path if path.is_dir() else path.parent
+    if _has_logs(where):
+        return where
+    raise NotARunError(
+        f"{path}: expected the log directory of `perdure run`, with {FILE} in it or in a directory of "
+        "it, found none. Name the directory that was given to its --log-dir."
+    )
+
+
+def _near(run: Run) -> list[Path]:
+    """`perdure-logs` around the run directory and in the working directory."""
+    places: list[Path] = []
+    with suppress(OSError):  # the working directory was removed
+        places = [Path.cwd()]
+    if isinstance(run.storage, LocalStorage):
+        where = Path(run.where)
+        places = [where, where.parent, where.parent.parent, *places]
+    return [
+        logs for logs in dict.fromkeys(place / DEFAULT_LOGS for place in places) if _has_logs(logs)
+    ]
+
+
+def _has_logs(where: Path) -> bool:
+    return os.path.isfile(where / FILE) or any(map(os.path.isfile, where.glob(f"*/{FILE}")))
+
+
+def _together(starts: Sequence[RunHistory]) -> RunHistory:
+    """One history of all starts, so that steps repeated from one to the next count, too."""
+    seconds = sum(start.seconds for start in starts)
+    attempts = [attempt for start in starts for attempt in start.attempts]
+    return RunHistory(start=starts[-1].start, attempts=attempts, end={"seconds": seconds})
+
+
+def _life_document(logs: Path, starts: Sequence[RunHistory], unreadable: int) -> dict[str, Any]:
+    total = _together(starts)
+    repeated = iter(total.repeated)
+    rows = []
+    for start in starts:
+        attempts = []
+        for attempt in start.attempts:
+            names = ("number", "workers", "kind", "cause", "explanation", "start", "end")
+            fields = {name: getattr(attempt, name) for name in names}
+            began = round(attempt.began - start.attempts[0].began, 3)
+            seconds = round(attempt.seconds, 3)
+            fields |= {"repeated": next(repeated), "began": began, "seconds": seconds}
+            attempts.append(fields)
+        rows.append(
+            {
+                "name": start.name,
+                "state": start.state,
+                "status": start.end.get("status"),
+                "reason": start.end.get("reason"),
+                "started": start.start.get("time"),
+                "last_time": start.last_time,
+                "host": start.start.get("host"),
+                "directory": start.start.get("directory"),
+                "seconds": round(start.seconds, 3),
+                "attempts": attempts,
+                "running": start.running or None,
+            }
+        )
+    return {
+        "record": str(logs),
+        "unreadable_lines": unreadable,
+        "command": list(total.start.get("command", ())),
+        "attempts": len(total.attempts),
+        "repeated_steps": sum(total.repeated),
+        "seconds": round(total.seconds, 3),
+        "lost_seconds": None if total.useful is None else round(total.seconds - total.useful, 3),
+        "goodput": None if total.goodput is None else round(total.goodput, 3),
+        "starts": rows,
+    }

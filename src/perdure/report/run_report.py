@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
-
-import msgspec
-from msgspec import Struct, field
+from uuid import uuid4
 
 from perdure.checkpoint.address import Where, open_run
 from perdure.errors import ArgumentError
-from perdure.report.output_file import write_output
 from perdure.report.run_document import compare_runs, read_run
 
 _Paths = Sequence[str | os.PathLike[str]]
+_VERIFICATION = {"run", "good", "bad", "unread", "problems"}
+_DRILL = {"command", "pass", "stopped", "restored", "undisturbed", "faults", "not_tested", "runs"}
+"""What a report needs of the documents of `perdure verify` and `perdure drill`."""
+_HEAD_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -90,49 +92,16 @@ def report(
     if not runs:
         raise ArgumentError("report: expected a run directory, found none.")
     opened = [open_run(where) for where in runs]
-    documents = _verifications(verified, [run.where for run in opened])
+    verifications = _verifications(verified, [run.where for run in opened])
+    where = [Path(path) for path in logs]
     read = [
-        read_run(
-            run, logs=[Path(p) for p in logs], leaves=leaves, verified=documents.get(run.where)
-        )
+        read_run(run, logs=where, leaves=leaves, verified=verifications.get(run.where))
         for run in opened
     ]
-    document = {
-        "runs": [run.document for run in read],
-        "comparison": compare_runs(read) if len(read) > 1 else None,
-        "drills": [_document(Path(path), _Drill, "drill") for path in drills],
-    }
-    return RunReport(document)
-
-
-class _Problem(Struct):
-    name: str
-    what: str
-    harmful: bool
-
-
-class _Verification(Struct):
-    """What a report needs of `perdure verify RUN --json`."""
-
-    run: str
-    good: list[int]
-    bad: list[int]
-    unread: list[int]
-    problems: list[_Problem]
-
-
-class _Drill(Struct):
-    """What a report needs of `perdure drill --json`."""
-
-    command: list[str]
-    passed: bool = field(name="pass")
-    stopped: bool
-    restored: dict[str, Any]
-    undisturbed: dict[str, Any]
-    faults: dict[str, dict[str, int]]
-    not_tested: dict[str, str]
-    limits: list[str]
-    runs: list[dict[str, Any]]
+    documents = [document for document, _ in read]
+    comparison = compare_runs(documents, [each for _, each in read]) if len(read) > 1 else None
+    found = [_document(Path(path), _DRILL, "drill") for path in drills]
+    return RunReport({"runs": documents, "comparison": comparison, "drills": found})
 
 
 def _verifications(paths: _Paths, runs: Sequence[str]) -> dict[str, Mapping[str, Any]]:
@@ -140,7 +109,7 @@ def _verifications(paths: _Paths, runs: Sequence[str]) -> dict[str, Mapping[str,
     found: dict[str, Mapping[str, Any]] = {}
     files: dict[str, Path] = {}
     for path in map(Path, paths):
-        document = _document(path, _Verification, "verify RUN")
+        document = _document(path, _VERIFICATION, "verify RUN")
         run = document["run"]
         if run not in runs:
             raise ArgumentError(
@@ -156,16 +125,63 @@ def _verifications(paths: _Paths, runs: Sequence[str]) -> dict[str, Mapping[str,
     return found
 
 
-def _document(path: Path, fields: type[Struct], command: str) -> dict[str, Any]:
+def _document(path: Path, fields: set[str], command: str) -> dict[str, Any]:
     """The JSON document of a command, which must have `fields`."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        msgspec.convert(document, fields)
+        lacking = fields - dict(document).keys()
+        if lacking:
+            raise ValueError(f"there is no {min(lacking)!r}")
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
             f"{path}: expected the document of `perdure {command} --json`, found something else: "
             f"{error}. Write it with: perdure {command} --json > {path.name}"
         ) from error
     return document
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write `data` to `path`; an older file of the same kind is replaced in one step.
+
+    An existing file that does not begin with the same bytes is no page, or no picture of this kind: it
+    is kept. A pipe or a device is written to.
+
+    Raises:
+        ArgumentError: The file holds something else, or cannot be written.
+    """
+    try:
+        if os.path.lexists(path) and not path.is_file():
+            with path.open("wb") as file:
+                file.write(data)
+            return
+        target = Path(os.path.realpath(path))  # a link stays a link
+        if target.is_file():
+            with target.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+            if head not in (b"", data[:_HEAD_BYTES]):
+                raise ArgumentError(
+                    f"{path}: expected a new file, or an older file of this kind to replace; found a "
+                    "file with other contents. Name another file, or remove that one."
+                )
+        _replace(target, data)
+    except OSError as error:
+        raise ArgumentError(
+            f"{path}: cannot be written: {error}. Expected the path of a file in a directory that "
+            "exists and can be written to."
+        ) from error
+
+
+def _replace(target: Path, data: bytes) -> None:
+    temporary = target.with_name(f".{target.name[:40]}-{uuid4().hex[:8]}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(data)
+        if target.exists():
+            temporary.chmod(target.stat().st_mode & 0o7777)
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise

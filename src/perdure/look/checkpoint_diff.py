@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import product
 from typing import Any
 
 from perdure.checkpoint.address import (
@@ -15,7 +18,7 @@ from perdure.checkpoint.address import (
     open_checkpoint,
 )
 from perdure.errors import StepNotFoundError, UnsupportedLeafError
-from perdure.look.diff_result import CheckpointDiff, FieldDiff
+from perdure.look.diff_result import CheckpointDiff, FieldDiff, Rename
 from perdure.look.leaf_diff import Comparison, LeafDiff, diff_scalars
 from perdure.look.leaf_reader import (
     describe,
@@ -25,11 +28,13 @@ from perdure.look.leaf_reader import (
     read_elements,
     refuse_unused,
 )
-from perdure.look.renames import likely_renames
 from perdure.store.format import steps_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
 from perdure.text import counted
+
+MOST_CANDIDATES = 256
+"""Of more leaves with the same bytes, those at the same place in both orders are paired."""
 
 
 def diff(
@@ -62,7 +67,7 @@ def diff(
     changed, read = _compare((a, b), differing)
     only_first = [leaf for path, leaf in ours.items() if path not in theirs]
     only_second = [leaf for path, leaf in theirs.items() if path not in ours]
-    renames, sampled = likely_renames(a, only_first, b, only_second)
+    renames = _likely_renames(only_first, only_second)
     renamed = {rename.first for rename in renames}, {rename.second for rename in renames}
     recipe, environment = _recipes(a.manifest, b.manifest)
     process_leaves = [{leaf.path: leaf for leaf in each.manifest.process_leaves} for each in (a, b)]
@@ -75,13 +80,13 @@ def diff(
         changed=changed,
         only_first=tuple(leaf.path for leaf in only_first if leaf.path not in renamed[0]),
         only_second=tuple(leaf.path for leaf in only_second if leaf.path not in renamed[1]),
-        renames=tuple(renames),
+        renames=renames,
         recipe=recipe,
         environment=environment,
         metrics=_fields(a.manifest.metrics, b.manifest.metrics),
         process_leaves=_unequal(*process_leaves, same=_same),
         containers=_unequal(a.manifest.containers, b.manifest.containers),
-        read_nbytes=read + sampled,
+        read_nbytes=read,
         common=common,
     )
 
@@ -201,3 +206,23 @@ def _unequal(
         for path in sorted({*ours, *theirs})
         if path not in ours or path not in theirs or not same(ours[path], theirs[path])
     )
+
+
+def _likely_renames(first: Iterable[LeafEntry], second: Iterable[LeafEntry]) -> tuple[Rename, ...]:
+    """Leaves of one side each with the same dtype, shape and bytes, paired by similar paths."""
+    groups: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side, entries in enumerate((first, second)):
+        for leaf in entries:
+            # The bytes of scalars say little, so their names count.
+            name = leaf.path.rpartition("/")[2] if is_scalar(leaf) else ""
+            groups[leaf.dtype, leaf.shape, name, *leaf.hashes()][side].append(leaf.path)
+    found: dict[str, str] = {}
+    for sides in groups.values():
+        few = max(map(len, sides)) <= MOST_CANDIDATES
+        pairs = product(*sides) if few else zip(*sides, strict=False)
+        taken: set[str] = set()
+        for a, b in sorted(pairs, key=lambda ab: (-SequenceMatcher(None, *ab).ratio(), ab)):
+            if a not in found and b not in taken:
+                found[a] = b
+                taken.add(b)
+    return tuple(Rename(a, b) for a, b in sorted(found.items()))

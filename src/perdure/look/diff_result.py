@@ -8,7 +8,6 @@ from typing import Any
 
 from perdure.look.leaf_diff import LeafDiff
 from perdure.look.leaf_reader import ORIGIN
-from perdure.look.renames import Rename
 from perdure.look.tables import Shown, Table, plain, printable, size_text
 from perdure.text import counted, few
 
@@ -23,6 +22,14 @@ class FieldDiff:
     name: str
     first: str | int | float | bool | None
     second: str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A leaf that probably has another path on the second side, where the same bytes are."""
+
+    first: str
+    second: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,8 +100,8 @@ class CheckpointDiff(Shown):
             if leaf.problem is not None
         ]
         if self.renames:
-            rows = [(each.first, each.second, _likeness(each.cosine)) for each in self.renames]
-            blocks.append(Table(("probably renamed: A", "B", "because"), rows))
+            rows = [(each.first, each.second) for each in self.renames]
+            blocks.append(Table(("probably renamed, the same bytes: A", "B"), rows))
         blocks += _only("A", self.only_first) + _only("B", self.only_second)
         named = {"recipe": self.recipe, "environment": self.environment, "metric": self.metrics}
         for title, fields in named.items():
@@ -152,7 +159,3 @@ def _only(side: str, paths: Sequence[str]) -> list[str | Table]:
     lines: list[str | Table] = [f"only in {side}: {path}" for path in paths[:MOST_PATHS]]
     more = len(paths) - MOST_PATHS
     return [*lines, f"only in {side}: and {more:,} more"] if more > 0 else lines
-
-
-def _likeness(cosine: float | None) -> str:
-    return "the same bytes" if cosine is None else f"cosine {cosine:.6f}"

@@ -305,8 +305,8 @@ def _lines(
     """A line for each layer; a word is no value."""
     points: dict[str, Series] = {}
     for step, layer, value in rows:
-        is_value = isinstance(value, float) and math.isfinite(value)
-        points.setdefault(layer, []).append((step, value if is_value else None))
+        finite = value if isinstance(value, float) and math.isfinite(value) else None
+        points.setdefault(layer, []).append((step, finite))
     names = sorted(points, key=natural_key)[:MOST_LINES]
     return [PlotLine(name, points[name], attempts, number) for number, name in enumerate(names)]
 

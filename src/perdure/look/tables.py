@@ -6,7 +6,7 @@ import html
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from perdure.text import counted
@@ -82,8 +82,8 @@ class Shown:
     """Base of a result: `str` and a notebook show the blocks of `_blocks`, text and tables."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for JSON: its fields."""
-        return plain(asdict(self))  # type: ignore[call-overload]
+        """The result for JSON."""
+        raise NotImplementedError
 
     def _blocks(self) -> list[str | Table]:
         raise NotImplementedError

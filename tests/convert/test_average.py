@@ -295,6 +295,13 @@ def test_sums_above_the_largest_float64_have_finite_means(tmp_path: Path) -> Non
     assert apart.manifest.step == 2
 
 
+def test_a_mean_of_negative_zeros_keeps_its_sign(tmp_path: Path) -> None:
+    several = small(tmp_path / "run", [-0.0, -0.0, 1.0], [-0.0, 0.0, 2.0])
+    average([several], tmp_path / "out")
+    mean = load_checkpoint(tmp_path / "out")["w"]
+    assert [str(value) for value in mean.tolist()] == ["-0.0", "0.0", "1.5"]
+
+
 def test_very_large_and_very_small_weights(tmp_path: Path) -> None:
     several = small(tmp_path / "run", [1.0, 1e300], [2.0, 1e300])
     bits = {

@@ -20,7 +20,6 @@ from perdure.errors import missing_extra
     "--engine",
     type=click.Choice(["jax", "torch"]),
     default="jax",
-    show_default=True,
     help="The framework to train with.",
 )
 @click.option(
@@ -28,9 +27,7 @@ from perdure.errors import missing_extra
     type=click.Path(path_type=str, exists=True),
     help="MNIST or Fashion-MNIST: IDX files or .npz.",
 )
-@click.option(
-    "--epochs", type=click.IntRange(2), default=6, show_default=True, help="Epochs to train."
-)
+@click.option("--epochs", type=click.IntRange(2), default=6, help="Epochs to train.")
 @seed_option
 @directory_option
 @click.option("--without", type=click.Choice(GUARDS), help="Remove one guard; the demo then fails.")

@@ -45,14 +45,12 @@ _MOST_LINES = 40
     "--repeats",
     type=click.IntRange(2),
     default=5,
-    show_default=True,
     help="Results of each kernel on each device of each process.",
 )
 @click.option(
     "--steps",
     type=COUNT,
     default=2,
-    show_default=True,
     help="End COMMAND once it has saved or recorded so many steps.",
 )
 @workers_option

@@ -33,7 +33,6 @@ from perdure.errors import ArgumentError
     "--runs",
     type=COUNT,
     default=20,
-    show_default=True,
     help="Faulted runs, besides the restores that every drill tries.",
 )
 @seed_option

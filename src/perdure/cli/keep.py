@@ -111,12 +111,9 @@ def _print_report(report: VerifyReport, repaired: bool) -> None:
     "--best-mode",
     type=click.Choice(["max", "min"]),
     default="max",
-    show_default=True,
     help="Whether the largest or the smallest value is best.",
 )
-@click.option(
-    "--best-to-keep", type=COUNT, default=1, show_default=True, help="How many of the best to keep."
-)
+@click.option("--best-to-keep", type=COUNT, default=1, help="How many of the best to keep.")
 @click.option("--rolled-back", is_flag=True, help="Also remove what rollbacks set aside.")
 @dry_run_option
 def prune(

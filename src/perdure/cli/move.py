@@ -190,10 +190,10 @@ def export(
 @click.argument("source", metavar="SRC")
 @new_run_argument("run", "RUN")
 @click.option("--from", "kind", type=click.Choice(ARRAY_FORMATS), help="The format of SRC.")
-@click.option("--branch", default="", metavar="PATH", help="Put the leaves below this path.")
+@click.option("--branch", metavar="PATH", help="Put the leaves below this path.")
 @click.option("--names", metavar="FILE", help="Paths: old=new in each line, with * and **.")
 def import_(
-    source: str, run: str, kind: str | None, branch: str, names: str | None, as_json: bool
+    source: str, run: str, kind: str | None, branch: str | None, names: str | None, as_json: bool
 ) -> None:
     """Save the arrays of SRC as step 0 of the new run directory RUN.
 
@@ -212,7 +212,7 @@ def import_(
     if not os.path.lexists(source):
         raise ArgumentError(f"{source}: expected a file or folder, found nothing.")
     with fresh_run():
-        manifest = import_run(source, run, kind=kind, branch=branch, names=_names(names))
+        manifest = import_run(source, run, kind=kind, branch=branch or "", names=_names(names))
     if as_json:
         leaves = [{"path": leaf.path} for leaf in manifest.leaves]
         document({"run": run, "step": 0, "fingerprint": manifest.fingerprint, "leaves": leaves})

@@ -56,6 +56,7 @@ def command(name: str, **settings: Any) -> Callable[[Callable[..., Any]], click.
 
     def declare(function: Callable[..., Any]) -> click.Command:
         declared = click.command(name, **settings)(function)
+        declared.context_settings.setdefault("show_default", True)
         flag = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON document.")
         declared.params.append(flag)
         return declared
@@ -72,12 +73,10 @@ leaves_option = click.option(
     help="Only these leaves, such as model, '*/bias' or 'model/**/kernel'. May be repeated.",
 )
 directory_option = click.option("--directory", type=PATH, help="Keep what is run here.")
-workers_option = click.option(
-    "--workers", type=COUNT, default=1, show_default=True, help="Processes of the group."
-)
+workers_option = click.option("--workers", type=COUNT, default=1, help="Processes of the group.")
 devices_option = click.option("--devices", type=COUNT, help="Devices of each worker.")
 seed_option = click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of every random choice."
+    "--seed", type=click.IntRange(0), default=0, help="Of every random choice."
 )
 dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
 read_only_option = click.option(

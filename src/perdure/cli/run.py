@@ -39,11 +39,7 @@ if TYPE_CHECKING:
 )
 @devices_option
 @click.option(
-    "--max-restarts",
-    type=click.IntRange(0),
-    default=100,
-    show_default=True,
-    help="Failures after which to restart.",
+    "--max-restarts", type=click.IntRange(0), default=100, help="Failures after which to restart."
 )
 @click.option(
     "--elastic", metavar="MIN:MAX", help="Continue with fewer workers if one fails again and again."
@@ -60,7 +56,6 @@ if TYPE_CHECKING:
     "--grace",
     type=click.FloatRange(0),
     default=60.0,
-    show_default=True,
     help="Seconds to save and exit after a signal.",
 )
 @click.option(

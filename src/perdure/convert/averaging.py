@@ -268,10 +268,11 @@ def _mean_leaves(sources: _Weighted, paths: list[str]) -> list[StreamedLeaf]:
 def _mean(parts: Iterator[np.ndarray[Any, Any]], weights: list[float], dtype: Any) -> memoryview:
     """`sum(weight * part) / sum(weight)`, added from the first to the last; as bytes of `dtype`."""
     real = parts_dtype(dtype)
-    added: Any = 0.0
+    added: Any = None
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for part, weight in zip(parts, weights, strict=True):
-            added = added + part.view(real).astype(np.float64) * weight
+            term = part.view(real).astype(np.float64) * weight
+            added = term if added is None else added + term  # 0.0 + -0.0 would lose a sign
         added /= math.fsum(weights)
     return round_once(added, real).view(np.uint8).data
 

@@ -93,13 +93,15 @@ def contents_and_problems(run: Run) -> tuple[Contents, Problems]:
     Raises `UnreachableError` if the run directory cannot be listed.
     """
     try:
-        seen = _problems(run.contents())
-        # A prune may have deleted a checkpoint and its packs meanwhile: what is damaged stays so.
         contents = run.contents()
+        problems = _problems(contents)
+        if problems:  # a prune may have deleted a checkpoint and its packs meanwhile: look again
+            contents = run.contents()
+            again = _problems(contents)
+            problems = {step: why for step, why in again.items() if problems.get(step) == why}
     except PruneError as error:
         raise UnreachableError(f"{run.where}: cannot be listed: {error.__cause__}.") from error
-    found = _problems(contents) if seen else {}
-    return contents, {step: why for step, why in found.items() if seen.get(step) == why}
+    return contents, problems
 
 
 def _problems(contents: Contents) -> Problems:

@@ -16,21 +16,13 @@ from perdure.checkpoint.address import named_step
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.retention import MonitoredRetention
 from perdure.errors import ArgumentError
-from perdure.keras import fit_saving
-from perdure.keras.fit_internals import (
-    MonitorCallback,
-    direction,
-    has_direction,
-    is_improvement,
-    print_msg,
-    set_direction,
-)
+from perdure.keras import fit_internals, fit_saving
 from perdure.state import restore
 from perdure.store import Run, Storage
 from perdure.store.selection import Selection
 
 
-class ModelCheckpoint(MonitorCallback):
+class ModelCheckpoint(fit_internals.MonitorCallback):
     """Saves the model and its optimizer into a run directory while `fit` trains.
 
     Takes the arguments of `keras.callbacks.ModelCheckpoint`, in the same order. `filepath` is a
@@ -124,7 +116,7 @@ class ModelCheckpoint(MonitorCallback):
         if self.save_best_only and not self._can_compare(value):
             value = None
         if self.save_best_only and value is not None:
-            if not math.isfinite(value) or not is_improvement(self, value):
+            if not math.isfinite(value) or not fit_internals.is_improvement(self, value):
                 self._print(f"{self.monitor} did not improve from {_text(self.best)}")
                 return
             message = f"{self.monitor} improved from {_text(self.best)} to {_text(value)}, saving"
@@ -164,7 +156,7 @@ class ModelCheckpoint(MonitorCallback):
 
     def _print(self, message: str) -> None:
         if self.verbose > 0:
-            print_msg(f"\nEpoch {self._epoch + 1}: {message}")
+            fit_internals.print_msg(f"\nEpoch {self._epoch + 1}: {message}")
 
     def _was_pruned(self, manager: CheckpointManager, step: int) -> bool:
         """Whether an earlier `fit` passed `step` and pruned its checkpoint: a resumed `fit` begins at
@@ -181,9 +173,9 @@ class ModelCheckpoint(MonitorCallback):
         return True
 
     def _open(self) -> CheckpointManager:
-        if not has_direction(self):
+        if not fit_internals.has_direction(self):
             try:
-                set_direction(self)
+                fit_internals.set_direction(self)
             except ValueError as error:
                 if self.save_best_only:
                     raise ArgumentError(
@@ -191,7 +183,7 @@ class ModelCheckpoint(MonitorCallback):
                         f"inferred from this metric. Pass mode='max' or mode='min'."
                     ) from error
         retention = None
-        if (mode := direction(self)) is not None:
+        if (mode := fit_internals.direction(self)) is not None:
             retention = MonitoredRetention(best_metric=self.monitor, best_mode=mode)
         self._manager = fit_saving.open_manager(
             self.filepath,

@@ -13,16 +13,9 @@ from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.errors import StateError, missing_extra
-from perdure.plugins.host import (
-    HostRun,
-    keeps_workers,
-    manager_of,
-    require_new_workers,
-    require_one_process,
-    require_version,
-)
+from perdure.plugins import host
 
-require_version("accelerate", "accelerate", "1.1", "2")
+host.require_version("accelerate", "accelerate", "1.1", "2")
 try:
     from accelerate import Accelerator, skip_first_batches
 except ModuleNotFoundError as error:
@@ -58,7 +51,7 @@ def batches(
         StateError: There are several processes, a loader has `persistent_workers=True`, or `loader` is
             not prepared.
     """
-    require_one_process(
+    host.require_one_process(
         "perdure.plugins.accelerate",
         accelerator.num_processes,
         "The data position of several has not been proved; use `accelerator.save_state`, or a loop of "
@@ -70,12 +63,14 @@ def batches(
             f"for a DataLoader, found a {type(loader).__qualname__} that it has not prepared."
         )
     remedy = "Make each DataLoader with persistent_workers=False."
-    require_new_workers(keeps_workers(accelerator._dataloaders), remedy)
-    with manager_of(run, save_interval_steps=500) as manager:
-        yield from _batches(accelerator, loader, HostRun(manager), epochs)
+    host.require_new_workers(host.keeps_workers(accelerator._dataloaders), remedy)
+    with host.manager_of(run, save_interval_steps=500) as manager:
+        yield from _batches(accelerator, loader, host.HostRun(manager), epochs)
 
 
-def _batches(accelerator: Any, loader: Any, run: HostRun, epochs: int) -> Iterator[tuple[int, Any]]:
+def _batches(
+    accelerator: Any, loader: Any, run: host.HostRun, epochs: int
+) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
     if run.resumed is not None:
         run.restore(_members(accelerator), "position")

@@ -27,22 +27,14 @@ from perdure.errors import (
     UnsupportedLeafError,
     missing_extra,
 )
-from perdure.plugins.host import (
-    GeneratorStates,
-    generator_states,
-    keeps_workers,
-    require_new_workers,
-    require_one_process,
-    require_version,
-    restore_generators,
-)
+from perdure.plugins import host
 from perdure.runtime.heartbeats import beat
 from perdure.state import flatten
 from perdure.state.adapter import Stateful
 from perdure.state.object_restore import ObjectStates
 from perdure.store import Run
 
-require_version("lightning", "lightning", "2.5", "3")
+host.require_version("lightning", "lightning", "2.5", "3")
 try:
     import torch
     from lightning.pytorch import Callback, Trainer
@@ -264,14 +256,14 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._batches = 0
-        self._epoch_began: GeneratorStates = {}
-        self._resumed: GeneratorStates | None = None
+        self._epoch_began: host.GeneratorStates = {}
+        self._resumed: host.GeneratorStates | None = None
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuse what this cannot resume exactly; raises `StateError`."""
-        require_one_process(
+        host.require_one_process(
             "ExactResume",
             trainer.world_size,
             "Lightning saves the callbacks of rank 0 only, so the generators of others would be lost.",
@@ -283,7 +275,7 @@ class ExactResume(Callback):
             "batches": self._batches,
             "positions": [loader.state_dict() for loader in self._loaders],
             "epoch_began": _tensors(self._epoch_began),
-            "now": _tensors(generator_states()),
+            "now": _tensors(host.generator_states()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -309,17 +301,17 @@ class ExactResume(Callback):
                 # begun, and would take a checkpoint of that epoch for one of its begin.
                 trainer.fit_loop.reset_restart_stage()
         if not is_new and not _is_positioned(fetcher):
-            restore_generators(self._epoch_began)
+            host.restore_generators(self._epoch_began)
             iter(fetcher)
             for _ in range(self._batches):
                 next(fetcher)
             fetcher.fetched -= self._batches  # Lightning adds those that were trained on
-        restore_generators(resumed or {})
+        host.restore_generators(resumed or {})
         if (is_new and _leave_epochs(self._loaders)) or is_moved:
             iter(fetcher)
         if is_new and not _is_positioned(fetcher):
             if fetcher.length is None:  # it has drawn a batch ahead
-                self._epoch_began = generator_states()
+                self._epoch_began = host.generator_states()
                 iter(fetcher)
             else:  # a validation that the last process did not finish comes first
                 fetcher.iterator = self._begun_late(fetcher.combined_loader)
@@ -328,7 +320,7 @@ class ExactResume(Callback):
         """Note the generators before Lightning begins the next epoch."""
         self._loaders = _resumable_loaders(_fetcher(trainer))
         _leave_epochs(self._loaders)
-        self._epoch_began = generator_states()
+        self._epoch_began = host.generator_states()
         self._batches = 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -357,7 +349,7 @@ class ExactResume(Callback):
 
     def _begun_late(self, loader: Any) -> Iterator[Any]:
         """The batches of an epoch that begins when the first is drawn."""
-        self._epoch_began = generator_states()
+        self._epoch_began = host.generator_states()
         yield from loader
 
 
@@ -423,16 +415,16 @@ def _validation_loaders(trainer: Trainer) -> list[Any]:
 
 
 def _require_new_workers(loaders: list[Any]) -> None:
-    require_new_workers(
-        keeps_workers(loader for loader in loaders if not _has_position(loader)),
+    host.require_new_workers(
+        host.keeps_workers(loader for loader in loaders if not _has_position(loader)),
         "Make each DataLoader with persistent_workers=False, or wrap that of the training in a "
         "perdure.torch.ResumableLoader, which may keep its workers.",
     )
 
 
-def _tensors(states: GeneratorStates) -> dict[str, torch.Tensor]:
+def _tensors(states: host.GeneratorStates) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(state) for name, state in states.items()}
 
 
-def _arrays(tensors: Mapping[str, torch.Tensor]) -> GeneratorStates:
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> host.GeneratorStates:
     return {name: tensor.numpy() for name, tensor in tensors.items()}

@@ -17,16 +17,9 @@ from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.errors import ArgumentError, StateError, missing_extra
-from perdure.plugins.host import (
-    HostRun,
-    keeps_workers,
-    manager_of,
-    require_new_workers,
-    require_one_process,
-    require_version,
-)
+from perdure.plugins import host
 
-require_version("transformers", "transformers", "5", "6")
+host.require_version("transformers", "transformers", "5", "6")
 try:
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
@@ -64,13 +57,13 @@ def train(
     """
     _require_supported(trainer, arguments)
     interval = 1 if isinstance(run, CheckpointManager) else _interval(trainer.args.save_steps)
-    with manager_of(
+    with host.manager_of(
         run,
         save_interval_steps=interval,
         max_to_keep=trainer.args.save_total_limit,
         recipe=_recipe(trainer),
     ) as manager:
-        callback = _Checkpoints(trainer, HostRun(manager))
+        callback = _Checkpoints(trainer, host.HostRun(manager))
         trainer.add_callback(callback)
         try:
             return callback.train(arguments)
@@ -81,7 +74,7 @@ def train(
 class _Checkpoints(TrainerCallback):
     """Saves between two steps, and restores what `Trainer.train` has made."""
 
-    def __init__(self, trainer: Trainer, run: HostRun) -> None:
+    def __init__(self, trainer: Trainer, run: host.HostRun) -> None:
         self._trainer = trainer
         self._run = run
 
@@ -97,8 +90,8 @@ class _Checkpoints(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # `get_train_dataloader` of a subclass may not follow the arguments.
-        is_kept = keeps_workers([kwargs.get("train_dataloader")])
-        require_new_workers(is_kept, "Make the DataLoader with persistent_workers=False.")
+        is_kept = host.keeps_workers([kwargs.get("train_dataloader")])
+        host.require_new_workers(is_kept, "Make the DataLoader with persistent_workers=False.")
         if (resumed := self._run.resumed) is not None:
             self._run.restore(self._members(), "trainer")
             if state.global_step != resumed.step:
@@ -146,7 +139,7 @@ def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
             "resume_from_checkpoint: expected none, because `perdure.plugins.transformers.train` "
             "resumes from the run directory; `trainer.train` starts from a folder of the Trainer."
         )
-    require_one_process(
+    host.require_one_process(
         "perdure.plugins.transformers",
         trainer.args.world_size,
         "The data position of several has not been proved; use the Trainer's own checkpoints.",
@@ -161,7 +154,7 @@ def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
         raise StateError(
             "ignore_data_skip: expected False, found True. The resumed run would see other batches."
         )
-    require_new_workers(
+    host.require_new_workers(
         trainer.args.dataloader_persistent_workers,
         "Set dataloader_persistent_workers=False in the TrainingArguments.",
     )

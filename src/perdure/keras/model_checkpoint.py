@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions
-from perdure.checkpoint.address import named_step
+from perdure.checkpoint.address import step_or_name
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.retention import MonitoredRetention
 from perdure.errors import ArgumentError
@@ -222,7 +222,8 @@ def load_weights(
     if step is not None and step != "best" and type(step) is not int:
         raise ArgumentError(f"step: expected an int, 'best' or None, found {step!r}.")
     if step == "best":
-        step = named_step(opened := Run(run), f"{opened.where}@best")
+        opened = Run(run)
+        step = step_or_name(f"{opened.where}@best", opened)
     loaded = load_verified(run, step, Selection("model").matches)
     restore({"model": model}, loaded.leaves)
     return loaded.manifest.step

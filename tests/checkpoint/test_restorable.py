@@ -8,13 +8,15 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 from perdure import CheckpointManager
 from perdure.checkpoint.restore_check import RestoreCheck
-from perdure.errors import CorruptionError, MismatchError
+from perdure.errors import CorruptionError, MismatchError, UnsupportedLeafError
 from perdure.state import differences, flatten, snapshot, template_of
 from perdure.state.template import own_differences
 from perdure.store import Run
@@ -243,3 +245,14 @@ def test_a_structure_that_changes_between_saves_and_back_is_compared_each_time()
         assert "the structure of the state has changed" in warning
         assert check.changed("here", flatten(other)) is None  # once
         assert check.changed("here", flatten(state)) is None
+
+
+def test_a_program_does_not_begin_with_an_abstract_array(tmp_path: Path) -> None:
+    target = {"w": jax.ShapeDtypeStruct((2,), np.dtype("float32"))}
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        with pytest.raises(UnsupportedLeafError, match=r"w: is abstract .*fresh state"):
+            manager.restore_or_initialize(target)
+        manager.save(1, {"w": jnp.ones(2)})
+        manager.wait_until_finished()
+        state, step = manager.restore_or_initialize(target)
+    assert (step, state["w"].tolist()) == (1, [1.0, 1.0])

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from perdure import CheckpointManager
 from perdure.errors import DataError, StateError
-from perdure.state import flatten, process_random
+from perdure.state import flatten, process_random, restore
 from perdure.torch import ResumableLoader
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
@@ -403,3 +403,35 @@ def test_a_loader_that_cannot_be_resumed_is_refused() -> None:
         flatten({"a": DataLoader(Noisy())})
     with pytest.raises(DataError, match="expected a torch DataLoader"):
         ResumableLoader([1, 2])  # pyright: ignore[reportArgumentType]
+
+
+class Curriculum:
+    """A sampler whose length is a part of the training."""
+
+    def __init__(self) -> None:
+        self.most = 4
+
+    def __len__(self) -> int:
+        return self.most
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.most))
+
+
+@pytest.mark.parametrize("first", ["loader", "sampler"])
+def test_a_sampler_in_the_state_has_its_length_before_the_loader_is_loaded(first: str) -> None:
+    def state() -> dict[str, Any]:
+        sampler = Curriculum()
+        data = ResumableLoader(DataLoader(Noisy(), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+        members = {"loader": data, "sampler": sampler}
+        return {name: members[name] for name in sorted(members, reverse=first == "sampler")}
+
+    saved = state()
+    saved["sampler"].most = 8
+    assert len(list(saved["loader"])) == 4
+    restored = restore(state(), flatten(saved))
+    assert (restored["sampler"].most, restored["loader"].epoch) == (8, 1)
+    other = {**state(), "loader": loader()}
+    with pytest.raises(StateError, match="Every object has the state"):
+        restore(other, flatten(saved))
+    assert other["sampler"].most == 4

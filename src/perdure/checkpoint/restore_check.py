@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from perdure.errors import MismatchError, StateError, warn_caller
+from perdure.errors import MismatchError, StateError, UnsupportedLeafError, warn_caller
 from perdure.state import Template, differences, format_differences
 from perdure.state.leaf_spec import Difference, LeafSpec
 from perdure.state.object_flatten import FreshTarget, inner_objects, lost_objects
@@ -57,6 +57,8 @@ class RestoreCheck:
         walk = None
         try:
             walk = Walk(like)
+            if begins:
+                _require_values(walk)
             self._template = template_of_walk(walk)
             self.fresh = FreshTarget(walk)
         except StateError:
@@ -161,6 +163,18 @@ class RestoreCheck:
         if self._inner is not None and containers:
             lines += lost_objects(leaves, template.objects, self._inner)
         return lines
+
+
+def _require_values(walk: Walk) -> None:
+    """Raise `UnsupportedLeafError` for an abstract array: a program cannot begin with it."""
+    abstract = {kind for kind in walk.takers if kind.__name__ == "ShapeDtypeStruct"}
+    for path, value in walk.pairs() if abstract else ():
+        if type(value) in abstract:
+            raise UnsupportedLeafError(
+                f"{path or '(the state itself)'}: is abstract ({value}), and the run has no checkpoint "
+                f"that could give it a value. Give `restore_or_initialize` the fresh state; "
+                f"`restore` takes abstract targets."
+            )
 
 
 def _structure(leaves: Mapping[str, Leaf]) -> dict[str, LeafSpec]:

@@ -74,21 +74,16 @@ class _Owner(NamedTuple):
     """The module of the state in which a module lies."""
 
 
-class _Fresh:
-    """The marks of an owner's values when it was first seen, and the values that a restore has put."""
+_RESTORED = object()
+"""In place of the mark of a value that a restore has put: it equals no mark, so that every later save
+stores the value again."""
 
-    def __init__(self, marks: dict[Key, Any]) -> None:
-        self.marks = marks
-        self.restored: set[Key] = set()
-
-
-_fresh: weakref.WeakKeyDictionary[Any, _Fresh] = weakref.WeakKeyDictionary()
+_fresh: weakref.WeakKeyDictionary[Any, dict[Key, Any]] = weakref.WeakKeyDictionary()
+"""The marks of an owner's values when it was first seen."""
 
 
 class Attributes(ExtraMember):
     """See `perdure.state.extra_members.ExtraMember`."""
-
-    name = "attributes"
 
     def __init__(self) -> None:
         self._static: dict[Key, Any] | None = None
@@ -100,27 +95,31 @@ class Attributes(ExtraMember):
                 for path, value, names in static_owners(walk)
                 for name in names
             }
-        known = _Known(walk)
-        for owner in _owners(walk):
-            _fresh_of(owner, known)
+        if owners := [*_owners(walk)]:
+            known = _Known(walk)
+            for owner in owners:
+                _fresh_of(owner, known)
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         if self._static is None:
             self.see(saving.walk)
-        known = _Known(saving.walk)
-        leaves, top = Leaves(), f"process/{saving.process}/{self.name}"
+        leaves, top = Leaves(), f"process/{saving.process}/attributes"
         keys: dict[str, Key] = {}
         same: dict[str, str] = {}
-        first: dict[int, tuple[str, Any]] = {}
-        for owner in _owners(saving.walk):
+        first: dict[
+            int, tuple[str, Any]
+        ] = {}  # keeps the values alive, so that no `id` is used again
+        owners = [*_owners(saving.walk)]
+        known = _Known(saving.walk) if owners else None
+        for owner in owners:
+            assert known is not None
             fresh = _fresh_of(owner, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
             while values:
                 key, value = values.popleft()
-                mark = mark_of(value, is_fresh=False)
-                if key in fresh.marks and fresh.marks[key] == mark and key not in fresh.restored:
+                if key in fresh and fresh[key] == mark_of(value, is_fresh=False):
                     continue
-                if key not in fresh.marks and _is_beside_others(owner, known.real(key), others):
+                if key not in fresh and _is_beside_others(owner, known.real(key), others):
                     continue
                 path = _path(f"{top}/{owner.path}" if owner.path else top, key)
                 is_plain = kind_of(value) is Kind.PLAIN
@@ -148,9 +147,9 @@ class Attributes(ExtraMember):
         return {**copies, f"{top}_index": Leaf("py:str", (), text, frozen=True)}
 
     def put(self, restoring: Restoring) -> list[str]:
-        top = f"process/{restoring.group.index}/{self.name}"
+        top = f"process/{restoring.group.index}/attributes"
         if f"{top}_index" not in restoring.leaves:
-            top = f"process/0/{self.name}"  # saved by fewer processes
+            top = "process/0/attributes"  # saved by fewer processes
         if (leaf := restoring.leaves.get(f"{top}_index")) is None:
             return []
         try:
@@ -187,16 +186,15 @@ class Attributes(ExtraMember):
                     f"rest of the state is restored. Build the target with the code that saved it."
                 ) from error
             if owner.value in _fresh:
-                _fresh[owner.value].restored.add(tuple(key))
+                _fresh[owner.value][tuple(key)] = _RESTORED
         return []
 
 
-def _fresh_of(owner: _Owner, known: _Known) -> _Fresh:
-    """The fresh values of an owner, which are those of now if it was not seen before."""
-    fresh = _fresh.get(owner.value)
-    if fresh is None:
-        marks = {key: mark_of(value) for key, value in _values(owner, known)}
-        fresh = _fresh[owner.value] = _Fresh(marks)
+def _fresh_of(owner: _Owner, known: _Known) -> dict[Key, Any]:
+    """The fresh marks of an owner, which are those of now if it was not seen before."""
+    if (fresh := _fresh.get(owner.value)) is None:
+        fresh = {key: mark_of(value) for key, value in _values(owner, known)}
+        _fresh[owner.value] = fresh
     return fresh
 
 

@@ -1,10 +1,10 @@
-"""What the objects and the running functions of a program reach, by name, with a mark for each value.
+"""What the objects and the running functions of a program reach, by name.
 
 A name is a variable of the program (`velocity`), of a function that runs (`train.rate`) or that is
 closed over, an attribute of one of its objects (`sampler.position`), or a random generator or default
-of the process. A mark is a cheap guess that a value has changed: nothing is copied, and nothing large
-is read. A manager compares the marks of two saves (`changed_and_unsaved`); the drill compares whole
-values of two processes, and puts back under these names what a resumed one lacks.
+of the process. After a restore a manager looks whether the program changes under such a name what it
+gave to the restore; the drill compares the values of two processes, and puts back under these names
+what a resumed one lacks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,20 @@ import random
 import sys
 import threading
 import types
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from perdure.state import process_random
-from perdure.state.bits import hash_of
 from perdure.state.program_code import is_program_file
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _DEEPEST = 6
 _MOST_ITEMS = 64  # of a container that is looked into
-_SAMPLE = 4096  # bytes of an array that a mark has
 _ENVIRONMENT = dict(os.environ)
 """The variables with which the process began, as far as this module knows."""
 _DEFAULTS = {
@@ -69,85 +66,6 @@ class Held:
     name: str
     get: Callable[[], Any]
     bind: Callable[[Any], object]
-
-
-class Mark(NamedTuple):
-    """By what a change of a value is noticed.
-
-    Attributes:
-        identity: `id` of an object; 0 for a number or a string.
-        version: How often PyTorch has changed a tensor in place; None for anything else.
-        bits: Of a number, a generator, a small array, or a part of a large one; otherwise None.
-        parts: The marks in a small container, by key.
-    """
-
-    identity: int = 0
-    version: int | None = None
-    bits: object = None
-    parts: Mapping[object, Mark] | None = None
-
-
-def changed_and_unsaved(
-    before: Mapping[str, Mark], after: Mapping[str, Mark], saved: Collection[int | str]
-) -> list[str]:
-    """The names whose value has changed between two saves, and that the saved state does not have.
-
-    Args:
-        before: The marks at a save.
-        after: Those at a later one.
-        saved: `id` of each object that the saved state reaches, and the names whose values it has.
-    """
-    return [
-        name
-        for name, mark in after.items()
-        if name in before and name not in saved and _is_lost(before[name], mark, saved)
-    ]
-
-
-def _is_lost(before: Mark, after: Mark, saved: Collection[int | str]) -> bool:
-    if before == after or after.identity in saved:
-        return False
-    if before.parts is None or after.parts is None or before.parts.keys() != after.parts.keys():
-        return before._replace(identity=0) != after._replace(identity=0) or after.bits is None
-    return any(_is_lost(before.parts[key], part, saved) for key, part in after.parts.items())
-
-
-def marks(held: Mapping[str, Held]) -> dict[str, Mark]:
-    """The marks of values by name; those that cannot be read at this moment are left out."""
-    found = {}
-    for name, each in held.items():
-        try:
-            found[name] = mark(each.get())
-        except Exception:  # noqa: BLE001, S112 (objects of any library, read where they do not expect it)
-            continue
-    return found
-
-
-def mark(value: Any, depth: int = 0) -> Mark:
-    """The mark of one value."""
-    if hasattr(value, "untyped_storage"):
-        return Mark(id(value), None if value.is_inference() else value._version)
-    if isinstance(value, SCALARS):
-        return Mark(bits=hash_of(value))
-    if (state := generator_state(value)) is not None:
-        return Mark(id(value), bits=hash_of(state))
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return Mark(id(value), bits=(value.dtype.str, value.shape, _sample(value)))
-    if isinstance(value, (dict, list, tuple, deque)) and depth < _DEEPEST:
-        if len(value) > _MOST_ITEMS:
-            return Mark(id(value), bits=len(value))
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return Mark(id(value), parts={key: mark(item, depth + 1) for key, item in items})
-    if isinstance(value, (set, frozenset)):
-        return Mark(id(value), bits=len(value))
-    return Mark(id(value))
-
-
-def _sample(array: np.ndarray[Any, Any]) -> bytes:
-    """The bytes of elements at equal distances."""
-    most = max(1, _SAMPLE // max(1, array.itemsize))
-    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
-    return np.asarray(flat[:: max(1, array.size // most)]).tobytes()
 
 
 # ---------------------------------------------------------------- the code of the program

@@ -71,13 +71,18 @@ class JaxState(Adapter):
     def leaf(self, value: Any) -> Leaf | None:
         if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
             return None
-        is_traced = isinstance(value, jax.core.Tracer)
-        if isinstance(value, jax.Array) and not is_traced and value.is_deleted():
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise UnsupportedLeafError(
+                "an abstract array has no data; it can only be part of a target."
+            )
+        if isinstance(value, jax.core.Tracer):
+            raise _traced()
+        if value.is_deleted():
             raise UnsupportedLeafError(
                 "the data of this array are deleted, because it was passed to a step that donates its "
                 "arguments. Save the state that the step returned, or save before the step."
             )
-        return self._leaf(value)
+        return _leaf_of(value)
 
     def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
         # The training loop waits for this: arrays of one CPU device, which take it half as long.
@@ -155,44 +160,6 @@ class JaxState(Adapter):
             dtype = jax.random.key(0, impl=dtype[len("key<") : -1]).dtype
         return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=is_weak)
 
-    def _leaf(self, value: Any) -> Leaf:
-        if isinstance(value, jax.ShapeDtypeStruct):
-            raise UnsupportedLeafError(
-                "an abstract array has no data; it can only be part of a target."
-            )
-        if isinstance(value, jax.core.Tracer):
-            raise _traced()
-        dtype, shape = leaf_dtype(value), tuple(value.shape)
-        _require_processes(value.sharding)
-        context = current_rank_context()
-        if context.compares_copies:
-            _require_equal_copies(numbers(value))
-        if not _is_local(value.sharding) and not value.is_fully_replicated:
-            _require_group(value)
-            if not context.compares_shards:
-                return Leaf(
-                    dtype, shape, memoryview(b""), frozen=True, shards=_shards(numbers(value))
-                )
-            # Its shards are in several processes, which all have to call this.
-            value = multihost_utils.process_allgather(value, tiled=True)
-        data = numbers(value)
-        keeps_shards = context.keeps_shards and not context.compares_shards
-        # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
-        # step that donates the array works on a copy and these bytes do not change.
-        shared = data is value and not value.is_deleted() and value.platform() == "cpu"
-        is_donated = value.is_deleted if shared else None
-        if not value.is_fully_replicated and keeps_shards:
-            # To put them together here would take as long as to copy all of them.
-            shards, nothing = _shards(data), memoryview(b"")
-            return Leaf(dtype, shape, nothing, True, shards=shards, is_donated=is_donated)
-        # Nearly every leaf; by way of NumPy it takes twice as long, and the training loop waits.
-        on_one = shared and type(value.sharding) is SingleDeviceSharding
-        if on_one and value.dtype in BUFFER_DTYPES and 0 not in shape:
-            octets = memoryview(value).cast("B")
-        else:
-            octets = array_bytes(np.asarray(data))[0]
-        return Leaf(dtype, shape, octets, frozen=True, is_donated=is_donated)
-
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if type(value) in _BUILTIN:
             return None
@@ -205,6 +172,37 @@ class JaxState(Adapter):
             [(key_entry_text(path[0]), child) for path, child in children],
             lambda new: jax.tree_util.tree_unflatten(treedef, new),
         )
+
+
+def _leaf_of(value: Any) -> Leaf:
+    dtype, shape = leaf_dtype(value), tuple(value.shape)
+    _require_processes(value.sharding)
+    context = current_rank_context()
+    if context.compares_copies:
+        _require_equal_copies(numbers(value))
+    if not _is_local(value.sharding) and not value.is_fully_replicated:
+        _require_group(value)
+        if not context.compares_shards:
+            return Leaf(dtype, shape, memoryview(b""), frozen=True, shards=_shards(numbers(value)))
+        # Its shards are in several processes, which all have to call this.
+        value = multihost_utils.process_allgather(value, tiled=True)
+    data = numbers(value)
+    keeps_shards = context.keeps_shards and not context.compares_shards
+    # On a CPU this shares the device buffer. JAX then counts a reference from outside, so that a
+    # step that donates the array works on a copy and these bytes do not change.
+    shared = data is value and not value.is_deleted() and value.platform() == "cpu"
+    is_donated = value.is_deleted if shared else None
+    if not value.is_fully_replicated and keeps_shards:
+        # To put them together here would take as long as to copy all of them.
+        shards, nothing = _shards(data), memoryview(b"")
+        return Leaf(dtype, shape, nothing, True, shards=shards, is_donated=is_donated)
+    # Nearly every leaf; by way of NumPy it takes twice as long, and the training loop waits.
+    on_one = shared and type(value.sharding) is SingleDeviceSharding
+    if on_one and value.dtype in BUFFER_DTYPES and 0 not in shape:
+        octets = memoryview(value).cast("B")
+    else:
+        octets = array_bytes(np.asarray(data))[0]
+    return Leaf(dtype, shape, octets, frozen=True, is_donated=is_donated)
 
 
 def _shards(array: Any) -> Shards:

@@ -12,14 +12,8 @@ from typing import Any, NamedTuple
 
 from perdure.errors import StateError
 from perdure.state.adapter import Stateful, leaf_of
-from perdure.state.held import (
-    Held,
-    Mark,
-    changed_and_unsaved,
-    held_values,
-    marks,
-    program_frames,
-)
+from perdure.state.attribute_values import mark_of
+from perdure.state.held import held_values, program_frames
 from perdure.state.leaf_values import SCALARS, same_bits
 from perdure.state.paths import is_below
 from perdure.state.per_rank import own_shards_only
@@ -53,7 +47,7 @@ class ReplacedMembers:
         self._tensors: dict[int, _Tensor] = {}
         # By the `id` of a dict or a list, which is not kept alive, its path and its keys.
         self._containers: dict[int, tuple[str, list[Any]]] = {}
-        self._marks: dict[str, Mark] = {}
+        self._marks: dict[str, Any] = {}
         self._looks = 0
 
     def add_leaf(self, path: str, old: Any, new: Any) -> None:
@@ -112,26 +106,27 @@ class ReplacedMembers:
         if not self._containers or self._looks == _LOOKS:
             return None
         self._looks += 1
-        held = held_values(program_frames(sys._getframe()), unnamed=False)
-        paths = {name: path for name, each in held.items() if (path := self._path_of(each))}
-        now = marks({name: held[name] for name in paths})
+        before, self._marks = self._marks, {}
         saved = {id(branch.value) for branch in walk.branches}
-        names = changed_and_unsaved(self._marks, now, saved)
-        self._marks = now
-        if not names:
-            return None
-        self._looks = _LOOKS
-        name = names[0]
-        return (
-            f"{paths[name]}: the program has changed {name}, which it gave to the restore, and saves "
-            f"the restored one, so that every later checkpoint would have the restored value again. "
-            f"Continue with what the restore returned (`ema.shadow = state['ema']`), or make the "
-            f"object that has it a member of the state."
-        )
+        for name, held in held_values(program_frames(sys._getframe()), unnamed=False).items():
+            value = held.get()
+            if not (path := self._path_of(value)) or id(value) in saved:
+                continue
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            now = {key: mark_of(item) for key, item in items if id(item) not in saved}
+            self._marks[name] = now
+            if name in before and before[name] != now:
+                self._looks = _LOOKS
+                return (
+                    f"{path}: the program has changed {name}, which it gave to the restore, and saves "
+                    f"the restored one, so that every later checkpoint would have the restored value "
+                    f"again. Continue with what the restore returned (`ema.shadow = state['ema']`), or "
+                    f"make the object that has it a member of the state."
+                )
+        return None
 
-    def _path_of(self, held: Held) -> str:
+    def _path_of(self, value: Any) -> str:
         """The path of a value in the target, if it is one of its containers."""
-        value = held.get()
         path, keys = self._containers.get(id(value), ("", []))
         is_same = type(value) is dict and list(value) == keys
         return path if is_same or (type(value) is list and [len(value)] == keys) else ""

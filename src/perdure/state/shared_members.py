@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,26 +27,32 @@ class SharedMembers(ExtraMember):
         first: dict[int, str] = {}
         groups: dict[str, list[str]] = {}
 
-        def add(path: str, number: int) -> None:
-            if (known := first.setdefault(number, path)) != path:
-                groups.setdefault(known, [known]).append(path)
+        def add(found: list[tuple[int, str]]) -> None:
+            # There may be very many, and nearly always each is there once.
+            numbers = {number for number, _ in found}
+            if len(numbers) == len(found) and first.keys().isdisjoint(numbers):
+                first.update(found)
+                return
+            for number, path in found:
+                if (known := first.setdefault(number, path)) != path:
+                    groups.setdefault(known, [known]).append(path)
 
-        for start, stop in walk.runs:
-            if not _is_mutable(walk.values[start]):
-                continue
-            numbers = list(map(id, walk.values[start:stop]))
-            # There may be very many arrays, and nearly always each is there once.
-            if len(set(numbers)) == len(numbers) and first.keys().isdisjoint(numbers):
-                first.update(zip(numbers, walk.paths[start:stop], strict=True))
-                continue
-            for path, number in zip(walk.paths[start:stop], numbers, strict=True):
-                add(path, number)
-        for branch in walk.branches:
-            if isinstance(branch.value, _MUTABLE):
-                add(branch.path, id(branch.value))
-        for path, node in walk.objects.items():
-            if isinstance(shared := getattr(node.target, "param_groups", None), list):
-                add(path, id(shared))
+        arrays = {kind for kind in walk.takers if _is_mutable(kind)}
+        containers = {kind for kind in walk.kinds if issubclass(kind, _MUTABLE)}
+        if arrays:
+            add([(id(value), path) for path, value in walk.pairs() if type(value) in arrays])
+        add(
+            [
+                (id(each.value), each.path)
+                for each in walk.branches
+                if type(each.value) in containers
+            ]
+        )
+        of_groups = (
+            (path, getattr(node.target, "param_groups", None))
+            for path, node in walk.objects.items()
+        )
+        add([(id(shared), path) for path, shared in of_groups if isinstance(shared, list)])
         if not groups:
             return {}
         text = msgspec.json.encode(sorted(groups.values())).decode()
@@ -79,9 +84,9 @@ def shared_groups(
     return {renamed(path): n for n, paths in enumerate(groups) for path in paths}
 
 
-def _is_mutable(value: Any) -> bool:
+def _is_mutable(kind: type) -> bool:
     torch = sys.modules.get("torch")
-    return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
+    return issubclass(kind, np.ndarray) or (torch is not None and issubclass(kind, torch.Tensor))
 
 
 def _require_one_list(walk: Walk, where: str, first: str, others: list[str]) -> None:

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -40,7 +41,21 @@ _ORDER_RULE = (
     "The order of a sampler must be a function of the global generators, of its attribute `generator` "
     "and of the epoch given to its `set_epoch`; resume with the same sampler and dataset."
 )
-_GIVE_BACK = "Give `load_state_dict` what `state_dict` returned."
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Length = Annotated[int, msgspec.Meta(ge=-1)]
+"""A number of elements; -1 if it is not known."""
+
+
+class _Position(msgspec.Struct, forbid_unknown_fields=True):
+    """A position, and what has to be the same at a resume."""
+
+    epoch: Natural
+    batch: Natural
+    step: Natural
+    seed: Natural
+    examples: Length
+    batches_per_epoch: Length
+    order: str
 
 
 class ResumableLoader:
@@ -198,15 +213,9 @@ class ResumableLoader:
         """The position, and what has to be the same at a resume."""
         if self._is_part and self._is_at_last_batch():
             self._taken = self._step
-        return {
-            "epoch": self._epoch,
-            "batch": self._batch,
-            "step": self._step,
-            "seed": self._seed,
-            "examples": _length(self._loader.dataset),
-            "batches_per_epoch": _length(self._loader),
-            "order": self._digest,
-        }
+        examples, batches = _length(self._loader.dataset), _length(self._loader)
+        at = self._epoch, self._batch, self._step, self._seed
+        return msgspec.structs.asdict(_Position(*at, examples, batches, self._digest))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position; the next `for` loop begins there.
@@ -215,20 +224,18 @@ class ResumableLoader:
             DataError: The dataset, the number of batches or a given seed differ, or `state` is no
                 position that `state_dict` returned.
         """
-        present = self.state_dict()
-        numbers = _position_numbers(state, present)
+        present, stored = self.state_dict(), _position_of(state)
         for name in ("examples", "batches_per_epoch", *(("seed",) if self._has_own_seed else ())):
-            if state[name] != present[name]:
+            if (expected := getattr(stored, name)) != present[name]:
                 raise DataError(
-                    f"{name}: expected {state[name]}, which the checkpoint was saved with, found "
+                    f"{name}: expected {expected}, which the checkpoint was saved with, found "
                     f"{present[name]}. Resume with the same dataset, batch size, seed and number of "
                     f"processes, or leave the loader out of the restored state to begin an epoch."
                 )
-        self._seed, self._step, self._taken = numbers["seed"], numbers["step"], -1
+        self._seed, self._step, self._taken = stored.seed, stored.step, -1
         self._loaded = self._step
-        epoch, batch, order = numbers["epoch"], numbers["batch"], state["order"]
-        self._go_to(epoch, batch, order)
-        if batch == numbers["batches_per_epoch"] and is_lightning(sys._getframe(1)):
+        self._go_to(stored.epoch, stored.batch, stored.order)
+        if stored.batch == stored.batches_per_epoch and is_lightning(sys._getframe(1)):
             self._end_epoch()  # an empty rest makes no batches
 
     def _is_at_last_batch(self) -> bool:
@@ -389,26 +396,18 @@ def _whole_number(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
-def _position_numbers(state: Any, present: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers in a position such as `present`; raises `DataError` if `state` is none."""
-    missing = [name for name in present if not isinstance(state, Mapping) or name not in state]
-    if missing:
+def _position_of(state: Any) -> _Position:
+    """The position that `state_dict` has returned; raises `DataError` if `state` is none."""
+    try:
+        position = msgspec.convert(state, _Position)
+        if -1 < position.batches_per_epoch < position.batch:
+            raise ValueError(f"more than {position.batches_per_epoch} batches - at `$.batch`")
+    except ValueError as error:  # also of msgspec
         raise DataError(
-            f"the state of a ResumableLoader: expected {', '.join(present)}, found no "
-            f"{', '.join(missing)}. {_GIVE_BACK}"
-        )
-    numbers = {
-        name: _whole_number(name, state[name], -1 if present[name] == -1 else 0)
-        for name in present
-        if name != "order"
-    }
-    batches = numbers["batches_per_epoch"]
-    if not isinstance(state["order"], str) or -1 < batches < numbers["batch"]:
-        raise DataError(
-            f"the state of a ResumableLoader: expected at most batch {batches} and an order of type "
-            f"str, found batch {numbers['batch']} and order {state['order']!r}. {_GIVE_BACK}"
-        )
-    return numbers
+            f"the state of a ResumableLoader: expected what `state_dict` returns, found {state!r}: "
+            f"{error}. Give `load_state_dict` what `state_dict` returned."
+        ) from error
+    return position
 
 
 def _is_built_in(part: Any) -> bool:

@@ -24,11 +24,12 @@ from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.state_digest import (
     batch_digest,
     combined_digest,
+    is_tracing,
     share_digests,
     show_doctor,
     state_digest,
+    trace_recorded,
 )
-from perdure.checkpoint.step_trace import is_tracing, trace_recorded
 from perdure.errors import (
     JournalMismatchError,
     PerdureError,

@@ -12,7 +12,7 @@ from typing import Any
 
 from perdure.checkpoint.group_save import require_same
 from perdure.checkpoint.journal import Journal
-from perdure.checkpoint.step_trace import is_computing_traced, is_tracing, trace_part
+from perdure.checkpoint.state_digest import is_computing_traced, is_tracing, trace_part
 from perdure.digests import leaf_digests
 from perdure.distribute.arrays import namespace
 from perdure.distribute.audit import Audit, AuditedStep, AuditOptions

@@ -36,7 +36,25 @@ class EpochEnds(ExtraMember):
     """Put back by `load_epoch_ends`, before the state is restored."""
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
-        return store_epoch_ends(saving.leaves, saving.process)
+        """Give positions after an epoch the form of its last batch; the leaf names them."""
+        leaves, ended = saving.leaves, list[str]()
+        # A million leaves are looked at in every save: the cheapest test first.
+        for path in [path for path in leaves if path[-5:] == "order"]:
+            place, _, last = path.rpartition("/")
+            found = {name: leaf for name in _NAMES if (leaf := leaves.get(join_key(place, name)))}
+            is_position = last == "order" and len(found) == len(_NAMES)
+            if not is_position or {leaf.dtype for leaf in found.values()} != {"py:int"}:
+                continue
+            epoch, batch = plain_value(found["epoch"]), plain_value(found["batch"])
+            parts = _ORDER.fullmatch(leaves[path].text) if leaves[path].dtype == "py:str" else None
+            if parts is None or batch or not epoch:
+                continue
+            _put(leaves, place, epoch - 1, int(parts[1]), parts[2])
+            ended.append(place)
+        if not ended:
+            return {}
+        text = msgspec.json.encode(sorted(ended)).decode()
+        return {f"process/{saving.process}/{EPOCH_ENDS}": scalar_leaf(text)}
 
 
 def ended_order(batch: int, order: str) -> str:
@@ -44,31 +62,8 @@ def ended_order(batch: int, order: str) -> str:
     return f"{batch} {order}" if batch else ""
 
 
-def store_epoch_ends(leaves: Leaves, process: int) -> dict[str, Leaf]:
-    """Give positions after an epoch the form of its last batch; returns the leaf that names them."""
-    ended: list[str] = []
-    # A million leaves are looked at in every save: the cheapest test first.
-    for path in [path for path in leaves if path[-5:] == "order"]:
-        place, _, last = path.rpartition("/")
-        if last != "order":
-            continue
-        found = {name: leaves.get(join_key(place, name)) for name in _NAMES}
-        if not all(leaf is not None and leaf.dtype == "py:int" for leaf in found.values()):
-            continue
-        epoch, batch = (plain_value(_present(found[name])) for name in ("epoch", "batch"))
-        parts = _ORDER.fullmatch(leaves[path].text) if leaves[path].dtype == "py:str" else None
-        if parts is None or batch or not epoch:
-            continue
-        _put(leaves, place, epoch - 1, int(parts[1]), parts[2])
-        ended.append(place)
-    if not ended:
-        return {}
-    text = msgspec.json.encode(sorted(ended)).decode()
-    return {f"process/{process}/{EPOCH_ENDS}": scalar_leaf(text)}
-
-
 def load_epoch_ends(leaves: Leaves, process_leaves: Iterable[LeafEntry], where: str) -> None:
-    """Give the positions that `store_epoch_ends` has named their form after the epoch again."""
+    """Give the positions that `EpochEnds` has named their form after the epoch again."""
     places: set[str] = set()
     for entry in process_leaves:
         if _PATH.fullmatch(entry.path):
@@ -86,11 +81,6 @@ def load_epoch_ends(leaves: Leaves, process_leaves: Iterable[LeafEntry], where: 
 def _put(leaves: Leaves, place: str, *values: Any) -> None:
     for name, value in zip(("epoch", "batch", "order"), values, strict=True):
         leaves[join_key(place, name)] = scalar_leaf(value)
-
-
-def _present(leaf: Leaf | None) -> Leaf:
-    assert leaf is not None
-    return leaf
 
 
 # ---------------------------------------------------------------- loops

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from perdure.errors import StateError
-from perdure.state.adapter import ModuleValues, Stateful, copy_state
+from perdure.state.adapter import ModuleValues, Stateful
 from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.leaf_values import same_bits
 from perdure.state.paths import join_dotted
@@ -137,33 +137,19 @@ class ModuleState(Stateful):
         return self.target.state_dict(keep_vars=True).values()
 
     def backup(self) -> Callable[[], object]:
-        lazy = {id(value): value for value in self._live_values() if isinstance(value, LAZY)}
-        if lazy and not any(map(_is_meta, self._live_values())):
-            return partial(_undo_lazy, self._with_shapes(), [*map(_undo_shape, lazy.values())])
-        if self.comes_first:
-            live = self.target.state_dict(keep_vars=True).values()
-            on_meta = {id(value): value for value in live if _is_meta(value)}.values()
-            return lambda: [torch.utils.swap_tensors(t, _on_meta(t)) for t in on_meta]
-        before, load_before = copy_state(self.read()), super().backup()
+        tensors = [value for value in self._live_values() if isinstance(value, torch.Tensor)]
+        undo_each = [_undo_of(tensor) for tensor in {id(each): each for each in tensors}.values()]
+        load_before = None if self.comes_first else super().backup()
 
         def undo() -> None:
             try:
-                load_before()
+                if load_before is not None:
+                    load_before()
             finally:  # the module's own code may have converted the values
-                present = self.target.state_dict(keep_vars=True)
-                for name, full in _full_names(self.target, present).items():
-                    if isinstance(value := before.get(name), torch.Tensor):
-                        copy_into(present[full], value)
+                for undo_one in undo_each:
+                    undo_one()
 
         return undo
-
-    def _with_shapes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors that are not lazy, each with a copy."""
-        return [
-            (value, value.detach().clone())
-            for value in self._live_values()
-            if isinstance(value, torch.Tensor) and not isinstance(value, LAZY)
-        ]
 
     @property
     def changes_no_array(self) -> bool:  # type: ignore[override]
@@ -293,25 +279,20 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def _undo_shape(tensor: torch.Tensor) -> Callable[[], None]:
-    """Returns what turns a lazy tensor that has got a shape into a lazy one again."""
-    lazy, empty = type(tensor), torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+def _undo_of(tensor: torch.Tensor) -> Callable[[], None]:
+    """Returns what gives a tensor its present elements again, or makes it lazy or abstract again."""
+    if isinstance(tensor, LAZY):
+        kind, empty = type(tensor), torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
-    def undo() -> None:
-        if not isinstance(tensor, LAZY):
-            tensor.data = empty
-            tensor.__class__ = lazy
+        def undo() -> None:
+            if not isinstance(tensor, LAZY):
+                tensor.data = empty
+                tensor.__class__ = kind
 
-    return undo
-
-
-def _undo_lazy(
-    copies: Iterable[tuple[torch.Tensor, torch.Tensor]], undo: Iterable[Callable[[], None]]
-) -> None:
-    for tensor, copy in copies:
-        copy_into(tensor, copy)
-    for function in undo:
-        function()
+        return undo
+    if tensor.is_meta:
+        return lambda: torch.utils.swap_tensors(tensor, _on_meta(tensor))
+    return partial(copy_into, tensor, tensor.detach().clone())
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

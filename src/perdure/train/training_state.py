@@ -11,7 +11,7 @@ from typing import Any
 
 from perdure.checkpoint import CheckpointManager, Processes, SingleProcess
 from perdure.checkpoint.journal import Journal
-from perdure.checkpoint.step_trace import trace_recorded
+from perdure.checkpoint.state_digest import trace_recorded
 from perdure.errors import StateError, TrainError
 from perdure.train.config import RunConfig
 from perdure.train.progress import Progress

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from perdure.digests import digest, jax_arrays
 from perdure.state import jax_state
-from perdure.state.jax_state import enable_x64
 
 PLAIN = {
     "matrix": array(np.float32, (24, 2056)),
@@ -42,7 +41,7 @@ def refuse(self: Any, value: Any) -> Any:
     return WHOLE_LEAF(self, value)
 
 
-WHOLE_LEAF = jax_state.JaxState._leaf
+WHOLE_LEAF = jax_state.JaxState.leaf
 
 
 def placed(spec: Any, devices: Any) -> Any:
@@ -59,7 +58,7 @@ def main() -> None:
     keys = jax.random.split(jax.random.key(1), (8, 8))
     expected = digest({**PLAIN, "keys": keys})
     equal = {}
-    with mock.patch.object(jax_state.JaxState, "_leaf", refuse):
+    with mock.patch.object(jax_state.JaxState, "leaf", refuse):
         for name, spec in SPECS.items():
             equal[name] = digest(placed(spec, devices)) == expected
         equal["devices in another order"] = digest(placed(P("x", "y"), devices[::-1])) == expected
@@ -82,7 +81,7 @@ def main() -> None:
             control = "missed"
         except GatheredError:
             control = "gathered"
-    with enable_x64(True):
+    with jax.enable_x64(True):
         program = str(jax_arrays._elementwise.lower(tiles).compile().as_text())
     equal["nothing but sums is sent"] = "all-reduce" in program and "all-gather" not in program
     equal["on one other device"] = digest({**elsewhere, "keys": keys}) == expected

@@ -601,11 +601,6 @@ def test_a_position_without_an_exact_form_is_refused_by_path() -> None:
             flatten({"data": Iterator(place)})
 
 
-def test_a_position_of_an_older_checkpoint_is_read() -> None:
-    assert reposition(Iterator(None), 'j{"a": [1, null]}').at == {"a": [1, None]}
-    assert reposition(Iterator(None), "bgrain").at == b"grain"
-
-
 # ---------------------------------------------------------------- a target of NumPy arrays and numbers
 
 

@@ -27,7 +27,7 @@ from perdure.digests.memory_sums import (
     row_keys_at,
 )
 from perdure.errors import UnsupportedLeafError
-from perdure.state.jax_state import enable_x64, leaf_dtype, numbers
+from perdure.state.jax_state import leaf_dtype, numbers
 from perdure.state.leaf_spec import type_name
 
 
@@ -174,7 +174,7 @@ _PAIRS = np.uint64(0x0000FFFF0000FFFF)
 
 def words_of_array(x: Any) -> jax.Array:
     """The sums of a whole array as `uint32[4]`; may be traced."""
-    with enable_x64(True):
+    with jax.enable_x64(True):
         return _for_platform(_real(x))
 
 
@@ -183,7 +183,7 @@ def words_in_place(x: Any) -> jax.Array:
 
     On a CPU this is thirty times slower than `words_of_array`.
     """
-    with enable_x64(True):
+    with jax.enable_x64(True):
         return _elementwise(_real(x))
 
 

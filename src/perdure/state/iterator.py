@@ -73,7 +73,7 @@ def reposition(iterator: Any, text: str) -> Any:
         order, state = json.loads(rest, object_hook=_decode)
         _require_same_order(order, iterator)
         iterator.set_state(state)
-    elif kind == "j":  # also an iterator of Grain in older checkpoints
+    elif kind == "j":
         iterator.set_state(json.loads(rest, object_hook=_decode))
     else:
         state = rest.encode() if kind == "b" else bytes.fromhex(rest)

@@ -150,7 +150,7 @@ class JaxState(Adapter):
             return _place(like, array, leaf.is_weak)
         if not isinstance(like, jax.Array):
             raise _truncated(array.dtype.name, leaf.shape)
-        with enable_x64(True):  # the target is a 64-bit array too, made in such a block
+        with jax.enable_x64(True):  # the target is a 64-bit array too, made in such a block
             return _place(like, array, leaf.is_weak)
 
     def abstract(self, spec: LeafSpec, *, is_weak: bool) -> jax.ShapeDtypeStruct:
@@ -332,7 +332,7 @@ def _place_shards(like: Any, leaf: Leaf, shards: Shards) -> Any:
 def _weakly_typed(array: Any, sharding: Any = None) -> Any:
     """A weakly typed array with the same bits."""
     dtype = array.dtype.name
-    with enable_x64(dtype in _WIDE), jax.debug_nans(False):
+    with jax.enable_x64(dtype in _WIDE), jax.debug_nans(False):
         if sharding is None:
             weak = weaken(jnp.asarray(array))
         else:
@@ -388,16 +388,6 @@ _WIDE = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128
 
 def _x64() -> bool:
     return jax.config.jax_enable_x64  # type: ignore[attr-defined]
-
-
-def enable_x64(on: bool) -> Any:
-    """A context in which JAX makes 64-bit arrays, or does not."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(on)
-    # JAX before 0.8.
-    from jax.experimental import enable_x64  # type: ignore[attr-defined]
-
-    return enable_x64(on)
 
 
 @cache

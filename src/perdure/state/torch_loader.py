@@ -441,7 +441,7 @@ def _check(loader: Any) -> None:
             f"map-style dataset, perdure.data.StreamDataset, or torchdata's StatefulDataLoader with "
             f"a dataset that has a state_dict."
         )
-    if not getattr(loader, "in_order", True):
+    if not loader.in_order:
         raise DataError(
             "in_order=False gives the batches in an order that depends on time, so that no position is "
             "reached again. Use in_order=True."

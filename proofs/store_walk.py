@@ -29,7 +29,7 @@ def walk_rows(_: Path) -> Iterator[Row]:
         "random walks in memory", _walks(walk_in_memory, range(10_000, 10_000 + MEMORY), seen)
     )
     # In walks as short as these an index is written and used only with other limits.
-    with patch.multiple("perdure.store.catalog", INDEX_FROM=2, READ_NEWEST=1):
+    with patch.multiple("perdure.store.view", INDEX_FROM=2, READ_NEWEST=1):
         seeds = range(30_000, 30_000 + INDEX)
         yield row("random walks in memory with an index", _walks(walk_in_memory, seeds, seen))
     with moto_server() as server:

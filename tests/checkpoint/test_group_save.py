@@ -373,7 +373,7 @@ def test_damage_in_the_value_of_another_process_is_a_warning_after_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chief finds it when it reads shared chunks again, and has not the bytes to repair it."""
-    monkeypatch.setattr("perdure.store.reread.PASS_SAVES", 1)
+    monkeypatch.setattr("perdure.store.damage.PASS_SAVES", 1)
 
     def program(processes: Pretend) -> list[int]:
         with CheckpointManager(tmp_path, processes=processes) as manager:

@@ -139,7 +139,7 @@ def test_a_damaged_pack_is_reported_repaired_and_stops_no_training(
     tmp_path: Path, finder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if finder == "compaction":
-        monkeypatch.setattr("perdure.store.reread.Cursor.advance", lambda *_: [])
+        monkeypatch.setattr("perdure.store.damage.Cursor.advance", lambda *_: [])
     big = {"bulk": np.arange(4 * 1024 * 1024, dtype=np.float32), "base": np.ones(1000)}
     small = {"bulk": np.zeros(1), "base": np.ones(1000)}
     with CheckpointManager(tmp_path, max_to_keep=1) as manager:

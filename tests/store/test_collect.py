@@ -50,7 +50,8 @@ def test_a_pack_that_is_mostly_dead_is_compacted(place: Path | MemoryStorage) ->
         assert plan.steps == (1,)
         assert plan.compact == (before[2].packs[0].name,)
         assert plan.rewrite == (2, 3, 4)
-        assert run.contents() == held, "planning changes nothing"
+        again = run.contents()
+        assert (again.manifests, again.packs) == (held.manifests, held.packs), "nothing was changed"
         run.execute(plan)
         after = run.contents()
         assert sum(held.packs.values()) - sum(after.packs.values()) == plan.freed > 45_000

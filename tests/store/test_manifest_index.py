@@ -6,10 +6,10 @@ import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 from helpers import Crash, Operations, contents, make_leaves, run_on
@@ -17,10 +17,11 @@ from many_checkpoints import leaves_of, make_checkpoints
 
 from perdure.checkpoint.retention import Retention, prune_after_save
 from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, repair, verify_run
-from perdure.store.catalog import READ_NEWEST, Catalog
+from perdure.store.directory import Directory
 from perdure.store.format import manifest_name
-from perdure.store.manifest_index import INDEX_FROM, ManifestIndex
+from perdure.store.manifest_index import INDEX_FROM, ManifestIndex, ManifestSummary
 from perdure.store.storage import Entry
+from perdure.store.view import READ_NEWEST
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
 
@@ -93,21 +94,22 @@ def indexed(storage: MemoryStorage | LocalStorage, count: int = MANY) -> None:
 def small_index(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """An index is written from 2 checkpoints on, and used for all but the newest. Counts both."""
     seen: Counter[str] = Counter()
-    write, use = ManifestIndex.write, Catalog._use_index
+    write, rows = ManifestIndex.write, vars(ManifestIndex)["rows"]
 
     def counted_write(index: ManifestIndex, *arguments: Any) -> None:
         write(index, *arguments)
         seen["written"] += 1
 
-    def counted_use(catalog: Catalog, steps: Sequence[int]) -> None:
-        known = len(catalog._summaries)
-        use(catalog, steps)
-        seen["used"] += len(catalog._summaries) > known
+    def counted_rows(index: ManifestIndex) -> dict[int, ManifestSummary]:
+        seen["used"] += bool(found := rows.func(index))
+        return found
 
-    monkeypatch.setattr("perdure.store.catalog.INDEX_FROM", 2)
-    monkeypatch.setattr("perdure.store.catalog.READ_NEWEST", 1)
+    counted = cached_property(counted_rows)
+    counted.__set_name__(ManifestIndex, "rows")
+    monkeypatch.setattr("perdure.store.view.INDEX_FROM", 2)
+    monkeypatch.setattr("perdure.store.view.READ_NEWEST", 1)
     monkeypatch.setattr(ManifestIndex, "write", counted_write)
-    monkeypatch.setattr(Catalog, "_use_index", counted_use)
+    monkeypatch.setattr(ManifestIndex, "rows", counted)
     return seen
 
 
@@ -265,7 +267,7 @@ def test_control_a_prune_that_believes_the_index_deletes_what_is_needed(
 
     assert is_whole_after_a_prune()
     storage.objects = before
-    monkeypatch.setattr(Catalog, "_is_same", lambda *_: True)
+    monkeypatch.setattr("perdure.store.view.is_same_file", lambda *_: True)
     assert not is_whole_after_a_prune()
 
 
@@ -450,16 +452,10 @@ def test_random_walks_in_which_half_of_the_writers_know_no_index(
 ) -> None:
     """As with an older perdure, which leaves the index as it is while the run goes on."""
     source = random.Random(7)
-    old: WeakKeyDictionary[Catalog, bool] = WeakKeyDictionary()
-    use, write = Catalog._use_index, Catalog.write_index
-
-    def is_old(catalog: Catalog) -> bool:
-        return old.setdefault(catalog, source.random() < 0.5)
-
+    use = Directory.use_index
     monkeypatch.setattr(
-        Catalog, "_use_index", lambda c, steps: None if is_old(c) else use(c, steps)
+        Directory, "use_index", lambda d, used: use(d, used and source.random() < 0.5)
     )
-    monkeypatch.setattr(Catalog, "write_index", lambda c: None if is_old(c) else write(c))
     for seed in range(6000, 6016):
         walk_in_memory(seed)
     assert small_index["written"] > 4

@@ -14,8 +14,8 @@ from perdure import CheckpointManager
 from perdure.checkpoint.restore_source import load_good
 from perdure.errors import CorruptionError, NoGoodCheckpointError
 from perdure.store import Leaf, LocalStorage, Run, verify_run
+from perdure.store.damage import PASS_SAVES
 from perdure.store.format import PACKS, hash_each, manifest_name
-from perdure.store.reread import PASS_SAVES
 
 MIB = 1024 * 1024
 
@@ -39,7 +39,7 @@ class Reads(LocalStorage):
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> int:
     """Read all shared chunks in each save."""
-    monkeypatch.setattr("perdure.store.reread.PASS_SAVES", 1)
+    monkeypatch.setattr("perdure.store.damage.PASS_SAVES", 1)
     return 1
 
 
@@ -80,7 +80,7 @@ def test_every_shared_chunk_is_read_again_once_in_a_pass(
 ) -> None:
     """Large leaves and small ones, in passes of 16 saves."""
     pace = 16
-    monkeypatch.setattr("perdure.store.reread.PASS_SAVES", pace)
+    monkeypatch.setattr("perdure.store.damage.PASS_SAVES", pace)
     storage = Reads(tmp_path)
     leaves = {
         **make_leaves(1, (2000,) * 300),
@@ -123,9 +123,9 @@ def test_runs_that_are_restarted_at_each_save_leave_no_part_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: float | None, all_read: bool
 ) -> None:
     """The control begins with the first leaf after each restart."""
-    monkeypatch.setattr("perdure.store.reread.PASS_SAVES", 8)
+    monkeypatch.setattr("perdure.store.damage.PASS_SAVES", 8)
     if spread is not None:
-        monkeypatch.setattr("perdure.store.reread._SPREAD", spread)
+        monkeypatch.setattr("perdure.store.damage._SPREAD", spread)
     storage, leaves = Reads(tmp_path), make_leaves(1, (2000,) * 40)
     with run_on(tmp_path) as run:
         first = run.save(0, leaves)

@@ -133,6 +133,39 @@ def test_after_a_repair_that_left_nothing_the_next_start_is_refused(tmp_path: Pa
     assert train(tmp_path, 4) == 3, "said once"
 
 
+def test_a_save_without_a_restore_does_not_begin_where_all_is_set_aside(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    with Run(tmp_path) as run:
+        for step in run.steps():
+            run.quarantine(step, "a test")
+        run.save(3, make_leaves(3))  # the control: the same process still has the state
+        run.quarantine(3, "a test")
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"step": 1}, force=True)
+        with pytest.raises(HistoryError, match="set aside"):
+            manager.wait_until_finished()
+        assert manager.all_steps() == []
+        manager.restore_or_initialize({"step": 0}, start_over=True)
+        manager.save(1, {"step": 1}, force=True)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+
+
+def test_a_repair_moves_nothing_while_the_packs_are_away(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, 3)
+    manifests = sorted((run / "checkpoints").iterdir())
+    (run / "packs").rename(tmp_path / "away")
+    (run / "packs").mkdir()
+    result = CliRunner().invoke(main, ["verify", str(run), "--repair"])
+    assert result.exit_code != 0
+    assert "not mounted" in result.output
+    assert sorted((run / "checkpoints").iterdir()) == manifests
+    (run / "packs").rmdir()
+    (tmp_path / "away").rename(run / "packs")
+    assert verify_run(Run(run)).ok
+
+
 def test_a_run_that_never_saved_or_was_emptied_on_purpose_begins(tmp_path: Path) -> None:
     """The control: a crash before the first checkpoint, and a deletion that the user asked for."""
     assert train(tmp_path, 0) == 0

@@ -40,7 +40,7 @@ from perdure.checkpoint.slice_exchange import SliceExchange
 from perdure.errors import ArgumentError, PerdureError, SaveError, StateError, WorkerLostError
 from perdure.runtime.process_group import Processes
 from perdure.store import Leaf, Run
-from perdure.store.catalog import Catalog
+from perdure.store.directory import Directory
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.format import PACKS, chunk_spans, hash_bytes
 from perdure.store.leaf import AnyLeaf, Leaves, RemoteLeaf, containers_of
@@ -78,13 +78,13 @@ class SaveCache:
 
     def __init__(self) -> None:
         self.layouts = GroupLayouts()
-        self.catalog: Catalog | None = None
+        self.directory: Directory | None = None
 
     def stored_chunks(self, storage: Storage) -> Mapping[str, StoredChunk]:
         """The chunks that kept checkpoints have."""
-        if self.catalog is None or self.catalog.storage is not storage:
-            self.catalog = Catalog(storage)
-        return self.catalog.stored_chunks(fresh=True)
+        if self.directory is None or self.directory.storage is not storage:
+            self.directory = Directory(storage)
+        return self.directory.stored_chunks(fresh=True)
 
 
 class _LaterHashes(RemoteLeaf, frozen=True, gc=True):

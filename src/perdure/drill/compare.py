@@ -15,10 +15,10 @@ from perdure.drill.fault_injection import RUNS
 from perdure.drill.scenario import Commit, Outcome
 from perdure.errors import PerdureError
 from perdure.store import LocalStorage, Run
-from perdure.store.contents import committed_steps
 from perdure.store.format import MANIFESTS
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
+from perdure.store.names import committed_steps
 
 Key = tuple[str, int]
 

@@ -20,12 +20,12 @@ from perdure.look.listing import listed
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
 from perdure.store import Run
-from perdure.store.contents import Contents
 from perdure.store.local import LocalStorage
 from perdure.store.log import log_place, read_log
 from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
+from perdure.store.view import View
 from perdure.supervise.attempts_log import DEFAULT_LOGS, FILE, RunHistory, read_runs
 
 Series = list[tuple[int, float | None]]
@@ -87,7 +87,7 @@ def read_run(
     }, manifests
 
 
-def contents_and_problems(run: Run) -> tuple[Contents, Problems]:
+def contents_and_problems(run: Run) -> tuple[View, Problems]:
     """What the run holds, and which checkpoints are damaged as far as names and sizes tell.
 
     Raises `UnreachableError` if the run directory cannot be listed.
@@ -104,7 +104,7 @@ def contents_and_problems(run: Run) -> tuple[Contents, Problems]:
     return contents, problems
 
 
-def _problems(contents: Contents) -> Problems:
+def _problems(contents: View) -> Problems:
     """By step, `damaged` or `unread` with the reason."""
     problems = {
         step: (UNREAD if why in contents.unknown else DAMAGED, why)
@@ -122,7 +122,7 @@ def _problems(contents: Contents) -> Problems:
 
 
 def _rows(
-    run: Run, contents: Contents, problems: Problems, verified: Mapping[str, Any] | None
+    run: Run, contents: View, problems: Problems, verified: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
     """One row for each checkpoint, oldest first: as in `perdure ls --json`, and its state."""
     rows: dict[int, dict[str, Any]] = {step: {"step": step} for step in contents.unreadable}

@@ -19,10 +19,9 @@ from perdure.errors import (
     StepExistsError,
     UnreachableError,
 )
-from perdure.store.catalog import Catalog
 from perdure.store.codec import Encode
-from perdure.store.contents import committed_steps, steps_from
-from perdure.store.damage_handler import DamageHandler
+from perdure.store.damage import DamageHandler
+from perdure.store.directory import Directory
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import EPOCH_ENDS, FORMAT, manifest_name
@@ -34,6 +33,7 @@ from perdure.store.log import LineReference
 from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, encode_checked
+from perdure.store.names import committed_steps, steps_from
 from perdure.store.pack_writer import Written, write_pack
 from perdure.store.reader import verify_leaves
 from perdure.store.run_events import Saved
@@ -72,16 +72,16 @@ class Committer:
     def __init__(
         self,
         session: WriterSession,
-        catalog: Catalog,
+        directory: Directory,
         damage: DamageHandler,
         encode: Encode | None,
         now: Callable[[], str],
     ) -> None:
-        self._storage = catalog.storage
+        self._storage = directory.storage
         self._session = session
-        self._catalog = catalog
+        self._directory = directory
         self._damage = damage
-        self._log = catalog.log
+        self._log = directory.log
         self._encode = encode
         self._now = now
 
@@ -100,21 +100,21 @@ class Committer:
                     and is_same
                     and (not process_leaves or _holds(present, process_leaves))
                 )
-                held = self._catalog.stored_chunks()
+                held = self._directory.stored_chunks()
                 if not is_committed:
                     ensure_free_space(self._storage, leaves, size, process_leaves, held)
                 yield PreparedSave(step, leaves, process_leaves, held, size, present, is_committed)
             except FileExistsError as error:
-                self._catalog.forget()
+                self._directory.forget()
                 raise LockedError(
                     f"{self._storage.where}: step {step} was committed by another writer while this "
                     f"one was saving it ({error}). Nothing was overwritten; stop one of the two."
                 ) from error
             except SaveError:
-                self._catalog.forget()  # a group failed, perhaps because a pack is gone
+                self._directory.forget()  # a group failed, perhaps because a pack is gone
                 raise
             except (OSError, UnreachableError) as error:
-                self._catalog.forget()
+                self._directory.forget()
                 raise SaveError(self._failed(step, size, error)) from error
 
     def write_pack(
@@ -122,18 +122,18 @@ class Committer:
     ) -> Written:
         """Write the chunks that are not held, as one durable pack of this process."""
         while True:
-            held = self._catalog.stored_chunks()
+            held = self._directory.stored_chunks()
             try:
                 written = write_pack(
                     self._storage, step, leaves, held, self._encode, process_leaves
                 )
             except DamagedChunk as error:  # a pack is gone: its chunks are written again
-                self._catalog.distrust(error)
+                self._directory.distrust(error)
                 continue
-            if self._catalog.agrees(written.packs):
+            if self._directory.agrees(written.packs):
                 return written
             # A pack has another size than when it was last looked at.
-            self._catalog.forget()
+            self._directory.forget()
 
     def commit(
         self,
@@ -146,29 +146,24 @@ class Committer:
         if written is None:
             assert save.present is not None, "a save without chunks is of a committed step"
             return self._with_metrics(save.present, metrics)
-        if not self._catalog.agrees(written.packs):
+        if not self._directory.agrees(written.packs):
             raise OSError("a pack has another size than its checkpoints say")
         manifest = self._manifest(save, written, recipe, metrics)
         head = self._store(manifest, replace=save.present is not None)
-        self._catalog.add(manifest, head, written.located)
-        self._catalog.durable.add(save.step)
+        self._directory.added(manifest, head, written.located)
+        self._directory.durable.add(save.step)
         self._note_commit(save.step)
         if save.present is None:
             self._damage.check_shared(manifest, save.leaves, save.nbytes)
-        self._catalog.write_index()
         return manifest
 
     def commit_manifest(
         self, manifest: Manifest, located: Mapping[str, StoredChunk], *, replace: bool
     ) -> None:
         """`Run.commit_manifest`, which gives the contract."""
-        head = self._store(manifest, replace=replace)
-        if replace:
-            self._catalog.replace(manifest, head)
-        else:
-            self._catalog.add(manifest, head, located)
+        self._directory.added(manifest, self._store(manifest, replace=replace), located)
+        if not replace:
             self._note_commit(manifest.step)
-        self._catalog.write_index()
 
     def _note_commit(self, step: int) -> None:
         """Tell the log what a later start has to know about a commit. The checkpoint counts without."""
@@ -240,6 +235,9 @@ class Committer:
         Raises `HistoryError` for everything else.
         """
         if not (later := steps_from(self._storage, step)):
+            refused = None if self._session.starts_over else self._session.refusal
+            if refused and not committed_steps(self._storage):
+                raise HistoryError(refused)
             return None, False
         steps = committed_steps(self._storage)
         if later[0] != step:
@@ -264,25 +262,25 @@ class Committer:
 
     def _follows(self, present: Manifest, process_leaves: Mapping[str, AnyLeaf]) -> bool:
         """Whether an epoch has ended since this process has saved or read `present`."""
-        known = present.step in self._catalog.durable or present.step in self._catalog.loaded
+        known = present.step in self._directory.durable or present.step in self._directory.loaded
         ended = {leaf.path for leaf in present.process_leaves if leaf.path.endswith(EPOCH_ENDS)}
         return known and not ended and any(path.endswith(EPOCH_ENDS) for path in process_leaves)
 
     def _made_durable(self, present: Manifest) -> bool:
         """Verify a committed checkpoint and make it durable; False if it was damaged and set aside."""
         step = present.step
-        if step in self._catalog.durable:
+        if step in self._directory.durable:
             return True
         try:  # the manifest says what should be there; "saved" means that it is
             verify_leaves(self._storage, present)
         except CorruptionError as error:
-            self._catalog.distrust(error)
+            self._directory.distrust(error)
             self._damage.quarantine(step, str(error))
             return False
         # Its writer may have been killed, or failed, before the name was durable.
         name = manifest_name(step)
         self._storage.replace(name, self._storage.read(name))
-        self._catalog.durable.add(step)
+        self._directory.durable.add(step)
         return True
 
     def _with_metrics(self, present: Manifest, metrics: Mapping[str, float | None]) -> Manifest:
@@ -291,7 +289,7 @@ class Committer:
         if merged == present.metrics:
             return present
         manifest = msgspec.structs.replace(present, metrics=merged)
-        self._catalog.replace(manifest, self._store(manifest, replace=True))
+        self._directory.added(manifest, self._store(manifest, replace=True), {})
         return manifest
 
     def _merged_metrics(
@@ -332,8 +330,8 @@ class Committer:
             f"step {step} is committed with fingerprint {present.fingerprint[:16]}, this save has "
             f"{actual[:16]}; other bits at {', '.join(differing[:_FEW])}{more}"
         )
-        is_own = step in self._catalog.durable
-        if step < steps[-1] or not (is_own or step in self._catalog.loaded):
+        is_own = step in self._directory.durable
+        if step < steps[-1] or not (is_own or step in self._directory.loaded):
             return self._refused(
                 step,
                 f"{reason}. A run that resumes exactly gives equal bits, so the recipe or the code "

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from perdure.errors import PruneError, StoreError
 from perdure.store.compact import LiveChunks, compact, live_chunks, relocated_size
-from perdure.store.contents import Contents
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import PACKS, manifest_name, pack_step
 from perdure.store.manifest import Manifest
 from perdure.store.run_events import Removed
 from perdure.store.run_log import RunLog
 from perdure.store.storage import LostLock, Storage
+from perdure.store.view import View
 
 DEAD_SHARE = 0.5
 """A pack is compacted when that would free more than this share of its bytes."""
@@ -103,7 +103,7 @@ class Collected:
     damaged: tuple[DamagedChunk, ...] = ()
 
 
-def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
+def plan_collect(held: View, request: PruneRequest) -> CollectPlan:
     """Decide what a request deletes, from a snapshot; raises `StoreError` if it names a pinned step."""
     present = held.manifests.keys() | held.unreadable.keys()
     gone = request.steps & present
@@ -158,7 +158,7 @@ def plan_collect(held: Contents, request: PruneRequest) -> CollectPlan:
     )
 
 
-def execute_collect(storage: Storage, log: RunLog, held: Contents, plan: CollectPlan) -> Collected:
+def execute_collect(storage: Storage, log: RunLog, held: View, plan: CollectPlan) -> Collected:
     """Carry out a plan that was made from `held`, which was read under the lock just now.
 
     After a crash at any point, plan again.
@@ -204,7 +204,7 @@ def stopped(where: str, error: OSError) -> PruneError:
 
 
 def _orphans(
-    held: Contents, request: PruneRequest, mentioned: set[str]
+    held: View, request: PruneRequest, mentioned: set[str]
 ) -> tuple[list[str], str | None]:
     orphans = sorted(
         name for name in held.packs.keys() - mentioned if 0 <= pack_step(name) <= request.orphans_to
@@ -215,7 +215,7 @@ def _orphans(
 
 
 def _mostly_dead(
-    held: Contents,
+    held: View,
     kept: Mapping[int, Collection[str]],
     candidates: set[str],
     request: PruneRequest,

@@ -15,8 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from perdure.errors import CorruptionError, LeafNotFoundError, StepNotFoundError
-from perdure.store.catalog import Catalog
-from perdure.store.contents import committed_steps, newest_step, pinned_steps
+from perdure.store.directory import Directory
 from perdure.store.failures import read_error
 from perdure.store.format import CHUNK_BYTES, QUARANTINE, manifest_name, steps_text
 from perdure.store.gc_pause import gc_paused
@@ -25,6 +24,7 @@ from perdure.store.leaf import Leaf, Leaves
 from perdure.store.log_view import LogView
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.manifest_json import decode_manifest
+from perdure.store.names import committed_steps, newest_step, pinned_steps
 from perdure.store.pools import map_ahead, pool
 from perdure.store.reader import (
     READ_THREADS,
@@ -169,12 +169,13 @@ def load_leaves(
     return leaves
 
 
-def load_step(storage: Storage, catalog: Catalog, step: int, needs: Needs = EVERYTHING) -> Loaded:
+def load_step(directory: Directory, step: int, needs: Needs = EVERYTHING) -> Loaded:
     """Read and verify what is needed of one checkpoint.
 
-    Damage is noted in `catalog`. Raises as `read_manifest` does.
+    Damage is noted in `directory`. Raises as `read_manifest` does.
     """
-    manifest, wanted = read_manifest(storage, step), needs.wanted
+    storage, wanted = directory.storage, needs.wanted
+    manifest = read_manifest(storage, step)
     while True:
         try:
             regions = {} if needs.regions is None else needs.regions(manifest)
@@ -183,13 +184,13 @@ def load_step(storage: Storage, catalog: Catalog, step: int, needs: Needs = EVER
             leaves = load_leaves(storage, manifest, wanted, regions, needs.sharing)
             entries = () if wanted else manifest.process_leaves
             process_leaves = load_entries(storage, manifest, entries)
-            catalog.loaded.add(step)
+            directory.loaded.add(step)
             return Loaded(manifest, leaves, process_leaves=process_leaves)
         except CorruptionError as error:
             # A prune may have moved the chunks since the manifest was read; then it has changed.
             renewed = read_manifest(storage, step)
             if renewed == manifest:
-                catalog.distrust(error)
+                directory.distrust(error)
                 raise
             manifest = renewed
 

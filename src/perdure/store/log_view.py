@@ -11,12 +11,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from perdure.errors import CorruptionError, HistoryError
-from perdure.store.contents import newest_step, quarantined
+from perdure.errors import CorruptionError
 from perdure.store.failures import read_error
-from perdure.store.format import MANIFESTS, PACKS, pack_step
+from perdure.store.format import PACKS, pack_step
 from perdure.store.log import Line, LineReference, broken, log_place, read_log
 from perdure.store.manifest import Manifest
+from perdure.store.names import newest_step
 from perdure.store.run_events import (
     Cut,
     Damaged,
@@ -35,7 +35,6 @@ from perdure.store.run_events import (
     entry_decoder,
 )
 from perdure.store.storage import Storage
-from perdure.text import few
 
 LOG = "log"
 LOG_FILE = f"{LOG}.jsonl"
@@ -274,42 +273,6 @@ class LogView:
         size = len(line.hash) // 2
         end = line.number * size
         return line.number > 0 and self._hashes[end - size : end].hex() == line.hash
-
-    def lost_manifests(self, storage: Storage, *, for_deletion: bool = False) -> str | None:
-        """Why a run without a manifest has lost its manifests; None if it need not have had any, or if
-        they were set aside because of damage, which no deletion takes for a reason.
-
-        A rollback is none: the checkpoint that it goes back to stays. Packs say so only where the log
-        does not know: each first save that was killed leaves one.
-        """
-        aside = [name for name in quarantined(storage) if name.endswith(".json")]
-        if not for_deletion and not all(map(self.is_rolled_back, aside)):
-            return None  # that is where they are
-        lost = (
-            f"{storage.where}: no checkpoint is in {MANIFESTS}, which may be moved or not mounted"
-        )
-        if self.saved is not None:
-            return f"{lost}; step {self.saved} was saved, by the log of the run"
-        if self.problem is None and self.knows_saves:
-            return None
-        names = (name.removeprefix(PACKS) for name in storage.list(PACKS))
-        if len(steps := {step for name in names if (step := pack_step(name)) >= 0}) < 2:
-            return None  # the leftovers of a first save
-        return f"{lost}; {PACKS} holds data of {len(steps)} saves"
-
-    def require_new(self, storage: Storage) -> None:
-        """Raise `HistoryError` if the run, which has no checkpoint, had one: nothing begins again."""
-        if (lost := self.lost_manifests(storage)) is not None:
-            why = lost
-        elif aside := [name for name in quarantined(storage) if name.endswith(".json")]:
-            why = f"{storage.where}: no checkpoint is left, and {few(aside)} are set aside"
-        else:
-            return
-        raise HistoryError(
-            f"{why}. A start at step 0 was refused, and nothing was changed. `perdure verify "
-            f"{storage.where}` shows what is there; `perdure rollback {storage.where} --undo` returns "
-            f"what a rollback set aside. {START_OVER}"
-        )
 
     # ------------------------------------------------------------ the journal
 

@@ -13,16 +13,19 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import msgspec
 from blake3 import blake3
+from msgspec import Struct
 
-from perdure.errors import CorruptionError
-from perdure.store.contents import ManifestSummary
+from perdure.errors import CorruptionError, PruneError
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.format import INDEX, TEMP_SUFFIX
+from perdure.store.gc_pause import gc_paused
 from perdure.store.manifest import Manifest
+from perdure.store.manifest_json import HEAD_BYTES
 from perdure.store.storage import Storage
 
 INDEX_FROM = 64
@@ -38,6 +41,32 @@ _MAGIC = b"perdure-index-1\n"
 _HASH_BYTES = 32
 _DIGITS = 16
 """The first digits of a hash are its key. Two chunks with one key cost a manifest read in vain."""
+
+
+class ManifestSummary(Struct, frozen=True, array_like=True, gc=False):
+    """What a plan needs to know of a manifest: a run may have more manifests than fit into memory.
+
+    Attributes:
+        head: The first `HEAD_BYTES` of its file, which hold its digest.
+        created: As in the manifest.
+        metrics: As in the manifest.
+        packs: Names of the packs that it reads from.
+        version: The version of its file, where that is known.
+    """
+
+    head: str
+    created: str
+    metrics: dict[str, float | None]
+    packs: tuple[str, ...]
+    version: str = ""
+
+
+def summarize(manifest: Manifest, data: bytes) -> ManifestSummary:
+    """The summary of a manifest; `data` are the first bytes of its file."""
+    head = data[:HEAD_BYTES].decode()
+    packs = tuple([pack.name for pack in manifest.packs])
+    return ManifestSummary(head, manifest.created, manifest.metrics, packs)
+
 
 _Row = tuple[int, ManifestSummary]
 _rows = msgspec.json.Decoder(list[_Row])
@@ -81,17 +110,16 @@ class ManifestIndex:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._segments: list[Segment] | None = None
         self._leftovers: list[str] = []
 
-    @property
+    @cached_property
     def segments(self) -> list[Segment]:
         """The segments that can be read, oldest first."""
-        if self._segments is None:
-            self._segments = list(self._read())
-        return self._segments
+        with gc_paused():
+            return list(self._read())
 
-    def summaries(self) -> dict[int, ManifestSummary]:
+    @cached_property
+    def rows(self) -> dict[int, ManifestSummary]:
         """What was written last about the manifest of each step."""
         merged: dict[int, ManifestSummary] = {}
         for segment in self.segments:
@@ -128,7 +156,8 @@ class ManifestIndex:
         number = max((_number(segment.name) for segment in self.segments), default=0) + 1
         name = f"{INDEX}{number:012d}-{max(summaries):012d}"
         self._storage.replace(name, data)
-        self._segments = [*kept, Segment(name, data)]
+        self.segments = [*kept, Segment(name, data)]
+        self.rows |= {step: summaries[step] for step in fresh}
         for old in {*(segment.name for segment in merged), *self._leftovers} - {name}:
             self._storage.delete(old)
         self._leftovers = []
@@ -190,7 +219,7 @@ class IndexedPlaces(dict[str, StoredChunk]):
                         self.update(self._places(step))
                     except ConnectionError:
                         raise
-                    except (OSError, CorruptionError):
+                    except (OSError, CorruptionError, PruneError):
                         continue  # it is no place to depend on
                 if (place := dict.get(self, key)) is not None:
                     return place

@@ -21,6 +21,7 @@ from perdure.store.rollback import forget_lines
 from perdure.store.run import Run
 from perdure.store.run_log import line_references
 from perdure.store.verify import VerifyReport, examine
+from perdure.text import counted
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def repair(run: Run) -> Repaired:
 
     Raises:
         LockedError: A writer is at work.
-        PruneError: An operation failed; nothing that was good is lost.
+        PruneError: An operation failed, or no pack is there; nothing that was good is lost.
         SaveError: The run directory cannot be written to, or its manifests are gone.
         UnreachableError: The run directory cannot be listed.
     """
@@ -60,6 +61,12 @@ def repair(run: Run) -> Repaired:
     try:
         actions += _repair_log(run)  # first: every other repair writes a line
         findings = examine(run)
+        if findings.bad and not run.contents().packs:
+            raise PruneError(
+                f"{run.where}: no pack is in {PACKS}, which may be moved or not mounted, and "
+                f"{counted(len(findings.bad), 'checkpoint')} cannot be restored without. None of them "
+                f"was moved. Bring it back, then repair again."
+            )
         for step, reason in findings.bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
         actions += _salvage(run, findings.damaged)

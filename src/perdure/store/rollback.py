@@ -20,13 +20,13 @@ from perdure.errors import (
     SaveError,
     UnreachableError,
 )
-from perdure.store.catalog import Catalog
-from perdure.store.contents import committed_steps, quarantined, step_aside
+from perdure.store.directory import Directory
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
 from perdure.store.loading import list_pins, list_steps, read_manifest
 from perdure.store.log_view import Aside, LogView, ReturningLines
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest, encode_manifest
+from perdure.store.names import committed_steps, quarantined, step_aside
 from perdure.store.run_events import Cut, Returned, RolledBack, RolledBackCheckpoint
 from perdure.store.run_log import RunLog, free_name, line_references
 from perdure.store.run_marker import require_folders
@@ -175,17 +175,17 @@ def undo_rollback(storage: Storage, log: RunLog, *, dry_run: bool) -> list[int]:
 
 
 @contextmanager
-def moving(catalog: Catalog, operation: str, *, dry_run: bool) -> Iterator[None]:
-    """Finish what an earlier move began, then move; the catalog forgets everything afterwards.
+def moving(directory: Directory, operation: str, *, dry_run: bool) -> Iterator[None]:
+    """Finish what an earlier move began, then move; `directory` forgets everything afterwards.
 
     A dry run does neither. A failure of the storage becomes `UnreachableError` or `SaveError`, with the
     name of the `operation` in its text.
     """
-    storage = catalog.storage
-    require_folders(storage, catalog.log.run)
+    storage = directory.storage
+    require_folders(storage, directory.log.run)
     try:
         if not dry_run:
-            finish_moves(storage, catalog.log.view)
+            finish_moves(storage, directory.log.view)
         yield
     except ConnectionError as error:
         raise UnreachableError(
@@ -198,8 +198,8 @@ def moving(catalog: Catalog, operation: str, *, dry_run: bool) -> Iterator[None]
         ) from error
     finally:
         if not dry_run:
-            catalog.forget()
-            catalog.durable.clear()
+            directory.forget()
+            directory.durable.clear()
 
 
 def finish_moves(storage: Storage, view: LogView) -> None:

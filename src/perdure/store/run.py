@@ -2,7 +2,7 @@
 
 Readers take no lock and never change anything; the first change takes the writer's lock and keeps it
 until `close`. The work is done by `loading` (reading), `writer_session` (the lock), `committer`,
-`garbage_collection`, `rollback` and `damage_handler`.
+`garbage_collection`, `rollback` and `damage`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 
-from perdure.errors import CorruptionError, StepNotFoundError, StoreError
-from perdure.store.catalog import Catalog
+from perdure.errors import CorruptionError, HistoryError, StepNotFoundError, StoreError
 from perdure.store.codec import encoder
 from perdure.store.committer import Committer, PreparedSave
-from perdure.store.contents import Contents, OutdatedPlanError, quarantined
-from perdure.store.damage_handler import DamageHandler
+from perdure.store.damage import DamageHandler
+from perdure.store.directory import Directory
 from perdure.store.drill_hook import drilled_clock
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.format import MAX_STEP, pin_name, time_text
@@ -40,6 +39,7 @@ from perdure.store.loading import (
     read_manifest,
 )
 from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
+from perdure.store.names import leftovers, quarantined
 from perdure.store.pack_writer import Written
 from perdure.store.rollback import AsideCheckpoint, moving, roll_back, rolled_back, undo_rollback
 from perdure.store.run_events import Removed, Saved
@@ -47,7 +47,8 @@ from perdure.store.run_log import RunLog
 from perdure.store.run_marker import read_marker
 from perdure.store.storage import Storage
 from perdure.store.urls import open_storage
-from perdure.store.writer_session import WriterSession, leftovers
+from perdure.store.view import OutdatedPlanError, View
+from perdure.store.writer_session import WriterSession
 
 
 class Run:
@@ -91,10 +92,10 @@ class Run:
         marker = read_marker(self.storage, create=create, repair=repair)
         self.log = RunLog(self.storage, marker and marker.run)
         """The log of the run. Only its writer may append to it."""
-        self._catalog = Catalog(self.storage, self.log)
-        self._damage = DamageHandler(self._catalog, self.encode, now)
-        self._session = WriterSession(self._catalog, self._damage, now, marked=marker is not None)
-        self._committer = Committer(self._session, self._catalog, self._damage, self.encode, now)
+        self.directory = Directory(self.storage, self.log)
+        self._damage = DamageHandler(self.directory, self.encode, now)
+        self._session = WriterSession(self.directory, self._damage, now, marked=marker is not None)
+        self._committer = Committer(self._session, self.directory, self._damage, self.encode, now)
 
     @property
     def is_run_directory(self) -> bool:
@@ -151,9 +152,7 @@ class Run:
             CorruptionError: The manifest or a chunk is damaged; the text names leaf, pack and offset.
             UnreachableError: A file cannot be read.
         """
-        return load_step(
-            self.storage, self._catalog, step, needs if isinstance(needs, Needs) else Needs(needs)
-        )
+        return load_step(self.directory, step, needs if isinstance(needs, Needs) else Needs(needs))
 
     def begin_writing(self) -> None:
         """Become the writer, as every change does by itself. May be called often.
@@ -265,7 +264,7 @@ class Run:
 
     def stored_chunks(self) -> Mapping[str, StoredChunk]:
         """The chunks that a manifest may name without writing them again, for the writer."""
-        return self._catalog.stored_chunks()
+        return self.directory.stored_chunks()
 
     def commit_manifest(
         self, manifest: Manifest, located: Mapping[str, StoredChunk], replace: bool = False
@@ -316,10 +315,11 @@ class Run:
 
     def require_new(self) -> None:
         """Raise `HistoryError` if the run, which has no checkpoint, had one: nothing begins again."""
-        self.log.view.require_new(self.storage)
+        if why := View(self.storage, self.log).refusal_to_begin():
+            raise HistoryError(why)
 
-    def contents(self, *, fresh: bool = True) -> Contents:
-        """A snapshot of what is held now. Every manifest that changed is read, and no pack.
+    def contents(self, *, fresh: bool = True) -> View:
+        """A view of what is there now. Every manifest that changed is read, and no pack.
 
         Args:
             fresh: Look for manifests that changed. Without it the writer plans with what it remembers,
@@ -329,8 +329,8 @@ class Run:
             PruneError: The run directory cannot be listed.
         """
         if not self.is_writer:
-            self._catalog.forget()
-        return self._catalog.contents(fresh=fresh, complete=fresh)
+            self.directory.forget()
+        return self.directory.contents(fresh=fresh, whole=fresh)
 
     def plan(self, request: PruneRequest) -> CollectPlan:
         """What a request would delete and move. Changes nothing and takes no lock."""
@@ -347,24 +347,26 @@ class Run:
             PruneError: An operation failed in the middle; plan again.
         """
         self.begin_writing()
-        held = self._catalog.contents(fresh=True, complete=not remembered)
+        held = self.directory.contents(whole=not remembered)
         if plan_collect(held, plan.request) != plan:
-            self._catalog.list_again()
+            self.directory.changed()
             raise OutdatedPlanError(
                 f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
             )
-        if plan.steps and not (held.manifests.keys() | held.unreadable.keys()) - set(plan.steps):
+        if plan.steps and not set(held.steps) - set(plan.steps):
             with suppress(OSError):
                 self.log.append(Saved())  # whoever starts again does so on purpose
         try:
             done = execute_collect(self.storage, self.log, held, plan)
         except OSError as error:
-            self._catalog.forget()
+            self.directory.forget()
             raise stopped(self.where, error) from error
         packs = {*plan.packs, *plan.orphans, *plan.compact}.difference(done.left)
-        self._catalog.pruned([*plan.steps, *plan.quarantined], packs, done.replaced.values())
+        self.directory.removed(plan.steps, packs)
+        if plan.quarantined or done.replaced:
+            self.directory.changed()
         for error in done.damaged:
-            self._catalog.distrust(error)
+            self.directory.distrust(error)
         return done
 
     def pin(self, step: int) -> None:
@@ -376,13 +378,13 @@ class Run:
         self.manifest(step)
         if step not in self.pinned():
             self.storage.create(pin_name(step), 0).commit()
-            self._catalog.list_again()
+            self.directory.changed()
 
     def unpin(self, step: int) -> None:
         """Let a checkpoint be deleted again. A step that is not pinned is no error."""
         self.begin_writing()
         self.storage.delete(pin_name(step))
-        self._catalog.list_again()
+        self.directory.changed()
 
     def pinned(self) -> frozenset[int]:
         """The pinned steps."""
@@ -410,7 +412,7 @@ class Run:
         """
         if not dry_run:
             self.begin_writing()
-        with moving(self._catalog, "the rollback", dry_run=dry_run):
+        with moving(self.directory, "the rollback", dry_run=dry_run):
             return roll_back(self.storage, self.log, step, when=self._now(), dry_run=dry_run)
 
     def undo_rollback(self, *, dry_run: bool = False) -> list[int]:
@@ -434,7 +436,7 @@ class Run:
         """
         if not dry_run:
             self.begin_writing()
-        with moving(self._catalog, "undoing the rollback", dry_run=dry_run):
+        with moving(self.directory, "undoing the rollback", dry_run=dry_run):
             return undo_rollback(self.storage, self.log, dry_run=dry_run)
 
     def rolled_back(self) -> list[AsideCheckpoint]:
@@ -479,7 +481,7 @@ class Run:
 
     def distrust_pack(self, pack: str, reason: str) -> None:
         """Note that a pack is damaged: later saves of this object do not depend on its chunks."""
-        self._catalog.distrust_pack(pack, reason)
+        self.directory.distrust_pack(pack, reason)
 
     def quarantined(self) -> list[str]:
         """Names of what is in quarantine: manifests, and packs that a repair set aside."""

@@ -12,7 +12,6 @@ from contextlib import suppress
 from itertools import pairwise
 
 from perdure.errors import CorruptionError
-from perdure.store.contents import committed_steps
 from perdure.store.failures import is_gone, read_error
 from perdure.store.format import QUARANTINE, manifest_name
 from perdure.store.log import (
@@ -27,6 +26,7 @@ from perdure.store.log import (
 from perdure.store.log_view import LOG, LogView
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
+from perdure.store.names import committed_steps
 from perdure.store.run_events import (
     Cut,
     Event,

@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Struct
 
 from perdure.errors import CorruptionError, NotARunError
-from perdure.store.contents import committed_steps
 from perdure.store.failures import is_gone, read_error
 from perdure.store.format import (
     FORMAT,
@@ -30,6 +29,7 @@ from perdure.store.format import (
 )
 from perdure.store.local import LocalStorage
 from perdure.store.manifest_json import decode_manifest
+from perdure.store.names import committed_steps
 from perdure.store.storage import Storage
 from perdure.text import counted
 

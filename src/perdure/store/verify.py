@@ -246,9 +246,7 @@ def examine(run: Run) -> Findings:
         Problem(name, str(error), unread=isinstance(error, UnreachableError))
         for name, error in aside.items()
     ]
-    if why := folder_problem(run.storage, run.log.run) or (
-        None if good or bad or unread else run.log.view.lost_manifests(run.storage)
-    ):
+    if why := folder_problem(run.storage, run.log.run) or held.lost_checkpoints():
         problems.append(Problem(MANIFESTS, why))
     if not unreadable and not held.unknown:
         problems += [

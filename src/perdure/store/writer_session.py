@@ -12,20 +12,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 from perdure.errors import CorruptionError, HistoryError, LockedError, SaveError, StoreError
-from perdure.store.catalog import Catalog
-from perdure.store.contents import committed_steps
-from perdure.store.damage_handler import DamageHandler
-from perdure.store.format import (
-    LOCK,
-    MANIFESTS,
-    MARKER,
-    PACKS,
-    PINS,
-    QUARANTINE,
-    is_temporary,
-)
+from perdure.store.damage import DamageHandler
+from perdure.store.directory import Directory
+from perdure.store.format import LOCK, MANIFESTS, MARKER
 from perdure.store.loading import list_steps, read_manifest
 from perdure.store.log_view import START_OVER
+from perdure.store.names import committed_steps, leftovers
 from perdure.store.rollback import finish_moves
 from perdure.store.run_events import Removed, Saved, Started
 from perdure.store.run_marker import (
@@ -34,7 +26,7 @@ from perdure.store.run_marker import (
     new_marker,
     require_folders,
 )
-from perdure.store.storage import Storage
+from perdure.store.view import View
 
 
 class WriterSession:
@@ -42,7 +34,7 @@ class WriterSession:
 
     def __init__(
         self,
-        catalog: Catalog,
+        directory: Directory,
         damage: DamageHandler,
         now: Callable[[], str],
         *,
@@ -53,14 +45,16 @@ class WriterSession:
         self.holds_lock = False
         self.starts_over = False
         """Whether the user said that a run without a checkpoint begins again on purpose."""
+        self.refusal: str | None = None
+        """Why a save into the run as the writer found it would begin it again by accident."""
         self._ready = False
         self._pid = os.getpid()
         self._turn = threading.RLock()
         self._lock = ExitStack()
-        self._storage = catalog.storage
-        self._catalog = catalog
+        self._storage = directory.storage
+        self._directory = directory
         self._damage = damage
-        self._log = catalog.log
+        self._log = directory.log
         self._now = now
 
     def begin(self) -> None:
@@ -103,8 +97,9 @@ class WriterSession:
         require_folders(storage, log.run)
         claim_folders(storage, log.run)
         steps = committed_steps(storage)
-        is_lost = not self.starts_over and not steps
-        if is_lost and (why := log.view.lost_manifests(storage)):
+        view = View(storage, log)
+        self.refusal = view.refusal_to_begin()
+        if not self.starts_over and (why := view.lost_checkpoints()):
             raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
         storage.make_folder(MANIFESTS)
         if log.view.last is None and log.view.problem is None:
@@ -150,10 +145,11 @@ class WriterSession:
             raise LockedError(self._locked(error)) from None
         except OSError as error:
             raise SaveError(f"{self._storage.where}: cannot be written to: {error}.") from error
-        self.holds_lock = self._catalog.indexed = True
+        self.holds_lock = True
         # Another writer may have changed what was read before.
-        self._catalog.forget()
-        self._catalog.durable.clear()
+        self._directory.forget()
+        self._directory.use_index(True)
+        self._directory.durable.clear()
 
     def check_process(self) -> None:
         """Raise `LockedError` in a process that was forked from the one that made this object."""
@@ -166,7 +162,8 @@ class WriterSession:
 
     def close(self) -> None:
         """Give the lock back. In a forked child the lock stays with the parent."""
-        self.holds_lock = self._ready = self._catalog.indexed = False
+        self.holds_lock = self._ready = False
+        self._directory.use_index(False)
         if os.getpid() != self._pid:
             return
         try:
@@ -187,12 +184,6 @@ class WriterSession:
             f"changed. Stop that process, or use another run directory; the processes of one group "
             f"share a writer when the manager is given `processes=strategy.processes`."
         )
-
-
-def leftovers(storage: Storage) -> list[str]:
-    """Temporary files of writers that did not finish."""
-    folders = (MANIFESTS, PACKS, PINS, QUARANTINE)
-    return sorted(name for folder in folders for name in storage.list(folder) if is_temporary(name))
 
 
 _token: tuple[int, str] = (0, "")

@@ -42,7 +42,7 @@ from perdure.state.leaf_spec import add_path
 from perdure.state.leaf_values import SCALARS, scalar_leaf
 from perdure.state.torch_state import ADAPTER
 from perdure.store import Run, Storage
-from perdure.store.catalog import Catalog
+from perdure.store.directory import Directory
 from perdure.store.format import DCP_LAYOUT
 from perdure.store.leaf import Leaf, RemoteLeaf
 from perdure.store.manifest import LeafEntry
@@ -147,7 +147,7 @@ class Writer(StorageWriter):
         index = self._rank.index
         local = {} if self._captured is None else generators.leaves(self._captured, index)
         run = self._run or Run(self._directory, create=True)
-        held = Catalog(run.storage).stored_chunks()
+        held = Directory(run.storage).stored_chunks()
         own = LocalLeaves(leaves, local)
         share = WriterShare(index, 1)
         part = write_pack_part(run.storage, self._step, {}, held, share, None, own)

@@ -1,0 +1,65 @@
+"""What the listings of a run directory say: committed steps, pins, and what is in quarantine."""
+
+from __future__ import annotations
+
+from perdure.store.format import (
+    INDEX,
+    MANIFESTS,
+    PACKS,
+    PINS,
+    QUARANTINE,
+    TEMP_SUFFIX,
+    is_temporary,
+    manifest_name,
+    step_of,
+)
+from perdure.store.storage import Storage
+
+
+def committed_steps(storage: Storage) -> list[int]:
+    """Steps that have a manifest, oldest first."""
+    return sorted(step for name in storage.list(MANIFESTS) if (step := step_of(name)) is not None)
+
+
+def steps_from(storage: Storage, step: int) -> list[int]:
+    """Committed steps that are not below `step`, oldest first. Costs no more than those."""
+    names = storage.entries(MANIFESTS, manifest_name(step - 1) if step else "")
+    return sorted(other for name in names if (other := step_of(name)) is not None)
+
+
+def newest_step(storage: Storage) -> int | None:
+    """The newest committed step; in a bucket with an index at the cost of two requests."""
+    if storage.lists_versions:
+        # The names of the index say where to begin, and not what there is.
+        hints = [name.rpartition("-")[2] for name in storage.list(INDEX)]
+        begin = max((int(hint) for hint in hints if hint.isdecimal()), default=-1)
+        if begin >= 0 and (later := steps_from(storage, begin)):
+            return later[-1]
+    names = list(storage.list(MANIFESTS))
+    newest = step_of(max(names, default=""))
+    if newest is None:  # there is none, or another name comes last
+        newest = max((step for name in names if (step := step_of(name)) is not None), default=None)
+    return newest
+
+
+def pinned_steps(storage: Storage) -> frozenset[int]:
+    """Steps that no deletion may touch."""
+    names = (name.removeprefix(PINS) for name in storage.list(PINS))
+    return frozenset(int(name) for name in names if name.isdecimal())
+
+
+def quarantined(storage: Storage) -> list[str]:
+    """Names of what is in quarantine: manifests, packs and logs that a repair set aside."""
+    return sorted(name for name in storage.list(QUARANTINE) if not name.endswith(TEMP_SUFFIX))
+
+
+def step_aside(name: str) -> int | None:
+    """The step of a manifest in quarantine, by its name."""
+    digits, _, rest = name.removeprefix(QUARANTINE).partition("-")
+    return int(digits) if digits.isdecimal() and rest.endswith(".json") else None
+
+
+def leftovers(storage: Storage) -> list[str]:
+    """Temporary files of writers that did not finish."""
+    folders = (MANIFESTS, PACKS, PINS, QUARANTINE)
+    return sorted(name for folder in folders for name in storage.list(folder) if is_temporary(name))

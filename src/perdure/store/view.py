@@ -1,0 +1,456 @@
+"""What a run directory holds: one immutable view of it, which everyone asks.
+
+Invariant: nothing is deleted because of a remembered manifest. A new look compares each manifest of the
+view before it with the digest in its file, and reads those that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from perdure.errors import CorruptionError, PruneError
+from perdure.store.failures import is_gone
+from perdure.store.format import MANIFESTS, PACKS, QUARANTINE, manifest_name, pack_step, step_of
+from perdure.store.log_view import START_OVER, LogView
+from perdure.store.manifest import Manifest
+from perdure.store.manifest_index import INDEX_FROM, ManifestIndex, ManifestSummary, summarize
+from perdure.store.manifest_json import HEAD_BYTES, decode_manifest
+from perdure.store.names import committed_steps, pinned_steps, step_aside
+from perdure.store.run_log import RunLog, line_references
+from perdure.store.run_marker import folder_problem
+from perdure.store.storage import Storage
+from perdure.text import few
+
+READ_NEWEST = 8
+"""So many of the newest manifests are read whatever the index says: retention counts on them."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class OutdatedPlanError(PruneError):
+    """The run directory is not what a plan was made from. Nothing was deleted; plan again."""
+
+
+class _Lazy(Mapping[K, V], Generic[K, V]):
+    """A mapping with known keys, each value of which `get` returns when it is asked for."""
+
+    def __init__(self, keys: Iterable[K], get: Callable[[K], V]) -> None:
+        self._keys = dict.fromkeys(keys)
+        self._get = get
+
+    def __getitem__(self, key: K) -> V:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._get(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class _Manifests(NamedTuple):
+    """What a look found of manifests, by their names.
+
+    Attributes:
+        readable: The summaries of the readable ones.
+        read: Those that are in memory.
+        unreadable: Why each of the others cannot be read.
+        unknown: Those of `unreadable` whose bytes nobody saw.
+        misread: Those that are not what their summary says: the next look reads them.
+    """
+
+    readable: dict[str, ManifestSummary]
+    read: dict[str, Manifest]
+    unreadable: dict[str, str]
+    unknown: dict[str, str]
+    misread: set[str]
+
+    def without(self, names: Collection[str]) -> _Manifests:
+        """The others."""
+        return _Manifests(
+            _others(self.readable, names),
+            _others(self.read, names),
+            _others(self.unreadable, names),
+            _others(self.unknown, names),
+            self.misread.difference(names),
+        )
+
+
+class View:
+    """What a run directory held at one look: names, manifests and sizes, but no chunks.
+
+    It does not change: a writer that has added or removed something derives the next view. Each part is
+    listed when it is first asked for, because a save needs less than a plan.
+
+    Args:
+        storage: The run directory.
+        log: Its log.
+        sizes: Sizes of packs that are known, which never change. New ones are added.
+        index: Says of most manifests what they are, without reading them; None reads all.
+        known: An earlier view. What it read is read again only if it has changed.
+        whole: Read every manifest, and ask for the size of every pack, as for a reader.
+        packs: Look at the packs again, and not only if `known` has not.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        log: RunLog,
+        sizes: dict[str, int] | None = None,
+        index: ManifestIndex | None = None,
+        known: View | None = None,
+        *,
+        whole: bool = False,
+        packs: bool = False,
+    ) -> None:
+        self._storage, self._run_log = storage, log
+        self._sizes = {} if sizes is None else sizes
+        self._index, self._is_whole = index, whole
+        self._unsized: list[str] = []
+        # Without a reference to the view before, which would keep all earlier ones.
+        parts = {} if known is None else known.__dict__
+        nothing = _Manifests({}, {}, {}, {}, set())
+        self._before: _Manifests = parts.get("_committed", nothing)
+        self._aside_before: _Manifests = parts.get("_aside", nothing)
+        if "_pack_names" in parts and not (packs or whole):
+            self.__dict__["_pack_names"] = parts["_pack_names"]
+
+    # ------------------------------------------------------------ checkpoints
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that have a manifest, oldest first."""
+        if "_committed" in self.__dict__:
+            return sorted([*self.readable, *self.unreadable])
+        return committed_steps(self._storage)
+
+    @cached_property
+    def readable(self) -> Mapping[int, ManifestSummary]:
+        """The summaries of the readable manifests by step, oldest first."""
+        return _by_step(self._committed.readable)
+
+    @cached_property
+    def unreadable(self) -> Mapping[int, str]:
+        """Why each other manifest cannot be read, by step."""
+        return _by_step(self._committed.unreadable)
+
+    @property
+    def read(self) -> Mapping[str, Manifest]:
+        """The manifests that are in memory, by name."""
+        return self._committed.read
+
+    @cached_property
+    def manifests(self) -> Mapping[int, Manifest]:
+        """The readable manifests by step, those that are not in memory as soon as they are asked for.
+
+        `OutdatedPlanError` if one cannot be read now, or has changed since the look.
+        """
+        return _Lazy(self.readable, self._manifest)
+
+    @cached_property
+    def summaries(self) -> Mapping[int, ManifestSummary]:
+        """The summaries of the checkpoints that lack nothing, as far as names tell."""
+        return _others(self.readable, self.missing)
+
+    @cached_property
+    def missing(self) -> Mapping[int, str]:
+        """Why each checkpoint with a readable manifest that lacks a pack cannot be read."""
+        return {
+            step: f"{self._storage.where}: step {step} needs {pack}, which is missing."
+            for step, summary in self.readable.items()
+            for pack in summary.packs
+            if pack not in self._pack_names
+        }
+
+    @property
+    def broken(self) -> Mapping[int, str]:
+        """Why each checkpoint that is not in `summaries` cannot be read."""
+        return {**self.unreadable, **self.missing}
+
+    # ------------------------------------------------------------ what else is there
+
+    @cached_property
+    def packs(self) -> Mapping[str, int]:
+        """The packs with their sizes, which are asked for when they are needed."""
+        packs = _Lazy(self._pack_names, self.pack_size)
+        return dict(packs) if self._is_whole else packs
+
+    @cached_property
+    def pinned(self) -> frozenset[int]:
+        """The pinned steps."""
+        return pinned_steps(self._storage)
+
+    @property
+    def quarantined(self) -> Mapping[str, Manifest]:
+        """The readable manifests in quarantine by name."""
+        return self._aside.read
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of manifests in quarantine that are damaged, or those of another run."""
+        return sorted(self._aside.unreadable.keys() - self._aside.unknown.keys())
+
+    @cached_property
+    def unknown(self) -> list[str]:
+        """What could not be read although it need not be damaged; it may need any pack."""
+        _ = self._pack_names
+        aside = [f"{name}: {why}" for name, why in self._aside.unknown.items()]
+        unknown = [*self._committed.unknown.values(), *aside, *self._unsized]
+        if why := self.lost_checkpoints(for_deletion=True):
+            unknown.append(why)
+        return unknown
+
+    @cached_property
+    def frozen(self) -> str | None:
+        """Why nothing at all may be deleted: the log lacks lines, or a folder is another run's."""
+        problem = self.log.problem_with(line_references(self.read.values()))
+        return problem or folder_problem(self._storage, self._run_log.run)
+
+    @cached_property
+    def log(self) -> LogView:
+        """What the log says, read after the manifests, which refer to lines that are there."""
+        return self._run_log.view
+
+    def lost_checkpoints(self, *, for_deletion: bool = False) -> str | None:
+        """Why a run without a manifest has lost its manifests; None if it need not have had any, or if
+        they were set aside because of damage, which no deletion takes for a reason.
+
+        A rollback is none: the checkpoint that it goes back to stays. Packs say so only where the log
+        does not know: each first save that was killed leaves one.
+        """
+        if self.steps:
+            return None
+        log, where = self.log, self._storage.where
+        if not for_deletion and not all(map(log.is_rolled_back, self._aside_names)):
+            return None  # that is where they are
+        lost = f"{where}: no checkpoint is in {MANIFESTS}, which may be moved or not mounted"
+        if log.saved is not None:
+            return f"{lost}; step {log.saved} was saved, by the log of the run"
+        if log.problem is None and log.knows_saves:
+            return None
+        if len(steps := {pack_step(pack) for pack in self._pack_names}) < 2:
+            return None  # the leftovers of a first save
+        return f"{lost}; {PACKS} holds data of {len(steps)} saves"
+
+    def refusal_to_begin(self) -> str | None:
+        """Why no step may be the first one here: the run had checkpoints, and has none."""
+        if self.steps:
+            return None
+        where = self._storage.where
+        if (lost := self.lost_checkpoints()) is not None:
+            why = lost
+        elif self._aside_names:
+            why = f"{where}: no checkpoint is left, and {few(self._aside_names)} are set aside"
+        else:
+            return None
+        return (
+            f"{why}. A start at step 0 was refused, and nothing was changed. `perdure verify {where}` "
+            f"shows what is there; `perdure rollback {where} --undo` returns what a rollback set "
+            f"aside. {START_OVER}"
+        )
+
+    def list_all(self) -> None:
+        """Look at everything that a plan needs, now."""
+        _ = self._committed, self._aside, self.packs, self.missing, self.pinned, self.unknown
+
+    # ------------------------------------------------------------ the next view
+
+    def with_added(self, manifest: Manifest, head: bytes) -> View:
+        """The view after the commit of a manifest, whose file begins with `head`."""
+        if "_committed" not in self.__dict__:
+            return self  # the manifest will be listed
+        name = manifest_name(manifest.step)
+        after = self._committed.without([name])
+        after.readable[name] = summarize(manifest, head)
+        after.read[name] = manifest
+        packs = [pack.name for pack in manifest.packs]
+        return self._derived(after, lambda names: names.union(packs))
+
+    def without(self, steps: Collection[int], packs: Collection[str]) -> View:
+        """The view after manifests and packs were deleted."""
+        if "_committed" not in self.__dict__:
+            return self
+        after = self._committed.without(set(map(manifest_name, steps)))
+        return self._derived(after, lambda names: names.difference(packs))
+
+    def _derived(
+        self, committed: _Manifests, change: Callable[[frozenset[str]], frozenset[str]]
+    ) -> View:
+        view = View(self._storage, self._run_log, self._sizes, self._index)
+        parts = self.__dict__
+        kept = {name: parts[name] for name in ("pinned", "_aside", "frozen") if name in parts}
+        if "_pack_names" in parts:
+            kept["_pack_names"] = change(self._pack_names)
+        view.__dict__.update(kept, _committed=committed)
+        return view
+
+    # ------------------------------------------------------------ looking
+
+    @cached_property
+    def _committed(self) -> _Manifests:
+        entries = self._storage.entries(MANIFESTS)
+        # Names of manifests sort as their steps do.
+        names = [name for name in sorted(entries) if step_of(name) is not None]
+        before = self._before
+        rows = {} if self._index is None else self._index.rows
+        found = _Manifests({}, {}, {}, {}, set())
+        unread = set() if self._is_whole else set(names[:-READ_NEWEST])
+        unread -= before.readable.keys() | before.unreadable.keys()
+        for name in names:
+            row = rows.get(step_of(name) or 0)
+            if name in unread and row is not None:
+                found.readable[name] = row
+                continue
+            self._read(name, entries[name].version, before, found)
+            summary = found.readable.get(name)
+            if row is not None and summary is not None and row.head == summary.head:
+                found.readable[name] = row  # with the version of these bytes
+        self._before = found
+        return found
+
+    @cached_property
+    def _aside(self) -> _Manifests:
+        """The manifests in quarantine. They are always compared: a name there may be used again."""
+        before = self._aside_before
+        found = _Manifests({}, {}, {}, {}, set())
+        for name, entry in sorted(self._storage.entries(QUARANTINE).items()):
+            if name.endswith(".json"):
+                self._read(name, entry.version, before, found)
+                if name in found.read and self.log.is_foreign(name, found.read[name]):
+                    del found.read[name], found.readable[name]
+                    found.unreadable[name] = "of another run"
+        self._aside_before = found
+        return found
+
+    @property
+    def _aside_names(self) -> list[str]:
+        return sorted([*self._aside.read, *self.lost])
+
+    def _read(self, name: str, version: str, before: _Manifests, found: _Manifests) -> None:
+        """Add a manifest to `found`, which is read unless it is known from `before`."""
+        storage = self._storage
+        where = f"{storage.where}/{name}"
+        summary = None if name in before.misread else before.readable.get(name)
+        try:
+            if summary is not None and is_same_file(storage, name, version, summary):
+                if version != summary.version:
+                    summary = msgspec.structs.replace(summary, version=version)
+                if name in before.read or not self._is_whole:
+                    found.readable[name] = summary
+                    if name in before.read:
+                        found.read[name] = before.read[name]
+                    return
+            data = storage.read(name)
+            step = step_of(name) if name.startswith(MANIFESTS) else step_aside(name)
+            manifest = decode_manifest(data, where, step)
+            # The version was listed before the read, so it may be that of older bytes: it is not kept.
+            found.readable[name] = summarize(manifest, data)
+            found.read[name] = manifest
+        except FileNotFoundError:
+            return
+        except ConnectionError:
+            raise  # there is no answer, so the next manifest could not be read either
+        except OSError as error:
+            found.unreadable[name] = f"{where}: cannot be read: {error}."
+            if not is_gone(error):  # a pipe or a device
+                found.unknown[name] = found.unreadable[name]
+        except CorruptionError as error:
+            found.unreadable[name] = str(error)
+
+    def _manifest(self, step: int) -> Manifest:
+        """A readable manifest; `OutdatedPlanError` if it is not what it was at the look."""
+        name, committed = manifest_name(step), self._committed
+        if (manifest := committed.read.get(name)) is not None:
+            return manifest
+        where = f"{self._storage.where}/{name}"
+        try:
+            data = self._storage.read(name)
+            manifest = decode_manifest(data, where, step)
+            if data[:HEAD_BYTES] != committed.readable[name].head.encode():
+                raise CorruptionError(f"{where}: has changed since it was read.")
+        except ConnectionError:
+            raise
+        except (OSError, CorruptionError) as error:
+            committed.misread.add(name)
+            raise OutdatedPlanError(f"step {step} cannot be read: {error}") from error
+        committed.read[name] = manifest
+        return manifest
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a manifest was found that is not what this view says."""
+        return "_committed" in self.__dict__ and bool(self._committed.misread)
+
+    @cached_property
+    def _pack_names(self) -> frozenset[str]:
+        names = set()
+        for name, entry in self._storage.entries(PACKS).items():
+            if pack_step(pack := name.removeprefix(PACKS)) >= 0:
+                names.add(pack)
+                if entry.size is not None:
+                    self._sizes.setdefault(pack, entry.size)
+        for pack in sorted(names) if self._is_whole else ():
+            try:
+                self.pack_size(pack)
+            except FileNotFoundError:
+                names.discard(pack)
+            except ConnectionError:
+                raise
+            except OSError as error:
+                names.discard(pack)
+                self._unsized.append(f"{PACKS}{pack}: {error}")
+        return frozenset(names)
+
+    def pack_size(self, pack: str) -> int:
+        """Bytes of a pack. They are remembered, because packs never change."""
+        if pack not in self._sizes:
+            self._sizes[pack] = self._storage.size(PACKS + pack)
+        return self._sizes[pack]
+
+    def write_index(self) -> None:
+        """Write what the index lacks, once that is much, and give the memory of manifests back."""
+        if (index := self._index) is None:
+            return
+        rows, (readable, read, *_) = index.rows, self._committed
+        lacking = [
+            name for name, row in readable.items() if rows.get(step_of(name) or 0) is not row
+        ]
+        if len(lacking) < INDEX_FROM:
+            return
+        # Nobody else writes, from the read of a manifest to the write below, which checks the lock.
+        # So the versions that are listed in between are those of what was read.
+        entries = self._storage.entries(MANIFESTS)
+        for name in lacking:
+            entry = entries.get(name)
+            if entry is not None and entry.version != readable[name].version:
+                readable[name] = msgspec.structs.replace(readable[name], version=entry.version)
+        index.write(_by_step(readable), _by_step({name: read.get(name) for name in lacking}))
+        for name in sorted(read)[:-INDEX_FROM]:
+            del read[name]
+
+
+def _by_step(manifests: Mapping[str, V]) -> dict[int, V]:
+    return {step: each for name, each in manifests.items() if (step := step_of(name)) is not None}
+
+
+def _others(mapping: Mapping[K, V], keys: Collection[K]) -> dict[K, V]:
+    return {key: value for key, value in mapping.items() if key not in keys}
+
+
+def is_same_file(storage: Storage, name: str, version: str, summary: ManifestSummary) -> bool:
+    """Whether the file of a manifest still has the digest that is remembered."""
+    if version and version == summary.version:
+        return True
+    head = bytearray(HEAD_BYTES)
+    storage.read_into(name, 0, memoryview(head))
+    return head == summary.head.encode()

@@ -34,8 +34,8 @@ from perdure.distribute import PerReplica
 from perdure.look.journal_bisect import bisect_runs
 from perdure.store import LocalStorage
 from perdure.store.log import encode_line, read_log
-from perdure.store.log_view import LOG, LOG_FILE
 from perdure.store.run_events import JournalEntry
+from perdure.store.run_log import LOG, LOG_FILE
 
 CASES = (("cnn", 128, "the tutorial's network"), ("transformer", 32, "a small transformer"))
 REPLICAS = 8

@@ -26,9 +26,8 @@ from perdure.errors import (
     UnsupportedLeafError,
 )
 from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
-from perdure.store.log_view import LOG_FILE
 from perdure.store.run_events import JournalEntry
-from perdure.store.run_log import read_journal
+from perdure.store.run_log import LOG_FILE, read_journal
 from pretend import Pretend, play
 
 EVERY = ManagerOptions(journal_every=1)
@@ -320,7 +319,7 @@ def test_a_rollback_sets_lines_aside_and_its_undo_brings_them_back(tmp_path: Pat
     with Run(tmp_path) as run:
         assert run.undo_rollback() == [3, 4, 5]
     assert entries(tmp_path) == before
-    assert Run(tmp_path).log.view.steps_aside() == [(3, 3)]  # what was recorded since
+    assert Run(tmp_path).log.view.journal.steps_aside() == [(3, 3)]  # what was recorded since
     repeat(tmp_path, 6)
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
 

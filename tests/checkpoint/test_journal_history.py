@@ -18,8 +18,7 @@ from perdure.cli import main
 from perdure.errors import CorruptionError, HistoryError, SaveError, StoreError
 from perdure.look import diff
 from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
-from perdure.store.log_view import LOG_FILE
-from perdure.store.run_log import read_journal
+from perdure.store.run_log import LOG_FILE, read_journal
 
 EVERY = ManagerOptions(journal_every=1)
 
@@ -77,7 +76,7 @@ def recorded(run: Path) -> list[Any]:
 
 
 def aside(run: Path) -> list[tuple[int, int]]:
-    return Run(run).log.view.steps_aside()
+    return Run(run).log.view.journal.steps_aside()
 
 
 def command(*arguments: Any, status: int = 0) -> str:

@@ -10,7 +10,7 @@ import pytest
 from random_walk import Memory, walk, walk_in_bucket, walk_in_memory, walk_on_disk
 
 from object_stores import ObjectServer
-from perdure.store.log_view import LogView
+from perdure.store.run_log import LogView
 
 
 def together(walk_once: Callable[[int], Counter[str]], seeds: range) -> Counter[str]:

@@ -14,8 +14,7 @@ from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
 from perdure.checkpoint.retention import RecordedRetention, recorded_retention
 from perdure.errors import CorruptionError
 from perdure.store import PruneRequest, Run, repair, verify_run
-from perdure.store.log_view import LOG_FILE
-from perdure.store.run_log import line_references
+from perdure.store.run_log import LOG_FILE, line_references
 
 BEST = Retention(best_metric="loss", best_mode="min", keep_period=5)
 
@@ -106,7 +105,7 @@ def test_a_deletion_is_refused_if_an_older_checkpoint_refers_to_a_line_that_is_l
     data = whole(tmp_path)
     with Run(tmp_path) as run:  # as after a copy: the newest refers to no line
         newest = msgspec.structs.replace(run.manifest(7), log=None)
-        run.commit_manifest(newest, {}, replace=True)
+        run.committer.commit_manifest(newest, {}, replace=True)
     (tmp_path / LOG_FILE).write_bytes(data[: data.index(b"\n") + 1])
     with Run(tmp_path) as run, pytest.raises(CorruptionError, match="nothing is deleted"):
         run.delete([3])

@@ -201,7 +201,7 @@ def test_a_compaction_keeps_the_containers(tmp_path: Path) -> None:
         state = {"g": grown, "x": np.arange(2_000_000)}
         run.save(1, snapshot(state))
         kept = run.save(2, snapshot({"g": grown, "x": np.ones(1)}))
-        run.evacuate([pack.name for pack in kept.packs])
+        run.damage.evacuate([pack.name for pack in kept.packs])
         assert run.manifest(2).packs != kept.packs
         assert run.manifest(2).containers == kept.containers
 

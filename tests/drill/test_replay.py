@@ -23,8 +23,7 @@ from perdure.report import report
 from perdure.store import LocalStorage, Run
 from perdure.store.format import hash_bytes
 from perdure.store.log import read_log
-from perdure.store.log_view import LOG_FILE
-from perdure.store.run_log import read_journal
+from perdure.store.run_log import LOG_FILE, read_journal
 
 PROGRAM = [sys.executable, str(Path(__file__).parent / "programs" / "journaled.py")]
 

@@ -18,8 +18,8 @@ from perdure.cli import main
 from perdure.errors import ArgumentError, CorruptionError, NotARunError
 from perdure.look.journal_bisect import Bisected, bisect_runs
 from perdure.store import Run
-from perdure.store.log_view import LOG_FILE
 from perdure.store.run_events import JournalEntry
+from perdure.store.run_log import LOG_FILE
 
 
 def journal(run: Path, steps: Any, parts_at: int | None = None, what: str = "state") -> Path:

@@ -44,9 +44,8 @@ from perdure.store import (
 )
 from perdure.store.copy import copy_checkpoint
 from perdure.store.format import MAX_STEP
-from perdure.store.log_view import LOG_FILE
 from perdure.store.run_events import JournalEntry
-from perdure.store.run_log import read_journal
+from perdure.store.run_log import LOG_FILE, read_journal
 
 SIZES = (3000, 40, 0)
 RULES = RecordedRetention(2, Retention(keep_period=3))
@@ -212,7 +211,7 @@ def lines_of(path: Path) -> None:
 
 def lines_back(run: Run) -> None:
     run.rollback(2)
-    assert run.log.view.steps_after(2) is None
+    assert run.log.view.journal.steps_after(2) is None
     gone_back(run)
     assert [entry.step for entry in read_journal(run.storage)] == [5, 6, 7]
 

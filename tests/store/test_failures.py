@@ -25,7 +25,7 @@ from perdure.errors import CorruptionError, PruneError, SaveError, StoreError, U
 from perdure.store import LocalStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.direct import read_at
 from perdure.store.format import MAX_STEP, manifest_name
-from perdure.store.log_view import LOG_FILE
+from perdure.store.run_log import LOG_FILE
 
 CODES = [
     errno.EACCES,

@@ -26,7 +26,7 @@ from perdure.errors import (
 )
 from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
 from perdure.store.format import manifest_name
-from perdure.store.log_view import LOG_FILE
+from perdure.store.run_log import LOG_FILE
 
 
 def filled(place: Path | MemoryStorage, *steps: int) -> Run:

@@ -16,8 +16,8 @@ from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import MemoryStorage, Run, repair, verify_run
 from perdure.store.format import CHUNK_BYTES, manifest_name
-from perdure.store.log_view import LOG_FILE
 from perdure.store.reader import grouped, packed
+from perdure.store.run_log import LOG_FILE
 
 
 def filled(path: Path) -> None:

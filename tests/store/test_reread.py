@@ -370,7 +370,7 @@ def test_an_array_that_changes_between_hash_and_encoding_leaves_a_readable_check
             fired.append(len(data))
             return encode(data, dtype, digest)
 
-        run._committer._encode = late
+        run.committer._encode = late
         run.save(1, {"aliased": Leaf("uint8", (len(memory),), memoryview(memory), frozen=True)})
     assert fired
     assert verify_run(Run(tmp_path)).ok

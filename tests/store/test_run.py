@@ -37,7 +37,7 @@ from perdure.store import (
 from perdure.store.aligned_buffers import SMALL_BYTES
 from perdure.store.format import CHUNK_BYTES, manifest_name
 from perdure.store.garbage_collection import PruneRequest
-from perdure.store.log_view import LOG_FILE
+from perdure.store.run_log import LOG_FILE
 from perdure.testing import check_run
 
 

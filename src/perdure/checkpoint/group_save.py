@@ -332,12 +332,12 @@ def _lead(member: _Member, recipe: Mapping[str, RecipeValue], metrics: Mapping[s
         merged |= row.own.per_rank
         process_leaves |= row.own.process_leaves
     leaves = Leaves(merged, containers_of(state.leaves))  # type: ignore[arg-type]
-    with run.prepare_save(state.step, leaves, process_leaves) as save:
+    with run.committer.prepare(state.step, leaves, process_leaves) as save:
         written = None
         if not save.is_committed:
             member.stored_chunks = save.stored_chunks
             written = _write_parts(member)
-        run.commit_save(save, written, recipe, metrics)
+        run.committer.commit(save, written, recipe, metrics)
 
 
 def _write_parts(member: _Member) -> Written:

@@ -293,7 +293,7 @@ class Journal:
                 self._ahead.append(entry)
             else:
                 self._last = entry
-        self._newest, self._is_open = view.newest_step, True
+        self._newest, self._is_open = view.journal.newest_step, True
         if not self._attempt:
             stated = os.environ.get(_ATTEMPT, "")
             self._attempt = int(stated) if stated.isdecimal() else attempts + 1

@@ -20,10 +20,10 @@ from perdure.errors import ArgumentError, CorruptionError, UnreachableError
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
 from perdure.store.format import MAX_STEP, seconds_of, steps_text
 from perdure.store.garbage_collection import plan_collect
-from perdure.store.log_view import LogView
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_index import ManifestSummary
 from perdure.store.run_events import Rules
+from perdure.store.run_log import LogView
 from perdure.store.view import OutdatedPlanError
 
 HOUR = 3600.0

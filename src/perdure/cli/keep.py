@@ -23,7 +23,7 @@ from perdure.text import counted
 if TYPE_CHECKING:
     from perdure.checkpoint.retention import PrunePlan
     from perdure.store import Run
-    from perdure.store.log_view import StepRange
+    from perdure.store.journal_lines import StepRange
     from perdure.store.verify import VerifyReport
 
 
@@ -141,7 +141,7 @@ def prune(
         if not dry_run:
             opened.begin_writing()
         plan = plan_prune(opened, max_to_keep, retention, rolled_back=rolled_back)
-        lines = opened.log.view.steps_aside() if rolled_back else []
+        lines = opened.log.view.journal.steps_aside() if rolled_back else []
         if not as_json:
             _print_plan(plan, lines)
         left = {} if dry_run else dict(execute_prune(opened, plan).left)
@@ -219,7 +219,7 @@ def rollback(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
             replaced = None if returning is None else returning.replaced
             steps = opened.undo_rollback(dry_run=dry_run)
         else:
-            lines = opened.log.view.steps_after(step)
+            lines = opened.log.view.journal.steps_after(step)
             steps = opened.rollback(step, dry_run=dry_run)
         newest = max(opened.steps(), default=None)
     if as_json:

@@ -17,7 +17,7 @@ from perdure.keras.fit_internals import attached_model, running_fit
 from perdure.keras.fit_session import FitSession
 from perdure.store import LocalStorage
 from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE
-from perdure.store.log_view import LOG_FILE
+from perdure.store.run_log import LOG_FILE
 from perdure.store.urls import open_storage
 
 _MAX_TO_KEEP = 2  # the older one is for the case that the newest is damaged

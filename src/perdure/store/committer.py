@@ -5,7 +5,7 @@ Invariant: committed checkpoints are one line of steps, and a save only adds to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -17,20 +17,19 @@ from perdure.errors import (
     LockedError,
     SaveError,
     StepExistsError,
+    StoreError,
     UnreachableError,
 )
 from perdure.store.codec import Encode
-from perdure.store.damage import DamageHandler
-from perdure.store.directory import Directory
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.failures import DamagedChunk
-from perdure.store.format import EPOCH_ENDS, FORMAT, manifest_name
+from perdure.store.format import EPOCH_ENDS, FORMAT, MAX_STEP, manifest_name
 from perdure.store.free_space import ensure_free_space
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import AnyLeaf, Leaf, containers_of, total_bytes
 from perdure.store.loading import list_steps, read_manifest
 from perdure.store.log import LineReference
-from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint
+from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint, plain_metrics
 from perdure.store.manifest_check import checked_fingerprint
 from perdure.store.manifest_json import HEAD_BYTES, encode_checked
 from perdure.store.names import committed_steps, steps_from
@@ -39,8 +38,7 @@ from perdure.store.reader import verify_leaves
 from perdure.store.run_events import Saved
 from perdure.store.storage import LostLock, create_whole
 from perdure.store.writer_session import WriterSession
-
-_FEW = 3
+from perdure.text import few
 
 
 @dataclass(frozen=True)
@@ -69,27 +67,33 @@ class PreparedSave:
 class Committer:
     """Commits checkpoints to the run directory whose writer `session` is."""
 
-    def __init__(
-        self,
-        session: WriterSession,
-        directory: Directory,
-        damage: DamageHandler,
-        encode: Encode | None,
-        now: Callable[[], str],
-    ) -> None:
-        self._storage = directory.storage
-        self._session = session
-        self._directory = directory
-        self._damage = damage
-        self._log = directory.log
+    def __init__(self, session: WriterSession, encode: Encode | None) -> None:
+        self._session, self._damage = session, session.damage
+        self._directory = session.directory
+        self._storage, self._log = self._directory.storage, self._directory.log
         self._encode = encode
-        self._now = now
 
     @contextmanager
     def prepare(
         self, step: int, leaves: Mapping[str, AnyLeaf], process_leaves: Mapping[str, AnyLeaf]
     ) -> Iterator[PreparedSave]:
-        """`Run.prepare_save`, which gives the contract."""
+        """Begin a save whose chunks one process or several write.
+
+        In the `with` block the caller makes the chunks durable that `PreparedSave.stored_chunks` lacks,
+        and calls `commit`. An error in the block becomes what `Run.save` raises.
+
+        Args:
+            step: As for `Run.save`.
+            leaves: As for `Run.save`. Other processes may have the bytes of some.
+            process_leaves: As for `Run.save`.
+
+        Raises:
+            StoreError: As `Run.save`.
+        """
+        if not 0 <= step <= MAX_STEP:
+            raise StoreError(
+                f"{self._storage.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
+            )
         size = total_bytes(leaves.values())
         with gc_paused(len(leaves) if size <= SHORT_BYTES else 0):
             try:
@@ -139,16 +143,28 @@ class Committer:
         self,
         save: PreparedSave,
         written: Written | None,
-        recipe: dict[str, RecipeValue],
-        metrics: dict[str, float | None],
+        recipe: Mapping[str, RecipeValue] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> Manifest:
-        """`Run.commit_save`, which gives the contract."""
+        """Commit a save whose chunks are durable; it survives power loss on return.
+
+        Args:
+            save: From `prepare`.
+            written: The entries of all leaves; None if the save is committed already, in which case
+                only `metrics` that it lacks are added.
+            recipe: As for `Run.save`.
+            metrics: As for `Run.save`.
+
+        Returns:
+            The manifest that is committed.
+        """
+        plain = plain_metrics(metrics or {})
         if written is None:
             assert save.present is not None, "a save without chunks is of a committed step"
-            return self._with_metrics(save.present, metrics)
+            return self._with_metrics(save.present, plain)
         if not self._directory.agrees(written.packs):
             raise OSError("a pack has another size than its checkpoints say")
-        manifest = self._manifest(save, written, recipe, metrics)
+        manifest = self._manifest(save, written, dict(recipe or {}), plain)
         head = self._store(manifest, replace=save.present is not None)
         self._directory.added(manifest, head, written.located)
         self._directory.durable.add(save.step)
@@ -158,9 +174,19 @@ class Committer:
         return manifest
 
     def commit_manifest(
-        self, manifest: Manifest, located: Mapping[str, StoredChunk], *, replace: bool
+        self, manifest: Manifest, located: Mapping[str, StoredChunk], *, replace: bool = False
     ) -> None:
-        """`Run.commit_manifest`, which gives the contract."""
+        """Commit a copy of a checkpoint whose chunks are durable; it survives power loss on return.
+
+        Args:
+            manifest: The checkpoint.
+            located: Places of the chunks that were written for it.
+            replace: Replace the manifest of that step, which must have the same fingerprint.
+
+        Raises:
+            FileExistsError: The step is taken, without `replace`.
+            OSError: The storage failed.
+        """
         self._directory.added(manifest, self._store(manifest, replace=replace), located)
         if not replace:
             self._note_commit(manifest.step)
@@ -192,7 +218,7 @@ class Committer:
     ) -> Manifest:
         containers = containers_of(save.leaves)
         name = f"{self._storage.where}: the manifest of this save"
-        created = self._now()
+        created = self._session.now()
         if (present := save.present) is not None:
             # Saved again with other process leaves, as after an evaluation that drew random numbers:
             # everything else stays what it was.
@@ -325,10 +351,9 @@ class Committer:
             or path not in leaves
             or _bits(stored[path]) != _bits(leaves[path])
         )
-        more = f" and {len(differing) - _FEW:,} more" if len(differing) > _FEW else ""
         reason = (
             f"step {step} is committed with fingerprint {present.fingerprint[:16]}, this save has "
-            f"{actual[:16]}; other bits at {', '.join(differing[:_FEW])}{more}"
+            f"{actual[:16]}; other bits at {few(differing, 3)}"
         )
         is_own = step in self._directory.durable
         if step < steps[-1] or not (is_own or step in self._directory.loaded):

@@ -208,7 +208,9 @@ def copy_checkpoint(
         if present is not None and _is_whole(target, present):
             _renew(target, present, manifest)
             return 0
-        chunks = ChunksToCopy(source, manifest, {} if present else target.stored_chunks(), stopped)
+        chunks = ChunksToCopy(
+            source, manifest, {} if present else target.directory.stored_chunks(), stopped
+        )
         return transfer(chunks, source, target, link=link, replace=present is not None)
     except UnreadChunk as error:
         raise UnreachableError(
@@ -237,7 +239,7 @@ def lines_to_carry(source: Run, step: int, target: Run) -> list[JournalEntry]:
     if not isinstance(source.storage, LocalStorage) or not isinstance(target.storage, LocalStorage):
         return []
     view = source.log.view
-    if view.problem is not None and view.newest_step < step:
+    if view.problem is not None and view.journal.newest_step < step:
         view.require()
     last = next(iter(deque(read_journal(target.storage), 1)), None)
     missing: list[JournalEntry] = []
@@ -312,7 +314,9 @@ def _plan(source: Run, step: int, target: Run, planned: set[str]) -> Copied:
         present = _present(target, step)
         if present is not None and _is_whole(target, present):
             return Copied(step, "present")
-        live = ChunksToCopy(source, manifest, {} if present else target.stored_chunks()).live()
+        live = ChunksToCopy(
+            source, manifest, {} if present else target.directory.stored_chunks()
+        ).live()
     except OSError as error:
         raise UnreachableError(f"{target.where}: {error}. Nothing was changed.") from error
     except (StepNotFoundError, CorruptionError) as error:
@@ -389,4 +393,4 @@ def _renew(target: Run, present: Manifest, manifest: Manifest) -> None:
     metrics = {**manifest.metrics, **present.metrics}
     if metrics != present.metrics or present.step == target.steps()[-1]:
         renewed = msgspec.structs.replace(present, metrics=metrics)
-        target.commit_manifest(renewed, {}, replace=True)
+        target.committer.commit_manifest(renewed, {}, replace=True)

@@ -83,7 +83,14 @@ class DamageHandler:
                 continue
 
     def evacuate(self, packs: Collection[str]) -> tuple[dict[int, Manifest], dict[str, str]]:
-        """`Run.evacuate`, which gives the contract."""
+        """Copy the chunks that checkpoints read from `packs` into a new pack, and read from there.
+
+        The old packs stay where they are.
+
+        Returns:
+            The manifests that were replaced, by step, which are durable; and the packs that are still
+            needed, with the reason, such as a damaged chunk.
+        """
         needed = {
             pack.name: f"step {aside.manifest.step}, which was rolled back, reads from it"
             for aside in rolled_back(self._storage, self._log.view)

@@ -21,7 +21,6 @@ from perdure.store.format import CHUNK_BYTES, QUARANTINE, manifest_name, steps_t
 from perdure.store.gc_pause import gc_paused
 from perdure.store.json_blocks import batches
 from perdure.store.leaf import Leaf, Leaves
-from perdure.store.log_view import LogView
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.store.names import committed_steps, newest_step, pinned_steps
@@ -37,6 +36,7 @@ from perdure.store.reader import (
     verify_leaves,
     wanted_chunk,
 )
+from perdure.store.run_log import LogView
 from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.shard_plan import Region
 from perdure.store.shard_reader import SharedReads, load_shards

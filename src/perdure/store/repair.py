@@ -16,10 +16,10 @@ from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store.format import MARKER, MAX_STEP, PACKS
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.log import log_place
-from perdure.store.log_view import LOG, REPAIR_ADVICE
+from perdure.store.names import leftovers
 from perdure.store.rollback import forget_lines
 from perdure.store.run import Run
-from perdure.store.run_log import line_references
+from perdure.store.run_log import LOG, REPAIR_ADVICE, line_references
 from perdure.store.verify import VerifyReport, examine
 from perdure.text import counted
 
@@ -53,10 +53,10 @@ def repair(run: Run) -> Repaired:
     """
     actions = [] if run.is_run_directory else [f"wrote {MARKER} again: it was missing or damaged"]
     try:
-        leftovers = run.leftovers()
+        found = leftovers(run.storage)
     except OSError as error:
         raise UnreachableError(f"{run.where}: {error}. Nothing was changed.") from error
-    actions += [f"removed {name}: left by a writer that did not finish" for name in leftovers]
+    actions += [f"removed {name}: left by a writer that did not finish" for name in found]
     run.begin_writing()
     try:
         actions += _repair_log(run)  # first: every other repair writes a line
@@ -91,7 +91,9 @@ def _repair_log(run: Run) -> list[str]:
     why = problem.removesuffix(REPAIR_ADVICE)
     aside = run.log.rebuild(why)
     for step in run.log.view.lost(references):
-        run.commit_manifest(msgspec.structs.replace(manifests[step], log=None), {}, replace=True)
+        run.committer.commit_manifest(
+            msgspec.structs.replace(manifests[step], log=None), {}, replace=True
+        )
     forget_lines(run.storage, run.log.view)
     place = log_place(run.storage, LOG)
     if aside is None:
@@ -103,11 +105,13 @@ def _salvage(run: Run, damaged: Mapping[str, str]) -> list[str]:
     """Move damaged packs to quarantine once no good checkpoint reads from them."""
     if not damaged:
         return []
-    replaced, stay = run.evacuate(damaged)
+    replaced, stay = run.damage.evacuate(damaged)
     actions = [f"copied what step {step} needs out of damaged packs" for step in sorted(replaced)]
     for name, reason in damaged.items():
         if name not in stay:
-            actions.append(f"moved {PACKS}{name} to {run.quarantine_pack(name, reason)}: {reason}")
+            actions.append(
+                f"moved {PACKS}{name} to {run.damage.quarantine_pack(name, reason)}: {reason}"
+            )
         else:
             actions.append(f"left {PACKS}{name}, which is damaged, where it is: {stay[name]}")
     return actions

@@ -22,13 +22,13 @@ from perdure.errors import (
 )
 from perdure.store.directory import Directory
 from perdure.store.format import QUARANTINE, manifest_name, steps_text
+from perdure.store.journal_lines import ReturningLines
 from perdure.store.loading import list_pins, list_steps, read_manifest
-from perdure.store.log_view import Aside, LogView, ReturningLines
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.names import committed_steps, quarantined, step_aside
 from perdure.store.run_events import Cut, Returned, RolledBack, RolledBackCheckpoint
-from perdure.store.run_log import RunLog, free_name, line_references
+from perdure.store.run_log import Aside, LogView, RunLog, free_name, line_references
 from perdure.store.run_marker import require_folders
 from perdure.store.storage import Storage
 from perdure.text import few
@@ -101,7 +101,7 @@ def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: b
             put_aside(
                 storage, log, {other: _readable(storage, other) for other in steps}, step, when
             )
-        if view.steps_after(step) is not None:
+        if view.journal.steps_after(step) is not None:
             log.append(Cut(step=step))
     return newer
 
@@ -130,7 +130,7 @@ def plan_undo(storage: Storage, view: LogView) -> UndoPlan:
         return UndoPlan(None)
     line = returning(candidates, (newest.step, newest.fingerprint) if newest else None)
     before = newest.step if newest else -1
-    lines = view.returning(before, [checkpoint.manifest for checkpoint in line])
+    lines = view.journal.returning(before, [checkpoint.manifest for checkpoint in line])
     where = storage.where
     if not line and lines is not None and lines.replaced is not None:
         raise HistoryError(
@@ -151,7 +151,7 @@ def plan_undo(storage: Storage, view: LogView) -> UndoPlan:
                 f"{where}: nothing was brought back: {place}, and what rollbacks set aside continues "
                 f"{_predecessors(candidates)}. Go back there first (`perdure rollback {where}@STEP`)."
             )
-        if aside := view.steps_aside():
+        if aside := view.journal.steps_aside():
             raise HistoryError(
                 f"{where}: nothing was brought back: {place}, and the lines of steps "
                 f"{', '.join(f'{first} to {last}' for first, last in aside)}, which are set aside, do "

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
-from perdure.errors import CorruptionError, HistoryError, StepNotFoundError, StoreError
+from perdure.errors import CorruptionError, HistoryError, StepNotFoundError
 from perdure.store.codec import encoder
-from perdure.store.committer import Committer, PreparedSave
+from perdure.store.committer import Committer
 from perdure.store.damage import DamageHandler
 from perdure.store.directory import Directory
 from perdure.store.drill_hook import drilled_clock
-from perdure.store.entry_builder import StoredChunk
-from perdure.store.format import MAX_STEP, pin_name, time_text
+from perdure.store.format import pin_name, time_text
 from perdure.store.garbage_collection import (
     Collected,
     CollectPlan,
@@ -28,7 +27,7 @@ from perdure.store.garbage_collection import (
     plan_collect,
     stopped,
 )
-from perdure.store.leaf import AnyLeaf, Leaf
+from perdure.store.leaf import Leaf
 from perdure.store.loading import (
     Loaded,
     Needs,
@@ -38,9 +37,8 @@ from perdure.store.loading import (
     load_step,
     read_manifest,
 )
-from perdure.store.manifest import Manifest, RecipeValue, plain_metrics
-from perdure.store.names import leftovers, quarantined
-from perdure.store.pack_writer import Written
+from perdure.store.manifest import Manifest, RecipeValue
+from perdure.store.names import quarantined
 from perdure.store.rollback import AsideCheckpoint, moving, roll_back, rolled_back, undo_rollback
 from perdure.store.run_events import Removed, Saved
 from perdure.store.run_log import RunLog
@@ -93,9 +91,9 @@ class Run:
         self.log = RunLog(self.storage, marker and marker.run)
         """The log of the run. Only its writer may append to it."""
         self.directory = Directory(self.storage, self.log)
-        self._damage = DamageHandler(self.directory, self.encode, now)
-        self._session = WriterSession(self.directory, self._damage, now, marked=marker is not None)
-        self._committer = Committer(self._session, self.directory, self._damage, self.encode, now)
+        self.damage = DamageHandler(self.directory, self.encode, now)
+        self._session = WriterSession(self.directory, self.damage, now, marked=marker is not None)
+        self.committer = Committer(self._session, self.encode)
 
     @property
     def is_run_directory(self) -> bool:
@@ -115,11 +113,11 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """What saves found for the user. Whoever shows these texts empties the list."""
-        return self._damage.notes
+        return self.damage.notes
 
     @notes.setter
     def notes(self, notes: list[str]) -> None:
-        self._damage.notes = notes
+        self.damage.notes = notes
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first; `UnreachableError` if they cannot be listed."""
@@ -208,79 +206,12 @@ class Run:
             SaveError: Anything else failed. Every earlier checkpoint is unchanged.
             StoreError: `step` is out of range.
         """
-        with self.prepare_save(step, leaves, process_leaves) as save:
+        own = process_leaves or {}
+        with self.committer.prepare(step, leaves, own) as save:
             written = None
             if not save.is_committed:
-                written = self._committer.write_pack(step, leaves, process_leaves or {})
-            return self.commit_save(save, written, recipe, metrics)
-
-    def prepare_save(
-        self,
-        step: int,
-        leaves: Mapping[str, AnyLeaf],
-        process_leaves: Mapping[str, AnyLeaf] | None = None,
-    ) -> AbstractContextManager[PreparedSave]:
-        """Begin a save whose chunks several processes write; `save` is for one that has all of them.
-
-        In the `with` block the caller makes the chunks durable that `PreparedSave.stored_chunks` lacks,
-        and calls `commit_save`. An error in the block becomes what `save` raises.
-
-        Args:
-            step: As for `save`.
-            leaves: As for `save`. Other processes may have the bytes of some.
-            process_leaves: As for `save`.
-
-        Raises:
-            StoreError: As `save`.
-        """
-        if not 0 <= step <= MAX_STEP:
-            raise StoreError(
-                f"{self.where}: a step is an integer from 0 to {MAX_STEP}, found {step}."
-            )
-        return self._committer.prepare(step, leaves, process_leaves or {})
-
-    def commit_save(
-        self,
-        save: PreparedSave,
-        written: Written | None,
-        recipe: Mapping[str, RecipeValue] | None = None,
-        metrics: Mapping[str, float] | None = None,
-    ) -> Manifest:
-        """Commit a save whose chunks are durable; it survives power loss on return.
-
-        Args:
-            save: From `prepare_save`.
-            written: The entries of all leaves; None if the save is committed already, in which case
-                only `metrics` that it lacks are added.
-            recipe: As for `save`.
-            metrics: As for `save`.
-
-        Returns:
-            The manifest that is committed.
-        """
-        return self._committer.commit(
-            save, written, dict(recipe or {}), plain_metrics(metrics or {})
-        )
-
-    def stored_chunks(self) -> Mapping[str, StoredChunk]:
-        """The chunks that a manifest may name without writing them again, for the writer."""
-        return self.directory.stored_chunks()
-
-    def commit_manifest(
-        self, manifest: Manifest, located: Mapping[str, StoredChunk], replace: bool = False
-    ) -> None:
-        """Commit a copy of a checkpoint whose chunks are durable; it survives power loss on return.
-
-        Args:
-            manifest: The checkpoint.
-            located: Places of the chunks that were written for it.
-            replace: Replace the manifest of that step, which must have the same fingerprint.
-
-        Raises:
-            FileExistsError: The step is taken, without `replace`.
-            OSError: The storage failed.
-        """
-        self._committer.commit_manifest(manifest, located, replace=replace)
+                written = self.committer.write_pack(step, leaves, own)
+            return self.committer.commit(save, written, recipe, metrics)
 
     def delete(self, steps: Iterable[int], *, leave_word: bool = False) -> list[int]:
         """Delete checkpoints and the packs that only they needed.
@@ -453,43 +384,18 @@ class Run:
         new name; raises `SaveError` if the manifest cannot be moved.
         """
         self.begin_writing()
-        return self._damage.quarantine(step, reason)
+        return self.damage.quarantine(step, reason)
 
     def defer_quarantine(self, step: int) -> None:
         """Quarantine a step that was found damaged as soon as this object becomes the writer.
 
         It is read again then, because another writer may have repaired it.
         """
-        self._damage.deferred.add(step)
-
-    def quarantine_pack(self, pack: str, reason: str) -> str:
-        """Move a pack that no checkpoint needs to quarantine; returns its new name."""
-        self.begin_writing()
-        return self._damage.quarantine_pack(pack, reason)
-
-    def evacuate(self, packs: Collection[str]) -> tuple[dict[int, Manifest], dict[str, str]]:
-        """Copy the chunks that checkpoints read from `packs` into a new pack, and read from there.
-
-        The old packs stay where they are.
-
-        Returns:
-            The manifests that were replaced, by step, which are durable; and the packs that are still
-            needed, with the reason, such as a damaged chunk.
-        """
-        self.begin_writing()
-        return self._damage.evacuate(packs)
-
-    def distrust_pack(self, pack: str, reason: str) -> None:
-        """Note that a pack is damaged: later saves of this object do not depend on its chunks."""
-        self.directory.distrust_pack(pack, reason)
+        self.damage.deferred.add(step)
 
     def quarantined(self) -> list[str]:
         """Names of what is in quarantine: manifests, and packs that a repair set aside."""
         return quarantined(self.storage)
-
-    def leftovers(self) -> list[str]:
-        """Temporary files of writers that did not finish."""
-        return leftovers(self.storage)
 
     def close(self) -> None:
         """Give the writer's lock back. Raises `SaveError` if the storage refuses."""

@@ -1,7 +1,8 @@
-"""The log of a run directory, as its writer and its readers use it, and the folder `quarantine/`.
+"""The log of a run directory: what its lines say together, and its one writer.
 
-The writer appends to it; `perdure verify` checks it. The log says why an object lies in quarantine.
-Invariant: the line that says so is durable before the object moves.
+The writer appends to it; `perdure verify` checks it. Invariants: what is deleted, and what a rollback
+brings back, is not decided by a log that has a `problem`: a damaged line, or a missing one to which a
+checkpoint refers. The line that says why an object lies in quarantine is durable before it moves there.
 """
 
 from __future__ import annotations
@@ -9,35 +10,238 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 
 from perdure.errors import CorruptionError
 from perdure.store.failures import is_gone, read_error
-from perdure.store.format import QUARANTINE, manifest_name
+from perdure.store.format import PACKS, QUARANTINE, manifest_name, pack_step
+from perdure.store.journal_lines import JournalLines
 from perdure.store.log import (
     FIRST_HASH,
+    Line,
     LineReference,
     LogWriter,
+    broken,
     encode_line,
+    log_place,
     log_texts,
     next_line,
+    read_log,
     rewrite_log,
 )
-from perdure.store.log_view import LOG, LogView
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
-from perdure.store.names import committed_steps
+from perdure.store.names import committed_steps, newest_step
 from perdure.store.run_events import (
     Cut,
+    Damaged,
+    Dropped,
     Event,
     JournalEntry,
     Lost,
+    Removed,
     Returned,
+    RolledBack,
+    Rules,
+    Saved,
     SetAside,
     Started,
     decoder,
+    entry_decoder,
 )
 from perdure.store.storage import Storage
+
+LOG = "log"
+LOG_FILE = f"{LOG}.jsonl"
+
+REPAIR_ADVICE = (
+    " Nothing is deleted, and nothing was changed now. Bring the file back from a copy, or let "
+    "`perdure verify --repair` keep its good lines and set the file aside."
+)
+"""The end of every error about a damaged log."""
+
+_STEP = b'"kind":"step","step":'
+"""How the event of a step begins. Its step is read without the rest, because a log has millions."""
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Why an object lies in quarantine, and since when.
+
+    Only a rollback gives the last three: the step that it went back to, step and fingerprint of the
+    checkpoint before this one, and a number that grows with every rollback.
+    """
+
+    reason: str
+    time: str
+    rolled_back_to: int | None = None
+    after: tuple[int, str] | None = None
+    rollback: int = 0
+
+
+class LogView:
+    """What the lines of a log say together, up to the first damaged one."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.problem: str | None = None
+        """Why nothing may be decided by the log; None if all is well."""
+        self.last: Line | None = None
+        self.run: str | None = None
+        self.saved: int | None = None
+        """The first step that was committed; None if none was, or all were deleted on purpose."""
+        self.knows_saves = True
+        """Whether no line that says so was lost in a repair."""
+        self.rules: Rules | None = None
+        self.knows_rules = True
+        """Whether no rules were lost in a repair since they were last recorded."""
+        self.removed: set[tuple[int, str]] = set()
+        """Step and fingerprint of checkpoints that were removed on purpose."""
+        self.aside: dict[str, Aside] = {}
+        """What the log knows of objects in quarantine, by name. Not all need be there."""
+        self.damaged: dict[str, str] = {}
+        """Packs that are damaged, with the reason."""
+        self._hashes = bytearray()
+        self.journal = JournalLines()
+
+    @classmethod
+    def read(cls, storage: Storage, run: str | None = None) -> LogView:
+        """Read the log of a run directory; its damage becomes the `problem`.
+
+        Args:
+            storage: The run directory.
+            run: The id of the run; None for any.
+
+        Raises:
+            UnreachableError: The log cannot be read.
+        """
+        view = cls(f"{storage.where}/{log_place(storage, LOG)}")
+        try:
+            for line in read_log(storage, LOG):
+                view.add(line)
+            if run is not None and view.run not in (None, run):
+                raise CorruptionError(
+                    f"{view.where}: expected the log of run {run}, found that of run {view.run}."
+                )
+            if view.last is None and _holds_data(storage):
+                raise CorruptionError(
+                    f"{view.where}: expected a log beside the checkpoints, found none, or an empty one."
+                )
+        except CorruptionError as error:
+            view.problem = f"{error}{REPAIR_ADVICE}"
+        return view
+
+    def add(self, line: Line) -> None:
+        """Take in the next line. Raises `CorruptionError` for one that does not fit."""
+        if line.rest.startswith(_STEP):
+            newest = self.journal.newest_step
+            digits = line.rest[len(_STEP) : len(_STEP) + 20].partition(b",")[0]
+            if not digits.isdigit() or int(digits) <= newest:
+                raise broken(self.where, line.number, f"step {digits!r} does not follow {newest}")
+            self.journal.add(int(digits), line.number)
+        else:
+            self._apply(line.decode(decoder, self.where), line.number)
+        self._hashes += bytes.fromhex(line.hash)
+        self.last = line
+
+    def _apply(self, event: Event, number: int) -> None:
+        match event:
+            case Started():
+                self.run = event.run
+            case Saved():
+                self.saved, self.knows_saves = event.step, True
+            case Rules():
+                self.rules, self.knows_rules = event, True
+            case Removed():
+                place = event.step, event.fingerprint
+                (self.removed.discard if event.again else self.removed.add)(place)
+            case SetAside():
+                self.aside[event.to] = Aside(event.reason, event.time)
+            case Damaged():
+                self.damaged[event.pack] = event.reason
+            case RolledBack():
+                reason = f"rolled back to step {event.step}"
+                for moved in event.checkpoints:
+                    self.aside[moved.to] = Aside(
+                        reason, event.time, event.step, moved.after, number
+                    )
+            case Cut():
+                self.journal.cut(event.step, number)
+            case Returned():
+                self.journal.bring_back(event.cuts, event.step, number)
+            case Dropped():
+                self.journal.drop_cuts()
+            case Lost():
+                self.knows_rules = self.knows_rules and not event.rules
+                self.knows_saves = self.knows_saves and not event.rules
+            case _:
+                pass
+
+    def require(self, references: Mapping[int, LineReference] | None = None) -> None:
+        """Raise `CorruptionError` if there is a problem, or a line is missing.
+
+        Args:
+            references: The lines to which checkpoints refer, by step.
+        """
+        if problem := self.problem_with(references or {}):
+            raise CorruptionError(problem)
+
+    def problem_with(self, references: Mapping[int, LineReference]) -> str | None:
+        """The problem of the log beside these checkpoints, None for none; see `require`."""
+        if self.problem is not None or not (lost := self.lost(references)):
+            return self.problem
+        step = lost[0]
+        found = "ends before it"
+        if self.last is not None and references[step].number <= self.last.number:
+            found = "has another line there: it is the log of another run"
+        elif self.last is None:
+            found = "is empty or gone"
+        return (
+            f"{self.where}: the checkpoint of step {step} was saved after line "
+            f"{references[step].number}, and the log {found}.{REPAIR_ADVICE}"
+        )
+
+    def lost(self, references: Mapping[int, LineReference]) -> list[int]:
+        """The steps of the checkpoints that refer to lines which are not there."""
+        return [step for step, line in sorted(references.items()) if not self._has(line)]
+
+    def is_rolled_back(self, name: str) -> bool:
+        """Whether a rollback put the object `name` into quarantine."""
+        why = self.aside.get(name)
+        return why is not None and why.rolled_back_to is not None
+
+    def is_foreign(self, name: str, manifest: Manifest) -> bool:
+        """Whether a rollback set `name` aside, and what lies there is a manifest of another run."""
+        if manifest.log is None or self.problem is not None:
+            return False
+        return self.is_rolled_back(name) and not self._has(manifest.log)
+
+    def _has(self, line: LineReference) -> bool:
+        size = len(line.hash) // 2
+        end = line.number * size
+        return line.number > 0 and self._hashes[end - size : end].hex() == line.hash
+
+    def entries(self, storage: Storage, first: int = 0) -> Iterator[JournalEntry]:
+        """The lines of steps from `first` on that no rollback set aside, in their order."""
+        numbers = iter(self.journal.numbers(first))
+        wanted = next(numbers, None)
+        for line in read_log(storage, LOG) if wanted is not None else ():
+            if line.number == wanted:
+                yield line.decode(entry_decoder, self.where)
+                wanted = next(numbers, None)
+                if wanted is None:
+                    return
+
+
+def _holds_data(storage: Storage) -> bool:
+    """Whether a writer must have been there: there is a checkpoint, or a pack."""
+    try:
+        return newest_step(storage) is not None or any(
+            pack_step(name.removeprefix(PACKS)) >= 0 for name in storage.list(PACKS)
+        )
+    except OSError as error:
+        raise read_error(error, f"{storage.where}: the list of its checkpoints") from error
 
 
 class RunLog:
@@ -54,9 +258,8 @@ class RunLog:
         self._writer: LogWriter | None = None
         self._is_checked = False
         self._lost: LineReference | None = None
-        self._turn = (
-            threading.RLock()
-        )  # the loop appends steps, the save in the background the rest
+        # The loop appends steps, and the save in the background the rest.
+        self._turn = threading.RLock()
 
     @property
     def view(self) -> LogView:

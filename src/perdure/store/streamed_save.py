@@ -106,9 +106,9 @@ def save_streamed(
     """
     state = Leaves({leaf.path: _later(leaf) for leaf in leaves}, containers)  # type: ignore[arg-type]
     others = {leaf.path: _later(leaf) for leaf in process_leaves}
-    with run.prepare_save(step, state, others) as save:
+    with run.committer.prepare(step, state, others) as save:
         written = _written(run.storage, step, leaves, process_leaves)
-        return run.commit_save(save, written, recipe, {})
+        return run.committer.commit(save, written, recipe)
 
 
 def _later(leaf: StreamedLeaf) -> RemoteLeaf:

@@ -108,7 +108,8 @@ def transfer(chunks: ChunksToCopy, source: Run, target: Run, *, link: bool, repl
         cache(lambda pack: target.storage.size(PACKS + pack)),
     )
     # The log of the target is another chain.
-    target.commit_manifest(msgspec.structs.replace(manifest, log=None), new, replace=replace)
+    new_manifest = msgspec.structs.replace(manifest, log=None)
+    target.committer.commit_manifest(new_manifest, new, replace=replace)
     return written
 
 

@@ -19,14 +19,14 @@ from perdure.errors import (
 from perdure.store.failures import DamagedChunk, UnreadChunk, is_gone, read_error
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, pack_step, step_of
 from perdure.store.log import log_place
-from perdure.store.log_view import LOG, REPAIR_ADVICE
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import UNTIL_VERIFIED
+from perdure.store.names import leftovers
 from perdure.store.pack_index import TRAILER_BYTES, PackedChunk, decode_pack_index, index_span
 from perdure.store.reader import Wanted, check_each, grouped, packed
 from perdure.store.rollback import decode_aside
 from perdure.store.run import Run
-from perdure.store.run_log import line_references, read_journal
+from perdure.store.run_log import LOG, REPAIR_ADVICE, line_references, read_journal
 from perdure.store.run_marker import FOLDER_MARK, folder_problem
 from perdure.store.storage import confirmed
 
@@ -236,7 +236,7 @@ def examine(run: Run) -> Findings:
         needed |= {pack.name for pack in manifest.packs}
     damaged = {name: why for name, why in packs.damaged.items() if name in held.packs}
     for name, reason in damaged.items():
-        run.distrust_pack(name, reason)
+        run.directory.distrust_pack(name, reason)
     problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]
     problems += [Problem(f"step {step}", why) for step, why in bad.items()]
     not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
@@ -318,7 +318,7 @@ def _judge_aside(run: Run, packs: Packs) -> Iterator[tuple[str, StoreError]]:
 
 
 def _notes(run: Run, steps: frozenset[int], reported: Collection[str] = ()) -> Iterator[Problem]:
-    for name in run.leftovers():
+    for name in leftovers(run.storage):
         yield Problem(name, "left by a writer that did not finish", False)
     place = log_place(run.storage, LOG)
     try:

@@ -15,18 +15,23 @@ import msgspec
 from perdure.errors import CorruptionError, PruneError
 from perdure.store.failures import is_gone
 from perdure.store.format import MANIFESTS, PACKS, QUARANTINE, manifest_name, pack_step, step_of
-from perdure.store.log_view import START_OVER, LogView
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_index import INDEX_FROM, ManifestIndex, ManifestSummary, summarize
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest
 from perdure.store.names import committed_steps, pinned_steps, step_aside
-from perdure.store.run_log import RunLog, line_references
+from perdure.store.run_log import LogView, RunLog, line_references
 from perdure.store.run_marker import folder_problem
 from perdure.store.storage import Storage
 from perdure.text import few
 
 READ_NEWEST = 8
 """So many of the newest manifests are read whatever the index says: retention counts on them."""
+
+START_OVER = (
+    "To begin this run again from step 0 on purpose, call `restore_or_initialize(..., "
+    "start_over=True)`, or use another run directory."
+)
+"""What to do about a run that has lost its checkpoints."""
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -16,7 +16,6 @@ from perdure.store.damage import DamageHandler
 from perdure.store.directory import Directory
 from perdure.store.format import LOCK, MANIFESTS, MARKER
 from perdure.store.loading import list_steps, read_manifest
-from perdure.store.log_view import START_OVER
 from perdure.store.names import committed_steps, leftovers
 from perdure.store.rollback import finish_moves
 from perdure.store.run_events import Removed, Saved, Started
@@ -26,7 +25,7 @@ from perdure.store.run_marker import (
     new_marker,
     require_folders,
 )
-from perdure.store.view import View
+from perdure.store.view import START_OVER, View
 
 
 class WriterSession:
@@ -51,11 +50,8 @@ class WriterSession:
         self._pid = os.getpid()
         self._turn = threading.RLock()
         self._lock = ExitStack()
-        self._storage = directory.storage
-        self._directory = directory
-        self._damage = damage
-        self._log = directory.log
-        self._now = now
+        self.directory, self.damage, self.now = directory, damage, now
+        self._storage, self._log = directory.storage, directory.log
 
     def begin(self) -> None:
         """`Run.begin_writing`, which gives the contract."""
@@ -82,14 +78,14 @@ class WriterSession:
             steps = {step for step, _ in removed}
             for step in steps & set(list_steps(self._storage)):
                 self.committed_again(step)
-        self._damage.quarantine_deferred()
+        self.damage.quarantine_deferred()
 
     def _claim(self) -> None:
         """Make sure that the place is this run, before anything in it changes; make a new run of it."""
         storage, log = self._storage, self._log
         if not self.marked:
             log.begin()
-            marker = new_marker(self._now(), log.view.run)
+            marker = new_marker(self.now(), log.view.run)
             storage.replace(MARKER, encode_marker(marker))
             self.marked, log.run = True, marker.run
         log.begin()
@@ -127,7 +123,7 @@ class WriterSession:
         owner = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "since": self._now(),
+            "since": self.now(),
             "process": _process_token(),
         }
         text = json.dumps(owner).encode() + b"\n"
@@ -147,9 +143,9 @@ class WriterSession:
             raise SaveError(f"{self._storage.where}: cannot be written to: {error}.") from error
         self.holds_lock = True
         # Another writer may have changed what was read before.
-        self._directory.forget()
-        self._directory.use_index(True)
-        self._directory.durable.clear()
+        self.directory.forget()
+        self.directory.use_index(True)
+        self.directory.durable.clear()
 
     def check_process(self) -> None:
         """Raise `LockedError` in a process that was forked from the one that made this object."""
@@ -163,7 +159,7 @@ class WriterSession:
     def close(self) -> None:
         """Give the lock back. In a forked child the lock stays with the parent."""
         self.holds_lock = self._ready = False
-        self._directory.use_index(False)
+        self.directory.use_index(False)
         if os.getpid() != self._pid:
             return
         try:

@@ -178,10 +178,10 @@ class Writer(StorageWriter):
         leaves = {entry.path: _remote(entry) for entry in written.leaves}
         process_leaves = {entry.path: _remote(entry) for entry in written.process_leaves}
         try:
-            with run.prepare_save(self._step, leaves, process_leaves) as save:
+            with run.committer.prepare(self._step, leaves, process_leaves) as save:
                 require_visible(run, parts, {place.pack for place in save.stored_chunks.values()})
                 is_new = None if save.is_committed else written
-                run.commit_save(save, is_new, None, self._metrics)
+                run.committer.commit(save, is_new, None, self._metrics)
             self._prune(run)
             for note in run.notes:
                 warn_caller(note)

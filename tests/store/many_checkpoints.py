@@ -11,7 +11,7 @@ from perdure.store.manifest_json import encode_manifest
 from perdure.store.pack_index import encode_pack_tail
 from perdure.store.run_events import Started
 from perdure.store.run_log import LOG
-from perdure.store.run_marker import encode_marker, new_marker
+from perdure.store.run_marker import write_marker
 from perdure.store.storage import Storage, create_whole
 
 CHUNKS = 4
@@ -27,10 +27,9 @@ def leaves_of(step: int) -> dict[str, Leaf]:
 
 def make_checkpoints(storage: Storage, count: int) -> None:
     """Write the checkpoints of steps 1 to `count`, each with a pack of its own."""
-    marker = new_marker(time_text(0))
-    storage.replace("perdure.json", encode_marker(marker))
+    run = write_marker(storage, time_text(0))
     log = LogWriter(storage, LOG)
-    log.append(Started(run=marker.run))
+    log.append(Started(run=run))
     log.close()
     for step in range(1, count + 1):
         arrays = _arrays(step)

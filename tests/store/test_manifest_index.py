@@ -274,7 +274,7 @@ def test_control_a_prune_that_believes_the_index_deletes_what_is_needed(
 def index_of(summaries) -> bytes:
     from perdure.store.manifest_index import _encode
 
-    return _encode(summaries, dict.fromkeys(summaries), [])
+    return _encode(summaries, dict.fromkeys(summaries), None)
 
 
 @pytest.mark.parametrize("what", ["a file", "a dangling link", "left half written"])

@@ -14,7 +14,7 @@ from damage import flip
 from perdure.checkpoint.restore_source import load_good
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
-from perdure.store import MemoryStorage, Run, repair, verify_run
+from perdure.store import MemoryStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.format import CHUNK_BYTES, manifest_name
 from perdure.store.reader import grouped, packed
 from perdure.store.run_log import LOG_FILE
@@ -142,6 +142,22 @@ def test_a_pipe_in_the_place_of_the_newest_manifest_is_set_aside(tmp_path: Path)
     with run_on(tmp_path) as run:
         assert repair(run).report.good == (1, 2, 3)
         assert run.quarantined()
+
+
+def test_a_directory_in_the_place_of_a_manifest_is_damage_and_no_deletion(tmp_path: Path) -> None:
+    filled(tmp_path)
+    manifest, kept = tmp_path / manifest_name(4), tmp_path / "kept"
+    manifest.rename(kept)
+    manifest.mkdir()
+    assert verify_run(Run(tmp_path)).bad == (4,)
+    with run_on(tmp_path) as run:
+        plan = run.plan(PruneRequest(orphans_to=9))
+        assert plan.empty
+        assert "cannot be read and may need any pack" in str(plan.held_back)
+        assert repair(run).report.good == (1, 2, 3)
+    assert pack(tmp_path, 4).exists()
+    kept.rename(manifest)
+    assert verify_run(Run(tmp_path)).good == (1, 2, 3, 4)
 
 
 def test_after_a_repair_of_the_log_what_was_rolled_back_returns_whole(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def rollback(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
         if step is None:
             if not dry_run:
                 opened.begin_writing()  # it finishes what a crash has left
-            returning = plan_undo(opened.storage, opened.log.view).lines
+            returning = plan_undo(opened.storage, opened.log).lines
             lines = None if returning is None else returning.steps
             replaced = None if returning is None else returning.replaced
             steps = opened.undo_rollback(dry_run=dry_run)

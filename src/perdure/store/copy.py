@@ -104,10 +104,9 @@ def copy_run(
         for step in wanted:
             if step in refusals:
                 outcomes.append(Copied(step, "refused", reason=refusals[step]))
-            elif dry_run or refusals:
-                outcomes.append(_plan(reader, step, writer, planned))
             else:
-                outcomes.append(_copy(reader, step, writer))
+                is_planned = dry_run or refusals
+                outcomes.append(_copy(reader, step, writer, planned if is_planned else None))
             if progress is not None:
                 progress(outcomes[-1])
         held = [outcome.step for outcome in outcomes if outcome.outcome in ("copied", "present")]
@@ -204,14 +203,13 @@ def copy_checkpoint(
     try:
         if (refusal := _refusal(target, manifest)) is not None:
             raise StepExistsError(refusal)
-        present = _present(target, step)
-        if present is not None and _is_whole(target, present):
+        if (present := _whole(target, step)) is not None:
             _renew(target, present, manifest)
             return 0
-        chunks = ChunksToCopy(
-            source, manifest, {} if present else target.directory.stored_chunks(), stopped
-        )
-        return transfer(chunks, source, target, link=link, replace=present is not None)
+        is_there = step in target.steps()
+        held = {} if is_there else target.directory.stored_chunks()
+        chunks = ChunksToCopy(source, manifest, held, stopped)
+        return transfer(chunks, source, target, link=link, replace=is_there)
     except UnreadChunk as error:
         raise UnreachableError(
             f"{source.where}: step {step} was not copied: {error.reason} Correct the cause, then copy "
@@ -280,15 +278,6 @@ def refuse_same_place(one: Storage, other: Storage) -> None:
         )
 
 
-def _copy(source: Run, step: int, target: Run) -> Copied:
-    present = _present(target, step)
-    try:
-        written = copy_checkpoint(source, step, target)
-    except (StepExistsError, StepNotFoundError, CorruptionError) as error:
-        return _not_copied(source, step, error)
-    return Copied(step, "present" if present and not written else "copied", written)
-
-
 def _refusals(source: Run, wanted: Iterable[int], target: Run) -> dict[int, str]:
     """Why steps are not copied: all that the target lacks, or none.
 
@@ -307,42 +296,31 @@ def _refusals(source: Run, wanted: Iterable[int], target: Run) -> dict[int, str]
     return refused | dict.fromkeys(lacking - refused.keys(), others)
 
 
-def _plan(source: Run, step: int, target: Run, planned: set[str]) -> Copied:
-    """What `_copy` would do if the chunks that are `planned` were there already."""
+def _copy(source: Run, step: int, target: Run, planned: set[str] | None) -> Copied:
+    """Copy a step; or, if the chunks that are `planned` will be there, say what a copy would do."""
     try:
+        present = _whole(target, step)
+        if planned is None:
+            written = copy_checkpoint(source, step, target)
+            return Copied(step, "copied" if written or present is None else "present", written)
         manifest = source.manifest(step)
-        present = _present(target, step)
-        if present is not None and _is_whole(target, present):
+        if present is not None:
             return Copied(step, "present")
-        live = ChunksToCopy(
-            source, manifest, {} if present else target.directory.stored_chunks()
-        ).live()
+        held = {} if step in target.steps() else target.directory.stored_chunks()
+        live = ChunksToCopy(source, manifest, held).live()
+    except StepExistsError as error:
+        return Copied(step, "refused", reason=str(error))
+    except StepNotFoundError as error:
+        return Copied(step, "gone", reason=str(error))
+    except CorruptionError as error:
+        advice = f"`perdure verify {source.where}` lists what is damaged."
+        return Copied(step, "damaged", reason=f"{error} {advice}")
     except OSError as error:
         raise UnreachableError(f"{target.where}: {error}. Nothing was changed.") from error
-    except (StepNotFoundError, CorruptionError) as error:
-        return _not_copied(source, step, error)
     new = {chunk[0]: chunk[1] for chunks in live.values() for chunk in chunks.values()}
     nbytes = sum(length for digest, length in new.items() if digest not in planned)
     planned.update(new)
     return Copied(step, "copied", nbytes)
-
-
-def _not_copied(source: Run, step: int, error: StoreError) -> Copied:
-    if isinstance(error, StepExistsError):
-        return Copied(step, "refused", reason=str(error))
-    if isinstance(error, StepNotFoundError):
-        return Copied(step, "gone", reason=str(error))
-    advice = f"`perdure verify {source.where}` lists what is damaged."
-    return Copied(step, "damaged", reason=f"{error} {advice}")
-
-
-def _present(target: Run, step: int) -> Manifest | None:
-    if step not in target.steps():  # its error would read the whole quarantine
-        return None
-    try:
-        return target.manifest(step)
-    except (StepNotFoundError, CorruptionError):
-        return None
 
 
 def _refusal(target: Run, manifest: Manifest) -> str | None:
@@ -373,15 +351,16 @@ def _refusal(target: Run, manifest: Manifest) -> str | None:
     return None
 
 
-def _is_whole(target: Run, present: Manifest) -> bool:
-    """Whether the packs of a checkpoint are there and have the sizes that it states."""
-    for pack in present.packs:
-        try:
-            if target.storage.size(PACKS + pack.name) != pack.size:
-                return False
-        except FileNotFoundError:
-            return False
-    return True
+def _whole(target: Run, step: int) -> Manifest | None:
+    """The checkpoint of the target if its packs are there, with the sizes that it states."""
+    if step not in target.steps():  # its error would read the whole quarantine
+        return None
+    try:
+        manifest = target.manifest(step)
+        sizes = [target.storage.size(PACKS + pack.name) for pack in manifest.packs]
+    except (StepNotFoundError, CorruptionError, FileNotFoundError):
+        return None
+    return manifest if sizes == [pack.size for pack in manifest.packs] else None
 
 
 def _renew(target: Run, present: Manifest, manifest: Manifest) -> None:

@@ -32,6 +32,7 @@ from perdure.store.rollback import rolled_back
 from perdure.store.run_events import Damaged
 from perdure.store.run_marker import require_folders
 from perdure.store.shard_plan import whole
+from perdure.store.view import View
 
 PASS_SAVES = 512
 """Within so many saves of a process every shared chunk is read again."""
@@ -93,7 +94,7 @@ class DamageHandler:
         """
         needed = {
             pack.name: f"step {aside.manifest.step}, which was rolled back, reads from it"
-            for aside in rolled_back(self._storage, self._log.view)
+            for aside in rolled_back(View(self._storage, self._log))
             for pack in aside.manifest.packs
         }
         stay = {name: needed[name] for name in packs if name in needed}

@@ -150,8 +150,8 @@ class Directory:
             if self.storage.lists_versions:
                 _ = view.packs  # one listing has the sizes of all
             stored: dict[str, StoredChunk] = {}
-            if self._index is not None and self._index.segments:
-                stored = IndexedPlaces(self._index, self._places_of)
+            if self._index is not None and (segment := self._index.segment) is not None:
+                stored = IndexedPlaces(segment, self._places_of)
             for manifest in view.read.values():
                 stored.update(self._places(view, manifest))
             self._stored_chunks = stored

@@ -7,7 +7,7 @@ their new places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -23,7 +23,7 @@ from perdure.store.json_blocks import batches
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.manifest_json import decode_manifest
-from perdure.store.names import committed_steps, newest_step, pinned_steps
+from perdure.store.names import committed_steps, newest_step, pinned_steps, step_aside
 from perdure.store.pools import map_ahead, pool
 from perdure.store.reader import (
     READ_THREADS,
@@ -63,26 +63,28 @@ class Loaded:
 
 def list_steps(storage: Storage) -> list[int]:
     """Committed steps, oldest first; raises `UnreachableError` if they cannot be listed."""
-    try:
+    with _listing(storage, "checkpoints"):
         return committed_steps(storage)
-    except OSError as error:
-        raise read_error(error, f"{storage.where}: the list of its checkpoints") from error
 
 
 def find_newest(storage: Storage) -> int | None:
     """The newest committed step; raises `UnreachableError` if the steps cannot be listed."""
-    try:
+    with _listing(storage, "checkpoints"):
         return newest_step(storage)
-    except OSError as error:
-        raise read_error(error, f"{storage.where}: the list of its checkpoints") from error
 
 
 def list_pins(storage: Storage) -> frozenset[int]:
     """Pinned steps; raises `UnreachableError` if they cannot be listed."""
-    try:
+    with _listing(storage, "pins"):
         return pinned_steps(storage)
+
+
+@contextmanager
+def _listing(storage: Storage, what: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise read_error(error, f"{storage.where}: the list of its pins") from error
+        raise read_error(error, f"{storage.where}: the list of its {what}") from error
 
 
 def read_manifest(storage: Storage, step: int) -> Manifest:
@@ -275,12 +277,7 @@ def _no_such_step(storage: Storage, step: int) -> str:
 
 def _is_rolled_back(storage: Storage, step: int) -> bool:
     """Whether a rollback has set a checkpoint of that step aside, and it is still there."""
-    aside = LogView.read(storage).aside
-    try:
-        names = [name for name in storage.list(QUARANTINE) if name in aside]
-    except OSError as error:
-        raise read_error(error, f"{storage.where}: the list of its quarantine") from error
-    return any(
-        name.startswith(f"{QUARANTINE}{step:012d}-") and aside[name].rolled_back_to is not None
-        for name in names
-    )
+    aside = LogView.read(storage)
+    with _listing(storage, "quarantine"):
+        names = filter(aside.is_rolled_back, storage.list(QUARANTINE))
+        return any(step_aside(name) == step for name in names)

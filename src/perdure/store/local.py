@@ -102,14 +102,11 @@ class LocalStorage(Storage):
     def list(self, prefix: str) -> Iterator[str]:
         self._require_root()
         try:
-            entries = retried(lambda: list(os.scandir(self.path(prefix))))
+            names = retried(lambda: os.listdir(self.path(prefix)))
         except FileNotFoundError as error:
             _require_target(error, self.path(prefix).rstrip("/"))
             return iter(())
-        try:  # a run may have very many
-            return iter([prefix + entry.name for entry in entries if not entry.is_dir()])
-        except OSError:
-            return iter([prefix + entry.name for entry in entries if not _is_directory(entry)])
+        return iter([prefix + name for name in names])
 
     def make_folder(self, prefix: str) -> None:
         self._make_parent(prefix)
@@ -291,14 +288,6 @@ def _warn_of_directories(where: str) -> None:
         "loss the newest checkpoints may be missing. Use a local file system if that matters.",
         where,
     )
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a directory. A link that leads nowhere now may be a file again later."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
 
 
 def _require_target(error: FileNotFoundError, *paths: str) -> None:

@@ -174,9 +174,15 @@ class LogWriter:
     def __init__(self, storage: Storage, name: str, last: Line | None = None) -> None:
         self._storage, self._name = storage, name
         self._number, self._hash = (last.number, last.hash) if last else (0, FIRST_HASH)
-        self._file = (
-            _LogFile(storage, name, last.end if last else 0) if _is_local(storage) else None
-        )
+        self._end = last.end if last else 0
+        self._closing = threading.Lock()  # a background save may be syncing
+        self._descriptor: int | None = None
+        self._is_synced = True
+        if isinstance(storage, LocalStorage):
+            self._disk, self._file = storage, f"{name}.jsonl"
+            self._path = storage.path(self._file)
+            storage.check_lock()
+            self._open()
 
     def append(self, event: Struct | Mapping[str, Any]) -> Line:
         """Write one line. It survives the end of this process, and a power loss after `sync`.
@@ -190,66 +196,28 @@ class LogWriter:
             OSError: It could not be written; nothing of it is left.
         """
         text, digest = encode_line(event, self._hash)
-        if self._file is None:
-            create_whole(self._storage, _object(self._name, self._number + 1), text)
+        if isinstance(self._storage, LocalStorage):
+            self._append(text)
         else:
-            self._file.append(text)
+            create_whole(self._storage, _object(self._name, self._number + 1), text)
         self._number, self._hash = self._number + 1, digest
         return Line(self._number, digest, text[_REST:-1])
 
     def sync(self) -> None:
         """Make all lines durable; those that are appended meanwhile may not be."""
-        if self._file is not None:
-            self._file.sync()
-
-    def close(self) -> None:
-        """Close the file. May be called twice."""
-        if self._file is not None:
-            self._file.close()
-
-
-class _LogFile:
-    """The file of a log, open to append."""
-
-    def __init__(self, storage: Storage, name: str, end: int) -> None:
-        assert isinstance(storage, LocalStorage)
-        self._storage, self._name, self._end = storage, f"{name}.jsonl", end
-        self._path = storage.path(self._name)
-        self._closing = threading.Lock()  # a background save may be syncing
-        self._descriptor: int | None = None
-        self._is_synced = True
-        storage.check_lock()
-        self._open()
-
-    def append(self, text: bytes) -> None:
-        self._storage.check_lock()
-        self._require_same_file()
-        descriptor = self._descriptor
-        assert descriptor is not None
-        self._is_synced = False
-        self._storage.step("write", self._path)
-        try:
-            view = memoryview(text)
-            while view:
-                view = view[os.write(descriptor, view) :]
-        except OSError:
-            os.ftruncate(descriptor, self._end)
-            raise
-        self._end += len(text)
-
-    def sync(self) -> None:
         with self._closing:
             if self._descriptor is None or self._is_synced:
                 return
             self._is_synced = True
             try:
-                self._storage.step("fsync", self._path)
+                self._disk.step("fsync", self._path)
                 os.fsync(self._descriptor)
             except OSError:
                 self._is_synced = False
                 raise
 
     def close(self) -> None:
+        """Close the file. May be called twice."""
         with self._closing:
             descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
@@ -259,9 +227,25 @@ class _LogFile:
         if getattr(self, "_descriptor", None) is not None and not sys.is_finalizing():
             self.close()
 
+    def _append(self, text: bytes) -> None:
+        self._disk.check_lock()
+        self._require_same_file()
+        descriptor = self._descriptor
+        assert descriptor is not None
+        self._is_synced = False
+        self._disk.step("write", self._path)
+        try:
+            view = memoryview(text)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        except OSError:
+            os.ftruncate(descriptor, self._end)
+            raise
+        self._end += len(text)
+
     def _open(self) -> None:
         is_new = not os.path.exists(self._path)
-        self._storage.step("open", self._path)
+        self._disk.step("open", self._path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             self._descriptor = open_regular(self._path, flags)
@@ -271,7 +255,7 @@ class _LogFile:
                 raise OSError(errno.ELOOP, reason, self._path) from None
             raise
         if is_new:
-            self._storage.sync_parent(self._name)
+            self._disk.sync_parent(self._file)
         status = os.fstat(self._descriptor)
         self._identity = status.st_dev, status.st_ino
         if status.st_nlink > 1:
@@ -294,7 +278,7 @@ class _LogFile:
         with open(open_regular(self._path), "rb") as file:
             data = file.read(self._end)
         self.close()
-        self._storage.replace(self._name, data)
+        self._disk.replace(self._file, data)
         self._open()
 
 
@@ -332,10 +316,6 @@ def _checked(text: bytes, number: int, previous: str, end: int, where: str) -> L
     if not text.endswith(b"\n") or text[:_REST] != b'%b%b",' % (_BEGINNING, digest.encode()):
         raise broken(where, number, "the hash does not fit the line and those before it")
     return Line(number, digest, rest, end)
-
-
-def _is_local(storage: Storage) -> bool:
-    return isinstance(storage, LocalStorage)
 
 
 def _object(name: str, number: int) -> str:

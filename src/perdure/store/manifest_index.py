@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Struct
 
-from perdure.errors import CorruptionError, PruneError
+from perdure.errors import PruneError
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.format import INDEX, TEMP_SUFFIX
 from perdure.store.gc_pause import gc_paused
@@ -73,7 +73,7 @@ _rows = msgspec.json.Decoder(list[_Row])
 
 
 class Segment:
-    """One file of the index: the summaries of some manifests, and the keys of their chunks.
+    """The file of the index: the summaries of manifests, and the keys of their chunks.
 
     Attributes:
         name: Its name.
@@ -110,67 +110,49 @@ class ManifestIndex:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._leftovers: list[str] = []
+        self._others: list[str] = []
 
     @cached_property
-    def segments(self) -> list[Segment]:
-        """The segments that can be read, oldest first."""
-        with gc_paused():
-            return list(self._read())
+    def segment(self) -> Segment | None:
+        """What was written last; None if there is nothing that can be read."""
+        newest: Segment | None = None
+        with suppress(OSError), gc_paused():
+            for name in sorted(self._storage.list(INDEX)):
+                try:
+                    if name.endswith(TEMP_SUFFIX) or sys.byteorder != "little":
+                        raise ValueError(f"{name}: not a segment")
+                    newest, old = Segment(name, self._storage.read(name)), newest
+                    self._others += [old.name] if old is not None else []
+                except (ValueError, TypeError):
+                    self._others.append(name)  # removed by the next write
+        return newest
 
     @cached_property
     def rows(self) -> dict[int, ManifestSummary]:
         """What was written last about the manifest of each step."""
-        merged: dict[int, ManifestSummary] = {}
-        for segment in self.segments:
-            merged.update(segment.summaries)
-        return merged
-
-    def steps_with(self, digest: str) -> Iterator[int]:
-        """Steps whose manifests may have a chunk, by its hash."""
-        key = int(digest[:_DIGITS], 16)
-        for segment in reversed(self.segments):
-            if (step := segment.find(key)) is not None:
-                yield step
+        return {} if self.segment is None else dict(self.segment.summaries)
 
     def write(
         self,
         summaries: Mapping[int, ManifestSummary],
         fresh: Mapping[int, Manifest | None],
     ) -> None:
-        """Write the summaries of the `fresh` steps, together with small or mostly dead segments.
+        """Write the index again, with the summaries of the `fresh` steps.
 
         Args:
-            summaries: Those of all checkpoints. What the index has of other steps is dropped in time.
-            fresh: The steps to write, with their manifests; None if only the summary has changed.
+            summaries: Those of all checkpoints. What the index has of other steps is dropped.
+            fresh: The steps to add, with their manifests; None if only the summary has changed.
         """
-        merged: list[Segment] = []
-        kept = list(self.segments)
-        rows = sum(len(segment.summaries) for segment in kept)
-        everything = None in fresh.values() or rows > 2 * len(summaries)
-        size = len(fresh)
-        while kept and (everything or len(kept[-1].summaries) <= 2 * size):
-            merged.insert(0, kept.pop())
-            size += len(merged[0].summaries)
-        data = _encode(summaries, fresh, merged)
-        number = max((_number(segment.name) for segment in self.segments), default=0) + 1
+        old = self.segment
+        data = _encode(summaries, fresh, old)
+        number = 1 if old is None else _number(old.name) + 1
         name = f"{INDEX}{number:012d}-{max(summaries):012d}"
         self._storage.replace(name, data)
-        self.segments = [*kept, Segment(name, data)]
+        self.segment = Segment(name, data)
         self.rows |= {step: summaries[step] for step in fresh}
-        for old in {*(segment.name for segment in merged), *self._leftovers} - {name}:
-            self._storage.delete(old)
-        self._leftovers = []
-
-    def _read(self) -> Iterator[Segment]:
-        with suppress(OSError):
-            for name in sorted(self._storage.list(INDEX)):
-                try:
-                    if name.endswith(TEMP_SUFFIX) or sys.byteorder != "little":
-                        raise ValueError(f"{name}: not a segment")
-                    yield Segment(name, self._storage.read(name))
-                except (ValueError, TypeError):
-                    self._leftovers.append(name)  # removed by the next write
+        for other in {*self._others, *([] if old is None else [old.name])} - {name}:
+            self._storage.delete(other)
+        self._others = []
 
 
 class IndexedPlaces(dict[str, StoredChunk]):
@@ -179,17 +161,17 @@ class IndexedPlaces(dict[str, StoredChunk]):
     It is made once the places of all manifests that the index lacks can be added.
 
     Args:
-        index: The index.
+        segment: The index.
         places: Returns the places of the chunks of a step, from its manifest.
     """
 
     def __init__(
-        self, index: ManifestIndex, places: Callable[[int], Iterable[tuple[str, StoredChunk]]]
+        self, segment: Segment, places: Callable[[int], Iterable[tuple[str, StoredChunk]]]
     ) -> None:
         super().__init__()
-        self._index = index
+        self._segment = segment
         self._places = places
-        self._table = _filter_of([segment.keys for segment in index.segments])
+        self._table = _filter_of(segment.keys)
         self._mask = len(self._table) - 1
         self._read: set[int] = set()
         self._turn = threading.RLock()  # threads that encode ask, too
@@ -212,18 +194,13 @@ class IndexedPlaces(dict[str, StoredChunk]):
 
     def _look_up(self, key: str) -> StoredChunk | None:
         with self._turn:
-            for step in self._index.steps_with(key):
-                if step not in self._read:
-                    self._read.add(step)
-                    try:
-                        self.update(self._places(step))
-                    except ConnectionError:
-                        raise
-                    except (OSError, CorruptionError, PruneError):
-                        continue  # it is no place to depend on
-                if (place := dict.get(self, key)) is not None:
-                    return place
-        return None
+            step = self._segment.find(int(key[:_DIGITS], 16))
+            if step is not None and step not in self._read:
+                self._read.add(step)
+                # What cannot be read is no place to depend on.
+                with suppress(PruneError):
+                    self.update(self._places(step))
+            return dict.get(self, key)
 
 
 def _number(name: str) -> int:
@@ -231,36 +208,35 @@ def _number(name: str) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _filter_of(keys: Sequence[memoryview]) -> bytes:
+def _filter_of(keys: memoryview) -> bytes:
     """A table whose length is a power of two: 0 at a key modulo its length if no one has the key."""
     import numpy as np  # not needed to list a run
 
-    size = 1 << (FILTER_BYTES * sum(map(len, keys))).bit_length()
+    size = 1 << (FILTER_BYTES * len(keys)).bit_length()
     table = np.zeros(size, np.uint8)
-    for some in keys:
-        table[np.frombuffer(some, np.uint64) & np.uint64(size - 1)] = 1
+    table[np.frombuffer(keys, np.uint64) & np.uint64(size - 1)] = 1
     return table.tobytes()
 
 
 def _encode(
     summaries: Mapping[int, ManifestSummary],
     fresh: Mapping[int, Manifest | None],
-    merged: Iterable[Segment],
+    old: Segment | None,
 ) -> bytes:
     import numpy as np  # not needed to list a run
 
-    steps = set(fresh).union(*(segment.summaries for segment in merged)) & summaries.keys()
-    ordered = sorted(steps)
+    known = set() if old is None else set(old.steps)
+    ordered = sorted((known | fresh.keys()) & summaries.keys())
     numbers = {step: number for number, step in enumerate(ordered)}
     keys: list[Any] = []
     owners: list[Any] = []
-    for segment in merged:
+    if old is not None:
         # Of a step that is written again, or gone, no chunk is taken over.
         lasting = [
-            -1 if fresh.get(step) is not None else numbers.get(step, -1) for step in segment.steps
+            -1 if fresh.get(step) is not None else numbers.get(step, -1) for step in old.steps
         ]
-        of_key = np.asarray(lasting, np.int64)[np.frombuffer(segment.owners, np.uint32)]
-        keys.append(np.frombuffer(segment.keys, np.uint64)[of_key >= 0])
+        of_key = np.asarray(lasting, np.int64)[np.frombuffer(old.owners, np.uint32)]
+        keys.append(np.frombuffer(old.keys, np.uint64)[of_key >= 0])
         owners.append(of_key[of_key >= 0])
     for step, manifest in fresh.items():
         if manifest is not None and step in numbers:

@@ -7,35 +7,30 @@ repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import msgspec
 
-from perdure.errors import (
-    CorruptionError,
-    FormatVersionError,
-    HistoryError,
-    SaveError,
-    UnreachableError,
-)
+from perdure.errors import CorruptionError, HistoryError, SaveError, UnreachableError
 from perdure.store.directory import Directory
-from perdure.store.format import QUARANTINE, manifest_name, steps_text
+from perdure.store.format import manifest_name, steps_text
 from perdure.store.journal_lines import ReturningLines
 from perdure.store.loading import list_pins, list_steps, read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.names import committed_steps, quarantined, step_aside
+from perdure.store.reader import verify_leaves
 from perdure.store.run_events import Cut, Returned, RolledBack, RolledBackCheckpoint
 from perdure.store.run_log import Aside, LogView, RunLog, free_name, line_references
 from perdure.store.run_marker import require_folders
 from perdure.store.storage import Storage
+from perdure.store.view import View
 from perdure.text import few
 
 
-@dataclass(frozen=True)
-class AsideCheckpoint:
+class AsideCheckpoint(NamedTuple):
     """A checkpoint that a rollback set aside: its name in quarantine, its manifest, and why."""
 
     name: str
@@ -48,29 +43,28 @@ class AsideCheckpoint:
         return self.manifest.step, self.manifest.fingerprint
 
 
-def rolled_back(storage: Storage, view: LogView) -> list[AsideCheckpoint]:
-    """The readable checkpoints in quarantine that a rollback put there, by name.
-
-    Raises `UnreachableError` if the storage does not answer.
-    """
-    try:
-        return [
-            AsideCheckpoint(name, manifest, why)
-            for name in quarantined(storage)
-            if (why := _rollback_of(view, name)) is not None
-            if (manifest := _manifest(storage, name)) is not None
-            and not view.is_foreign(name, manifest)
-        ]
-    except ConnectionError as error:
-        raise UnreachableError(f"{storage.where}: {error}.") from error
+def rolled_back(view: View) -> list[AsideCheckpoint]:
+    """The readable checkpoints in quarantine that a rollback put there, by name."""
+    log = view.log
+    return [
+        AsideCheckpoint(name, manifest, log.aside[name])
+        for name, manifest in view.quarantined.items()
+        if log.is_rolled_back(name)
+    ]
 
 
-def forget_lines(storage: Storage, view: LogView) -> None:
+def forget_lines(storage: Storage, log: LogView) -> None:
     """Let the checkpoints that rollbacks set aside forget the lines that a repair of the log lost."""
-    for name in quarantined(storage):
-        manifest = _manifest(storage, name)
-        if manifest is not None and view.is_foreign(name, manifest):
-            storage.replace(name, encode_manifest(msgspec.structs.replace(manifest, log=None)))
+    for name in filter(log.is_rolled_back, quarantined(storage)):
+        with suppress(CorruptionError):  # it cannot return in any case
+            manifest = decode_aside(storage, name)
+            if log.is_foreign(name, manifest):
+                storage.replace(name, encode_manifest(msgspec.structs.replace(manifest, log=None)))
+
+
+def decode_aside(storage: Storage, name: str) -> Manifest:
+    """Read a manifest in quarantine. Raises as `decode_manifest`, or `OSError`."""
+    return decode_manifest(storage.read(name), f"{storage.where}/{name}", step_aside(name))
 
 
 def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: bool) -> list[int]:
@@ -88,7 +82,10 @@ def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: b
     """
     steps = list_steps(storage)
     newer = [other for other in steps if other > step]
-    _require_whole(storage, step)
+    try:
+        verify_leaves(storage, read_manifest(storage, step))
+    except CorruptionError as error:
+        raise CorruptionError(f"{error} Nothing was moved; go back to another step.") from error
     view = log.view
     view.require()
     if pinned := sorted(list_pins(storage) & set(newer)):
@@ -98,16 +95,33 @@ def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: b
         )
     if not dry_run:
         if newer:
-            put_aside(
-                storage, log, {other: _readable(storage, other) for other in steps}, step, when
-            )
+            _put_aside(storage, log, steps, step, when)
         if view.journal.steps_after(step) is not None:
             log.append(Cut(step=step))
     return newer
 
 
-@dataclass(frozen=True)
-class UndoPlan:
+def _put_aside(storage: Storage, log: RunLog, steps: Iterable[int], target: int, when: str) -> None:
+    """Move the manifests of all `steps` above `target` to quarantine, the newest first.
+
+    The log says what moves, and after which readable checkpoint each comes, before the first move. Each
+    move is durable before the next one.
+    """
+    taken = {*quarantined(storage)}
+    predecessor: tuple[int, str] | None = None
+    moved: list[RolledBackCheckpoint] = []
+    for step in steps:
+        if step > target:
+            name = free_name(taken, f"{step:012d}", ".json")
+            moved.append(RolledBackCheckpoint(step, name, predecessor))
+        with suppress(CorruptionError):
+            predecessor = step, read_manifest(storage, step).fingerprint
+    log.append(RolledBack(step=target, checkpoints=tuple(moved), time=when))
+    for checkpoint in reversed(moved):
+        storage.move(manifest_name(checkpoint.step), checkpoint.to)
+
+
+class UndoPlan(NamedTuple):
     """What undoing rollbacks brings back: checkpoints, the oldest first, and lines of the journal."""
 
     newest: Manifest | None
@@ -115,7 +129,7 @@ class UndoPlan:
     lines: ReturningLines | None = None
 
 
-def plan_undo(storage: Storage, view: LogView) -> UndoPlan:
+def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
     """What `undo_rollback` would do. Changes nothing.
 
     Raises:
@@ -124,40 +138,64 @@ def plan_undo(storage: Storage, view: LogView) -> UndoPlan:
     """
     steps = list_steps(storage)
     newest = read_manifest(storage, steps[-1]) if steps else None
-    view.require(line_references([newest] if newest else []))
-    candidates = rolled_back(storage, view)
+    view = View(storage, log)
+    view.log.require(line_references([newest] if newest else []))
+    candidates = rolled_back(view)
     if newest is None and not candidates:
         return UndoPlan(None)
-    line = returning(candidates, (newest.step, newest.fingerprint) if newest else None)
+    line = _returning(candidates, (newest.step, newest.fingerprint) if newest else None)
     before = newest.step if newest else -1
-    lines = view.journal.returning(before, [checkpoint.manifest for checkpoint in line])
-    where = storage.where
-    if not line and lines is not None and lines.replaced is not None:
+    lines = view.log.journal.returning(before, [checkpoint.manifest for checkpoint in line])
+    if line or (lines is not None and lines.replaced is None):
+        return UndoPlan(newest, tuple(line), lines)
+    refused = f"{storage.where}: nothing was brought back:"
+    if lines is not None and lines.replaced is not None:
         raise HistoryError(
-            f"{where}: nothing was brought back: the lines of steps {lines.steps[0]} to "
-            f"{lines.steps[1]} were set aside, and those of steps {lines.replaced[0]} to "
-            f"{lines.replaced[1]} were recorded since."
+            f"{refused} the lines of steps {lines.steps[0]} to {lines.steps[1]} were set aside, and "
+            f"those of steps {lines.replaced[0]} to {lines.replaced[1]} were recorded since."
         )
-    if not line and lines is None:
-        names = {name for name in quarantined(storage) if view.is_rolled_back(name)}
-        if damaged := sorted(names.difference(each.name for each in candidates)):
-            raise HistoryError(
-                f"{where}: nothing was brought back: {few(damaged)} cannot be read, or is not what the "
-                f"rollback set aside. `perdure verify {where}` says more."
-            )
-        place = f"the newest checkpoint is {f'step {before}' if newest else 'gone'}"
-        if candidates:
-            raise HistoryError(
-                f"{where}: nothing was brought back: {place}, and what rollbacks set aside continues "
-                f"{_predecessors(candidates)}. Go back there first (`perdure rollback {where}@STEP`)."
-            )
-        if aside := view.journal.steps_aside():
-            raise HistoryError(
-                f"{where}: nothing was brought back: {place}, and the lines of steps "
-                f"{', '.join(f'{first} to {last}' for first, last in aside)}, which are set aside, do "
-                f"not continue it."
-            )
-    return UndoPlan(newest, tuple(line), lines)
+    names = set(filter(view.log.is_rolled_back, quarantined(storage)))
+    if damaged := sorted(names.difference(each.name for each in candidates)):
+        raise HistoryError(
+            f"{refused} {few(damaged)} cannot be read, or is not what the rollback set aside. `perdure "
+            f"verify {storage.where}` says more."
+        )
+    place = f"the newest checkpoint is {f'step {before}' if newest else 'gone'}"
+    if candidates:
+        places = {candidate.place for candidate in candidates}
+        starts = {candidate.why.after for candidate in candidates} - places
+        known = sorted({after[0] for after in starts if after is not None})
+        follows = f"step {steps_text(known)}" if known else "a checkpoint that is not there"
+        raise HistoryError(
+            f"{refused} {place}, and what rollbacks set aside continues {follows}. Go back there first "
+            f"(`perdure rollback {storage.where}@STEP`)."
+        )
+    if aside := view.log.journal.steps_aside():
+        raise HistoryError(
+            f"{refused} {place}, and the lines of steps "
+            f"{', '.join(f'{first} to {last}' for first, last in aside)}, which are set aside, do not "
+            f"continue it."
+        )
+    return UndoPlan(newest)
+
+
+def _returning(
+    candidates: Iterable[AsideCheckpoint], newest: tuple[int, str] | None
+) -> list[AsideCheckpoint]:
+    """The checkpoints that continue `newest` (step and fingerprint), the oldest first.
+
+    If several continue the same one, the one that was set aside last returns.
+    """
+    following: dict[tuple[int, str] | None, AsideCheckpoint] = {}
+    for candidate in sorted(candidates, key=lambda candidate: candidate.why.rollback):
+        following[candidate.why.after] = candidate
+    line = []
+    while newest is not None and (successor := following.get(newest)) is not None:
+        if successor.manifest.step <= newest[0]:
+            break  # a file in quarantine that was changed by hand
+        line.append(successor)
+        newest = successor.place
+    return line
 
 
 def undo_rollback(storage: Storage, log: RunLog, *, dry_run: bool) -> list[int]:
@@ -166,11 +204,12 @@ def undo_rollback(storage: Storage, log: RunLog, *, dry_run: bool) -> list[int]:
     Returns:
         The steps that return, oldest first.
     """
-    plan = plan_undo(storage, log.view)
+    plan = plan_undo(storage, log)
     if plan.newest and not dry_run:
         if plan.lines is not None:
             log.append(Returned(step=plan.newest.step, cuts=plan.lines.cuts))
-        put_back(storage, plan.line)
+        for returned in plan.line:  # each is durable before the next one
+            storage.move(returned.name, manifest_name(returned.manifest.step))
     return [returned.manifest.step for returned in plan.line]
 
 
@@ -202,16 +241,15 @@ def moving(directory: Directory, operation: str, *, dry_run: bool) -> Iterator[N
             directory.durable.clear()
 
 
-def finish_moves(storage: Storage, view: LogView) -> None:
+def finish_moves(storage: Storage, log: LogView) -> None:
     """Clear what a crash in the middle of a move leaves: a checkpoint that is in both places.
 
     It stays committed: its manifest is made durable, then the copy in quarantine is deleted.
     """
-    aside = [name for name in quarantined(storage) if _rollback_of(view, name) is not None]
-    committed = set(committed_steps(storage)) if aside else set()
+    aside = list(filter(log.is_rolled_back, quarantined(storage)))
+    committed = committed_steps(storage) if aside else []
     for name in aside:
-        step = int(digits) if (digits := name.removeprefix(QUARANTINE)[:12]).isdecimal() else -1
-        if step in committed:
+        if (step := step_aside(name)) in committed and step is not None:
             try:
                 data = storage.read(manifest_name(step))
                 twin = storage.read(name)
@@ -222,94 +260,3 @@ def finish_moves(storage: Storage, view: LogView) -> None:
             if data == twin:
                 storage.replace(manifest_name(step), data)
                 storage.delete(name)
-
-
-def put_aside(
-    storage: Storage, log: RunLog, line: Mapping[int, Manifest | None], target: int, when: str
-) -> None:
-    """Move the manifests of all steps of `line` above `target` to quarantine, the newest first.
-
-    `line` has every committed step, and its manifest if that is readable. The log says what moves
-    before the first move. Each move is durable before the next one.
-    """
-    taken = set(storage.list(QUARANTINE))
-    predecessor: tuple[int, str] | None = None
-    moved: list[RolledBackCheckpoint] = []
-    for step, manifest in sorted(line.items()):
-        if step > target:
-            name = free_name(taken, f"{step:012d}", ".json")
-            moved.append(RolledBackCheckpoint(step, name, predecessor))
-        if manifest is not None:
-            predecessor = step, manifest.fingerprint
-    log.append(RolledBack(step=target, checkpoints=tuple(moved), time=when))
-    for checkpoint in reversed(moved):
-        storage.move(manifest_name(checkpoint.step), checkpoint.to)
-
-
-def put_back(storage: Storage, line: Iterable[AsideCheckpoint]) -> None:
-    """Move the manifests of `line` out of quarantine, the oldest first, each durable at once."""
-    for returned in line:
-        storage.move(returned.name, manifest_name(returned.manifest.step))
-
-
-def returning(
-    candidates: Iterable[AsideCheckpoint], newest: tuple[int, str] | None
-) -> list[AsideCheckpoint]:
-    """The checkpoints that continue `newest` (step and fingerprint), the oldest first.
-
-    If several continue the same one, the one that was set aside last returns.
-    """
-    following: dict[tuple[int, str] | None, AsideCheckpoint] = {}
-    for candidate in sorted(candidates, key=lambda candidate: candidate.why.rollback):
-        following[candidate.why.after] = candidate
-    line = []
-    while newest is not None and (successor := following.get(newest)) is not None:
-        if successor.manifest.step <= newest[0]:
-            break  # a file in quarantine that was changed by hand
-        line.append(successor)
-        newest = successor.place
-    return line
-
-
-def _rollback_of(view: LogView, name: str) -> Aside | None:
-    """Why an object is in quarantine if a rollback put it there; None for any other object there."""
-    why = view.aside.get(name)
-    return None if why is None or why.rolled_back_to is None else why
-
-
-def decode_aside(storage: Storage, name: str) -> Manifest:
-    """Read a manifest in quarantine. Raises as `decode_manifest`, or `OSError`."""
-    return decode_manifest(storage.read(name), f"{storage.where}/{name}", step_aside(name))
-
-
-def _manifest(storage: Storage, name: str) -> Manifest | None:
-    try:
-        return decode_aside(storage, name)
-    except ConnectionError:
-        raise
-    except (OSError, CorruptionError, FormatVersionError):
-        return None
-
-
-def _require_whole(storage: Storage, step: int) -> None:
-    from perdure.store.reader import verify_leaves  # numpy: not needed to list a run
-
-    try:
-        verify_leaves(storage, read_manifest(storage, step))
-    except CorruptionError as error:
-        raise CorruptionError(f"{error} Nothing was moved; go back to another step.") from error
-
-
-def _readable(storage: Storage, step: int) -> Manifest | None:
-    try:
-        return read_manifest(storage, step)
-    except CorruptionError:
-        return None
-
-
-def _predecessors(candidates: Iterable[AsideCheckpoint]) -> str:
-    """The checkpoints after which lines that were set aside would return, for an error."""
-    places = {candidate.place for candidate in candidates}
-    starts = {candidate.why.after for candidate in candidates} - places
-    steps = sorted({after[0] for after in starts if after is not None})
-    return f"step {steps_text(steps)}" if steps else "a checkpoint that is not there"

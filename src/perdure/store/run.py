@@ -12,7 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
-from perdure.errors import CorruptionError, HistoryError, StepNotFoundError
+from perdure.errors import (
+    CorruptionError,
+    HistoryError,
+    StepNotFoundError,
+    UnreachableError,
+)
 from perdure.store.codec import encoder
 from perdure.store.committer import Committer
 from perdure.store.damage import DamageHandler
@@ -375,7 +380,10 @@ class Run:
 
         Raises `UnreachableError` if the storage does not answer.
         """
-        return rolled_back(self.storage, self.log.view)
+        try:
+            return rolled_back(View(self.storage, self.log))
+        except ConnectionError as error:
+            raise UnreachableError(f"{self.where}: {error}.") from error
 
     def quarantine(self, step: int, reason: str) -> str:
         """Move a damaged manifest to quarantine; the log has the reason. Durable on return.

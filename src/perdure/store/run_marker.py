@@ -53,20 +53,11 @@ class FolderMark(Struct, frozen=True):
     where: str
 
 
-def new_marker(created: str, run: str | None = None) -> Marker:
-    """The marker of a new run, or of one whose id is known."""
-    return Marker(FORMAT, created, run or secrets.token_hex(8))
-
-
-def encode_marker(marker: Marker) -> bytes:
-    """Contents of `perdure.json`."""
-    return msgspec.json.encode(marker) + b"\n"
-
-
-def decode_marker(data: bytes, where: str) -> Marker:
-    """The marker in `data`; raises `FormatVersionError` or `CorruptionError`."""
-    check_version(data, where)
-    return decode_json(data, Marker, where)
+def write_marker(storage: Storage, created: str, run: str | None = None) -> str:
+    """Write the marker of a new run, or of one whose id is known; returns the id. Durable on return."""
+    marker = Marker(FORMAT, created, run or secrets.token_hex(8))
+    storage.replace(MARKER, msgspec.json.encode(marker) + b"\n")
+    return marker.run
 
 
 def claim_folders(storage: Storage, run: str) -> None:
@@ -142,7 +133,9 @@ def read_marker(
     """
     where = f"{storage.where}/{MARKER}"
     try:
-        return decode_marker(storage.read(MARKER), where)
+        data = storage.read(MARKER)
+        check_version(data, where)
+        return decode_json(data, Marker, where)
     except FileNotFoundError:
         pass
     except NotADirectoryError:

@@ -93,7 +93,7 @@ class Storage(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Names under `prefix` (which ends in `/`), unsorted, temporary ones included."""
+        """Names under `prefix` (which ends in `/`), unsorted, whatever has them."""
         ...
 
     def move(self, name: str, target: str) -> None:

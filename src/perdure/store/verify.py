@@ -249,10 +249,9 @@ def examine(run: Run) -> Findings:
     if why := folder_problem(run.storage, run.log.run) or held.lost_checkpoints():
         problems.append(Problem(MANIFESTS, why))
     if not unreadable and not held.unknown:
-        problems += [
-            Problem(PACKS + name, "no checkpoint needs this pack", False)
-            for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys())
-        ]
+        for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys()):
+            lost = f"if step {pack_step(name)} should be there, its manifest was removed by hand"
+            problems.append(Problem(PACKS + name, f"no checkpoint needs this pack; {lost}", False))
     problems += _notes(run, frozenset({*good, *bad, *unread}), aside)
     report = VerifyReport(
         where=run.where,

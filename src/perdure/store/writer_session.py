@@ -14,16 +14,15 @@ from contextlib import ExitStack, suppress
 from perdure.errors import CorruptionError, HistoryError, LockedError, SaveError, StoreError
 from perdure.store.damage import DamageHandler
 from perdure.store.directory import Directory
-from perdure.store.format import LOCK, MANIFESTS, MARKER
+from perdure.store.format import LOCK, MANIFESTS
 from perdure.store.loading import list_steps, read_manifest
 from perdure.store.names import committed_steps, leftovers
 from perdure.store.rollback import finish_moves
 from perdure.store.run_events import Removed, Saved, Started
 from perdure.store.run_marker import (
     claim_folders,
-    encode_marker,
-    new_marker,
     require_folders,
+    write_marker,
 )
 from perdure.store.view import START_OVER, View
 
@@ -85,9 +84,8 @@ class WriterSession:
         storage, log = self._storage, self._log
         if not self.marked:
             log.begin()
-            marker = new_marker(self.now(), log.view.run)
-            storage.replace(MARKER, encode_marker(marker))
-            self.marked, log.run = True, marker.run
+            log.run = write_marker(storage, self.now(), log.view.run)
+            self.marked = True
         log.begin()
         assert log.run is not None
         require_folders(storage, log.run)

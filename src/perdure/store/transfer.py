@@ -9,6 +9,7 @@ from functools import cache
 import msgspec
 
 from perdure.errors import CorruptionError, StepNotFoundError, StoreError
+from perdure.store.committer import BYTES_PER_SAVE, ensure_free_bytes
 from perdure.store.compact import (
     LiveChunks,
     check_chunks,
@@ -20,7 +21,6 @@ from perdure.store.compact import (
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.format import PACKS, pack_name
-from perdure.store.free_space import BYTES_PER_SAVE, ensure_free_bytes
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
 from perdure.store.run import Run

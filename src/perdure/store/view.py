@@ -318,7 +318,7 @@ class View:
                 continue
             self._read(name, entries[name].version, before, found)
             summary = found.readable.get(name)
-            if row is not None and summary is not None and row.head == summary.head:
+            if row is not None and summary == msgspec.structs.replace(row, version=""):
                 found.readable[name] = row  # with the version of these bytes
         self._before = found
         return found
@@ -339,7 +339,7 @@ class View:
 
     @property
     def _aside_names(self) -> list[str]:
-        return sorted([*self._aside.read, *self.lost])
+        return sorted([*self._aside.read, *self._aside.unreadable])
 
     def _read(self, name: str, version: str, before: _Manifests, found: _Manifests) -> None:
         """Add a manifest to `found`, which is read unless it is known from `before`."""
@@ -367,7 +367,7 @@ class View:
             raise  # there is no answer, so the next manifest could not be read either
         except OSError as error:
             found.unreadable[name] = f"{where}: cannot be read: {error}."
-            if not is_gone(error):  # a pipe or a device
+            if not is_gone(error):  # as a directory, a pipe or a device there is
                 found.unknown[name] = found.unreadable[name]
         except CorruptionError as error:
             found.unreadable[name] = str(error)
@@ -445,7 +445,9 @@ class View:
 
 
 def _by_step(manifests: Mapping[str, V]) -> dict[int, V]:
-    return {step: each for name, each in manifests.items() if (step := step_of(name)) is not None}
+    """By step, the oldest first, what is known by the names of manifests."""
+    ordered = sorted(manifests.items())
+    return {step: each for name, each in ordered if (step := step_of(name)) is not None}
 
 
 def _others(mapping: Mapping[K, V], keys: Collection[K]) -> dict[K, V]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -63,8 +63,8 @@ class _Lazy(Mapping[K, V], Generic[K, V]):
         return len(self._keys)
 
 
-class _Manifests(NamedTuple):
-    """What a look found of manifests, by their names.
+class _Manifests(NamedTuple, Generic[K]):
+    """What a look found of manifests: those of checkpoints by step, those in quarantine by name.
 
     Attributes:
         readable: The summaries of the readable ones.
@@ -74,21 +74,29 @@ class _Manifests(NamedTuple):
         misread: Those that are not what their summary says: the next look reads them.
     """
 
-    readable: dict[str, ManifestSummary]
-    read: dict[str, Manifest]
-    unreadable: dict[str, str]
-    unknown: dict[str, str]
-    misread: set[str]
+    readable: dict[K, ManifestSummary]
+    read: dict[K, Manifest]
+    unreadable: dict[K, str]
+    unknown: dict[K, str]
+    misread: set[K]
 
-    def without(self, names: Collection[str]) -> _Manifests:
-        """The others."""
-        return _Manifests(
-            _others(self.readable, names),
-            _others(self.read, names),
-            _others(self.unreadable, names),
-            _others(self.unknown, names),
-            self.misread.difference(names),
+    def without(self, keys: Collection[K]) -> _Manifests[K]:
+        """A copy without these."""
+        after = _Manifests(
+            dict(self.readable),
+            dict(self.read),
+            dict(self.unreadable),
+            dict(self.unknown),
+            self.misread.difference(keys),
         )
+        for key in keys:
+            for mapping in (after.readable, after.read, after.unreadable, after.unknown):
+                mapping.pop(key, None)
+        return after
+
+
+def _nothing() -> _Manifests[Any]:
+    return _Manifests({}, {}, {}, {}, set())
 
 
 class View:
@@ -124,9 +132,8 @@ class View:
         self._unsized: list[str] = []
         # Without a reference to the view before, which would keep all earlier ones.
         parts = {} if known is None else known.__dict__
-        nothing = _Manifests({}, {}, {}, {}, set())
-        self._before: _Manifests = parts.get("_committed", nothing)
-        self._aside_before: _Manifests = parts.get("_aside", nothing)
+        self._before: _Manifests[int] = parts.get("_committed", _nothing())
+        self._aside_before: _Manifests[str] = parts.get("_aside", _nothing())
         if "_pack_names" in parts and not (packs or whole):
             self.__dict__["_pack_names"] = parts["_pack_names"]
 
@@ -139,19 +146,19 @@ class View:
             return sorted([*self.readable, *self.unreadable])
         return committed_steps(self._storage)
 
-    @cached_property
+    @property
     def readable(self) -> Mapping[int, ManifestSummary]:
         """The summaries of the readable manifests by step, oldest first."""
-        return _by_step(self._committed.readable)
-
-    @cached_property
-    def unreadable(self) -> Mapping[int, str]:
-        """Why each other manifest cannot be read, by step."""
-        return _by_step(self._committed.unreadable)
+        return self._committed.readable
 
     @property
-    def read(self) -> Mapping[str, Manifest]:
-        """The manifests that are in memory, by name."""
+    def unreadable(self) -> Mapping[int, str]:
+        """Why each other manifest cannot be read, by step."""
+        return self._committed.unreadable
+
+    @property
+    def read(self) -> Mapping[int, Manifest]:
+        """The manifests that are in memory, by step."""
         return self._committed.read
 
     @cached_property
@@ -274,10 +281,13 @@ class View:
         """The view after the commit of a manifest, whose file begins with `head`."""
         if "_committed" not in self.__dict__:
             return self  # the manifest will be listed
-        name = manifest_name(manifest.step)
-        after = self._committed.without([name])
-        after.readable[name] = summarize(manifest, head)
-        after.read[name] = manifest
+        step = manifest.step
+        after = self._committed.without([step])
+        is_newest = step > max(after.readable, default=-1)
+        after.readable[step] = summarize(manifest, head)
+        after.read[step] = manifest
+        if not is_newest:
+            after = after._replace(readable=dict(sorted(after.readable.items())))
         packs = [pack.name for pack in manifest.packs]
         return self._derived(after, lambda names: names.union(packs))
 
@@ -285,11 +295,11 @@ class View:
         """The view after manifests and packs were deleted."""
         if "_committed" not in self.__dict__:
             return self
-        after = self._committed.without(set(map(manifest_name, steps)))
+        after = self._committed.without(steps)
         return self._derived(after, lambda names: names.difference(packs))
 
     def _derived(
-        self, committed: _Manifests, change: Callable[[frozenset[str]], frozenset[str]]
+        self, committed: _Manifests[int], change: Callable[[frozenset[str]], frozenset[str]]
     ) -> View:
         view = View(self._storage, self._run_log, self._sizes, self._index)
         parts = self.__dict__
@@ -302,35 +312,36 @@ class View:
     # ------------------------------------------------------------ looking
 
     @cached_property
-    def _committed(self) -> _Manifests:
+    def _committed(self) -> _Manifests[int]:
         entries = self._storage.entries(MANIFESTS)
         # Names of manifests sort as their steps do.
-        names = [name for name in sorted(entries) if step_of(name) is not None]
+        names = {step: name for name in sorted(entries) if (step := step_of(name)) is not None}
         before = self._before
         rows = {} if self._index is None else self._index.rows
-        found = _Manifests({}, {}, {}, {}, set())
-        unread = set() if self._is_whole else set(names[:-READ_NEWEST])
+        found = _nothing()
+        unread = set() if self._is_whole else {*list(names)[:-READ_NEWEST]}
         unread -= before.readable.keys() | before.unreadable.keys()
-        for name in names:
-            row = rows.get(step_of(name) or 0)
-            if name in unread and row is not None:
-                found.readable[name] = row
+        for step, name in names.items():
+            row = rows.get(step)
+            if row is not None and step in unread:
+                found.readable[step] = row
                 continue
-            self._read(name, entries[name].version, before, found)
-            summary = found.readable.get(name)
-            if row is not None and summary == msgspec.structs.replace(row, version=""):
-                found.readable[name] = row  # with the version of these bytes
+            self._read(step, step, name, entries[name].version, before, found)
+            summary = found.readable.get(step)
+            head = "" if summary is None or summary.version else summary.head
+            if row is not None and row.head == head:
+                found.readable[step] = row  # with the version of these bytes
         self._before = found
         return found
 
     @cached_property
-    def _aside(self) -> _Manifests:
+    def _aside(self) -> _Manifests[str]:
         """The manifests in quarantine. They are always compared: a name there may be used again."""
         before = self._aside_before
-        found = _Manifests({}, {}, {}, {}, set())
+        found = _nothing()
         for name, entry in sorted(self._storage.entries(QUARANTINE).items()):
             if name.endswith(".json"):
-                self._read(name, entry.version, before, found)
+                self._read(name, step_aside(name), name, entry.version, before, found)
                 if name in found.read and self.log.is_foreign(name, found.read[name]):
                     del found.read[name], found.readable[name]
                     found.unreadable[name] = "of another run"
@@ -341,54 +352,61 @@ class View:
     def _aside_names(self) -> list[str]:
         return sorted([*self._aside.read, *self._aside.unreadable])
 
-    def _read(self, name: str, version: str, before: _Manifests, found: _Manifests) -> None:
-        """Add a manifest to `found`, which is read unless it is known from `before`."""
+    def _read(
+        self,
+        key: K,
+        step: int | None,
+        name: str,
+        version: str,
+        before: _Manifests[K],
+        found: _Manifests[K],
+    ) -> None:
+        """Add a manifest to `found` with this key, which is read unless it is known from `before`."""
         storage = self._storage
         where = f"{storage.where}/{name}"
-        summary = None if name in before.misread else before.readable.get(name)
+        summary = None if key in before.misread else before.readable.get(key)
         try:
             if summary is not None and is_same_file(storage, name, version, summary):
                 if version != summary.version:
                     summary = msgspec.structs.replace(summary, version=version)
-                if name in before.read or not self._is_whole:
-                    found.readable[name] = summary
-                    if name in before.read:
-                        found.read[name] = before.read[name]
+                if key in before.read or not self._is_whole:
+                    found.readable[key] = summary
+                    if key in before.read:
+                        found.read[key] = before.read[key]
                     return
             data = storage.read(name)
-            step = step_of(name) if name.startswith(MANIFESTS) else step_aside(name)
             manifest = decode_manifest(data, where, step)
             # The version was listed before the read, so it may be that of older bytes: it is not kept.
-            found.readable[name] = summarize(manifest, data)
-            found.read[name] = manifest
+            found.readable[key] = summarize(manifest, data)
+            found.read[key] = manifest
         except FileNotFoundError:
             return
         except ConnectionError:
             raise  # there is no answer, so the next manifest could not be read either
         except OSError as error:
-            found.unreadable[name] = f"{where}: cannot be read: {error}."
+            found.unreadable[key] = f"{where}: cannot be read: {error}."
             if not is_gone(error):  # as a directory, a pipe or a device there is
-                found.unknown[name] = found.unreadable[name]
+                found.unknown[key] = found.unreadable[key]
         except CorruptionError as error:
-            found.unreadable[name] = str(error)
+            found.unreadable[key] = str(error)
 
     def _manifest(self, step: int) -> Manifest:
         """A readable manifest; `OutdatedPlanError` if it is not what it was at the look."""
         name, committed = manifest_name(step), self._committed
-        if (manifest := committed.read.get(name)) is not None:
+        if (manifest := committed.read.get(step)) is not None:
             return manifest
         where = f"{self._storage.where}/{name}"
         try:
             data = self._storage.read(name)
             manifest = decode_manifest(data, where, step)
-            if data[:HEAD_BYTES] != committed.readable[name].head.encode():
+            if data[:HEAD_BYTES] != committed.readable[step].head.encode():
                 raise CorruptionError(f"{where}: has changed since it was read.")
         except ConnectionError:
             raise
         except (OSError, CorruptionError) as error:
-            committed.misread.add(name)
+            committed.misread.add(step)
             raise OutdatedPlanError(f"step {step} cannot be read: {error}") from error
-        committed.read[name] = manifest
+        committed.read[step] = manifest
         return manifest
 
     @property
@@ -427,27 +445,19 @@ class View:
         if (index := self._index) is None:
             return
         rows, (readable, read, *_) = index.rows, self._committed
-        lacking = [
-            name for name, row in readable.items() if rows.get(step_of(name) or 0) is not row
-        ]
+        lacking = [step for step, row in readable.items() if rows.get(step) is not row]
         if len(lacking) < INDEX_FROM:
             return
         # Nobody else writes, from the read of a manifest to the write below, which checks the lock.
         # So the versions that are listed in between are those of what was read.
         entries = self._storage.entries(MANIFESTS)
-        for name in lacking:
-            entry = entries.get(name)
-            if entry is not None and entry.version != readable[name].version:
-                readable[name] = msgspec.structs.replace(readable[name], version=entry.version)
-        index.write(_by_step(readable), _by_step({name: read.get(name) for name in lacking}))
-        for name in sorted(read)[:-INDEX_FROM]:
-            del read[name]
-
-
-def _by_step(manifests: Mapping[str, V]) -> dict[int, V]:
-    """By step, the oldest first, what is known by the names of manifests."""
-    ordered = sorted(manifests.items())
-    return {step: each for name, each in ordered if (step := step_of(name)) is not None}
+        for step in lacking:
+            entry = entries.get(manifest_name(step))
+            if entry is not None and entry.version != readable[step].version:
+                readable[step] = msgspec.structs.replace(readable[step], version=entry.version)
+        index.write(readable, {step: read.get(step) for step in lacking})
+        for step in sorted(read)[:-INDEX_FROM]:
+            del read[step]
 
 
 def _others(mapping: Mapping[K, V], keys: Collection[K]) -> dict[K, V]:

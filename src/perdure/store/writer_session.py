@@ -91,17 +91,18 @@ class WriterSession:
         require_folders(storage, log.run)
         claim_folders(storage, log.run)
         steps = committed_steps(storage)
-        view = View(storage, log)
-        self.refusal = view.refusal_to_begin()
-        if not self.starts_over and (why := view.lost_checkpoints()):
-            raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
+        self.refusal = None
+        if not steps:
+            view = View(storage, log)
+            self.refusal = view.refusal_to_begin()
+            if not self.starts_over and (why := view.lost_checkpoints()):
+                raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
         storage.make_folder(MANIFESTS)
         if log.view.last is None and log.view.problem is None:
             log.append(Started(run=log.run))
         if steps and log.view.saved is None and log.view.problem is None:
-            with suppress(
-                OSError, CorruptionError
-            ):  # whoever committed the first one was killed before this line
+            # Whoever committed the first one was killed before this line.
+            with suppress(OSError, CorruptionError):
                 log.append(Saved(step=steps[0]))
 
     def committed_again(self, step: int) -> None:

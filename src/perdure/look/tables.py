@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Sequence
@@ -60,6 +59,8 @@ class Table:
         return self.text()
 
     def _repr_html_(self) -> str:
+        import html  # only a notebook needs it
+
         sides = ["right" if right else "left" for right in self._right()]
         rows = []
         for tag, row in zip(("th", *["td"] * len(self.rows)), self._cells(), strict=True):
@@ -99,6 +100,8 @@ class Shown:
         return self.text()
 
     def _repr_html_(self) -> str:
+        import html
+
         return "".join(
             block._repr_html_()
             if isinstance(block, Table)

@@ -87,16 +87,11 @@ class RunOptions:
     nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
-        at_least = {"workers": 1, "max_restarts": 0}
+        at_least = {"workers": 1, "devices_per_worker": 1, "max_restarts": 0, "grace": 0}
         for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise LaunchError(f"{name}: expected at least {least}, found {getattr(self, name)}")
-        if self.devices_per_worker is not None and self.devices_per_worker < 1:
-            raise LaunchError(
-                f"devices_per_worker: expected at least 1, found {self.devices_per_worker}"
-            )
-        if not self.grace >= 0:
-            raise LaunchError(f"grace: expected 0 seconds or more, found {self.grace}")
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise LaunchError(f"{name}: expected at least {least}, found {value}")
         cache = self.compilation_cache
         if cache is not None and cache.exists() and not cache.is_dir():
             raise LaunchError(f"{cache}: expected a directory for compiled programs, found a file")

@@ -303,3 +303,27 @@ def test_arrays_in_the_logs_of_a_step_are_backed_up(tmp_path: Path) -> None:
 def test_logs_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"'told' in the logs of a step: expected a number"):
         telling(tmp_path / "run", told=object())
+
+
+def test_a_model_that_is_made_again_is_the_same(tmp_path: Path) -> None:
+    """Keras numbers all names of a process, and a layer may have that of a setting (`activation`)."""
+
+    def fit(units: int, epochs: int) -> keras.callbacks.History:
+        model: Any = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(units, activation="relu"),
+                keras.layers.Activation("relu"),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+        backup = BackupAndRestore(tmp_path / "run", delete_checkpoint=False)
+        x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+        return model.fit(x, y, epochs=epochs, verbose=0, callbacks=[backup])
+
+    fit(2, 1)
+    assert fit(2, 2).epoch == [0, 1]
+    # The control: another model is refused.
+    with pytest.raises(RecipeMismatchError, match="units"):
+        fit(5, 3)

@@ -110,10 +110,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         session = FitSession(
             fit,
             manager,
-            self.save_freq,
-            save_before_preemption=self.save_before_preemption,
+            self,
+            save_freq=self.save_freq,
+            preemptible=self.save_before_preemption,
             allow=self._allow,
-            owner=self,
         )
         session.set_params(self.params)
         session.set_model(model)

@@ -38,8 +38,11 @@ class FitSession(Callback):
         self,
         fit: RunningFit,
         manager: CheckpointManager,
+        owner: Callback,
+        *,
         save_freq: str | int | bool,
-        **options: Any,
+        preemptible: bool,
+        allow: tuple[str, ...],
     ) -> None:
         super().__init__()
         if problem := position_warning(fit.iterator.data):
@@ -48,9 +51,9 @@ class FitSession(Callback):
         self._manager = manager
         self._save_interval_steps = save_freq if type(save_freq) is int else None
         self._save_each_epoch = save_freq == "epoch"
-        self._preemptible: bool = options["save_before_preemption"]
-        self._allow: tuple[str, ...] = options["allow"]
-        self._owner: Callback = options["owner"]
+        self._preemptible = preemptible
+        self._allow = allow
+        self._owner = owner
         self._batches = FitBatches(fit.iterator)
         self._epoch = 0
         self._step = 0

@@ -113,17 +113,14 @@ class Restorer:
     def expect(self, like: Any, *, begins: bool = False) -> None:
         """The program may begin with `like`, and later restore into it."""
         with rank_context(self._processes.index, self._processes.count):
-            self._expect(like, begins=begins)
+            walk = self._check.expect(like, begins=begins)
+            if walk is not None:
+                self._extras.see(walk)
 
     def begin(self, like: Any) -> None:
         """The program begins with the fresh state `like`; random numbers count from here on."""
         self.expect(like, begins=True)
         self._extras.begin()
-
-    def _expect(self, like: Any, *, begins: bool = False) -> None:
-        walk = self._check.expect(like, begins=begins)
-        if walk is not None:
-            self._extras.see(walk)
 
     def _regions(self, like: Any, request: RestoreRequest) -> Any:
         """Finds what this process needs of arrays that are sharded over the group; None for all."""
@@ -154,7 +151,7 @@ class Restorer:
             if like is None:
                 return *restore_without_target(leaves, request, stored), False
             if request.is_strict:
-                self._expect(like)
+                self.expect(like)
             try:
                 index, own = self._processes.index, loaded.process_leaves
                 state, report = restore_requested(

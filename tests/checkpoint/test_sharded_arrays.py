@@ -21,9 +21,9 @@ from damage import FullDisk
 from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkpoint, verify_run
 from perdure.checkpoint import (
     chunk_sharing,
+    connections,
+    group_messages,
     group_save,
-    save_messages,
-    shared_memory,
     slice_exchange,
 )
 from perdure.checkpoint.slice_exchange import SliceExchange
@@ -152,7 +152,7 @@ def test_a_sharded_state_is_saved_as_a_whole_one(
     CUTS.update(axis=axis, copies=copies)
     if not is_one_machine:
         monkeypatch.setattr(slice_exchange, "HAS_SHARED_MEMORY", False)
-    shared, real_memory = [], shared_memory.received_memory
+    shared, real_memory = [], connections.received_memory
 
     def received(connection: Any, size: int) -> memoryview:
         shared.append(connection)
@@ -341,7 +341,7 @@ def test_memory_is_shared_with_processes_of_the_same_user_alone(
         is_receiver = threading.current_thread() is receiver
         return user + (stranger == ("the sender" if is_receiver else "the receiver"))
 
-    monkeypatch.setattr("perdure.checkpoint.shared_memory.os.geteuid", seen_by)
+    monkeypatch.setattr("perdure.checkpoint.connections.os.geteuid", seen_by)
 
     def read(writer: int, leaf: int, chunk: int, memory: memoryview) -> int:
         memory[:3] = bytes((writer, leaf, chunk))
@@ -359,16 +359,16 @@ def test_memory_is_shared_with_processes_of_the_same_user_alone(
 
 def test_nobody_can_cut_shared_memory_while_it_is_read() -> None:
     with closing(SliceExchange(0)) as exchange:
-        assert exchange._file is not None
+        assert exchange._slots.file is not None
         with pytest.raises(PermissionError):
-            os.ftruncate(exchange._file, 1)
+            os.ftruncate(exchange._slots.file, 1)
     here, there = socket.socketpair()
     file = os.memfd_create("not sealed", os.MFD_ALLOW_SEALING)
     with here, there, os.fdopen(file, "wb") as opened:
         opened.truncate(slice_exchange.SLOTS * CHUNK_BYTES)
         socket.send_fds(there, [b"\0"], [file])
         with pytest.raises(OSError, match="could be cut"):
-            shared_memory.received_memory(here, slice_exchange.SLOTS * CHUNK_BYTES)
+            connections.received_memory(here, slice_exchange.SLOTS * CHUNK_BYTES)
 
 
 def test_an_answer_with_other_bytes_is_refused(
@@ -376,7 +376,7 @@ def test_an_answer_with_other_bytes_is_refused(
 ) -> None:
     CUTS.update(axis=1)
     # The processes do not find each other on one machine.
-    monkeypatch.setattr(slice_exchange, "listen_locally", lambda _: None)
+    monkeypatch.setattr(connections.Connections, "listen_locally", lambda *_: None)
     real, fired = slice_exchange.blake3, []  # pyright: ignore[reportPrivateImportUsage]
 
     def changing(data: memoryview) -> Any:
@@ -482,7 +482,7 @@ def test_layouts_are_sent_once_and_again_when_a_sharding_changes(
 
 
 def test_large_answers_travel_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_messages, "LARGE_BYTES", 100)
+    monkeypatch.setattr(group_messages, "LARGE_BYTES", 100)
     written: list[str] = []
     real = LocalStorage.replace
 
@@ -610,7 +610,7 @@ def test_processes_that_do_not_find_each_other_read_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
 ) -> None:
     """The control of the test above; the disk then reads each chunk once."""
-    monkeypatch.setattr(chunk_sharing, "listen_locally", lambda _: None)
+    monkeypatch.setattr(connections.Connections, "listen_locally", lambda *_: None)
     kept, direct_reads, real_keep = [], [], LocalStorage.keep_cached
 
     def keep(storage: LocalStorage, name: str, offset: int) -> None:
@@ -641,7 +641,7 @@ def test_only_verified_bytes_are_handed_out(
 
     def give(sharing: Any, slot: int, chunks: Any) -> None:
         for number, start, nbytes in chunks:
-            data = sharing._memory[slot * CHUNK_BYTES :][start : start + nbytes]
+            data = sharing._slots.memory(slot)[start : start + nbytes]
             right.append(hash_bytes(data) == hashes[number])
         real(sharing, slot, chunks)
 
@@ -674,7 +674,7 @@ def test_a_process_that_is_gone_leaves_no_other_without_its_elements(
     def give(sharing: Any, slot: int, chunks: Any) -> None:
         if sharing._index == victim and not ends:
             ends.append(chunks)
-            for connection in [*sharing._open]:
+            for connection in [*sharing._peers._open]:
                 with suppress(OSError):  # the listener
                     connection.shutdown(socket.SHUT_RDWR)
         real(sharing, slot, chunks)
@@ -707,7 +707,7 @@ def test_bytes_of_another_user_are_not_used(
         asked.append(connection)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(chunk_sharing, "require_same_user", refuse)
+    monkeypatch.setattr(connections, "require_same_user", refuse)
     play(1, saver(tmp_path, SHARED, 1))
     CUTS.update(axis=1)
     reads.clear()

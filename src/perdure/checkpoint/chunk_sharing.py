@@ -8,40 +8,32 @@ checkpoint.
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 from blake3 import blake3
 from msgspec import Struct
 
-from perdure.checkpoint.shared_memory import (
+from perdure.checkpoint.connections import (
+    Connections,
+    Slots,
     exactly,
-    listen_locally,
+    hello_of,
     received_memory,
-    require_same_user,
-    send_memory,
-    shared_memory,
 )
 from perdure.store.format import CHUNK_BYTES
 
 SLOTS = 6
 """How many chunks are in memory until the other processes have copied their elements."""
 
-HELLO_S = 30.0
-_INDEX = struct.Struct("!I")
-_SIZE = struct.Struct("!I")
+_NUMBER = struct.Struct("!I")
+"""The number of a process, the bytes of a request, or a slot whose elements were copied."""
 _CHUNK = struct.Struct("!QIII")
 """A verified chunk: its number, and slot, place in the slot, and bytes."""
 _END = _CHUNK.pack(0, SLOTS, 0, 0)
-_DONE = struct.Struct("!I")
-"""The slot of a chunk whose elements were copied."""
 
 
 class _Request(Struct, frozen=True, array_like=True):
@@ -70,14 +62,11 @@ class ChunkSharing:
         self._index = index
         self._others = set(range(count)) - {index}
         self._token = b""
-        self._file: int | None = None
-        self._memory = memoryview(b"")
+        self._peers = Connections("perdure-share")
+        self._guard = self._peers.guard
+        self._slots = Slots(SLOTS)
         self._listener: socket.socket | None = None
-        self._guard = threading.Condition()
-        self._is_closed = False
         self._request, self._place = _NOTHING, _ignore
-        self._open: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
         self._connected: set[int] = set()
         """The peers to which this process has made a connection."""
         self._accepted: set[int] = set()
@@ -92,7 +81,6 @@ class ChunkSharing:
         self._held: dict[int, list[int]] = {}
         """By the slot, for each chunk in it the peers that have not copied their elements yet."""
         self._received: set[int] = set()
-        self._slots: SimpleQueue[int] = SimpleQueue()
 
     def listen(self, token: bytes) -> None:
         """Let others of this machine connect; a random token that all know makes the names.
@@ -100,11 +88,8 @@ class ChunkSharing:
         All have to listen before one of them reads.
         """
         self._token = token
-        self._file, self._memory = shared_memory(SLOTS * CHUNK_BYTES)
-        if self._file is not None:
-            self._listener = listen_locally(self._name(self._index))
-        if self._listener is not None:
-            self._open.add(self._listener)
+        if self._slots.file is not None:
+            self._listener = self._peers.listen_locally(self._name(self._index))
 
     def announce(
         self,
@@ -114,24 +99,24 @@ class ChunkSharing:
         place: Callable[[int, memoryview], None],
     ) -> bool:
         with self._guard:
-            if self._is_closed or self._listener is None or not wanted:
+            if self._listener is None or not wanted:
                 return False
             self._request, self._place = _Request(fingerprint, dict(wanted), alone), place
-            for slot in range(SLOTS):
-                self._slots.put(slot)
             # All connections are made before one is accepted: who has the request of this process
             # knows that its connection is there.
             connections: list[tuple[int, socket.socket]] = []
+            hello = _NUMBER.pack(self._index)
             for index in self._others:
                 try:
-                    connections.append((index, self._connect(index)))
+                    connection = self._peers.connect_locally(self._name(index), hello)
+                    connections.append((index, connection))
                 except OSError:  # it is on another machine, or has ended its restore, or itself
                     self._requests[index] = _NOTHING
             self._connected = {index for index, _ in connections}
             self._producers = set(self._connected)
-            self._start(self._accept, self._listener)
+            self._peers.accept(self._listener, self._serve)
             for index, connection in connections:
-                self._start(self._take, index, connection)
+                self._peers.start(self._take, index, connection)
         return bool(connections)
 
     def divide(self) -> set[int]:
@@ -152,8 +137,8 @@ class ChunkSharing:
             return others
 
     def take(self) -> tuple[int, memoryview]:
-        slot = self._slots.get()
-        return slot, self._memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+        slot = self._slots.free.get()
+        return slot, self._slots.memory(slot)
 
     def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
         with self._guard:
@@ -176,75 +161,33 @@ class ChunkSharing:
             return self._received
 
     def close(self) -> None:
-        with self._guard:
-            self._is_closed = True
-            still_open, self._open = self._open, set()
-        for connection in still_open:
-            with suppress(OSError):  # wakes the thread that waits in it
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for connection in still_open:
-            connection.close()
+        self._peers.close()
+        self._listener = None
         self._place = _ignore  # it refers to the shards
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._slots.close()
 
     def _name(self, index: int) -> str:
-        return f"perdure-{blake3(self._token + _INDEX.pack(index)).hexdigest(32)}"
-
-    def _connect(self, index: int) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(f"\0{self._name(index)}")
-            require_same_user(connection)
-            connection.sendall(_INDEX.pack(self._index))
-        except OSError:
-            connection.close()
-            raise
-        self._open.add(connection)
-        return connection
-
-    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
-        name = "perdure-share"
-        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                connection, _ = listener.accept()
-                with self._guard:
-                    if self._is_closed:
-                        connection.close()
-                        return
-                    self._open.add(connection)
-                    self._start(self._serve, connection)
+        return f"perdure-{blake3(self._token + _NUMBER.pack(index)).hexdigest(32)}"
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer the request of a peer, and learn which chunks it has copied, until it closes."""
         index = -1
         with suppress(OSError, LookupError, ValueError):
-            connection.settimeout(HELLO_S)
-            require_same_user(connection)
-            (caller,) = _INDEX.unpack(exactly(connection, _INDEX.size))
-            connection.settimeout(None)
+            (caller,) = _NUMBER.unpack(hello_of(connection, _NUMBER.size))
             with self._guard:
-                if self._file is None or caller in self._accepted or caller not in self._others:
+                if caller in self._accepted or caller not in self._others:
                     raise ConnectionRefusedError
                 index = caller
                 body = msgspec.msgpack.encode(
                     self._request if index in self._connected else _NOTHING
                 )
-                send_memory(connection, self._file)
-                connection.sendall(_SIZE.pack(len(body)) + body)
+                self._slots.share(connection)
+                connection.sendall(_NUMBER.pack(len(body)) + body)
                 self._consumers[index] = connection
                 self._accepted.add(index)
                 self._guard.notify_all()
             while True:
-                (slot,) = _DONE.unpack(exactly(connection, _DONE.size))
+                (slot,) = _NUMBER.unpack(exactly(connection, _NUMBER.size))
                 with self._guard:
                     self._held[slot].remove(index)
                     self._free()
@@ -253,14 +196,13 @@ class ChunkSharing:
                 for slot, left in self._held.items():
                     self._held[slot] = [other for other in left if other != index]
                 self._free()
-            self._open.discard(connection)
         connection.close()
 
     def _take(self, index: int, connection: socket.socket) -> None:
         """Copy elements of the chunks that a peer hands out, until it ends."""
         with suppress(OSError, ValueError, struct.error):
             memory = received_memory(connection, SLOTS * CHUNK_BYTES)
-            (size,) = _SIZE.unpack(exactly(connection, _SIZE.size))
+            (size,) = _NUMBER.unpack(exactly(connection, _NUMBER.size))
             request = msgspec.msgpack.decode(exactly(connection, size), type=_Request)
             is_same = request.fingerprint == self._request.fingerprint
             with self._guard:
@@ -273,7 +215,7 @@ class ChunkSharing:
                     raise ConnectionAbortedError
                 self._place(number, data)
                 # If this fails, the peer may have used the memory again: then the chunk did not come.
-                connection.sendall(_DONE.pack(slot))
+                connection.sendall(_NUMBER.pack(slot))
                 with self._guard:
                     self._received.add(number)
         with self._guard:
@@ -289,7 +231,7 @@ class ChunkSharing:
         """Let slots be used again whose chunks all have copied."""
         for slot in [slot for slot, left in self._held.items() if not left]:
             del self._held[slot]
-            self._slots.put(slot)
+            self._slots.free.put(slot)
         self._guard.notify_all()
 
 

@@ -18,21 +18,19 @@ import msgspec
 
 from perdure import errors
 from perdure.checkpoint.group_call import SentError, caught, decoded
-from perdure.checkpoint.save_messages import (
+from perdure.checkpoint.group_messages import (
     COMPARE,
     END,
     HASH,
     LAYOUT,
     WRITE,
+    GroupLayouts,
     SaveAnswer,
     SaveOrder,
     SaveRow,
     decode_answer,
-    encode_answer,
-)
-from perdure.checkpoint.shard_layouts import (
-    GroupLayouts,
     digest_of,
+    encode_answer,
     local_regions,
     merge_layouts,
 )

@@ -9,27 +9,24 @@ answer in memory that they share; through the network every answer carries its h
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from blake3 import blake3
 from msgspec import Struct
 
-from perdure.checkpoint.shared_memory import (
+from perdure.checkpoint.connections import (
     HAS_SHARED_MEMORY,
+    Connections,
+    Slots,
     exactly,
-    listen_locally,
+    hello_of,
     received_memory,
-    require_same_user,
-    send_memory,
-    shared_memory,
 )
 from perdure.runtime.framework_group import framework_group
 from perdure.store.format import CHUNK_BYTES
@@ -37,8 +34,6 @@ from perdure.store.shard_plan import Fetch
 
 ANSWER_S = 300.0
 """How long a process waits for an answer. The connection to a process that is gone closes before."""
-
-HELLO_S = 30.0
 
 SLOTS = 2
 """How many answers are in memory at a time, each of at most a chunk."""
@@ -93,22 +88,18 @@ class SliceExchange:
         self._addresses: Sequence[PeerAddress | None] = ()
         self._read: Read | None = None
         self._ready = threading.Event()
-        self._guard = threading.Lock()
+        self._peers = Connections("perdure-slices")
+        self._guard = self._peers.guard
         self._idle: dict[int, list[_Connection]] = {}
-        self._open: set[socket.socket] = set()
+        self._slots = Slots(SLOTS)
         host = own_host()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=1024)
-        self._file, memory = shared_memory(SLOTS * CHUNK_BYTES)
-        self._slots: SimpleQueue[tuple[int, memoryview]] = SimpleQueue()
-        for slot in range(SLOTS):
-            self._slots.put((slot, memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]))
+        listener = self._peers.keep(socket.create_server((host, 0), family=family, backlog=1024))
+        self._peers.accept(listener, self._serve)
         name = f"perdure-{secrets.token_hex(16)}"
-        local = None if self._file is None else listen_locally(name)
-        for where in (listener, local):
-            if where is not None:
-                self._open.add(where)
-                self._start(self._accept, where)
+        local = None if self._slots.file is None else self._peers.listen_locally(name)
+        if local is not None:
+            self._peers.accept(local, self._serve)
         key = secrets.token_bytes(_KEY_BYTES)
         port = listener.getsockname()[1]
         self.address = PeerAddress(host, port, key, name if local is not None else "")
@@ -136,19 +127,12 @@ class SliceExchange:
 
     def close(self) -> None:
         """Stop listening, and close all connections."""
-        self._ready.set()
-        with self._guard:
-            still_open, self._open = self._open, set()
-            file, self._file = self._file, None
-            self._idle.clear()
         # `read` refers to the part of the save that has this exchange, and to its state.
         self._read = None
-        for connection in still_open:
-            with suppress(OSError):  # wakes the thread that waits in it
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-        if file is not None:
-            os.close(file)
+        self._ready.set()
+        self._peers.close()
+        self._idle.clear()
+        self._slots.close()
 
     def _ask(
         self, process: int, request: bytes, size: int, place: Callable[[memoryview], None]
@@ -181,60 +165,28 @@ class SliceExchange:
             raise OSError("it does not listen")
         hello = _HELLO.pack(address.key, self._index)
         if address.local and HAS_SHARED_MEMORY:
-            here = socket.socket(socket.AF_UNIX)
-            self._keep(here)
-            here.settimeout(ANSWER_S)
-            try:
-                here.connect(f"\0{address.local}")
-                require_same_user(here)
-                here.sendall(hello)
+            with suppress(OSError, ValueError):
+                # Else it is another machine, a container with a network of its own, or a file that may
+                # not be passed.
+                here = self._peers.connect_locally(address.local, hello, ANSWER_S)
                 return _Connection(here, received_memory(here, SLOTS * CHUNK_BYTES))
-            # Another machine, a container with a network of its own, or a file that may not be passed.
-            except (OSError, ValueError):
-                self._drop(here)
-        connection = socket.create_connection((address.host, address.port), ANSWER_S)
-        self._keep(connection)
+        there = socket.create_connection((address.host, address.port), ANSWER_S)
+        connection = self._peers.keep(there)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(hello)
         return _Connection(connection, None)
 
-    def _keep(self, connection: socket.socket) -> None:
-        with self._guard:
-            self._open.add(connection)
-
-    def _drop(self, connection: socket.socket) -> None:
-        with self._guard:
-            self._open.discard(connection)
-        connection.close()
-
-    def _start(self, work: Callable[[socket.socket], None], connection: socket.socket) -> None:
-        threading.Thread(
-            target=work, args=(connection,), name="perdure-slices", daemon=True
-        ).start()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                connection, _ = listener.accept()
-                self._keep(connection)
-                self._start(self._serve, connection)
-
     def _serve(self, connection: socket.socket) -> None:
         """Answer the requests of one process until it closes its connection."""
+        is_local = connection.family == socket.AF_UNIX
         with suppress(OSError, LookupError), connection:
-            connection.settimeout(HELLO_S)
-            if is_local := connection.family == socket.AF_UNIX:
-                require_same_user(connection)
-            key, writer = _HELLO.unpack(exactly(connection, _HELLO.size))
+            key, writer = _HELLO.unpack(hello_of(connection, _HELLO.size))
             if not hmac.compare_digest(key, self.address.key):
                 return
             if not is_local:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             else:
-                with self._guard:  # while the file is open
-                    if self._file is None:
-                        return
-                    send_memory(connection, self._file)
+                self._slots.share(connection)
             while True:
                 connection.settimeout(None)
                 leaf, chunk = _REQUEST.unpack(exactly(connection, _REQUEST.size))
@@ -242,7 +194,8 @@ class SliceExchange:
                 if (read := self._read) is None:
                     return
                 connection.settimeout(ANSWER_S)
-                slot, memory = self._slots.get()
+                slot = self._slots.free.get()
+                memory = self._slots.memory(slot)
                 try:
                     size = read(writer, leaf, chunk, memory)
                     if is_local:
@@ -257,7 +210,7 @@ class SliceExchange:
                     connection.close()
                     raise
                 finally:
-                    self._slots.put((slot, memory))
+                    self._slots.free.put(slot)
 
 
 def own_host() -> str:

@@ -12,7 +12,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -118,7 +118,7 @@ class Bucket:
 
     def get(self, name: str) -> bytes:
         """The whole object."""
-        return bytes(self._call("reading", name, self._get, name))
+        return bytes(self.call("reading", name, self._get, name))
 
     def stream(self, name: str, start: int, length: int) -> Iterator[memoryview]:
         """Bytes of an object from `start`, in pieces as they arrive; fewer only at its end.
@@ -129,7 +129,7 @@ class Bucket:
         while position < start + length:
             try:
                 options = {"range": (position, start + length)}
-                answer = self._call(
+                answer = self.call(
                     "reading", name, self._api.get, self._store, name, options=options
                 )
                 for piece in answer.stream(min_chunk_size=PIECE_BYTES):
@@ -145,7 +145,7 @@ class Bucket:
 
     def head(self, name: str) -> Mapping[str, Any]:
         """`size`, `last_modified`, `e_tag` and `version` of an object."""
-        return self._call("reading", name, self._api.head, self._store, name)
+        return self.call("reading", name, self._api.head, self._store, name)
 
     def put(self, name: str, data: bytes) -> Mapping[str, str]:
         """Write an object, replacing any older one; returns its version."""
@@ -184,28 +184,23 @@ class Bucket:
                 time.sleep(random.uniform(0, 0.05 * 2**number))
         raise AssertionError("the last attempt returns or raises")
 
-    def upload(self, name: str, parts: Iterable[bytes], part_bytes: int, attempt: str) -> None:
-        """Write a large object in parts, replacing any older one; it becomes visible as a whole.
-
-        An error that `parts` raises ends the upload, discards the parts, and is raised unchanged.
-        """
-        self._call(
+    def open_upload(self, name: str, part_bytes: int, attempt: str) -> Any:
+        """A writer of a large object in parts, which is visible as a whole once it is closed."""
+        return self.call(
             "uploading",
             name,
-            self._api.put,
+            self._api.open_writer,
             self._store,
             name,
-            parts,
             attributes={CREATED_BY: attempt},
-            use_multipart=True,
-            chunk_size=part_bytes,
+            buffer_size=part_bytes,
             max_concurrency=self.options.concurrency,
         )
 
     def creator(self, name: str) -> str | None:
         """The attempt that created an object, "" if none is recorded, None if there is no object."""
         try:
-            answer = self._call(
+            answer = self.call(
                 "reading", name, self._api.get, self._store, name, options={"head": True}
             )
             return answer.attributes.get(CREATED_BY, "")
@@ -215,7 +210,7 @@ class Bucket:
     def delete(self, name: str) -> None:
         """Remove an object; a missing one is not an error."""
         try:
-            self._call("deleting", name, self._api.delete, self._store, name)
+            self.call("deleting", name, self._api.delete, self._store, name)
         except FileNotFoundError:
             return
 
@@ -228,7 +223,7 @@ class Bucket:
         while True:
             try:
                 offset = last if self._lists_after else None
-                for batch in self._call("listing", prefix, self._listing, prefix, offset):
+                for batch in self.call("listing", prefix, self._listing, prefix, offset):
                     for entry in batch:
                         if last is not None and entry["path"] <= last:
                             continue
@@ -251,7 +246,7 @@ class Bucket:
         return self._api.get(self._store, name).bytes()
 
     def _put(self, name: str, data: bytes, mode: Any, attempt: str = "") -> Mapping[str, str]:
-        done = self._call(
+        done = self.call(
             "writing",
             name,
             self._api.put,
@@ -264,9 +259,10 @@ class Bucket:
         )
         return version_of(done)
 
-    def _call(
+    def call(
         self, operation: str, name: str, function: Callable[..., T], *args: Any, **kwargs: Any
     ) -> T:
+        """What a function of obstore returns; an error becomes an `OSError` about `operation`."""
         check_process(self.url)
         try:
             return function(*args, **kwargs)

@@ -80,17 +80,13 @@ def compact(
             left[error.pack] = error
             chosen.remove(error.pack)
             continue
+        moved = {
+            (name, offset): places[chunk[0]]
+            for name, chunks in live.items()
+            for offset, chunk in chunks.items()
+        }
         sizes = {entry.name: entry.size}
-
-        def place(
-            name: str,
-            chunk: Chunk,
-            live: Collection[str] = live,
-            places: Mapping[str, StoredChunk] = places,
-        ) -> StoredChunk | None:
-            return places[chunk.hash] if name in live else None
-
-        return {step: _replace(storage, users[step], place, sizes) for step in sorted(users)}, left
+        return {step: _replace(storage, users[step], moved, sizes) for step in sorted(users)}, left
     return {}, left
 
 
@@ -225,23 +221,17 @@ def rewrite(
     left: list[int] = []
     for step, manifest in sorted(manifests.items()):
         needed = {
-            chunk.hash
+            place: chunk.hash
             for leaf in manifest.every_leaf()
             for chunk in leaf.chunks
-            if (manifest.packs[chunk.pack].name, chunk.offset) in bad
+            if (place := (manifest.packs[chunk.pack].name, chunk.offset)) in bad
         }
-        places = {digest: known[digest] for digest in needed if digest in known}
-        if places:
-            packs = {place.pack for place in places.values()}
+        moved = {place: known[digest] for place, digest in needed.items() if digest in known}
+        if moved:
+            packs = {place.pack for place in moved.values()}
             sizes = {pack: storage.size(PACKS + pack) for pack in packs}
-
-            def moved(
-                name: str, chunk: Chunk, places: Mapping[str, StoredChunk] = places
-            ) -> StoredChunk | None:
-                return places.get(chunk.hash) if (name, chunk.offset) in bad else None
-
             renewed[step] = _replace(storage, manifest, moved, sizes)
-        if len(places) < len(needed):
+        if len(moved) < len(needed):
             left.append(step)
     return renewed, left
 
@@ -249,18 +239,19 @@ def rewrite(
 def _replace(
     storage: Storage,
     manifest: Manifest,
-    moved: Callable[[str, Chunk], StoredChunk | None],
+    moved: Mapping[tuple[str, int], StoredChunk],
     sizes: Mapping[str, int],
 ) -> Manifest:
     """Replace a manifest by one with chunks at other places; durable on return.
 
-    `moved` returns the new place of a chunk, or None if it stays; `sizes` has the bytes of each pack
-    that may be named for the first time.
+    `moved` has the new place of each chunk that does not stay, by pack and offset; `sizes` the bytes of
+    each pack that may be named for the first time.
     """
     known = {pack.name: pack.size for pack in manifest.packs} | dict(sizes)
 
     def place(pack: str, chunk: Chunk) -> StoredChunk:
-        return moved(pack, chunk) or StoredChunk(pack, chunk.offset, chunk.length)
+        stays = StoredChunk(pack, chunk.offset, chunk.length)
+        return moved.get((pack, chunk.offset), stays)
 
     renewed = relocated(manifest, place, known.__getitem__)
     data = encode_manifest(renewed)

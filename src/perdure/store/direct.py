@@ -9,8 +9,11 @@ import contextlib
 import errno
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 
 from perdure.store.aligned_buffers import STAGING_BYTES, copy_bytes, give_buffer, take_buffer
 from perdure.store.failures import naming
@@ -40,9 +43,9 @@ class StagedWriter:
         self._path = path
         self._before = before
         self._fd = _open_direct(path)
-        self._taken = 0
-        self._free: list[mmap.mmap] = []
-        self._busy: list[tuple[Future[None], mmap.mmap | None]] = []
+        self._taken: list[mmap.mmap] = []
+        self._free: SimpleQueue[mmap.mmap] = SimpleQueue()
+        self._busy: deque[Future[None]] = deque()
         self._pool = pool("write", BUFFERS - 1)
         self._current: mmap.mmap | None = None
         self._filled = 0
@@ -57,12 +60,14 @@ class StagedWriter:
         while done < len(data):
             if self._current is None:
                 self._current = self._next_buffer()
+            buffer = self._current
             part = min(len(data) - done, self._piece - self._filled)
-            copy_bytes(memoryview(self._current)[self._filled :], data[done : done + part])
+            copy_bytes(memoryview(buffer)[self._filled :], data[done : done + part])
             self._filled += part
             done += part
             if self._filled == self._piece:
-                self._submit()
+                self._current, self._filled = None, 0
+                self._submit(memoryview(buffer)[: self._piece], partial(self._free.put, buffer))
 
     def write_from(self, data: memoryview, release: Callable[[], None]) -> None:
         """`write` without a copy, if `data` is page-aligned and consists of whole blocks.
@@ -76,18 +81,12 @@ class StagedWriter:
         pieces = [data[i : i + self._piece] for i in range(0, len(data), self._piece)]
         left = iter(range(len(pieces) - 1, -1, -1))
 
-        def written(_: Future[None]) -> None:
+        def written() -> None:
             if not next(left):  # of several threads one gets the zero
                 release()
 
         for piece in pieces:
-            while len(self._busy) >= BUFFERS:
-                self._collect()
-            self._announce(len(piece))
-            job = submit(self._pool, self._write_at, piece, len(piece), self._offset)
-            job.add_done_callback(written)
-            self._busy.append((job, None))
-            self._offset += len(piece)
+            self._submit(piece, written)
 
     def finish(self) -> int:
         """Write the rest; returns the descriptor of the file, which is complete and not yet synced."""
@@ -95,58 +94,45 @@ class StagedWriter:
         if self._current is not None:
             # O_DIRECT writes whole blocks; the file is cut back to its true length below.
             whole = -(-self._filled // BLOCK) * BLOCK
-            memoryview(self._current)[self._filled : whole] = bytes(whole - self._filled)
+            rest = memoryview(self._current)[:whole]
+            rest[self._filled :] = bytes(whole - self._filled)
             self._announce(whole)
-            self._write_at(self._current, whole, self._offset)
-            self._free.append(self._current)
-            self._current = None
+            self._write_at(rest, self._offset)
         while self._busy:
-            self._collect()
+            self._busy.popleft().result()
         with naming("truncate", self._path):
             os.ftruncate(self._fd, total)
         return self._fd
 
     def close(self) -> None:
         """Release the file and the buffers. May be called twice."""
-        finish(job for job, _ in self._busy)
-        self._free += [buffer for _, buffer in self._busy if buffer is not None]
+        finish(self._busy)
         self._busy.clear()
-        if self._current is not None:
-            self._free.append(self._current)
-            self._current = None
-        while self._free:
-            give_buffer(self._free.pop())
+        self._current = None
+        while self._taken:
+            give_buffer(self._taken.pop())
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _next_buffer(self) -> mmap.mmap:
-        while not self._free:
-            if self._taken < BUFFERS:
-                self._taken += 1
-                return take_buffer()
-            self._collect()
-        return self._free.pop()
+        if len(self._taken) < BUFFERS and self._free.empty():
+            self._taken.append(take_buffer())
+            return self._taken[-1]
+        return self._free.get()
 
-    def _submit(self) -> None:
-        buffer = self._current
-        assert buffer is not None
-        self._announce(self._piece)
-        self._current = None
-        future = submit(self._pool, self._write_at, buffer, self._piece, self._offset)
-        self._busy.append((future, buffer))
-        self._offset += self._piece
-        self._filled = 0
+    def _submit(self, data: memoryview, release: Callable[[], None]) -> None:
+        while len(self._busy) >= BUFFERS:
+            self._busy.popleft().result()
+        self._announce(len(data))
+        job = submit(self._pool, self._write_at, data, self._offset)
+        job.add_done_callback(lambda _: release())
+        self._busy.append(job)
+        self._offset += len(data)
 
     def _announce(self, length: int) -> None:
         self._preallocate(self._offset + length)
         self._before("write", self._path)
-
-    def _collect(self) -> None:
-        future, buffer = self._busy.pop(0)
-        if buffer is not None:
-            self._free.append(buffer)
-        future.result()
 
     def _preallocate(self, needed: int) -> None:
         # In steps, because `expected` is an upper bound: deduplication may leave little to write.
@@ -157,13 +143,12 @@ class StagedWriter:
                 os.posix_fallocate(self._fd, self._allocated, length - self._allocated)
             self._allocated = length
 
-    def _write_at(self, buffer: mmap.mmap | memoryview, length: int, offset: int) -> None:
-        view = memoryview(buffer)[:length]
+    def _write_at(self, data: memoryview, offset: int) -> None:
         done = 0
-        while done < length:
+        while done < len(data):
             with naming("write", self._path):
-                written = os.pwrite(self._fd, view[done:], offset + done)
-            if written % BLOCK and done + written < length:
+                written = os.pwrite(self._fd, data[done:], offset + done)
+            if written % BLOCK and done + written < len(data):
                 # A short write off the block grid (disk nearly full): the retry must be aligned.
                 written -= written % BLOCK
                 if not written:

@@ -1,26 +1,105 @@
-"""The messages of a save by a group: what each process begins with, the chief's orders, the answers."""
+"""The messages of a save by a group: what each process begins with, the chief's orders, the answers.
+
+Each process knows only its own shards. The chief collects the layouts of sharded arrays once, and again
+only if a shard has changed.
+"""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
 from msgspec import Struct
 
 from perdure.checkpoint.group_call import SentError, decoded
-from perdure.checkpoint.shard_layouts import GroupLayouts, LocalRegions
 from perdure.checkpoint.slice_exchange import PeerAddress
 from perdure.errors import SaveError
-from perdure.store import Storage
+from perdure.store import Leaf, Storage
 from perdure.store.format import PACKS, TEMP_SUFFIX, hash_bytes
 from perdure.store.pack_part import LocalRows, PackPart, ShardCopy
+from perdure.store.shard_plan import Region, ShardLayout
 
 LAYOUT, HASH, WRITE, COMPARE, END = "layout", "hash", "write", "compare", "end"
 """What an order asks for."""
 
 LARGE_BYTES = 2**20
 """Larger answers to a write order travel as files of the run directory."""
+
+
+class LocalRegions(Struct, frozen=True, array_like=True):
+    """The shards of one array that one process has, and the array's dtype and shape as text."""
+
+    text: str
+    shape: tuple[int, ...]
+    itemsize: int
+    regions: tuple[Region, ...]
+
+
+class GroupLayouts(Struct, frozen=True):
+    """The layouts of all sharded arrays of a state.
+
+    Attributes:
+        layouts: Each layout once.
+        numbers: By the path of an array, which of them it has.
+        digests: The `digest_of` of the shards of each process.
+    """
+
+    layouts: tuple[ShardLayout, ...] = ()
+    numbers: dict[str, int] = {}
+    digests: tuple[str, ...] = ()
+
+    def by_path(self) -> dict[str, ShardLayout]:
+        """The layout of each array."""
+        return {path: self.layouts[number] for path, number in self.numbers.items()}
+
+    def digest(self) -> str:
+        """Equal for processes that know the same layouts."""
+        return hash_bytes(msgspec.msgpack.encode(self.digests))
+
+
+def local_regions(leaves: Mapping[str, Leaf]) -> dict[str, LocalRegions]:
+    """The shards of this process, by the path of their array."""
+    return {
+        path: LocalRegions(
+            leaf.describe(), leaf.shards.shape, leaf.shards.itemsize, leaf.shards.regions
+        )
+        for path, leaf in sorted(leaves.items())
+        if leaf.shards is not None
+    }
+
+
+def digest_of(regions: Mapping[str, LocalRegions]) -> str:
+    """Changes if one of the shards has other elements; "" without any."""
+    return hash_bytes(msgspec.msgpack.encode(regions)) if regions else ""
+
+
+def merge_layouts(
+    rows: Sequence[Mapping[str, LocalRegions]], digests: Sequence[str]
+) -> GroupLayouts:
+    """The layouts of all processes, from the shards of each.
+
+    Raises:
+        SaveError: The processes do not have the same sharded arrays; names process and leaf.
+    """
+    texts = [{path: own.text for path, own in row.items()} for row in rows]
+    for process, other in enumerate(texts):
+        for path in sorted(texts[0].keys() | other.keys()):
+            first, found = texts[0].get(path), other.get(path)
+            if first != found:
+                raise SaveError(
+                    f"the processes of the group do not save the same sharded arrays: {path} is "
+                    f"{first or 'no sharded array'} in process 0 and {found or 'none'} in process "
+                    f"{process}. Nothing was saved. In a group every process saves a state of one "
+                    f"structure."
+                )
+    numbers: dict[ShardLayout, int] = {}
+    by_path: dict[str, int] = {}
+    for path, own in rows[0].items():
+        layout = ShardLayout(own.shape, own.itemsize, tuple(row[path].regions for row in rows))
+        by_path[path] = numbers.setdefault(layout, len(numbers))
+    return GroupLayouts(tuple(numbers), by_path, tuple(digests))
 
 
 class SaveRow(Struct):

@@ -27,7 +27,6 @@ from store_probe import MIB, spread
 from table import Row, compared, finish, row
 
 from perdure.digests import digest
-from perdure.digests.jax_arrays import array_digest
 
 LEAVES = 16
 SMALL = 1000
@@ -42,7 +41,6 @@ def digest_rows(size: int, rounds: int) -> Iterator[Row]:
     copies = {path: np.zeros_like(array) for path, array in leaves.items()}
     on_jax = jax.tree.map(jnp.asarray, leaves)
     on_torch = {path: torch.from_numpy(array) for path, array in leaves.items()}
-    compiled = jax.jit(lambda state: jax.tree.map(array_digest, state))
 
     def memcpy() -> None:
         for path, array in leaves.items():
@@ -52,7 +50,6 @@ def digest_rows(size: int, rounds: int) -> Iterator[Row]:
         "memcpy": memcpy,
         "NumPy": lambda: digest(leaves),
         "JAX": lambda: digest(on_jax),
-        "JAX, inside of a compiled step": lambda: digest(compiled(on_jax)),
         "PyTorch": lambda: digest(on_torch),
     }
     results = {name: subject() for name, subject in subjects.items()}  # compiles, and touches pages

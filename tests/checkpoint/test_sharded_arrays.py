@@ -22,7 +22,6 @@ from perdure import CheckpointManager, LocalStorage, ManagerOptions, load_checkp
 from perdure.checkpoint import (
     chunk_sharing,
     connections,
-    group_messages,
     group_save,
     slice_exchange,
 )
@@ -479,25 +478,6 @@ def test_layouts_are_sent_once_and_again_when_a_sharding_changes(
     fingerprint = Run(tmp_path).manifest(4).fingerprint
     play(1, saver(tmp_path / "alone", state(4), 4))
     assert fingerprint == Run(tmp_path / "alone").manifest(4).fingerprint
-
-
-def test_large_answers_travel_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_messages, "LARGE_BYTES", 100)
-    written: list[str] = []
-    real = LocalStorage.replace
-
-    def replace(storage: LocalStorage, name: str, data: bytes) -> None:
-        written.append(name)
-        real(storage, name, data)
-
-    monkeypatch.setattr(LocalStorage, "replace", replace)
-    assert play(3, saver(tmp_path / "together", state(1), 1, 2)) == [[1, 2]] * 3
-    assert len([name for name in written if name.endswith(".part.tmp")]) == 6
-    assert [*(tmp_path / "together").rglob("*.tmp")] == []
-    with CheckpointManager(tmp_path / "alone") as manager:
-        manager.save(1, state(1))
-    prints = {Run(tmp_path / name).manifest(1).fingerprint for name in ("together", "alone")}
-    assert len(prints) == 1
 
 
 class Counting(LocalStorage):

@@ -94,7 +94,7 @@ def beside(run: Run, name: str) -> LocalStorage:
     """Another directory, whose operations are recorded and crashed together with the run's."""
     storage = run.storage
     assert isinstance(storage, LocalStorage)
-    return LocalStorage(f"{storage.where}-{name}", storage._before)
+    return LocalStorage(f"{storage.where}-{name}", storage.step)
 
 
 def copied(run: Run) -> None:

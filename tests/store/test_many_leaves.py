@@ -183,9 +183,9 @@ def test_a_pack_of_one_thread_has_the_bytes_of_a_pack_of_several(
     }
     leaves["again"] = leaves["w1"]
     threads = []
-    on_copies = pack_writer._on_copies
+    ahead = pack_writer.map_ahead
     monkeypatch.setattr(
-        pack_writer, "_on_copies", lambda *args: (threads.append(1), on_copies(*args))[1]
+        pack_writer, "map_ahead", lambda *args: (threads.append(1), ahead(*args))[1]
     )
     monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)
     objects = []

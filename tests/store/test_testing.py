@@ -35,13 +35,13 @@ BROKEN = {
 
 SUITE = """
 import pytest
-from perdure.store import memory
+from perdure.store import storage
 from perdure.testing import StorageConformance
 
-class Sink(memory._MemorySink):
+class Sink(storage._MemorySink):
     {change}
 
-class Broken(memory.MemoryStorage):
+class Broken(storage.MemoryStorage):
     def create(self, name, size):
         return Sink(self, name)
 

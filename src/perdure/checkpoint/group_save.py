@@ -8,10 +8,11 @@ is raised in every process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -28,9 +29,7 @@ from perdure.checkpoint.group_messages import (
     SaveAnswer,
     SaveOrder,
     SaveRow,
-    decode_answer,
     digest_of,
-    encode_answer,
     local_regions,
     merge_layouts,
 )
@@ -45,7 +44,6 @@ from perdure.store.leaf import AnyLeaf, Leaves, RemoteLeaf, containers_of
 from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import (
     LocalLeaves,
-    LocalRows,
     PackPart,
     ShardCopy,
     WriterShare,
@@ -88,11 +86,10 @@ class SaveCache:
 class _LaterHashes(RemoteLeaf, frozen=True, gc=True):
     """A sharded array, whose chunks are hashed only if something asks for their hashes."""
 
-    hashed: HashedShards
-    path: str
+    later: Callable[[], list[str]]
 
     def hashes(self) -> list[str]:
-        return self.hashed.of(self.path)
+        return self.later()
 
 
 @contextmanager
@@ -188,11 +185,12 @@ class _Member:
         self._regions = local_regions(state.leaves)
         self._exchange: SliceExchange | None = None
         self._plans: dict[str, ShardPlan] | None = None
+        self._hashes: dict[str, list[str]] | None = None
         row, error = caught(lambda: self._row(stack))
         if row is None:
             self.error = error
             failure = self._failure(error or SaveError("no answer"))
-            row = SaveRow(state.step, LocalRows({}, {}), error=failure)
+            row = SaveRow(state.step, error=failure)
         sent = processes.collect(msgspec.msgpack.encode(row))
         self.rows = [decoded(data, SaveRow) for data in sent]
         """What each process began with, in the chief."""
@@ -204,15 +202,19 @@ class _Member:
         return _failure(self.processes, error)
 
     def _row(self, stack: ExitStack) -> SaveRow:
-        address = None
         if self._declines is not None:
             raise self._declines
+        row, own = SaveRow(self.state.step), self.state.own
         if self._regions:
             self._exchange = SliceExchange(self.processes.index)
             stack.callback(self._exchange.close)
-            address = self._exchange.address
-        own, known = LocalRows.of(self.state.own), self._cache.layouts.digest()
-        return SaveRow(self.state.step, own, digest_of(self._regions), known, address)
+            row.address = self._exchange.address
+        row.per_rank = {path: RemoteLeaf.of(leaf) for path, leaf in own.per_rank.items()}
+        row.process_leaves = {
+            path: RemoteLeaf.of(leaf) for path, leaf in own.process_leaves.items()
+        }
+        row.regions, row.known = digest_of(self._regions), self._cache.layouts.digest()
+        return row
 
     def ask(self, what: str) -> list[SaveAnswer]:
         """Give an order, in the chief; returns the answers of all if no process failed."""
@@ -223,20 +225,18 @@ class _Member:
                 order.layouts = layouts
         self.processes.broadcast(msgspec.msgpack.encode(order))
         sent = self.processes.collect(self.answer(order))
-        answers = [decode_answer(self.run.storage, data) for data in sent]
+        answers = [decoded(data, SaveAnswer) for data in sent]
         _require_answers(self.processes, answers)
         return answers
 
     def answer(self, order: SaveOrder) -> bytes:
         """Do what an order asks for; the answer to send."""
-        storage, index = self.run.storage, self.processes.index
-        data, error = caught(lambda: encode_answer(storage, index, self._done(order)))
-        if error is not None or data is None:
+        answer, error = caught(lambda: self._done(order))
+        if answer is None:
             error = error or SaveError("no answer")
             self.error = self.error or error
-            failed = SaveAnswer(self.state.step, error=self._failure(error))
-            data = msgspec.msgpack.encode(failed)
-        return data
+            answer = SaveAnswer(self.state.step, error=self._failure(error))
+        return msgspec.msgpack.encode(answer)
 
     def agree_on_layouts(self) -> None:
         """Learn the layouts of all processes, in the chief, unless no shard has changed."""
@@ -267,6 +267,21 @@ class _Member:
         part = write_pack_part(storage, step, leaves, known, share, self.run.encode, self.state.own)
         return SaveAnswer(step, part=part)
 
+    def hashes_of(self, path: str) -> list[str]:
+        """The hashes of the chunks of a sharded array, in the chief. All processes compute them."""
+        if self._hashes is None:
+            hashes: dict[int, str] = {}
+            for answer in self.ask(HASH):
+                hashes |= answer.hashes
+            self._hashes = {}
+            first = 0
+            for name, leaf in sorted(self.state.leaves.items()):
+                if leaf.shards is not None:  # the others have no numbers in `WriterShare.hashes`
+                    last = first + len(chunk_spans(leaf.nbytes))
+                    self._hashes[name] = [hashes[number] for number in range(first, last)]
+                    first = last
+        return self._hashes[path]
+
     def _share(self, order: SaveOrder) -> WriterShare:
         """What this process writes, with the layouts and addresses of an order."""
         index, count = self.processes.index, self.processes.count
@@ -290,45 +305,21 @@ class _Member:
         return WriterShare(index, count, self._plans, lambda path: exchange.fetch(numbers[path]))
 
 
-class HashedShards:
-    """The hashes of the chunks of sharded arrays, which all processes compute when one is asked for."""
-
-    def __init__(self, member: _Member) -> None:
-        self._member = member
-        self._by_path: dict[str, list[str]] | None = None
-
-    def of(self, path: str) -> list[str]:
-        """The hashes of the chunks of an array."""
-        if self._by_path is None:
-            hashes: dict[int, str] = {}
-            for answer in self._member.ask(HASH):
-                hashes |= answer.hashes
-            self._by_path = {}
-            first = 0
-            for name, leaf in sorted(self._member.state.leaves.items()):
-                if leaf.shards is not None:  # the others have no numbers in `WriterShare.hashes`
-                    count = len(chunk_spans(leaf.nbytes))
-                    self._by_path[name] = [hashes[first + number] for number in range(count)]
-                    first += count
-        return self._by_path[path]
-
-
 def _lead(member: _Member, recipe: Mapping[str, RecipeValue], metrics: Mapping[str, float]) -> None:
     """The chief's side of a save, up to the commit."""
     run, state = member.run, member.state
     _require_rows(member.processes, member.rows)
     member.agree_on_layouts()
-    hashed = HashedShards(member)
     merged: dict[str, AnyLeaf] = {
         path: leaf
         if leaf.shards is None
-        else _LaterHashes(leaf.dtype, leaf.shape, leaf.nbytes, (), hashed, path)
+        else _LaterHashes(leaf.dtype, leaf.shape, leaf.nbytes, (), partial(member.hashes_of, path))
         for path, leaf in state.leaves.items()
     }
     process_leaves: dict[str, RemoteLeaf] = {}
     for row in member.rows:
-        merged |= row.own.per_rank
-        process_leaves |= row.own.process_leaves
+        merged |= row.per_rank
+        process_leaves |= row.process_leaves
     leaves = Leaves(merged, containers_of(state.leaves))  # type: ignore[arg-type]
     with run.committer.prepare(state.step, leaves, process_leaves) as save:
         written = None

@@ -62,7 +62,6 @@ def digest(tree: Any) -> Digest:
 
     Args:
         tree: what `CheckpointManager.save` takes: containers, arrays and scalars, modules, optimizers.
-            An `ArrayDigest` stands for the array that it was computed from.
 
     If an array has shards in several processes, all of them have to call this with the same tree.
 
@@ -114,6 +113,7 @@ def combined(leaves: Mapping[str, Digest]) -> Digest:
 
 
 def _of_leaf(path: str, leaf: LeafSums) -> Digest:
+    assert not callable(leaf.sums), "they have come"
     fields = [path, leaf.dtype, leaf.shape, leaf.nbytes, *leaf.sums]
     return _hashed(["leaf", VERSION, *fields])
 
@@ -125,42 +125,32 @@ def _hashed(fields: list[Any]) -> Digest:
 
 
 class LeafSums(NamedTuple):
-    """What the digest of a leaf is made of, besides its path."""
+    """What the digest of a leaf is made of, besides its path.
+
+    `sums` is a function of an array whose sums a device, or another process, has still to deliver.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    sums: tuple[int, int]
-
-
-class LaterSums(NamedTuple):
-    """The sums of an array that a device, or another process, has still to deliver."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    receive: Callable[[], Sums]
+    sums: tuple[int, int] | Callable[[], Sums]
 
 
 class ArrayTaker:
     """Takes the arrays of one framework whose bytes are not all in the memory of this process."""
 
-    def take(self, value: Any) -> LeafSums | LaterSums | None:
+    def take(self, value: Any) -> LeafSums | None:
         """The sums of an array; None for a value whose adapter returns its bytes without a copy."""
         return None
 
-    def is_digest(self, value: Any) -> bool:
-        """Whether `value` stands for an array of which only the digest is here."""
-        return False
-
     def finish(self) -> None:
-        """Bring all sums here. Called once, after the last `take`, before any `receive`."""
+        """Bring all sums here. Called once, after the last `take`, before any of them is used."""
 
 
 class _SummedLeaf(Leaf, frozen=True, gc=False, kw_only=True):
     """A leaf whose bytes were summed already, and are not kept."""
 
-    sums: LeafSums | LaterSums
+    sums: LeafSums
 
 
 class _SummingAdapter(Adapter):
@@ -169,7 +159,6 @@ class _SummingAdapter(Adapter):
     def __init__(self, inner: Adapter, taker: ArrayTaker) -> None:
         self._inner = inner
         self._take = taker.take
-        self._is_digest = taker.is_digest
         self.finish = taker.finish
 
     def leaf(self, value: Any) -> Leaf | None:
@@ -182,8 +171,6 @@ class _SummingAdapter(Adapter):
         return _SummedLeaf(taken.dtype, taken.shape, _NOTHING, sums=taken)
 
     def spec(self, value: Any) -> LeafSpec | None:
-        if self._is_digest(value):
-            return LeafSpec(value.dtype, value.shape)
         return self._inner.spec(value)
 
     def load(self, like: Any, leaf: Leaf) -> Any:
@@ -202,10 +189,8 @@ def _sums_of_leaves(leaves: Mapping[str, Leaf]) -> dict[str, LeafSums]:
     for path, leaf in leaves.items():
         if type(leaf) is _SummedLeaf:
             taken = leaf.sums
-            if isinstance(taken, LaterSums):
-                first, second = taken.receive().tolist()
-                taken = LeafSums(taken.dtype, taken.shape, taken.nbytes, (first, second))
-            sums[path] = taken
+            received = tuple(taken.sums().tolist()) if callable(taken.sums) else taken.sums
+            sums[path] = taken._replace(sums=received)
         elif len(leaf.data) <= SMALL_BYTES:
             small.append(path)
         else:

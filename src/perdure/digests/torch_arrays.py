@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed
 
-from perdure.digests.digest import ArrayTaker, LaterSums
+from perdure.digests.digest import ArrayTaker, LeafSums
 from perdure.digests.memory_sums import LANES, lane_keys, row_keys, sums_by_slabs
 from perdure.state.torch_state import ADAPTER
 from perdure.state.torch_tensors import has_all_elements, is_dtensor, local_tensor, region
@@ -28,7 +28,7 @@ class TorchTaker(ArrayTaker):
         self._received: list[np.ndarray[Any, np.dtype[np.uint64]]] = []
         self._sharded: dict[tuple[Any, tuple[int, ...]], list[int]] = defaultdict(list)
 
-    def take(self, value: Any) -> LaterSums | None:
+    def take(self, value: Any) -> LeafSums | None:
         if not isinstance(value, torch.Tensor) or _is_in_memory(value):
             return None
         spec = ADAPTER.spec(value)
@@ -45,7 +45,7 @@ class TorchTaker(ArrayTaker):
             self._sharded[value.device_mesh, tuple(cuts)].append(number)  # type: ignore[attr-defined]
         self._sums.append(tensor_sums(local_tensor(value), indices, tuple(value.shape)))
         nbytes = value.numel() * value.element_size()
-        return LaterSums(spec.dtype, spec.shape, nbytes, lambda: self._received[number])
+        return LeafSums(spec.dtype, spec.shape, nbytes, lambda: self._received[number])
 
     def finish(self) -> None:
         for (mesh, axes), members in self._sharded.items():

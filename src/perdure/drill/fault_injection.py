@@ -123,7 +123,7 @@ class FaultInjector:
         local nor named by a path or URL is returned unchanged.
         """
         if isinstance(location, LocalStorage):
-            if location.announces(self.before):
+            if location.step == self.before:
                 return location
             location = location.where
         elif not isinstance(location, (str, os.PathLike)):

@@ -10,10 +10,9 @@ from perdure.store.leaf import Leaf
 from perdure.store.loading import Loaded
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
-from perdure.store.memory import MemoryStorage
 from perdure.store.repair import Repaired, repair
 from perdure.store.run import Run
-from perdure.store.storage import Sink, Storage
+from perdure.store.storage import MemoryStorage, Sink, Storage
 from perdure.store.verify import Problem, VerifyReport, verify_run
 
 if TYPE_CHECKING:

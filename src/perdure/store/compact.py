@@ -114,20 +114,15 @@ def copy_chunks(
     memory. The pack is durable on return; on an error nothing but a temporary file is left.
 
     Args:
-        source: Where the packs of `live` are.
-        target: Where the new pack is written.
+        source, target: Where the packs of `live` are, and where the new pack is written.
         step: The step in the new pack's name.
         live: The chunks to copy, by pack and offset; at least one.
-        find_again: Called when a chunk cannot be read at its place; returns where all chunks are
-            now, or raises. Chunks that were copied already are not read again.
+        find_again: Called when a chunk is not at its place; returns where all chunks are now, or
+            raises. Chunks that were copied already are not read again.
         before: Called before each read, in any thread; what it raises ends the copy.
 
-    Returns:
-        The entry of the new pack, and the place of each chunk by its hash.
-
-    Raises:
-        DamagedChunk: A chunk is missing or has other bytes, and `find_again` is None.
-        UnreadChunk: A chunk cannot be read for a reason other than damage.
+    Returns the entry of the new pack, and the place of each chunk by its hash. Raises `DamagedChunk` if
+    `find_again` is None, and `UnreadChunk`.
     """
     name = pack_name(step, 0, secrets.token_hex(4))
     pack = NewPack(target, name, {}, relocated_size(live))

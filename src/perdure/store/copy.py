@@ -34,7 +34,7 @@ from perdure.store.run import Run
 from perdure.store.run_events import JournalEntry
 from perdure.store.run_log import read_journal
 from perdure.store.storage import Storage
-from perdure.store.transfer import ChunksToCopy, never, transfer
+from perdure.store.transfer import lacking, never, transfer
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,9 @@ def copy_checkpoint(
             return 0
         is_there = step in target.steps()
         held = {} if is_there else target.directory.stored_chunks()
-        chunks = ChunksToCopy(source, manifest, held, stopped)
-        return transfer(chunks, source, target, link=link, replace=is_there)
+        return transfer(
+            source, manifest, target, held, link=link, replace=is_there, stopped=stopped
+        )
     except UnreadChunk as error:
         raise UnreachableError(
             f"{source.where}: step {step} was not copied: {error.reason} Correct the cause, then copy "
@@ -307,7 +308,7 @@ def _copy(source: Run, step: int, target: Run, planned: set[str] | None) -> Copi
         if present is not None:
             return Copied(step, "present")
         held = {} if step in target.steps() else target.directory.stored_chunks()
-        live = ChunksToCopy(source, manifest, held).live()
+        live = lacking(manifest, held)
     except StepExistsError as error:
         return Copied(step, "refused", reason=str(error))
     except StepNotFoundError as error:

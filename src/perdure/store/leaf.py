@@ -102,6 +102,11 @@ class RemoteLeaf(Struct, frozen=True, gc=False):
     nbytes: int
     digests: tuple[str, ...]
 
+    @classmethod
+    def of(cls, leaf: Leaf) -> RemoteLeaf:
+        """What the others get to know of a leaf of this process."""
+        return cls(leaf.dtype, leaf.shape, leaf.nbytes, tuple(leaf.hashes()))
+
     @property
     def is_scalar(self) -> bool:
         return self.dtype.startswith(SCALAR_PREFIX)

@@ -54,7 +54,7 @@ class LocalStorage(Storage):
         self, root: str | os.PathLike[str], before: Callable[[str, str], None] = _nothing
     ) -> None:
         self.where = absolute_path(root)
-        self._before = before
+        self.step = before
         self._root: tuple[int, int] | None = None
         # If the path cannot be looked up now, the first operation reports that with its own text.
         with contextlib.suppress(OSError):
@@ -171,14 +171,6 @@ class LocalStorage(Storage):
         """Raise `LostLock` if this object took the writer's lock and does not hold it any more."""
         if self._lock is not None:
             self._lock.check()
-
-    def step(self, operation: str, path: str) -> None:
-        """Call `before` for the next operation."""
-        self._before(operation, path)
-
-    def announces(self, before: Callable[[str, str], None]) -> bool:
-        """Whether `before` is called for every operation."""
-        return self._before == before
 
     def sync_parent(self, name: str) -> None:
         """Make the directory entry of `name` durable."""

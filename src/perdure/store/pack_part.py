@@ -19,7 +19,7 @@ from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
 from perdure.store.entry_builder import EntryBuilder, StoredChunk
 from perdure.store.format import chunk_spans, hash_bytes
-from perdure.store.leaf import Leaf, RemoteLeaf, containers_of
+from perdure.store.leaf import Leaf, containers_of
 from perdure.store.manifest import Chunk, LeafEntry
 from perdure.store.pack_writer import ChunkRows, LeafRows, Written, write_chunks
 from perdure.store.shard_plan import (
@@ -64,23 +64,6 @@ class LocalLeaves:
 
     per_rank: Mapping[str, Leaf] = field(default_factory=dict)
     process_leaves: Mapping[str, Leaf] = field(default_factory=dict)
-
-
-class LocalRows(Struct, frozen=True):
-    """The `LocalLeaves` leaves of one process, as the others get them."""
-
-    per_rank: dict[str, RemoteLeaf]
-    process_leaves: dict[str, RemoteLeaf]
-
-    @classmethod
-    def of(cls, own: LocalLeaves) -> LocalRows:
-        def rows(leaves: Mapping[str, Leaf]) -> dict[str, RemoteLeaf]:
-            return {
-                path: RemoteLeaf(leaf.dtype, leaf.shape, leaf.nbytes, tuple(leaf.hashes()))
-                for path, leaf in leaves.items()
-            }
-
-        return cls(rows(own.per_rank), rows(own.process_leaves))
 
 
 @dataclass(frozen=True)

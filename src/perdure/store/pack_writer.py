@@ -11,7 +11,6 @@ import mmap
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import accumulate, compress, repeat
 from operator import attrgetter
@@ -160,13 +159,7 @@ def write_pack(
     encode: Encode | None = None,
     process_leaves: Mapping[str, Leaf] = MappingProxyType({}),
 ) -> Written:
-    """Write the chunks of `leaves`, as the only process that saves; see `write_chunks`.
-
-    Args:
-        storage, step, known, encode: As for `write_chunks`.
-        leaves: The leaves to write.
-        process_leaves: Small leaves of this process that are no part of the state.
-    """
+    """Write the chunks of leaves, as the only process that saves; see `write_chunks`."""
     with gc_paused(len(leaves)):
         state, own = LeafRows(leaves), LeafRows(process_leaves)
     pack = write_chunks(storage, step, 0, state, own, known, encode)
@@ -268,13 +261,9 @@ class NewPack:
         return self._sink is None
 
     def add(self, digest: str, data: memoryview, size: int, release: Release = None) -> StoredChunk:
-        """Append a chunk, unless it is there already; returns its place.
+        """Append a chunk of `size` decoded bytes, stored as `data`, unless it is there already.
 
-        Args:
-            digest: The hash of the chunk.
-            data: Its bytes as they are stored.
-            size: Its bytes once it is decoded.
-            release: Called once `data` may be reused; None if no call is needed.
+        `release` is called once `data` may be reused. Returns the place of the chunk.
         """
         if (place := self._find(digest)) is None:
             sink = self._open()
@@ -424,33 +413,14 @@ def _prepared(
 
     alone = ALONE_BYTES if encode is None else ENCODED_ALONE_BYTES
     if sum(len(rows.chunks[number]) for number in numbers) <= alone:
-        return _in_turn(work, numbers, buffers)
-    if encode is None:
-        return _on_copies(pool("hash", HASH_THREADS), work, numbers, HASH_AHEAD, buffers)
-    executor = pool("encode", ENCODE_THREADS)
-    return _on_copies(executor, work, numbers, 2 * ENCODE_THREADS, buffers)
-
-
-def _in_turn(
-    work: Callable[[int, memoryview, Release], _Prepared],
-    numbers: Sequence[int],
-    buffers: list[mmap.mmap],
-) -> Generator[_Prepared, None, None]:
-    """`work` on each chunk, whose copy that of the next one overwrites."""
-    for number in numbers:
-        if not buffers:
-            buffers.append(take_buffer())
-        yield work(number, memoryview(buffers[0]), None)
-
-
-def _on_copies(
-    executor: ThreadPoolExecutor,
-    work: Callable[[int, memoryview, Release], _Prepared],
-    numbers: Sequence[int],
-    ahead: int,
-    buffers: list[mmap.mmap],
-) -> Generator[_Prepared, None, None]:
-    """`map_ahead` of `work`, given memory for a copy and its release. It must be closed."""
+        for number in numbers:  # in one buffer, which the copy of the next one overwrites
+            if not buffers:
+                buffers.append(take_buffer())
+            yield work(number, memoryview(buffers[0]), None)
+        return
+    threads, ahead = HASH_THREADS, HASH_AHEAD
+    if encode is not None:
+        threads, ahead = ENCODE_THREADS, 2 * ENCODE_THREADS
     free: SimpleQueue[memoryview | None] = SimpleQueue()
     while len(buffers) * STAGING_BYTES < min(ahead + WRITING, len(numbers)) * CHUNK_BYTES:
         buffers.append(take_buffer())
@@ -463,7 +433,7 @@ def _on_copies(
             raise RuntimeError("the save was given up")
         return work(number, slot, lambda: free.put(slot))
 
-    prepared = map_ahead(executor, copied, numbers, ahead)
+    prepared = map_ahead(pool("hash", threads), copied, numbers, ahead)
     try:
         yield from prepared
     finally:

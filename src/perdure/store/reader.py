@@ -120,12 +120,7 @@ class Read(Struct, frozen=True, gc=False):
 
 def grouped(where: str, wanted: Iterable[Wanted]) -> Iterator[Read]:
     """A read for each large chunk, and for small ones that follow each other, up to CHUNK_BYTES
-    once they are decoded.
-
-    Args:
-        where: What errors call the checkpoint or the run.
-        wanted: The chunks, with those of a pack in the order of their places.
-    """
+    once they are decoded. `where` is what errors call the checkpoint or the run."""
     group: list[Wanted] = []
     pack, end, nbytes, decoded = "", -1, 0, 0
     for chunk in wanted:
@@ -151,9 +146,7 @@ def grouped(where: str, wanted: Iterable[Wanted]) -> Iterator[Read]:
 def verified(storage: Storage, read: Read) -> memoryview:
     """Read and check chunks, and put them into their targets; returns them as they are stored.
 
-    Raises:
-        DamagedChunk: A chunk is not what it should be, or there is no such pack.
-        UnreadChunk: The pack cannot be read; nothing is known about its contents.
+    Raises `DamagedChunk`, or `UnreadChunk` if nothing is known about the contents of the pack.
     """
     (check,) = _fetched(storage, [read])
     return check()
@@ -287,18 +280,9 @@ def verify_leaves(
 def damaged_chunks(
     storage: Storage, manifest: Manifest, chunks: Iterable[tuple[LeafEntry, Chunk, int]]
 ) -> list[DamagedChunk]:
-    """Read chunks one after the other, in the memory of one read.
+    """Read chunks, given as (leaf, chunk, bytes of the decoded chunk), in the memory of one read.
 
-    Args:
-        storage: The run directory.
-        manifest: A manifest of it.
-        chunks: (leaf, chunk, bytes of the decoded chunk).
-
-    Returns:
-        An error for each damaged chunk.
-
-    Raises:
-        UnreachableError: A chunk cannot be read.
+    Returns an error for each damaged chunk; raises `UnreachableError` if one cannot be read.
     """
     in_order = sorted(chunks, key=lambda row: (row[1].pack, row[1].offset))
     wanted = (

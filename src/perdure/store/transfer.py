@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cache
 
 import msgspec
@@ -38,83 +38,69 @@ class CopyStoppedError(StoreError):
     """A copy was asked to stop; nothing of the checkpoint was committed."""
 
 
-class ChunksToCopy:
-    """The chunks of one checkpoint in the source, also if a compaction moves them meanwhile.
+def lacking(manifest: Manifest, held: Container[str]) -> dict[str, LiveChunks]:
+    """The places of the chunks of a checkpoint whose hashes are not `held`."""
+    live = live_chunks([manifest], {pack.name for pack in manifest.packs})
+    left = {
+        name: {offset: chunk for offset, chunk in chunks.items() if chunk[0] not in held}
+        for name, chunks in live.items()
+    }
+    return {name: chunks for name, chunks in left.items() if chunks}
 
-    `held` are the places of chunks that the target has; they are not copied.
+
+def transfer(
+    source: Run,
+    manifest: Manifest,
+    target: Run,
+    held: Mapping[str, StoredChunk],
+    *,
+    link: bool,
+    replace: bool,
+    stopped: Callable[[], bool],
+) -> int:
+    """Link or copy the chunks that `held` lacks, then commit; returns the bytes written.
+
+    A compaction may move the chunks of the source meanwhile.
     """
+    step = manifest.step
 
-    def __init__(
-        self,
-        source: Run,
-        manifest: Manifest,
-        held: Mapping[str, StoredChunk],
-        stopped: Callable[[], bool] = never,
-    ) -> None:
-        self.where = source.where
-        self.manifest = manifest
-        needed = {chunk.hash for leaf in manifest.every_leaf() for chunk in leaf.chunks}
-        self.stored = {digest: held[digest] for digest in needed if digest in held}
-        self._source = source
-        self._stopped = stopped
+    def raise_if_stopped() -> None:
+        if stopped():
+            raise CopyStoppedError(f"{source.where}: the copy of step {step} was stopped.")
 
-    def live(self) -> dict[str, LiveChunks]:
-        """The places of the chunks that the target lacks."""
-        lacking = {
-            name: {offset: chunk for offset, chunk in chunks.items() if chunk[0] not in self.stored}
-            for name, chunks in _live(self.manifest).items()
-        }
-        return {name: chunks for name, chunks in lacking.items() if chunks}
-
-    def find_again(self, error: DamagedChunk) -> dict[str, LiveChunks]:
-        """The new places after a chunk was not found; raises if the manifest did not change."""
-        again = self._source.manifest(self.manifest.step)
-        if again == self.manifest:
+    def find_again(error: DamagedChunk) -> dict[str, LiveChunks]:
+        nonlocal manifest
+        again = source.manifest(step)
+        if again == manifest:
             raise CorruptionError(str(error)) from error
-        if again.fingerprint != self.manifest.fingerprint:
+        if again.fingerprint != manifest.fingerprint:
             raise StepNotFoundError(
-                f"{self.where}: step {again.step} was deleted and saved again during the copy. Copy it "
+                f"{source.where}: step {step} was deleted and saved again during the copy. Copy it "
                 f"again."
             )
-        self.manifest = again
-        return self.live()
+        manifest = again
+        return lacking(manifest, places)
 
-    def raise_if_stopped(self) -> None:
-        """Called before each read."""
-        if self._stopped():
-            raise CopyStoppedError(
-                f"{self.where}: the copy of step {self.manifest.step} was stopped."
-            )
-
-
-def transfer(chunks: ChunksToCopy, source: Run, target: Run, *, link: bool, replace: bool) -> int:
-    """Link or copy the chunks that the target lacks, then commit; returns the bytes written."""
-    step = chunks.manifest.step
-    new = _link(source, target, step, chunks.live()) if link else {}
-    chunks.stored |= new
-    live = chunks.live()
-    written = 0
-    if live:
+    new = _link(source, target, step, lacking(manifest, held)) if link else {}
+    needed = {chunk.hash for leaf in manifest.every_leaf() for chunk in leaf.chunks}
+    places = {digest: held[digest] for digest in needed if digest in held} | new
+    copied: dict[str, StoredChunk] = {}
+    if live := lacking(manifest, places):
         ensure_free_bytes(target.storage, relocated_size(live) + BYTES_PER_SAVE)
         _, copied = copy_chunks(
-            source.storage, target.storage, step, live, chunks.find_again, chunks.raise_if_stopped
+            source.storage, target.storage, step, live, find_again, raise_if_stopped
         )
-        written = sum(place.length for place in copied.values())
-        new |= copied
-    places = chunks.stored | new
-    manifest = relocated(
-        chunks.manifest,
+        places |= copied
+    moved = relocated(
+        manifest,
         lambda _, chunk: places[chunk.hash],
         cache(lambda pack: target.storage.size(PACKS + pack)),
     )
     # The log of the target is another chain.
-    new_manifest = msgspec.structs.replace(manifest, log=None)
-    target.committer.commit_manifest(new_manifest, new, replace=replace)
-    return written
-
-
-def _live(manifest: Manifest) -> dict[str, LiveChunks]:
-    return live_chunks([manifest], {pack.name for pack in manifest.packs})
+    target.committer.commit_manifest(
+        msgspec.structs.replace(moved, log=None), new | copied, replace=replace
+    )
+    return sum(place.length for place in copied.values())
 
 
 def _link(

@@ -6,8 +6,7 @@ from perdure.store import Leaf
 from perdure.store.format import PACKS, hash_bytes, manifest_name, pack_name, time_text
 from perdure.store.log import LogWriter
 from perdure.store.manifest import Chunk, LeafEntry, Manifest, PackEntry
-from perdure.store.manifest_check import checked_fingerprint
-from perdure.store.manifest_json import encode_manifest
+from perdure.store.manifest_json import checked_fingerprint, encode_manifest
 from perdure.store.pack_index import encode_pack_tail
 from perdure.store.run_events import Started
 from perdure.store.run_log import LOG

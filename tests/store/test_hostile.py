@@ -17,7 +17,7 @@ from perdure.store import Leaf, MemoryStorage, Run, repair, verify_run
 from perdure.store.format import CHUNK_BYTES, hash_bytes, manifest_name
 from perdure.store.leaf import numpy_dtype
 from perdure.store.manifest import Manifest, fingerprint
-from perdure.store.manifest_check import item_bytes
+from perdure.store.manifest_json import item_bytes
 
 Document = dict[str, Any]
 STEP = 7

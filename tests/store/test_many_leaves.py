@@ -13,8 +13,12 @@ from perdure.errors import CorruptionError
 from perdure.store import Leaf, MemoryStorage, Run, pack_writer
 from perdure.store.format import PACKS, chunk_spans, hash_bytes
 from perdure.store.manifest import Chunk, LeafEntry, Manifest, PackEntry, fingerprint
-from perdure.store.manifest_check import checked_fingerprint
-from perdure.store.manifest_json import decode_manifest, encode_checked, encode_manifest
+from perdure.store.manifest_json import (
+    checked_fingerprint,
+    decode_manifest,
+    encode_checked,
+    encode_manifest,
+)
 from perdure.store.pack_index import encode_pack_tail
 
 NAME = "000000000001-00000-5f0c9a1e.pack"

@@ -22,7 +22,7 @@ from perdure.look.leaf_reader import KEY_PREFIX, scalar_value
 from perdure.store.format import WEAK_PREFIX, escape, unescape
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
-from perdure.store.manifest_check import MAX_DIMENSIONS, item_bytes
+from perdure.store.manifest_json import MAX_DIMENSIONS, item_bytes
 
 _MODULES = {
     "safetensors": "safetensors_files",

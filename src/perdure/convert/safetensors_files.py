@@ -22,7 +22,7 @@ from perdure.errors import ArgumentError, DataError
 from perdure.look.leaf_reader import ChunksOf, chunks_in_order
 from perdure.store.format import Natural
 from perdure.store.leaf import Leaf
-from perdure.store.manifest_check import item_bytes
+from perdure.store.manifest_json import item_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -37,8 +37,7 @@ from perdure.store.leaf import AnyLeaf, Leaf, containers_of, total_bytes
 from perdure.store.loading import list_steps, read_manifest
 from perdure.store.log import LineReference
 from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint, plain_metrics
-from perdure.store.manifest_check import checked_fingerprint
-from perdure.store.manifest_json import HEAD_BYTES, encode_checked
+from perdure.store.manifest_json import HEAD_BYTES, checked_fingerprint, encode_checked
 from perdure.store.names import committed_steps, steps_from
 from perdure.store.pack_writer import Written, write_pack
 from perdure.store.reader import verify_leaves

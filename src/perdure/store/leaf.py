@@ -11,7 +11,7 @@ from msgspec import Struct
 from perdure.errors import UnsupportedLeafError
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX, chunk_spans, hash_bytes
 from perdure.store.manifest import Container
-from perdure.store.manifest_check import item_bytes
+from perdure.store.manifest_json import item_bytes
 from perdure.store.shard_plan import ChunkBytes, Region, Shards, assembled_chunks, whole
 
 if TYPE_CHECKING:

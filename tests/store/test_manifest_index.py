@@ -209,6 +209,22 @@ def test_requests_of_a_save_and_its_prune_do_not_grow_with_what_is_kept(
     assert run.newest_step() == kept + 9
 
 
+def test_a_process_beside_the_writer_asks_for_all_packs_at_once() -> None:
+    storage = Counting()
+    make_checkpoints(storage, 20)
+    beside = Directory(storage)
+    for _ in range(2):  # the second look learns the versions of what the first one has read
+        assert len(beside.stored_chunks(fresh=True)) > 20
+    with Run(storage) as run:
+        run.save(21, leaves_of(21))
+    storage.taken()
+    places = beside.stored_chunks(fresh=True)
+    assert {place.pack[:12] for place in places.values()} >= {f"{step:012d}" for step in (1, 21)}
+    requests = Counter(verb for verb, _ in storage.taken())
+    assert requests["size"] == 0, requests
+    assert requests["read"] < 8, "the new manifest and the lines of the log"
+
+
 WRONG = ("missing", "empty", "cut short", "a flipped bit", "noise", "of another run")
 
 

@@ -142,7 +142,8 @@ class Directory:
         """
         if fresh:
             self._sizes.clear()
-            self.changed()
+            self._stored_chunks = None
+            self._look(packs=True)
         if self._stored_chunks is None:
             view = self.view()
             for pack, reason in view.log.damaged.items():

@@ -37,7 +37,7 @@ from perdure.errors import (
 from perdure.state import builtin, flatten
 from perdure.state.leaf_values import array_bytes
 from perdure.state.per_rank import current_rank_context
-from perdure.store import Run, catalog, direct, pack_writer, reader
+from perdure.store import Run, direct, pack_writer, reader, view
 from perdure.store.format import CHUNK_BYTES, hash_bytes
 from perdure.store.leaf import Leaf
 from perdure.store.manifest_json import decode_manifest
@@ -750,7 +750,7 @@ def test_no_process_reads_a_manifest_twice(tmp_path: Path, monkeypatch: pytest.M
         read.append(where)
         return decode_manifest(data, where, *rest)
 
-    monkeypatch.setattr(catalog, "decode_manifest", counted)
+    monkeypatch.setattr(view, "decode_manifest", counted)
 
     def program(processes: Pretend) -> None:
         with CheckpointManager(tmp_path, max_to_keep=None, processes=processes) as manager:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
-from perdure.errors import StoreError
+from perdure.errors import NotARunError, StoreError
 from perdure.store.direct import StagedWriter, drop_cached, read_at
 from perdure.store.failures import naming, retried
 from perdure.store.file_lock import FileLock, acquire
@@ -340,13 +340,13 @@ class LocalSink(Sink):
 def absolute_path(root: str | os.PathLike[str]) -> str:
     """The path of a run directory, independent of later changes of the working directory.
 
-    `~` at its beginning is the home directory. Raises `StoreError` for an empty path, for one with a
-    NUL character, for a relative one if the working directory is gone, and for a `~` without a known
-    meaning.
+    `~` at its beginning is the home directory. Raises `NotARunError` for an empty path. Raises
+    `StoreError` for one with a NUL character, for a relative one if the working directory is gone, and
+    for a `~` without a known meaning.
     """
     text = os.fsdecode(os.fspath(root))
     if not text:
-        raise StoreError(
+        raise NotARunError(
             "expected the path or URL of a run directory, found an empty string. For the working "
             "directory write '.'."
         )

@@ -107,9 +107,9 @@ def main() -> None:
 
 def repaired(where: Path) -> None:
     """Damaged chunks of an earlier save are written again from the shards."""
-    from perdure.store import reread
+    from perdure.store import damage
 
-    reread.PASS_SAVES = 1
+    damage.PASS_SAVES = 1
     with CheckpointManager(LocalStorage(where), max_to_keep=None) as manager:
         manager.save(1, on_mesh(arrays(1)))
         manager.wait_until_finished()

@@ -13,7 +13,7 @@ from messages import unnamed
 from perdure.data import ArrayDataset
 from perdure.distribute import AutoShardPolicy, PerReplica, Strategy
 from perdure.distribute.engine import Stream
-from perdure.errors import DataError, StateError, TopologyError
+from perdure.errors import ArgumentError, DataError, StateError, TopologyError
 
 V = 6
 
@@ -180,7 +180,7 @@ def test_values_of_other_types_and_strategies_are_refused() -> None:
     assert '"sum" or "mean"' in str(error.value)
     with pytest.raises(TopologyError):
         strategy.reduce("sum", np.ones(3))  # type: ignore[arg-type]
-    with pytest.raises(DataError):
+    with pytest.raises(ArgumentError):
         strategy.batch(dataset(), -1)
     with pytest.raises(TopologyError):
         make_strategy(seed=-1)

@@ -16,7 +16,7 @@ import numpy as np
 from perdure.data import ArrayDataset
 from perdure.distribute import step
 from perdure.doctor import jax_kernels
-from perdure.doctor.kernel_process import check_kernels
+from perdure.doctor.kernels import KERNELS, compute_kernels, program_of
 from perdure.jax import MirroredStrategy
 
 CHECKED = ("matmul of one row",)
@@ -38,15 +38,16 @@ def check_kernel_of_each_kind():
         return {"result": jnp.sum(x) + jnp.float32(placed_on[-1] == jax.local_devices()[2])}
 
     names = []
-    for name, kernel in jax_kernels.KERNELS.items():
-        arrays = kernel.inputs(np.random.default_rng(0))
-        assert jax.eval_shape(jax_kernels.program(kernel.compute), *arrays)
+    for name in jax_kernels.FUNCTIONS:
+        arrays = KERNELS[name].inputs(np.random.default_rng(0))
+        assert jax.eval_shape(program_of(jax_kernels, name), *arrays)
         names.append(name)
     note({"e": "built", "names": names, **jax_kernels.describe()})
     jax_kernels.place = watched
-    total = jax_kernels.KERNELS["sum"]._replace(compute=planted)
-    jax_kernels.KERNELS = {name: jax_kernels.KERNELS[name] for name in CHECKED} | {"planted": total}
-    check_kernels(jax_kernels, 2, note)
+    KERNELS["planted"] = KERNELS["sum"]
+    checked = {name: jax_kernels.FUNCTIONS[name] for name in CHECKED}
+    jax_kernels.FUNCTIONS = {**checked, "planted": planted}
+    compute_kernels(jax_kernels, 2, note)
 
 
 def grad(state, batch, key):

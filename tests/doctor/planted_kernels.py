@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from perdure.doctor.kernel import ONE_THREAD, Kernel, Refused
+from perdure.doctor.kernels import KERNELS, ONE_THREAD, Kernel, Refused
 
 _now: dict[str, Any] = {"condition": "", "device": ""}
 _calls = itertools.count()
@@ -61,7 +61,7 @@ def _hang(x: Any) -> Any:
         signal.pause()
 
 
-_COMPUTE = {
+FUNCTIONS = {
     "right": _plus(lambda: 0),
     "kind": _plus(lambda: _now["device"] == "c"),
     "again": _plus(lambda: next(_calls) % 2),
@@ -73,7 +73,4 @@ _COMPUTE = {
     "killed": _kill,
     "hangs": _hang,
 }
-KERNELS = {
-    name: Kernel(compute, lambda random: (random.normal(size=9),))
-    for name, compute in _COMPUTE.items()
-}
+KERNELS |= dict.fromkeys(FUNCTIONS, Kernel(lambda random: (random.normal(size=9),)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import events, run_forked
-from perdure.doctor.comparison import Computed, ResultComparison, compare
+from perdure.doctor import Computed, ResultComparison, compare
 
 
 def run(engine: str, **variables: str) -> list[dict[str, Any]]:

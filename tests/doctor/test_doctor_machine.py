@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from perdure.doctor import file_system
-from perdure.doctor.file_system import check_file_system
-from perdure.doctor.machine import cpu_limit, describe_machine
+from perdure.doctor import machine
+from perdure.doctor.machine import check_file_system, cpu_limit, describe_machine
 
 
 def checked(run: Path) -> dict[str, tuple[bool, str]]:
@@ -29,7 +28,7 @@ def test_a_local_file_system_is_tried_and_left_as_it_was(tmp_path: Path) -> None
 
 def test_a_lock_that_lets_two_in_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = SimpleNamespace(release=lambda: None)
-    monkeypatch.setattr(file_system, "acquire", lambda *_: lock)
+    monkeypatch.setattr(machine, "acquire", lambda *_: lock)
     is_right, found = checked(tmp_path)["lock"]
     assert (is_right, "two may write at once" in found) == (False, True)
     assert list(tmp_path.iterdir()) == []

@@ -12,10 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from perdure.cli import main
-from perdure.doctor import frameworks
-from perdure.doctor.comparison import Computed, ResultComparison, compare
-from perdure.doctor.frameworks import check_framework
-from perdure.doctor.kernel import AS_IT_IS, DETERMINISTIC, ONE_THREAD
+from perdure.doctor import Computed, ResultComparison, compare, kernels
+from perdure.doctor.kernels import AS_IT_IS, DETERMINISTIC, ONE_THREAD, check_framework
 
 HERE = Path(__file__).parent
 GROUP = "numpy on plain, as it is"
@@ -25,7 +23,7 @@ QUIET = ("right", "kind", "again", "process", "threads", "leaf", "refuses", "fai
 @pytest.fixture(autouse=True)
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A framework whose kernels are wrong on purpose, under the name of one that is installed."""
-    monkeypatch.setattr(frameworks, "FRAMEWORKS", {"numpy": "planted_kernels"})
+    monkeypatch.setattr(kernels, "FRAMEWORKS", {"numpy": "planted_kernels"})
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
@@ -82,7 +80,7 @@ def test_a_crash_and_a_hang_are_rows_and_not_the_end() -> None:
 
 def test_the_process_ends_with_the_doctor(tmp_path: Path) -> None:
     request = {"module": "planted_kernels", "condition": AS_IT_IS, "repeats": 2, "only": ["hangs"]}
-    command = [sys.executable, "-m", "perdure.doctor.kernel_process"]
+    command = [sys.executable, "-c", "from perdure.doctor.kernels import main; main()"]
     asked = json.dumps({**request, "file": str(tmp_path / "events")})
     with subprocess.Popen([*command, asked], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -91,7 +89,7 @@ def test_the_process_ends_with_the_doctor(tmp_path: Path) -> None:
 
 
 def test_a_framework_that_cannot_be_imported_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frameworks, "FRAMEWORKS", {"numpy": "no_such_kernels"})
+    monkeypatch.setattr(kernels, "FRAMEWORKS", {"numpy": "no_such_kernels"})
     (row,) = check_framework("numpy", 2, conditions=(AS_IT_IS,)).comparisons
     assert row.problem.startswith(
         "ended with status 1 before the first kernel: ModuleNotFoundError"
@@ -101,7 +99,7 @@ def test_a_framework_that_cannot_be_imported_is_a_row(monkeypatch: pytest.Monkey
 def test_the_command_exits_with_1_and_names_what_differs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(frameworks, "CONDITIONS", (AS_IT_IS,))
+    monkeypatch.setattr(kernels, "CONDITIONS", (AS_IT_IS,))
     ended = CliRunner().invoke(main, ["doctor", "--run", str(tmp_path / "runs" / "mine")])
     assert ended.exit_code == 1, ended.output
     # `killed` is among the kernels, after those that differ.
@@ -143,7 +141,7 @@ def test_most_devices_are_what_is_expected(order: tuple[str, ...]) -> None:
 def test_without_a_framework_only_a_file_system_can_be_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(frameworks, "FRAMEWORKS", {"no_such_framework": "planted_kernels"})
+    monkeypatch.setattr(kernels, "FRAMEWORKS", {"no_such_framework": "planted_kernels"})
     assert CliRunner().invoke(main, ["doctor"]).exit_code == 2
     ended = CliRunner().invoke(main, ["doctor", "--run", str(tmp_path)])
     assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (0, "equal")

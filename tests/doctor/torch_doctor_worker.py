@@ -12,8 +12,7 @@ from torch import nn
 from perdure.data import ArrayDataset
 from perdure.distribute import step
 from perdure.doctor import torch_kernels
-from perdure.doctor.kernel import DETERMINISTIC
-from perdure.doctor.kernel_process import check_kernels
+from perdure.doctor.kernels import DETERMINISTIC, compute_kernels
 from perdure.torch import MirroredStrategy
 
 
@@ -55,6 +54,6 @@ HOOK = SimpleNamespace(
 patch.object(step, "drill_hook", lambda: HOOK).start()
 torch_kernels.prepare(DETERMINISTIC)
 note({"e": "described", **torch_kernels.describe()})
-check_kernels(torch_kernels, 2, note)
+compute_kernels(torch_kernels, 2, note)
 check_step(in_state=True)
 check_step(in_state=False)

@@ -20,8 +20,7 @@ from perdure.cli.output import document, progress, say, table
 from perdure.text import few
 
 if TYPE_CHECKING:
-    from perdure.doctor.comparison import ResultComparison
-    from perdure.doctor.frameworks import DoctorReport
+    from perdure.doctor import DoctorReport, ResultComparison
 
 _MOST_LEAVES = 8
 _MOST_LINES = 40
@@ -80,9 +79,9 @@ def doctor(
       perdure doctor
       perdure doctor -- python train.py
     """
-    from perdure.doctor.file_system import check_file_system
-    from perdure.doctor.frameworks import DoctorReport, check_framework
-    from perdure.doctor.machine import describe_machine
+    from perdure.doctor import DoctorReport
+    from perdure.doctor.kernels import check_framework
+    from perdure.doctor.machine import check_file_system, describe_machine
     from perdure.doctor.program_check import ProgramOptions, check_program
 
     chosen = _chosen(names, needed=not command and run is None)
@@ -105,7 +104,7 @@ def doctor(
 
 
 def _chosen(names: tuple[str, ...], needed: bool) -> list[str]:
-    from perdure.doctor.frameworks import FRAMEWORKS, installed_frameworks
+    from perdure.doctor.kernels import FRAMEWORKS, installed_frameworks
 
     installed = installed_frameworks()
     for name in names:

@@ -1,1 +1,193 @@
-"""The doctor: which promises a machine, its frameworks and a program can keep, found by computing."""
+"""Results of the doctor, which computes things several times, and what differs in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Computed:
+    """One result.
+
+    Attributes:
+        group: What it belongs to, such as "jax on cpu, as it is". Results are compared inside of it.
+        what: The computation: "matmul bfloat16", "replica 3".
+        device: Where it was computed.
+        process: The number of the process that computed it.
+        leaves: The digest of each leaf by its path.
+    """
+
+    group: str
+    what: str
+    device: str
+    process: int
+    leaves: Mapping[str, str]
+
+    def bits(self) -> frozenset[tuple[str, str]]:
+        """Equal for equal results."""
+        return frozenset(self.leaves.items())
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Results of one device in one process that are not those of most devices.
+
+    Attributes:
+        device: The device.
+        process: The number of the process.
+        count: How many of its results differ.
+        of: How many results it gave.
+        leaves: The paths of the leaves that differ.
+    """
+
+    device: str
+    process: int
+    count: int
+    of: int
+    leaves: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ResultComparison:
+    """All results of one computation.
+
+    Attributes:
+        group: What it belongs to.
+        what: The computation.
+        results: How many there are.
+        devices: The devices that gave them.
+        processes: How many processes gave them.
+        deviations: Those that differ from the result of most devices; of equally many, from that which
+            was found more often, or first. With two devices this does not say which is wrong.
+        problem: Why there is nothing to compare; empty if there is.
+        is_refusal: The problem is no failure. The framework refuses this computation because it has no
+            deterministic form, which is a promise kept; or the program ended before `--steps` states.
+    """
+
+    group: str
+    what: str
+    results: int = 0
+    devices: tuple[str, ...] = ()
+    processes: int = 0
+    deviations: tuple[Deviation, ...] = ()
+    problem: str = ""
+    is_refusal: bool = False
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing speaks against the promise that these bits come back."""
+        return not self.deviations and (not self.problem or self.is_refusal)
+
+
+def compare(results: Iterable[Computed]) -> list[ResultComparison]:
+    """A comparison for each computation, in the order of their first results."""
+    by_key: dict[tuple[str, str], list[Computed]] = {}
+    for result in results:
+        by_key.setdefault((result.group, result.what), []).append(result)
+    return [_compare(group, what, found) for (group, what), found in by_key.items()]
+
+
+def _compare(group: str, what: str, results: list[Computed]) -> ResultComparison:
+    # A device that computes more often than the others has no more votes.
+    votes = Counter(bits for _, bits in {(result.device, result.bits()) for result in results})
+    counts = Counter(result.bits() for result in results)
+    expected = max(results, key=lambda result: (votes[result.bits()], counts[result.bits()]))
+    by_place: dict[tuple[str, int], list[Computed]] = {}
+    for result in results:
+        by_place.setdefault((result.device, result.process), []).append(result)
+    deviations = []
+    for (device, process), found in by_place.items():
+        others = [result for result in found if result.bits() != expected.bits()]
+        leaves = {path for result in others for path in _different(expected, result)}
+        if others:
+            place = Deviation(device, process, len(others), len(found), tuple(sorted(leaves)))
+            deviations.append(place)
+    return ResultComparison(
+        group,
+        what,
+        len(results),
+        tuple(dict.fromkeys(device for device, _ in by_place)),
+        len({process for _, process in by_place}),
+        tuple(deviations),
+    )
+
+
+def _different(one: Computed, other: Computed) -> list[str]:
+    paths = one.leaves.keys() | other.leaves.keys()
+    return [path for path in paths if one.leaves.get(path) != other.leaves.get(path)]
+
+
+# ---------------------------------------------------------------- the report
+
+
+class Check(NamedTuple):
+    """An operation of a file system: whether it did what the store relies on, and what was found."""
+
+    name: str
+    is_right: bool
+    found: str
+
+
+@dataclass
+class FrameworkResult:
+    """What was found out about a framework.
+
+    Attributes:
+        name: The framework.
+        settings: Its versions and settings, by name.
+        comparisons: One for each kernel and condition.
+        by_threads: Kernels whose bits are others with one thread; None if that could not be compared.
+    """
+
+    name: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    comparisons: list[ResultComparison] = field(default_factory=list)
+    by_threads: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """All that was found.
+
+    Attributes:
+        machine: Processor, cores, memory, versions and variables.
+        file_system: What was tried where a run directory is; empty if none was named.
+        frameworks: The results of their kernels; empty if a program was checked.
+        program: The results of a program; empty if none was given.
+    """
+
+    machine: Mapping[str, str]
+    file_system: Sequence[Check] = ()
+    frameworks: Sequence[FrameworkResult] = ()
+    program: Sequence[ResultComparison] = ()
+
+    @property
+    def comparisons(self) -> list[ResultComparison]:
+        """Those of the frameworks and of the program."""
+        kernels = [found for result in self.frameworks for found in result.comparisons]
+        return [*kernels, *self.program]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all bits were equal, and the file system did what the store relies on."""
+        is_right = all(check.is_right for check in self.file_system)
+        return is_right and all(comparison.is_equal for comparison in self.comparisons)
+
+    def document(self) -> dict[str, Any]:
+        """The whole as JSON can hold it."""
+        return {
+            "verdict": "equal" if self.is_equal else "differs",
+            "machine": dict(self.machine),
+            "file_system": [check._asdict() for check in self.file_system],
+            "frameworks": {
+                result.name: {"settings": dict(result.settings), "by_threads": result.by_threads}
+                for result in self.frameworks
+            },
+            "comparisons": [
+                {**asdict(comparison), "is_equal": comparison.is_equal}
+                for comparison in self.comparisons
+            ],
+        }

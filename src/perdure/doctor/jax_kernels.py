@@ -1,9 +1,9 @@
-"""The kernels of the doctor on JAX; see `perdure.doctor.kernel.Framework`."""
+"""The kernels of the doctor on JAX; see `perdure.doctor.kernels`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from perdure.distribute.jax.xla_settings import ask_for_determinism, pin
-from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, listed
+from perdure.doctor.kernels import DETERMINISTIC, ONE_THREAD, listed
 from perdure.runtime.environment import JAX_THREADS as VARIABLE
 from perdure.runtime.environment import XLA_DETERMINISTIC as FLAG
 from perdure.runtime.environment import xla_flags
@@ -62,22 +62,13 @@ def place(array: Any, dtype: str, device: Any) -> Any:
 
 
 def program(compute: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(lambda *inputs: compute(*inputs))
+    return jax.jit(compute)
 
 
-def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, and its gradients by all arguments under weights that differ."""
-
-    def compute(*inputs: Any) -> dict[str, Any]:
-        result, pull = jax.vjp(function, *inputs)
-        weights = jnp.cos(jnp.arange(result.size)).astype(result.dtype).reshape(result.shape)
-        return {"result": result, "gradient": dict(enumerate(pull(weights)))}
-
-    return compute
-
-
-def _result(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *inputs: {"result": function(*inputs)}
+def with_gradients(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
+    result, pull = jax.vjp(function, *inputs)
+    weights = jnp.cos(jnp.arange(result.size)).astype(result.dtype).reshape(result.shape)
+    return result, pull(weights)
 
 
 def _pool(x: Any) -> Any:
@@ -99,20 +90,17 @@ def _sort(x: Any) -> dict[str, Any]:
     return {"result": jnp.sort(x, stable=False), "order": jnp.argsort(x, stable=False)}
 
 
-_COMPUTE: dict[str, Callable[..., Any]] = {
-    "matmul": _with_gradients(jnp.matmul),
-    "matmul of one row": _result(jnp.matmul),
-    "convolution": _with_gradients(lambda x, w: lax.conv(x, w, (1, 1), "SAME")),
-    "max pooling": _with_gradients(_pool),
-    "sum": _result(jnp.sum),
-    "cumulative sum": _result(jnp.cumsum),
-    "scatter-add": _result(lambda start, rows, values: start.at[rows].add(values)),
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "matmul": jnp.matmul,
+    "matmul of one row": jnp.matmul,
+    "convolution": lambda x, w: lax.conv(x, w, (1, 1), "SAME"),
+    "max pooling": _pool,
+    "sum": jnp.sum,
+    "cumulative sum": jnp.cumsum,
+    "scatter-add": lambda start, rows, values: start.at[rows].add(values),
     "embedding": _embedding,
-    "attention": _with_gradients(jax.nn.dot_product_attention),
-    "layer norm": _with_gradients(_layer_norm),
+    "attention": jax.nn.dot_product_attention,
+    "layer norm": _layer_norm,
     "sort with ties": _sort,
     "exp, tanh, erf": lambda x: {"exp": jnp.exp(x), "tanh": jnp.tanh(x), "erf": lax.erf(x)},
-}
-KERNELS: Mapping[str, Kernel] = {
-    name: Kernel(compute, *INPUTS[name]) for name, compute in _COMPUTE.items()
 }

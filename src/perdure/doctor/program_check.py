@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from perdure.doctor.comparison import Computed, ResultComparison, compare
+from perdure.doctor import Computed, ResultComparison, compare
 from perdure.drill.execution import LOGS, DrilledProgram, log_tail, read_manifest
 from perdure.drill.fault_injection import COPIES
 from perdure.drill.stretch import make_copy, run_copy, why_it_failed

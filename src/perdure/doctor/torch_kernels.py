@@ -1,9 +1,9 @@
-"""The kernels of the doctor on PyTorch; see `perdure.doctor.kernel.Framework`."""
+"""The kernels of the doctor on PyTorch; see `perdure.doctor.kernels`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from perdure.distribute.torch.engine import CUBLAS, THREADS, fix_cublas
-from perdure.doctor.kernel import DETERMINISTIC, INPUTS, ONE_THREAD, Kernel, Refused, listed
+from perdure.doctor.kernels import DETERMINISTIC, ONE_THREAD, Refused, listed
 from perdure.runtime.environment import of_torch
 
 
@@ -82,22 +82,12 @@ def program(compute: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, and its gradients by all arguments under weights that differ."""
-
-    def compute(*inputs: Any) -> dict[str, Any]:
-        inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
-        result = function(*inputs)
-        weights = torch.cos(torch.arange(result.numel(), device=result.device))
-        weights = weights.to(result.dtype).reshape(result.shape)
-        gradients = torch.autograd.grad(result, inputs, weights)
-        return {"result": result.detach(), "gradient": dict(enumerate(gradients))}
-
-    return compute
-
-
-def _result(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *inputs: {"result": function(*inputs)}
+def with_gradients(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    result = function(*inputs)
+    weights = torch.cos(torch.arange(result.numel(), device=result.device))
+    weights = weights.to(result.dtype).reshape(result.shape)
+    return result.detach(), torch.autograd.grad(result, inputs, weights)
 
 
 def _embedding(table: Any, rows: Any, weights: Any) -> dict[str, Any]:
@@ -111,10 +101,6 @@ def _scatter_add(start: Any, rows: Any, values: Any) -> Any:
     return start.scatter_add(0, rows.long()[:, None].expand_as(values), values)
 
 
-def _index_put(start: Any, rows: Any, values: Any) -> Any:
-    return start.index_put((rows.long(),), values, accumulate=True)
-
-
 def _sort(x: Any) -> dict[str, Any]:
     result, order = torch.sort(x)
     return {"result": result, "order": order}
@@ -125,27 +111,21 @@ def _attention(q: Any, k: Any, v: Any) -> Any:
     return functional.scaled_dot_product_attention(q, k, v).contiguous()
 
 
-_COMPUTE: dict[str, Callable[..., Any]] = {
-    "matmul": _with_gradients(torch.matmul),
-    "matmul of one row": _result(torch.matmul),
-    "convolution": _with_gradients(lambda x, w: functional.conv2d(x, w, padding=1)),
-    "max pooling": _with_gradients(lambda x: functional.max_pool2d(x.reshape(4, 8, 30, 30), 2)),
-    "sum": _result(torch.sum),
-    "cumulative sum": _result(lambda x: torch.cumsum(x, 0)),
-    "scatter-add": _result(_scatter_add),
-    "embedding": _embedding,
-    "attention": _with_gradients(_attention),
-    "layer norm": _with_gradients(
-        lambda x, scale, bias: functional.layer_norm(x, (129,), scale, bias)
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "matmul": torch.matmul,
+    "matmul of one row": torch.matmul,
+    "convolution": lambda x, w: functional.conv2d(x, w, padding=1),
+    "max pooling": lambda x: functional.max_pool2d(x.reshape(4, 8, 30, 30), 2),
+    "sum": torch.sum,
+    "cumulative sum": lambda x: torch.cumsum(x, 0),
+    "scatter-add": _scatter_add,
+    "index_add": lambda start, rows, values: start.index_add(0, rows, values),
+    "index_put": lambda start, rows, values: start.index_put(
+        (rows.long(),), values, accumulate=True
     ),
+    "embedding": _embedding,
+    "attention": _attention,
+    "layer norm": lambda x, scale, bias: functional.layer_norm(x, (129,), scale, bias),
     "sort with ties": _sort,
     "exp, tanh, erf": lambda x: {"exp": x.exp(), "tanh": x.tanh(), "erf": x.erf()},
-}
-_OTHER_SCATTERS: dict[str, Callable[..., Any]] = {
-    "index_add": _result(lambda start, rows, values: start.index_add(0, rows, values)),
-    "index_put": _result(_index_put),
-}
-KERNELS: Mapping[str, Kernel] = {
-    **{name: Kernel(compute, *INPUTS[name]) for name, compute in _COMPUTE.items()},
-    **{name: Kernel(made, *INPUTS["scatter-add"]) for name, made in _OTHER_SCATTERS.items()},
 }

@@ -18,11 +18,11 @@ from click.testing import CliRunner
 from perdure.cli import main
 from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
 from perdure.drill.causes import diagnosis
-from perdure.drill.drill_report import DrillReport
+from perdure.drill.drill_report import DrillReport, verdict
 from perdure.drill.execution import log_tail
 from perdure.drill.fault_plan import LAST
-from perdure.drill.scenario import Observed, Outcome
-from perdure.drill.text_report import verdict
+from perdure.drill.observed import Observed
+from perdure.drill.scenario import Outcome
 from perdure.errors import LaunchError
 from perdure.report.page import render_drill
 from perdure.store import Run
@@ -80,7 +80,7 @@ def test_a_right_program_passes_under_every_fault(tmp_path: Path) -> None:
     assert {row["kind"] for row in found["runs"]} == set(kinds)
     assert found["impossible"].keys() == ALONE
     for row in report.rows:
-        assert len(row.outcome.fired) == row.scenario.faults > 0
+        assert len(row.outcome.fired) == len(row.scenario.planned) > 0
         assert row.compared > 0
         assert row.outcome.attempts[-1].ended == "exit 0"
     jumps = " ".join(text for row in found["runs"] for text in row["fired"] if "clock" in text)
@@ -278,7 +278,7 @@ def test_a_signal_to_the_drill_is_no_failure_of_the_program(
         signal.raise_signal(signal.SIGINT)
         return attempt
 
-    monkeypatch.setattr("perdure.drill.execution._FaultObserver.ended", ended)
+    monkeypatch.setattr("perdure.drill.execution.FaultObserver.ended", ended)
     with pytest.raises(DrillStopped) as caught:
         run_drill([sys.executable, "-c", "raise SystemExit(3)"], DrillOptions(), tmp_path / "drill")
     found = caught.value.report.document()
@@ -358,9 +358,7 @@ def test_a_page_that_is_lost_at_the_end_does_not_take_the_report_with_it(
 ) -> None:
     place = tmp_path / "pages"
     place.mkdir()
-    report = DrillReport(
-        ("python",), DrillOptions(), Observed(1.0, 1.0, (), (), {}, {}, 0.1), Outcome()
-    )
+    report = DrillReport(("python",), DrillOptions(), Observed(), Outcome())
 
     def drilled(*_: Any) -> DrillReport:
         assert os.listdir(place) == [], "looking whether it can be written leaves nothing"
@@ -389,7 +387,7 @@ def test_a_page_that_is_there_is_kept_by_a_drill_that_is_refused(tmp_path: Path)
 def test_a_place_that_holds_an_earlier_drill(tmp_path: Path) -> None:
     (tmp_path / "drill" / "undisturbed-1").mkdir(parents=True)
     said = refused(command("right"), tmp_path / "drill")
-    assert "drill: it holds an earlier drill" in said
+    assert "drill: it holds earlier runs" in said
     assert "Name another place with --directory, or remove that one." in said
     assert "space" not in said
 
@@ -473,7 +471,7 @@ def test_faults_that_cannot_happen_say_why(tmp_path: Path) -> None:
 def test_what_is_refused_before_anything_is_run(tmp_path: Path) -> None:
     (tmp_path / "drill" / "run-001").mkdir(parents=True)
     program = [sys.executable, "-c", "raise SystemExit(3)"]
-    assert "it holds an earlier drill (run-001 exists)" in refused(program, tmp_path / "drill")
+    assert "it holds earlier runs (run-001 exists)" in refused(program, tmp_path / "drill")
     said = refused(program, tmp_path / "other", faults=("other-workers", "worker-lost"))
     assert "worker-lost: there is one worker; give --workers" in said
     Path("train.py").touch()

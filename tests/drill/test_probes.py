@@ -17,29 +17,28 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from perdure.drill.causes import Diagnosis, diagnosis
+from perdure.drill.causes import STEADY, Diagnosis, diagnosis
 from perdure.drill.compare import LeafDifference, RunDifference, compare
-from perdure.drill.diagnose import STEADY, diagnose_run, diagnose_undisturbed, repeats_for
 from perdure.drill.drill import _Drill, _estimate
-from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow
-from perdure.drill.fault_injection import PLAN, describe_act
+from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow, TextReporter
+from perdure.drill.fault_injection import PLAN
 from perdure.drill.fault_plan import LAST, draw_scenario, required_restores
 from perdure.drill.frozen import freeze
-from perdure.drill.probe_runner import ProbeRunner
+from perdure.drill.observed import Observed
 from perdure.drill.probes import probe_environment
-from perdure.drill.resume_diagnosis import ResumeDiagnosis
 from perdure.drill.resume_probe import HELD, ITERATORS
+from perdure.drill.run_diagnosis import ResumeDiagnosis, diagnose_run
 from perdure.drill.scenario import (
     Commit,
+    Fault,
     FiredFault,
     Launch,
     LaunchOutcome,
-    Observed,
     Outcome,
     Scenario,
     WrittenFile,
 )
-from perdure.drill.text_report import TextReporter
+from perdure.drill.undisturbed_diagnosis import Probes, diagnose_undisturbed, repeats_for
 from perdure.report.page import render_drill
 from perdure.store.drill_hook import DRILL
 
@@ -47,7 +46,6 @@ SEEN = Observed(
     seconds=3.0,
     first_step_s=1.0,
     steps=tuple(range(1, 41)),
-    commits=tuple(range(4, 41, 4)),
     points={"manifest.sync": 10},
     early={},
     silence_s=0.1,
@@ -368,7 +366,7 @@ def test_every_clock_of_a_program_jumps(tmp_path: Path) -> None:
 
 
 def test_the_amount_of_a_jump_is_stated() -> None:
-    texts = {value: describe_act({"act": "clock", "value": value}) for value in JUMPED}
+    texts = {value: Fault("open", "clock", value=value).describe_act() for value in JUMPED}
     assert texts == JUMPED
     for number in range(20):
         launches = draw_scenario(SEEN, "clock-jump", number, 0).attempts
@@ -538,9 +536,9 @@ def test_a_search_for_a_cause_shows_its_runs(
 ) -> None:
     """The estimate is without it, and says so."""
     shown: list[str] = []
-    monkeypatch.setattr("perdure.drill.probe_runner.execute", lambda *_: Outcome())
+    monkeypatch.setattr("perdure.drill.undisturbed_diagnosis.execute", lambda *_: Outcome())
     unused: Any = None
-    runner = ProbeRunner(unused, tmp_path, Outcome(), SEEN, lambda what, _: shown.append(what))
+    runner = Probes(unused, tmp_path, Outcome(), SEEN, lambda what, _: shown.append(what))
     runner.faulted(())
     runner.faulted(())
     assert shown == ["further run 1", "further run 2"]

@@ -167,7 +167,7 @@ def test_a_run_outside_of_the_working_directory_is_replayed(home: Path, tmp_path
     (result,) = replay_run(command, run, ReplayOptions(first=8), tmp_path / "replay")
     assert (result.verdict, result.start, result.steps) == ("reproduced", 8, 5)
     assert steps_of(tmp_path / "replay", run) == [9, 10, 11, 12, 13]
-    with pytest.raises(LaunchError, match="it holds an earlier replay"):
+    with pytest.raises(LaunchError, match="it holds earlier runs"):
         replay_run(command, run, ReplayOptions(first=8), tmp_path / "replay")
 
 
@@ -230,7 +230,7 @@ def test_a_record_that_cannot_be_written_changes_no_verdict(
     def full(*_: Any) -> str:
         raise SaveError("runs/mine: the record of the replay cannot be written")
 
-    monkeypatch.setattr("perdure.drill.replay_record.write_record", full)
+    monkeypatch.setattr("perdure.drill.replay.write_record", full)
     ended = CliRunner().invoke(main, ["replay", "runs/mine", "--", *PROGRAM])
     assert ended.exit_code == 0, ended.output
     assert "cannot be written" in ended.output

@@ -16,7 +16,8 @@ from click.testing import CliRunner
 
 from perdure.cli import main
 from perdure.drill.causes import CAUSES
-from perdure.drill.step_causes import PARTS, Parts, first_different_part, generators_that_differ
+from perdure.drill.replay import Parts
+from perdure.drill.step_bisect import PARTS, first_different_part, generators_that_differ
 
 PROGRAMS = Path(__file__).parent / "programs"
 PROGRAM = [sys.executable, str(PROGRAMS / "journaled.py")]

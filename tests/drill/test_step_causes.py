@@ -8,7 +8,7 @@ import pytest
 
 from perdure import CheckpointManager, ManagerOptions
 from perdure.drill.replay import StretchResult
-from perdure.drill.step_causes import PartDifference, ReplayedRun, StepComparison, likely_cause
+from perdure.drill.step_bisect import PartDifference, ReplayedRun, likely_cause
 from perdure.store.format import span_text
 
 
@@ -16,7 +16,7 @@ from perdure.store.format import span_text
 def test_only_a_checkpoint_that_is_there_is_advised(start: int | None) -> None:
     wrong = StretchResult(start, 6, "differs", step=6, what="state", expected="a", found="b")
     runs = ReplayedRun("a", 1, None, wrong), ReplayedRun("b", 1, None, StretchResult(start, 6))
-    found = likely_cause(StepComparison(6, runs, None, (), False, False, True))
+    found = likely_cause(6, runs, None)
     assert found.what == "a run has recorded other bits than its program computes"
     ways = [text for text in found.advice.split(". ") if "rollback" in text]
     expected = "Continue from the checkpoint before this step: perdure rollback a@5."
@@ -37,8 +37,7 @@ def test_the_data_start_again_only_with_their_first_batch(
                 manager.journal.record(step + 1, {"w": float(batch)}, batch)
     part = PartDifference("batch", None, (), 1, (), ("before",))
     runs = [ReplayedRun(str(tmp_path / name), 1, None, StretchResult(0, 7)) for name in "ab"]
-    found = StepComparison(7, (runs[0], runs[1]), part, (), False, False, True)
-    assert likely_cause(found).cause == cause
+    assert likely_cause(7, (runs[0], runs[1]), part).cause == cause
 
 
 def test_one_step_is_no_span() -> None:

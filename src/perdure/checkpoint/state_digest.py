@@ -150,7 +150,7 @@ def trace_recorded(step: int, part: str, value: Any, group: Processes | None = N
 
     Args:
         step: How many steps the state contains after this one.
-        part: One of `perdure.drill.step_causes.PARTS`.
+        part: One of `perdure.drill.step_bisect.PARTS`.
         value: A tree; one that has no exact form is left out.
         group: The processes that hold it; None for a single process.
     """

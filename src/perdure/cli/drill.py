@@ -64,7 +64,7 @@ def drill(
     from rich.console import Console
 
     from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
-    from perdure.drill.text_report import TextReporter
+    from perdure.drill.drill_report import TextReporter
     from perdure.report.page import render_drill, templates
 
     kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)

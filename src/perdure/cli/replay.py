@@ -64,8 +64,7 @@ def replay(
       perdure replay runs/a --steps 100:200 -- python train.py
     """
     from perdure.checkpoint.address import open_run
-    from perdure.drill.replay import ReplayOptions, replay_run
-    from perdure.drill.replay_record import replay_document, write_record
+    from perdure.drill.replay import ReplayOptions, replay_document, replay_run, write_record
     from perdure.errors import SaveError
 
     if directory is not None and directory.resolve().is_relative_to(Path(run).resolve()):

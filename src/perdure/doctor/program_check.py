@@ -6,21 +6,22 @@ Invariant: the program runs in copies of the working directory; nothing of the o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from perdure.doctor import Computed, ResultComparison, compare
-from perdure.drill.execution import LOGS, DrilledProgram, log_tail, read_manifest
-from perdure.drill.fault_injection import COPIES
-from perdure.drill.stretch import make_copy, run_copy, why_it_failed
+from perdure.drill.execution import DrilledProgram, execute
+from perdure.drill.scenario import Fault, Launch, Outcome
 from perdure.errors import LaunchError
 from perdure.supervise.options import checked_command
 
 PROCESSES = 2
 """How often the program is started."""
+
+Result = Computed | ResultComparison
 
 
 @dataclass(frozen=True)
@@ -62,96 +63,75 @@ def check_program(
         LaunchError: The program cannot be started, fails, or computed nothing that can be compared.
     """
     checked_command(command, "perdure doctor --")
-    try:
-        return _check(command, options, directory, progress)
-    except LaunchError as error:
-        raise LaunchError(str(error).replace("with --directory", "with TMPDIR")) from error
-
-
-def _check(
-    command: Sequence[str],
-    options: ProgramOptions,
-    directory: Path,
-    progress: Callable[[str], None],
-) -> list[ResultComparison]:
     # Without a shared compilation cache: the second process compiles again, and may choose otherwise.
     program = DrilledProgram.here(
         command, directory, options.workers, options.read_only, is_cached=False
     )
-    computed: list[Computed] = []
-    problems: list[ResultComparison] = []
+    end = Launch((Fault("recorded", "exit", nth=options.steps, worker=0),))
+    results: list[Result] = []
     for number in range(1, PROCESSES + 1):
         progress(f"the program, started for the {('first', 'second')[number - 1]} time")
         place = directory / f"process-{number}"
-        for result in _run(program, options, place, number):
-            if isinstance(result, Computed):
-                computed.append(result)
-            elif result not in problems:
-                problems.append(result)
-    return [*map(_in_all_processes, compare(computed)), *problems]
+        try:
+            outcome = execute(
+                program,
+                place,
+                [end],
+                devices=options.devices,
+                restarts=0,
+                asked={"doctor": True},
+            )
+        except LaunchError as error:
+            raise LaunchError(str(error).replace("with --directory", "with TMPDIR")) from error
+        results += _results(outcome, options.steps, number)
+    compared = compare(each for each in results if isinstance(each, Computed))
+    problems = dict.fromkeys(each for each in results if isinstance(each, ResultComparison))
+    return [*map(_in_all_processes, compared), *problems]
 
 
-def _run(
-    program: DrilledProgram, options: ProgramOptions, directory: Path, number: int
-) -> list[Computed | ResultComparison]:
-    root = make_copy(program, directory)
-    end = {"id": "end", "act": "exit", "worker": 0, "point": "recorded", "nth": options.steps}
-    plan = {"faults": [end], "doctor": True}
-    summary, events = run_copy(program, root, plan, options.devices)
-    kinds = {event["e"] for event in events}
-    if summary.status != 0 and not kinds & {"checked", "fired"}:
+def _results(outcome: Outcome, steps: int, number: int) -> Iterator[Result]:
+    """What the process `number` has computed: its first step, its states, or else its checkpoints."""
+    events: dict[str, list[dict[str, Any]]] = {}
+    for event in outcome.events:
+        events.setdefault(event["e"], []).append(event)
+    if outcome.problem and not events.keys() & {"checked", "fired"}:
         raise LaunchError(
-            f"the program failed: {why_it_failed(summary)}. The end of its log:\n"
-            f"{log_tail(directory / LOGS, summary.attempts) or '(nothing)'}"
+            f"the program failed: {outcome.problem}. The end of its log:\n{outcome.log or '(nothing)'}"
         )
-    for kind, read in (("checked", _checked), ("state", _states), ("commit", _checkpoints)):
-        if kind in kinds:
-            found = [event for event in events if event["e"] == kind]
-            results = [result for event in found for result in read(event, directory, number)]
-            if kind == "state" and "fired" not in kinds:
-                results.append(_early_end(found, options.steps))
-            return results
-    raise LaunchError(
-        "the program ended, and nothing that it computed is known: expected a call of "
-        "strategy.step(grad, update), or states that it saves or records with a CheckpointManager. "
-        "Three lines make a loop resumable, and known here: see README.md."
-    )
-
-
-def _checked(event: dict[str, Any], _: Path, number: int) -> list[Computed | ResultComparison]:
-    worker = f"worker {event['w']}, " if event["w"] else ""
-    results: list[Computed | ResultComparison] = []
-    for result in event["results"]:
-        what = result["what"]
-        if "problem" in result:
-            results.append(ResultComparison(FIRST_STEP, what, problem=result["problem"]))
-        else:
-            device = worker + result["device"]
-            results.append(Computed(FIRST_STEP, what, device, number, result["leaves"]))
-    return results
-
-
-def _states(event: dict[str, Any], _: Path, number: int) -> list[Computed | ResultComparison]:
-    group = f"states of {_shown(event['run'])}"
-    return [Computed(group, f"step {event['step']}", "", number, event["leaves"])]
-
-
-def _early_end(states: list[dict[str, Any]], wanted: int) -> ResultComparison:
-    """A row, and no failure: fewer states were compared than asked for."""
-    seen = len({event["step"] for event in states if event["step"] > 0})
-    text = f"the program ended after {seen} of the {wanted} steps that --steps asks for"
-    group = f"states of {_shown(states[-1]['run'])}"
-    return ResultComparison(group, "the end", problem=text, is_refusal=True)
-
-
-def _checkpoints(
-    event: dict[str, Any], directory: Path, number: int
-) -> list[Computed | ResultComparison]:
-    step = event["step"]
-    manifest = read_manifest(str(directory / COPIES / event["copy"]), step)
-    leaves = {leaf.path: f"{leaf.dtype} {leaf.shape} {leaf.hashes()}" for leaf in manifest.leaves}
-    group = f"checkpoints of {_shown(event['run'])}"
-    return [Computed(group, f"step {step}", "", number, leaves)]
+    if checked := events.get("checked"):
+        for event in checked:
+            worker = f"worker {event['w']}, " if event["w"] else ""
+            for each in event["results"]:
+                if "problem" in each:
+                    yield ResultComparison("the first step", each["what"], problem=each["problem"])
+                else:
+                    device, leaves = worker + each["device"], each["leaves"]
+                    yield Computed("the first step", each["what"], device, number, leaves)
+    elif states := events.get("state"):
+        for event in states:
+            yield Computed(
+                f"states of {_shown(event['run'])}",
+                f"step {event['step']}",
+                "",
+                number,
+                event["leaves"],
+            )
+        if "fired" not in events:  # no failure: fewer states were compared than asked for
+            seen = len({event["step"] for event in states if event["step"] > 0})
+            text = f"the program ended after {seen} of the {steps} steps that --steps asks for"
+            group = f"states of {_shown(states[-1]['run'])}"
+            yield ResultComparison(group, "the end", problem=text, is_refusal=True)
+    elif outcome.commits:
+        for commit in outcome.commits:
+            leaves = {x.path: f"{x.dtype} {x.shape} {x.hashes()}" for x in commit.manifest().leaves}
+            group = f"checkpoints of {_shown(commit.run)}"
+            yield Computed(group, f"step {commit.step}", "", number, leaves)
+    else:
+        raise LaunchError(
+            "the program ended, and nothing that it computed is known: expected a call of "
+            "strategy.step(grad, update), or states that it saves or records with a CheckpointManager. "
+            "Three lines make a loop resumable, and known here: see README.md."
+        )
 
 
 def _shown(run: str) -> str:
@@ -165,6 +145,3 @@ def _in_all_processes(comparison: ResultComparison) -> ResultComparison:
         return comparison
     text = f"expected in both runs of the program, found in {comparison.processes} of them"
     return replace(comparison, problem=text)
-
-
-FIRST_STEP = "the first step"

@@ -1,4 +1,4 @@
-"""The causes that a diagnosis can name, with their meaning and how to repair them."""
+"""The causes that a diagnosis can name: how they are probed, their meaning, and how to repair them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,32 @@ class Diagnosis:
     advice: str
     evidence: tuple[str, ...]
 
+
+STEADY = (
+    # First, because every probe that runs code in the program leaves other bytes in free memory.
+    ("memory", "memory", "the same pattern in all memory that nothing was written to"),
+    ("clock", "time", "a clock that only counts how often it is read"),
+    ("seed", "unseeded", "a fixed seed in place of the system's entropy"),
+    ("hash", "hash order", "PYTHONHASHSEED=0"),
+    ("addresses", "addresses", "the same addresses in each process (and PYTHONHASHSEED=0)"),
+    ("process", "process", "a fixed number of the process and of the attempt"),
+    ("one thread", "threads", "one thread"),
+)
+"""Each probe that takes away a cause of differences between all runs: the cause, and what it does."""
+
+STALE = (
+    ("no caches", "stale value", "functools.cache and lru_cache that keep nothing"),
+    ("no jit", "stale value", "functions that JAX does not compile"),
+)
+"""What only a resumed process does otherwise: it computes a value anew that another one has kept."""
+
+PLANTED = {
+    "shuffled directories": "directory order",
+    "poisoned memory": "memory",
+    "late threads": "threads",
+    "fast timers": "time",
+}
+"""The cause that each plant of another machine adds."""
 
 _OF_A_DRILL = """
 time: the result depends on the clock

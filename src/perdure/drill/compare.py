@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from perdure.checkpoint.retention import Candidate, ranked
-from perdure.drill.execution import read_manifest
 from perdure.drill.fault_injection import RUNS
 from perdure.drill.scenario import Commit, Outcome
 from perdure.errors import PerdureError
@@ -42,7 +41,6 @@ class RunDifference:
         step: The step of the checkpoint; None if the last checkpoint is missing.
         attempt: The attempt that wrote it.
         leaves: The leaves that differ.
-        equal: The paths of the leaves that do not differ.
         unreadable: Why the last checkpoint, committed with the right bits, cannot be read any more.
     """
 
@@ -51,7 +49,6 @@ class RunDifference:
     step: int | None = None
     attempt: int = 0
     leaves: tuple[LeafDifference, ...] = ()
-    equal: tuple[str, ...] = ()
     unreadable: str = ""
 
     @property
@@ -73,13 +70,21 @@ def compare(expected: Outcome, actual: Outcome) -> tuple[int, RunDifference | No
         key=lambda commit: (commit.step, commit.attempt),
     )
     for commit in common:
-        other = known[commit.run, commit.step]
+        other, what, leaves = known[commit.run, commit.step], "", ()
         if commit.fingerprint != other.fingerprint:
-            return len(common), _difference(other, commit)
-        rule = rules.get(commit.run)
-        difference = None if rule is None else _metric_difference(other, commit, rule["metric"])
-        if difference is not None:
-            return len(common), difference
+            old = other.leaves()
+            leaves = leaf_differences(old, commit.leaves())
+            what = f"{len(leaves)} of {len(old)} leaves differ"
+        elif commit.run in rules:  # other metrics may be timings
+            name = rules[commit.run]["metric"]
+            values = [each.manifest().metrics.get(name) for each in (other, commit)]
+            if values[0] != values[1]:
+                what = f"the metric {name}, by which checkpoints are kept, differs"
+                leaves = (LeafDifference(f"metric {name}", *map(repr, values)),)
+        if what:
+            text = f"step {commit.step}: {what}"
+            found = RunDifference(text, commit.run, commit.step, commit.attempt, leaves)
+            return len(common), found
     ends = actual.end()
     others = [run for run in ends if run not in expected.end()]
     for run, last in expected.end().items():
@@ -92,7 +97,12 @@ def compare(expected: Outcome, actual: Outcome) -> tuple[int, RunDifference | No
     if others:
         what = f"the end: only this run has the run directory {unquote(others[0])}"
         return len(common), RunDifference(what, others[0])
-    return len(common), _export_difference(expected, actual)
+    for name, bits in expected.exports.items() if actual.exports else ():
+        if (found := actual.exports.get(name, "")) != bits:
+            what = f"the end: {name}, which the program writes after its last step, differs"
+            leaf = LeafDifference(f"file {name}", bits[:12], found[:12])
+            return len(common), RunDifference(what, "", leaves=(leaf,))
+    return len(common), None
 
 
 def stable_exports(one: Outcome, two: Outcome) -> list[str]:
@@ -107,35 +117,9 @@ def stable_exports(one: Outcome, two: Outcome) -> list[str]:
     return [name for name in names if one.exports[name] == two.exports[name]]
 
 
-def _export_difference(expected: Outcome, actual: Outcome) -> RunDifference | None:
-    """The first file made after the last step that has other bytes, or is missing."""
-    for name, known in expected.exports.items() if actual.exports else ():
-        if (found := actual.exports.get(name, "")) != known:
-            what = f"the end: {name}, which the program writes after its last step, differs"
-            leaf = LeafDifference(f"file {name}", known[:12], found[:12])
-            return RunDifference(what, "", leaves=(leaf,))
-    return None
-
-
 def _retained_by(outcome: Outcome) -> dict[str, dict[str, Any]]:
     """The rule of each run directory whose best checkpoints are kept by a metric."""
     return {event["run"]: event for event in outcome.events if event["e"] == "retention"}
-
-
-def _metric_difference(expected: Commit, actual: Commit, name: str) -> RunDifference | None:
-    """The metric by which checkpoints are kept, if it is not the same; others may be timings."""
-    both = [read_manifest(each.copy, each.step) for each in (expected, actual)]
-    old, new = (manifest.metrics.get(name) for manifest in both)
-    if old == new:
-        return None
-    return RunDifference(
-        what=f"step {actual.step}: the metric {name}, by which checkpoints are kept, differs",
-        run=actual.run,
-        step=actual.step,
-        attempt=actual.attempt,
-        leaves=(LeafDifference(f"metric {name}", repr(old), repr(new)),),
-        equal=tuple(sorted(leaf.path for leaf in both[0].leaves)),
-    )
 
 
 def compare_best(plain: Path, faulted: Path, expected: Outcome) -> RunDifference | None:
@@ -214,46 +198,18 @@ def read_back(
     return None
 
 
-def leaves_of(commit: Commit) -> dict[str, LeafEntry]:
-    """The leaves of a checkpoint by path."""
-    return {leaf.path: leaf for leaf in read_manifest(commit.copy, commit.step).leaves}
-
-
-def _difference(expected: Commit, actual: Commit) -> RunDifference:
-    old, new = leaves_of(expected), leaves_of(actual)
-    leaves = leaf_differences(old, new)
-    return RunDifference(
-        what=f"step {actual.step}: {len(leaves)} of {len(old)} leaves differ",
-        run=actual.run,
-        step=actual.step,
-        attempt=actual.attempt,
-        leaves=leaves,
-        equal=tuple(sorted(old.keys() - {leaf.path for leaf in leaves})),
-    )
-
-
 def leaf_differences(
     old: Mapping[str, LeafEntry], new: Mapping[str, LeafEntry]
 ) -> tuple[LeafDifference, ...]:
     """The leaves that differ, scalars and schedules first: a weight may be their consequence."""
     changed = sorted(
-        (path for path in old.keys() | new.keys() if bits(old, path) != bits(new, path)),
+        (path for path in old.keys() | new.keys() if bits_of(old, path) != bits_of(new, path)),
         key=lambda path: ((old.get(path) or new[path]).nbytes, path),
     )
     return tuple(LeafDifference(p, _text(old.get(p)), _text(new.get(p))) for p in changed)
 
 
-def changing(commits: Iterable[Commit], paths: Iterable[str]) -> list[str]:
-    """The `paths` whose bits are not the same in all of `commits`."""
-    seen: dict[str, set[object]] = {path: set() for path in paths}
-    for commit in commits:
-        leaves = leaves_of(commit)
-        for path, values in seen.items():
-            values.add(bits(leaves, path))
-    return sorted(path for path, values in seen.items() if len(values) > 1)
-
-
-def bits(leaves: Mapping[str, LeafEntry], path: str) -> object:
+def bits_of(leaves: Mapping[str, LeafEntry], path: str) -> object:
     """A value that is the same for two leaves with the same bits; None for a missing leaf."""
     leaf = leaves.get(path)
     return leaf and (leaf.dtype, leaf.shape, leaf.text, tuple(leaf.hashes()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,35 +12,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from perdure.drill.causes import diagnosis
-from perdure.drill.compare import (
-    compare,
-    compare_best,
-    newest_steps,
-    read_back,
-    stable_exports,
-)
-from perdure.drill.diagnose import diagnose_run, diagnose_undisturbed
+from perdure.drill.compare import compare, compare_best, newest_steps, read_back, stable_exports
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow, DrillStopped
-from perdure.drill.execution import (
-    LOGS,
-    DrilledProgram,
-    execute,
-    holds_earlier_drill,
-    observe,
-    phases_of,
-)
-from perdure.drill.fault_plan import (
-    KINDS,
-    draw_scenario,
-    estimated_seconds,
-    other_devices,
-    other_workers,
-    plan,
-    possible_kinds,
-)
-from perdure.drill.probe_runner import ProbeRunner
-from perdure.drill.scenario import Observed, Outcome, Scenario
-from perdure.errors import LaunchError
+from perdure.drill.execution import LOGS, DrilledProgram, execute, holds_earlier_runs
+from perdure.drill.fault_plan import KINDS, draw_scenario, estimated_seconds, plan, possible_kinds
+from perdure.drill.observed import Observed, observe, other_devices, other_workers, phases_of
+from perdure.drill.run_diagnosis import diagnose_run
+from perdure.drill.scenario import Outcome, Scenario
+from perdure.drill.undisturbed_diagnosis import Probes, diagnose_undisturbed
+from perdure.errors import CommandError, LaunchError
+from perdure.supervise.options import checked_command
 from perdure.text import counted
 
 # Kinds of faults that have a probe of their own, and so a cause of their own.
@@ -77,6 +59,24 @@ def run_drill(
             exist; if `directory` cannot be written to or holds an earlier drill.
         DrillStopped: If this process got a signal that asked it to end; holds the report so far.
     """
+    _check_arguments(command, options)
+    directory = directory.absolute()  # the program runs elsewhere
+    for pattern in ("undisturbed-*", "run-[0-9]*", "probes"):
+        if found := next(directory.glob(pattern), None):
+            raise holds_earlier_runs(found)
+    program = DrilledProgram.here(
+        command, directory, options.workers, options.read_only, options.environment
+    )
+    return _Drill(program, options, directory, progress).run()
+
+
+def _check_arguments(command: Sequence[str], options: DrillOptions) -> None:
+    """Raise `LaunchError` for what can be known before anything is run or written."""
+    script = command[0] if command else ""
+    if script.endswith(".py") and Path(script).is_file() and shutil.which(script) is None:
+        line = shlex.join(("python", *command))
+        raise CommandError(f"{script}: expected a command. Write: perdure drill -- {line}")
+    checked_command(command, "perdure drill --")
     for path in options.read_only:
         # A misspelt directory would be redirected, and the program would begin without it.
         if not Path(path).is_dir():
@@ -84,34 +84,15 @@ def run_drill(
                 f"--read-only {path}: no such directory, in {Path.cwd()}. Expected a run directory "
                 f"that the program only reads."
             )
-    directory = directory.absolute()  # the program runs elsewhere
-    _require_workers(options)
-    _require_unused(directory)
-    program = DrilledProgram.here(
-        command, directory, options.workers, options.read_only, options.environment
-    )
-    return _Drill(program, options, directory, progress).run()
-
-
-def _require_workers(options: DrillOptions) -> None:
-    """Raise `LaunchError` for faults of a group if there is none."""
-    alone = Observed(0.0, 0.0, (1, 2), (), {}, {}, 0.0)
     of_groups = [kind for kind in options.faults if kind in ("worker-lost", "other-workers")]
-    _, cannot = possible_kinds(alone, of_groups if options.workers == 1 else ())
-    _require_possible(cannot)
+    if options.workers == 1:
+        _require_possible(possible_kinds(Observed(steps=(1, 2)), of_groups)[1])
 
 
 def _require_possible(cannot: Mapping[str, str]) -> None:
     if cannot:
         reasons = "; ".join(f"{kind}: {why}" for kind, why in cannot.items())
         raise LaunchError(f"these faults cannot happen to this program: {reasons}.")
-
-
-def _require_unused(directory: Path) -> None:
-    """Raise `LaunchError` if any part of an earlier drill is in `directory`."""
-    for pattern in ("undisturbed-*", "run-[0-9]*", "probes"):
-        if found := next(directory.glob(pattern), None):
-            raise holds_earlier_drill(found)
 
 
 class _Drill:
@@ -127,8 +108,7 @@ class _Drill:
         self._directory = directory
         self._progress = progress
         self._ends: dict[str, int] = {}  # the newest steps that an undisturbed run leaves
-        nothing = Observed(0.0, 0.0, (), (), {}, {}, 0.0)
-        self._report = DrillReport(program.command, options, nothing, Outcome())
+        self._report = DrillReport(program.command, options, Observed(), Outcome())
 
     def run(self) -> DrillReport:
         began, clock = datetime.now(UTC), time.monotonic()
@@ -159,33 +139,30 @@ class _Drill:
         self._ends = newest_steps(second)
         if report.undisturbed is None:
             report.undisturbed = read_back(second, self._ends, plain)
-        runner = ProbeRunner(
-            self._program, self._directory / "probes", plain, observed, self._progress
-        )
+        probes = Probes(self._program, self._directory / "probes", plain, observed, self._progress)
         if report.undisturbed is not None:
             self._progress("looking for the cause", None)
-            report.diagnosis = diagnose_undisturbed(runner, other, report.undisturbed)
+            report.diagnosis = diagnose_undisturbed(probes, other, report.undisturbed)
             return
-        observed = self._try_topologies(runner, observed, report)
-        report.observed = runner.observed = observed = self._with_phases(observed, plain)
+        observed = self._with_phases(self._try_topologies(probes, observed, report), plain)
+        report.observed = probes.observed = observed
         kinds = self._kinds(observed, report)
-        options = self._options
-        scenarios = plan(observed, kinds, options.runs, options.seed, report.impossible)
+        scenarios = plan(observed, kinds, self._options.runs, self._options.seed)
         self._progress(_estimate(scenarios, observed), None)
         for scenario in scenarios:
             row = self._faulted(scenario, observed, plain)
             report.rows.append(row)
             self._progress(scenario.kind, row)
-            if options.fail_fast and row.verdict != "pass":
+            if self._options.fail_fast and row.verdict != "pass":
                 break
         _require_restores(report.rows)
-        self._diagnose(runner, report)
+        self._diagnose(probes, report)
 
     def _with_phases(self, observed: Observed, plain: Outcome) -> Observed:
         """Watch which lines run, in a run of its own: a compiler may leave out what is watched."""
         self._progress("undisturbed, watched for its phases", None)
         place = self._directory / "undisturbed-3"
-        watched = execute(self._program, place, phases=True)
+        watched = execute(self._program, place, asked={"phases": True})
         _remove_checkpoints(place)
         if watched.problem:
             return observed
@@ -206,31 +183,25 @@ class _Drill:
             )
         return outcome
 
-    def _try_topologies(
-        self, runner: ProbeRunner, observed: Observed, report: DrillReport
-    ) -> Observed:
+    def _try_topologies(self, probes: Probes, observed: Observed, report: DrillReport) -> Observed:
         """Try other numbers of devices and workers without a fault.
 
         A number that the program refuses is no failure of a restart.
         """
-        wanted = self._options.faults or tuple(KINDS)
-        devices: list[int] = []
-        workers: list[int] = []
-        if "other-devices" in wanted:
-            for count in other_devices(observed)[:2]:
-                self._progress(f"trying {count} devices", None)
-                if problem := runner.undisturbed(devices=count).problem:
-                    report.impossible["other-devices"] = f"refused on {count} devices: {problem}"
+        may: dict[str, tuple[int, ...]] = {}
+        for what, counts in (
+            ("devices", other_devices(observed)),
+            ("workers", other_workers(observed)),
+        ):
+            kind, usable = f"other-{what}", []
+            for count in counts[:2] if kind in (self._options.faults or KINDS) else ():
+                self._progress(f"trying {count} {what}", None)
+                if problem := probes.undisturbed(**{what: count}).problem:
+                    report.impossible[kind] = f"refused on {count} {what}: {problem}"
                 else:
-                    devices.append(count)
-        if "other-workers" in wanted:
-            for count in other_workers(observed)[:2]:
-                self._progress(f"trying {count} workers", None)
-                if problem := runner.undisturbed(workers=count).problem:
-                    report.impossible["other-workers"] = f"refused on {count} workers: {problem}"
-                else:
-                    workers.append(count)
-        return replace(observed, may_devices=tuple(devices), may_workers=tuple(workers))
+                    usable.append(count)
+            may[what] = tuple(usable)
+        return replace(observed, may_devices=may["devices"], may_workers=may["workers"])
 
     def _kinds(self, observed: Observed, report: DrillReport) -> list[str]:
         wanted = self._options.faults or tuple(KINDS)
@@ -242,10 +213,11 @@ class _Drill:
 
     def _faulted(self, scenario: Scenario, observed: Observed, plain: Outcome) -> DrillRow:
         """Run one scenario; while its fault does not fire, draw it again at earlier places."""
-        retry, seed = 0, self._options.seed
+        retry = 0
         while True:
             name = f"run-{scenario.number:03d}{f'-{retry}' if retry else ''}"
-            outcome = execute(self._program, self._directory / name, scenario.attempts, observed)
+            place = self._directory / name
+            outcome = execute(self._program, place, scenario.attempts, observed.limits)
             if scenario.kind not in _OTHER_CLOCKS:  # an export may have a date
                 outcome.hash_exports(plain.exports)
             compared, difference = compare(plain, outcome)
@@ -257,18 +229,20 @@ class _Drill:
                 _remove_checkpoints(self._directory / f"{name}-control")
                 compared, difference = compare(plain, outcome)
             if difference is None and not outcome.problem:
-                difference = read_back(self._directory / name, self._ends, plain) or compare_best(
-                    self._directory / "undisturbed-2", self._directory / name, plain
+                difference = read_back(place, self._ends, plain) or compare_best(
+                    self._directory / "undisturbed-2", place, plain
                 )
             row = DrillRow(scenario, outcome, compared, difference)
             if row.verdict == "pass":
-                _remove_checkpoints(self._directory / name)
+                _remove_checkpoints(place)
             retry += 1
             if row.verdict != "not fired" or retry == TRIES:
                 return row
-            scenario = draw_scenario(observed, scenario.kind, scenario.number, seed, retry)
+            scenario = draw_scenario(
+                observed, scenario.kind, scenario.number, self._options.seed, retry
+            )
 
-    def _diagnose(self, runner: ProbeRunner, report: DrillReport) -> None:
+    def _diagnose(self, probes: Probes, report: DrillReport) -> None:
         """Diagnose the first row of each sort of failure; a later one may have another cause."""
         known: dict[tuple[object, ...], int] = {}
         for row in report.rows:
@@ -288,18 +262,15 @@ class _Drill:
                 else "",
             )
             if (first := known.get(sort)) is not None:
-                text = f"like run {first}: {_what_differs(row)}; its cause was not looked for"
-                row.diagnosis = replace(diagnosis("not looked for", text), what=text, evidence=())
+                how = (
+                    "the same leaves differ" if seen and seen.leaves else "it ends in the same way"
+                )
+                text = f"like run {first}: {how}; its cause was not looked for"
+                row.diagnosis = replace(diagnosis("not looked for"), what=text)
                 continue
             known[sort] = row.scenario.number
             self._progress(f"looking for the cause of run {row.scenario.number}", None)
-            row.diagnosis = diagnose_run(runner, row.scenario, row.outcome, seen)
-
-
-def _what_differs(row: DrillRow) -> str:
-    if row.difference is None:
-        return "it fails in the same way"
-    return "the same leaves differ" if row.difference.leaves else "it ends in the same way"
+            row.diagnosis = diagnose_run(probes, row.scenario, row.outcome, seen)
 
 
 def _estimate(scenarios: Sequence[Scenario], observed: Observed) -> str:

@@ -1,4 +1,8 @@
-"""Runs a program once under the drill, to its end, with the supervisor of `perdure run`."""
+"""Runs a program once, to its end, with the supervisor of `perdure run`.
+
+Every run of a program goes through `execute`: in a drill, a search for a cause, a replay, a bisection
+and under the doctor. It works in a copy of the working directory, and leaves its events beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +10,29 @@ import contextlib
 import errno
 import io
 import json
-import math
 import os
-import shlex
-import shutil
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from perdure.drill.damage import damage
 from perdure.drill.fault_injection import COPIES, PLAN, RUNS
 from perdure.drill.probes import probe_environment
-from perdure.drill.scenario import (
-    Commit,
-    FiredFault,
-    Launch,
-    LaunchOutcome,
-    Observed,
-    Outcome,
-    WrittenFile,
-)
+from perdure.drill.scenario import Commit, FiredFault, Launch, LaunchOutcome, Outcome, WrittenFile
 from perdure.drill.working_directory import ROOT, WorkingDirectory
 from perdure.drill.written_files import EVENTS
-from perdure.errors import CommandError, LaunchError
+from perdure.errors import LaunchError
+from perdure.store import Run
 from perdure.store.drill_hook import DRILL
+from perdure.store.format import MANIFESTS, PACKS, manifest_name, pack_step
 from perdure.store.manifest import Manifest
-from perdure.store.manifest_json import decode_manifest
 from perdure.supervise.attempts_log import AttemptRecord
 from perdure.supervise.console import Console
-from perdure.supervise.options import Limits, RunOptions, checked_command
+from perdure.supervise.options import Limits, RunOptions
 from perdure.supervise.supervisor import Observer, Supervisor
 from perdure.supervise.worker import Worker
 from perdure.supervise.worker_environment import default_cache
@@ -104,10 +96,14 @@ def execute(
     program: DrilledProgram,
     directory: Path,
     attempts: Sequence[Launch] = (),
-    observed: Observed | None = None,
-    environment: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    probes: Sequence[str] = (),
+    put: Sequence[str] = (),
     *,
-    phases: bool = False,
+    devices: int | None = None,
+    restarts: int | None = None,
+    asked: Mapping[str, Any] | None = None,
+    prepare: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Run `program` to its end in `directory` under the faults of `attempts`.
 
@@ -115,38 +111,45 @@ def execute(
         program: What to run.
         directory: Is created, and holds all that the run writes.
         attempts: Topology and faults of the first attempts; later ones have no faults.
-        observed: Gives the limits after which a silent program counts as hung.
-        environment: Variables on top of those of the program.
-        phases: Also record which lines of the program run in each step, which slows it down.
+        limits: When a silent program counts as hung.
+        probes: Names of `probes` under which every attempt runs.
+        put: What the probe "resume" puts back.
+        devices: Devices of each worker; None leaves them to the framework.
+        restarts: Failures that may be followed by another attempt; by default a few more than faults.
+        asked: What the fault injector does besides: `phases`, `traced`, `doctor`.
+        prepare: Is called once the copy of the working directory is there.
 
     Raises:
-        LaunchError: If the command does not exist, or `directory` exists or cannot be written to.
+        LaunchError: If `directory` exists or cannot be written to.
         KeyboardInterrupt: If this process got a signal that asked it to end.
     """
-    faults = _FaultObserver(program, directory, attempts, environment or {}, phases=phases)
     options = RunOptions(
         workers=program.workers,
-        max_restarts=len(attempts) + _SPARE_RESTARTS,
+        devices_per_worker=devices,
+        max_restarts=len(attempts) + _SPARE_RESTARTS if restarts is None else restarts,
         log_directory=directory / LOGS,
-        limits=_limits(observed),
+        limits=limits or Limits(stopped=STOPPED_S),
         compilation_cache=program.cache,
     )
-    _check_command(program.command)
+    observer = FaultObserver(program, directory, attempts, probes, put, asked or {})
     with writable(directory):
-        _make(directory)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise holds_earlier_runs(directory) from error
         root = program.working.make(directory)
-    quiet = Console(io.StringIO(), io.StringIO())
-    command = program.working.command(root, program.command)
-    supervisor = Supervisor(command, options, console=quiet, observer=faults)
-    began = faults.began = time.monotonic()
-    with writable(directory):
+        prepare()
+        quiet = Console(io.StringIO(), io.StringIO())
+        command = program.working.command(root, program.command)
+        supervisor = Supervisor(command, options, console=quiet, observer=observer)
+        began = observer.began = time.monotonic()
         try:
             summary = supervisor.run()
         finally:
-            faults.close()
+            observer.close()
     if summary.signal is not None:  # sent to this process, and no fault of the drill
         raise KeyboardInterrupt
-    outcome = faults.outcome
+    outcome = observer.outcome
     outcome.began, outcome.seconds = began, summary.seconds
     outcome.files = written_files(directory, program.working.source, outcome.events)
     if summary.status != 0:
@@ -155,24 +158,23 @@ def execute(
     return outcome
 
 
-class _FaultObserver(Observer):
+class FaultObserver(Observer):
     """Prepares every attempt, sends signals from outside, and records what happened."""
 
     def __init__(
         self,
         program: DrilledProgram,
         directory: Path,
-        attempts: Sequence[Launch],
-        environment: Mapping[str, str],
-        *,
-        phases: bool,
+        attempts: Sequence[Launch] = (),
+        probes: Sequence[str] = (),
+        put: Sequence[str] = (),
+        asked: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._program = program
-        self._phases = phases
         self._directory = directory
         self._attempts = attempts
-        self._probed = environment
-        self._environment = {**program.environment, **environment, DRILL: str(directory)}
+        self._probes, self._put = probes, put
+        self._asked = asked
         self._workers = program.workers
         self._devices: int | None = None
         self._now = Launch()
@@ -192,33 +194,23 @@ class _FaultObserver(Observer):
             done = damage(self._directory / RUNS, now.damage, now.place)
             if done is not None:
                 self._fired(done)
-        if now.devices is not None:
-            self._devices = now.devices
-            self._fired(f"on {now.devices} devices")
-        if now.workers is not None:
-            self._workers = now.workers
-            self._fired(f"on {now.workers} workers")
-        if now.plants:
-            self._fired("as on another machine")
-        faults = [
-            {"id": f"{attempt}-{i}", **{k: v for k, v in asdict(fault).items() if v is not None}}
-            for i, fault in enumerate(now.injected)
-        ]
+        for move in now.moves():
+            self._fired(move)
+        self._devices = now.devices or self._devices
+        self._workers = now.workers or self._workers
+        faults = [asdict(fault) for fault in now.injected]
         plan = {"attempt": attempt, "faults": faults, "read_only": self._program.read_only}
-        plan["phases"] = self._phases
-        (self._directory / PLAN).write_text(json.dumps(plan))
+        (self._directory / PLAN).write_text(json.dumps({**plan, **self._asked}))
         return self._workers
 
     def environment(self, attempt: int, worker: int) -> Mapping[str, str]:
-        """The directory of the drilled run, and another number of devices if the plan has one."""
+        """The directory of the drilled run, its probes, and the number of devices of the plan."""
+        given = self._program.environment
         devices = {} if self._devices is None else {DEVICES: str(self._devices)}
-        probes = list(self._now.plants)
-        if any(fault.act == "clock" for fault in self._now.injected):
-            probes.append("jumps")
-        planted = {}
-        if probes and not self._probed:
-            planted = probe_environment(self._directory, probes, self._environment)
-        return {**self._environment, **devices, **planted}
+        jumps = any(fault.act == "clock" for fault in self._now.injected)
+        probes = [*self._probes, *self._now.plants, *["jumps"] * jumps]
+        planted = probe_environment(self._directory, probes, given, self._put) if probes else {}
+        return {**given, DRILL: str(self._directory), **devices, **planted}
 
     def started(self, worker: Worker) -> None:
         """Start the timer of a signal from outside once the last worker has started."""
@@ -308,9 +300,10 @@ class _FaultObserver(Observer):
             elif kind == "read":
                 has_read = True
             elif kind == "commit":
-                copy = self._directory / COPIES / event["copy"]
-                fingerprint = read_manifest(str(copy), step).fingerprint
-                outcome.commits.append(Commit(event["run"], step, number, str(copy), fingerprint))
+                copy = str(self._directory / COPIES / event["copy"])
+                commit = Commit(event["run"], step, number, copy, "")
+                fingerprint = commit.manifest().fingerprint
+                outcome.commits.append(replace(commit, fingerprint=fingerprint))
             elif kind == "step":
                 done.first = step if done.first is None else min(done.first, step)
                 done.last = step if done.last is None else max(done.last, step)
@@ -358,105 +351,10 @@ def written_files(
     return found
 
 
-def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
-    """Summarize an undisturbed run."""
-    chief = [event for event in outcome.events if event["w"] == 0]
-    steps = [event for event in chief if event["e"] == "step"]
-    end = outcome.began + outcome.seconds
-    first = steps[0]["t"] if steps else end
-    times = [*sorted(event["t"] for event in outcome.events if event["t"] >= first), end]
-    recipe: Mapping[str, Any] = {}
-    if outcome.commits:
-        last = outcome.commits[-1]
-        recipe = read_manifest(last.copy, last.step).recipe
-    replicas = recipe.get("replicas")
-    committed = [event for event in chief if event["e"] == "commit"]
-    synced = next((i for i, event in enumerate(chief) if event["e"] == "manifest.sync"), -1)
-    return Observed(
-        seconds=outcome.seconds,
-        first_step_s=first - outcome.began,
-        steps=tuple(event["step"] for event in steps),
-        commits=tuple(sorted({commit.step for commit in outcome.commits})),
-        points=Counter(event["e"] for event in chief),
-        early=Counter(event["e"] for event in chief if event["t"] <= first),
-        silence_s=max((b - a for a, b in pairwise(times)), default=0.0),
-        workers=program.workers,
-        replicas=replicas if isinstance(replicas, int) else None,
-        devices=int(program.environment.get(DEVICES) or os.environ.get(DEVICES) or 1),
-        modules=tuple(steps[0].get("modules", ())) if steps else (),
-        sequence=tuple(event["step"] for event in committed),
-        runs=tuple(event["run"] for event in committed),
-        first_commit_s=committed[0]["t"] - outcome.began if committed else 0.0,
-        before_commit=Counter(event["e"] for event in chief[: synced + 1]),
-        versions=steps[0].get("versions", {}) if steps else {},
-        recipe=dict(recipe),
-    )
-
-
-def phases_of(outcome: Outcome) -> dict[tuple[str, int], object]:
-    """The phase of each checkpoint: what ran before and after it, and which leaves changed.
-
-    Two checkpoints are of one phase if the same lines of the program ran in the steps since the
-    checkpoint before, and until the next one, and the same leaves changed.
-    """
-    chief = [event for event in outcome.events if event["w"] == 0]
-    lines = [(event["step"], event["lines"]) for event in chief if event.get("lines")]
-    found: dict[tuple[str, int], object] = {}
-    for run in dict.fromkeys(commit.run for commit in outcome.commits):
-        commits = sorted((c for c in outcome.commits if c.run == run), key=lambda c: c.step)
-        hashes: list[dict[str, object]] = []
-        for manifest in (read_manifest(commit.copy, commit.step) for commit in commits):
-            hashes.append({"metric epoch": manifest.metrics.get("epoch")})  # of Keras `fit`
-            hashes[-1] |= {leaf.path: (leaf.text, *leaf.hashes()) for leaf in manifest.leaves}
-        spans = []
-        for a, b in zip([None, *commits], [*commits, None], strict=True):
-            first, last = a.step if a else -1, b.step if b else math.inf
-            ran = frozenset(sign for step, sign in lines if first < step <= last)
-            spans.append(ran)
-        changed = [
-            frozenset(path for path, known in new.items() if old.get(path, known) != known)
-            for old, new in pairwise([{}, *hashes])
-        ]
-        changed.append(frozenset())
-        around = [*zip(spans, changed, strict=True)]
-        for number, commit in enumerate(commits):
-            found[run, commit.step] = (around[number], around[number + 1])
-    return found
-
-
-def read_manifest(copy: str, step: int) -> Manifest:
-    """Decode the copy of a manifest that was made when it was committed."""
-    return decode_manifest(Path(copy).read_bytes(), copy, step)
-
-
-def _limits(observed: Observed | None) -> Limits:
-    if observed is None:
-        return Limits(stopped=STOPPED_S)
-    start = max(60.0, 10 * observed.first_step_s)
-    step = max(20.0, 10 * observed.silence_s)
-    return Limits(start, start, start, step, step, step, step + start, STOPPED_S)
-
-
-def _check_command(command: Sequence[str]) -> None:
-    """Raise `CommandError` for a misspelt command, before anything is written."""
-    script = command[0] if command else ""
-    if script.endswith(".py") and Path(script).is_file() and shutil.which(script) is None:
-        line = shlex.join(("python", *command))
-        raise CommandError(f"{script}: expected a command. Write: perdure drill -- {line}")
-    checked_command(command, "perdure drill --")
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True)
-    except FileExistsError as error:
-        raise holds_earlier_drill(directory) from error
-
-
-def holds_earlier_drill(part: Path) -> LaunchError:
-    """The error for a place where `part` of an earlier drill is found."""
+def holds_earlier_runs(part: Path) -> LaunchError:
+    """The error for a place where `part` of an earlier drill or replay is found."""
     return LaunchError(
-        f"{part.parent}: it holds an earlier drill ({part.name} exists). Name another place with "
+        f"{part.parent}: it holds earlier runs ({part.name} exists). Name another place with "
         f"--directory, or remove that one."
     )
 
@@ -493,3 +391,60 @@ def log_tail(logs: Path, attempts: Sequence[AttemptRecord]) -> str:
         if lines:
             return "\n".join(lines[-_TAIL:])
     return ""
+
+
+# ---------------------------------------------------------------- damage
+
+
+def damage(runs: Path, how: str, place: float) -> str | None:
+    """Damage the newest checkpoint of the run directory below `runs` that has the most checkpoints.
+
+    Args:
+        runs: The parent of the run directories.
+        how: "flip" a bit of what the save of the checkpoint wrote, or "delete" its pack.
+        place: Where in it, from 0 to 1.
+
+    Returns:
+        What was done, as text; None, with nothing done, if there is no older checkpoint.
+    """
+    marked = [path.parent for path in sorted(runs.glob(f"*/{MANIFESTS}")) if path.is_dir()]
+    candidates = [(run.steps(), run) for run in map(Run, marked)]
+    steps, run = max(candidates, key=lambda candidate: len(candidate[0]), default=([], None))
+    if run is None or len(steps) < 2:
+        return None
+    directory, step = Path(run.where), steps[-1]
+    manifest = run.manifest(step)
+    packs = [pack.name for pack in manifest.packs if pack_step(pack.name) == step]
+    if how == "delete":
+        if not packs:
+            return None
+        name = packs[int(place * len(packs))]
+        (directory / PACKS / name).unlink()
+        return f"{PACKS}{name} of step {step} deleted"
+    if how != "flip":
+        raise ValueError(f"expected damage of kind 'flip' or 'delete', found {how!r}")
+    spans = _spans(manifest, set(packs))
+    if spans:
+        name, start, length = spans[int(place * len(spans))]
+        offset = start + int(place * length)
+        name = PACKS + name
+    else:  # the save wrote nothing but the manifest
+        name = manifest_name(step)
+        offset = int(place * (directory / name).stat().st_size)
+    with (directory / name).open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << int(place * 8)]))
+    return f"a bit of byte {offset} of {name} flipped (step {step})"
+
+
+def _spans(manifest: Manifest, packs: set[str]) -> list[tuple[str, int, int]]:
+    """Pack, offset and length in bytes of the chunks that lie in `packs`."""
+    names = [pack.name for pack in manifest.packs]
+    return [
+        (names[chunk.pack], chunk.offset, chunk.length)
+        for leaf in manifest.leaves
+        for chunk in leaf.chunks
+        if names[chunk.pack] in packs and chunk.length
+    ]

@@ -4,8 +4,8 @@ The directory of a drilled run holds `plan.json` (the faults of this attempt), `
 for every operation that changes a run directory and for every step), `manifests/` (a copy of every
 manifest as it is committed, so that retention does not remove the evidence), `root/` (the working
 directory of this run), `runs/` (links to the run directories in it, and the run directories that the
-program names outside of it) and `fired-ID.json` for every fault that happened. Invariants: a fault
-happens once, even if several processes reach its place; it is recorded on disk before it happens.
+program names outside of it) and `fired-ATTEMPT-NUMBER` for every fault that happened. Invariants: a
+fault happens once, even if several processes reach its place; it is recorded before it happens.
 
 A fault happens at a *point*, a named place that a process reaches:
 
@@ -42,8 +42,9 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from perdure.drill.jumping_clock import jump
+from perdure.drill.scenario import Fault
 from perdure.drill.working_directory import ROOT
-from perdure.drill.written_files import EVENTS, LineSigns
+from perdure.drill.written_files import LineSigns, record
 from perdure.runtime import heartbeats
 from perdure.state import process_random
 from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes
@@ -79,20 +80,15 @@ def fault_injector(directory: str) -> FaultInjector:
 class FaultInjector:
     """Watches this process for the drilled run in `directory` and carries out the faults of its plan.
 
-    A fault of the plan is `{id, point, act, nth, step, worker, value, of, opened}`: the `nth` time this
-    process reaches `point` (or at the first `point` whose step is at least `step`, once the program has
-    named the run directory `opened`), `act` happens: "kill",
-    "term", "stop" (a signal to itself), "full", "io" (the operation fails), "torn" (the file written
-    last loses its end and the process is killed), "clock" (the clock jumps by `value` seconds). "exit",
-    the end of a replay, happens at each such point from the first on: `SystemExit` in the program, so
-    that a save under way is finished.
+    `plan.json` has the number of the attempt, its faults (`scenario.Fault`), the run directories that
+    the program only reads, and what else is asked for: `phases`, `traced`, `doctor`.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         plan = json.loads((directory / PLAN).read_bytes())
         self.attempt: int = plan["attempt"]
-        self._faults: list[dict[str, Any]] = plan["faults"]
+        self._faults = [Fault(**fault) for fault in plan["faults"]]
         self._read_only = set(plan.get("read_only", ()))
         self.is_doctor: bool = plan.get("doctor", False)
         self._signs = LineSigns() if plan.get("phases") else None
@@ -104,14 +100,11 @@ class FaultInjector:
         self._names: dict[str, str] = {}  # of the run directories in the working directory
         self._opened: set[str] = set()
         self.worker = int(os.environ.get("RANK") or 0)  # set by the supervisor
-        self._events = os.open(directory / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._guard = threading.RLock()
         self._seen: Counter[str] = Counter()
         self._exits = 0
         self._step: int | None = None
         self._linked: dict[str, str] = {}
-        self._time = time.time
-        self._offset = 0.0
         self.listeners: list[Listener] = []
         self.waits: list[Callable[[int], None]] = []
 
@@ -171,7 +164,7 @@ class FaultInjector:
     def checked_step(self, results: list[dict[str, Any]]) -> None:
         """Record what was computed for a check of the first step, and end the program."""
         self._record("checked", results=results)
-        self._act({"act": "exit"}, "")
+        self._act(Fault("", "exit"), "")
 
     def retention(self, where: str, metric: str, mode: str, keep: int) -> None:
         """Record by which metric a run directory keeps its best checkpoints."""
@@ -180,13 +173,6 @@ class FaultInjector:
     def _name_of(self, where: str) -> str:
         """The name below `runs/` of the run directory at `where`."""
         return self._names.get(where, os.path.basename(where))
-
-    def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
-        """`clock`, with the jumps of the plan if it is `time.time`.
-
-        A clock of the program's own that reads `time.time` finds the jump there.
-        """
-        return (lambda: clock() + self._offset) if clock is self._time else clock
 
     def is_tracing(self) -> bool:
         """Whether the plan asks for the parts of a step."""
@@ -246,10 +232,7 @@ class FaultInjector:
         """Let the probes see the program at this commit, if it will be killed right after it."""
         manifest = self._linked.get("manifest.link", "")
         number = self._seen["manifest.sync"] + 1
-        due = any(
-            fault["point"] == "manifest.sync" and fault.get("nth", 1) == number
-            for fault in self._faults
-        )
+        due = any(f.point == "manifest.sync" and f.nth == number for f in self._faults)
         if due and os.path.dirname(manifest) == path:
             for wait in self.waits:
                 wait(int(Path(manifest).stem))
@@ -276,52 +259,44 @@ class FaultInjector:
             self._trace_generators(point, step)
             for listener in self.listeners:
                 listener(point, step)
-            for fault in self._faults:
+            for number, fault in enumerate(self._faults):
                 if not self._is_due(fault, point, step):
                     continue
-                if self._mark_fired(fault, point, step) or fault["act"] == "exit":
+                if self._mark_fired(number, fault, point, step) or fault.act == "exit":
                     self._act(fault, path)
 
-    def _is_due(self, fault: dict[str, Any], point: str, step: int | None) -> bool:
-        if fault["point"] != point or fault.get("worker", self.worker) != self.worker:
+    def _is_due(self, fault: Fault, point: str, step: int | None) -> bool:
+        if fault.point != point or fault.worker not in (None, self.worker):
             return False
-        if fault.get("opened", "") not in {"", *self._opened}:
+        if fault.opened not in {"", *self._opened}:
             return False
-        if (wanted := fault.get("step")) is not None:
-            return step is not None and step >= wanted
-        nth = fault.get("nth", 1)
-        return self._seen[point] >= nth if fault["act"] == "exit" else self._seen[point] == nth
+        if fault.step is not None:
+            return step is not None and step >= fault.step
+        reached = self._seen[point]
+        return reached >= fault.nth if fault.act == "exit" else reached == fault.nth
 
-    def _mark_fired(self, fault: dict[str, Any], point: str, step: int | None) -> bool:
-        """Whether no process carried out this fault before; it is durably recorded as fired now."""
-        target = self.directory / f"fired-{fault['id']}.json"
-        record = {"attempt": self.attempt, "worker": self.worker, "point": point}
-        record |= {"step": step if step is not None else self._step, "time": time.time()}
+    def _mark_fired(self, number: int, fault: Fault, point: str, step: int | None) -> bool:
+        """Whether no process carried out this fault before; it is recorded as fired now."""
         try:
-            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            (self.directory / f"fired-{self.attempt}-{number}").touch(exist_ok=False)
         except FileExistsError:
             return False
-        try:
-            os.write(fd, json.dumps(record).encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
         when = "before the first step" if self._step is None else f"after step {self._step}"
         place = f"step {step}" if point == "step" else f"{point} {when}"
-        if point == "manifest.sync" and fault["act"] == "kill":
+        if point == "manifest.sync" and fault.act == "kill":
             place = f"the commit of step {int(Path(self._linked['manifest.link']).stem)}"
-        self._record("fired", id=fault["id"], act=describe_act(fault), at=place)
+        self._record("fired", act=fault.describe_act(), at=place)
         return True
 
-    def _act(self, fault: dict[str, Any], path: str) -> None:
-        act = fault["act"]
+    def _act(self, fault: Fault, path: str) -> None:
+        act = fault.act
         if act in _ERRORS:
             raise OSError(_ERRORS[act], os.strerror(_ERRORS[act]), path)
         if act == "torn":
             # After the link, tear the file that got its name last: the pack if there is one.
-            named = self._linked.get(fault.get("of", "")) or self._linked.get("manifest.link")
+            named = self._linked.get(fault.of) or self._linked.get("manifest.link")
             torn = named or path
-            os.truncate(torn, int(os.path.getsize(torn) * fault["value"]))
+            os.truncate(torn, int(os.path.getsize(torn) * fault.value))
             _die()
         elif act == "kill":
             _die()
@@ -335,22 +310,12 @@ class FaultInjector:
         elif act == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif act == "clock":
-            self._jump(fault["value"])
+            jump(fault.value)
         else:  # a fault that does nothing must not count as one that fired
             raise ValueError(f"the drill knows no act {act!r}")
 
-    def _jump(self, seconds: float) -> None:
-        """Move the clock of the store and the clock that the program reads."""
-        if jump(seconds):
-            return  # the store reads the same clock as the program
-        self._offset += seconds
-        real, real_ns = time.time, time.time_ns
-        time.time = lambda: real() + seconds
-        time.time_ns = lambda: real_ns() + int(seconds * 1e9)
-
     def _copy(self, manifest: str) -> None:
-        data = Path(manifest).read_bytes()
-        step = int(Path(manifest).stem)
+        data, step = Path(manifest).read_bytes(), int(Path(manifest).stem)
         run = self._name_of(str(Path(manifest).parent.parent))
         name = f"{self.attempt:03d}-{self._seen['manifest.sync']:06d}-{os.getpid()}.json"
         (self.directory / COPIES).mkdir(exist_ok=True)
@@ -359,9 +324,7 @@ class FaultInjector:
 
     def _record(self, event: str, **fields: Any) -> None:
         known = {name: value for name, value in fields.items() if value is not None}
-        line = {"e": event, "t": time.monotonic(), "a": self.attempt, "w": self.worker, **known}
-        # One write to a file opened for appending, so that lines of several processes do not mix.
-        os.write(self._events, json.dumps(line).encode() + b"\n")
+        record(str(self.directory), event, a=self.attempt, **known)
 
 
 def redirected(directory: Path, path: str) -> tuple[str, str]:
@@ -397,17 +360,6 @@ def _versions() -> dict[str, str]:
     names = ("numpy", "perdure", *_FRAMEWORKS)
     known = {name: getattr(sys.modules.get(name), "__version__", "") for name in names}
     return {"python": sys.version.split()[0], **{k: v for k, v in known.items() if v}}
-
-
-def describe_act(fault: dict[str, Any]) -> str:
-    """`kill`; `clock +40 days`."""
-    if fault["act"] != "clock":
-        return fault["act"]
-    seconds = fault["value"]
-    for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if abs(seconds) >= size:
-            return f"clock {seconds / size:+.3g} {name}"
-    return f"clock {seconds:+g} s"
 
 
 def _point(operation: str, path: str, linked: dict[str, str]) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from perdure.drill.observed import Observed
 from perdure.drill.probes import PLANTS
-from perdure.drill.scenario import Fault, Launch, Observed, Scenario
-from perdure.errors import LaunchError
+from perdure.drill.scenario import Fault, Launch, Scenario
 
 AFTER_COMMIT = "kill-after-commit"
 LAST = "the last checkpoint of a run directory"
@@ -25,13 +25,7 @@ class Impossible(Exception):
     """A kind of fault cannot happen to this program; the message is the reason."""
 
 
-def plan(
-    observed: Observed,
-    kinds: Sequence[str],
-    runs: int,
-    seed: int,
-    impossible: Mapping[str, str] | None = None,
-) -> list[Scenario]:
+def plan(observed: Observed, kinds: Sequence[str], runs: int, seed: int) -> list[Scenario]:
     """The restores that every drill tries, then `runs` scenarios that take the `kinds` in turn.
 
     In its first turn a kind hits after the first commit, so that a restore follows it; in its second
@@ -39,17 +33,10 @@ def plan(
 
     Args:
         observed: What an undisturbed run showed.
-        kinds: Names of `KINDS` that can happen to the program.
+        kinds: Names of `KINDS` that can happen to the program, at least one.
         runs: How many scenarios to draw.
         seed: Decides the places and times of all faults.
-        impossible: The reason for each kind that is left out, for the error message.
-
-    Raises:
-        LaunchError: If `kinds` is empty.
     """
-    if not kinds:
-        reasons = "; ".join(f"{kind}: {why}" for kind, why in (impossible or {}).items())
-        raise LaunchError(f"no kind of fault can happen to this program: {reasons}.")
     required = required_restores(observed)
     drawn = [
         draw_scenario(
@@ -141,7 +128,7 @@ class _Places:
     """Draws places for faults from the first `share` of what was observed of a program."""
 
     def __init__(
-        self, observed: Observed, rng: random.Random, share: float, *, after_commit: bool = False
+        self, observed: Observed, rng: random.Random, share: float, *, after_commit: bool
     ) -> None:
         self.observed = observed
         self.rng = rng
@@ -154,23 +141,21 @@ class _Places:
         `late` leaves out everything before the first step, because a program that fails before its
         first step is not started again.
         """
+        seen = self.observed
         if late:
-            first += max((self.observed.early.get(point, 0) for point in points), default=0)
-        reached = [point for point in points if self.observed.points.get(point, 0) >= first]
+            first += max((seen.early.get(point, 0) for point in points), default=0)
+        reached = [point for point in points if seen.points.get(point, 0) >= first]
         if not reached:
             when = " after its first step" if late else ""
             raise Impossible(f"the undisturbed run never reaches {' or '.join(points)}{when}")
-        if self._after_commit:
-            later = {point: self.observed.before_commit.get(point, 0) + 1 for point in reached}
-            usable = [point for point in reached if later[point] <= self.observed.points[point]]
-            if usable:
-                point = self.rng.choice(usable)
-                return point, self.rng.randint(
-                    max(first, later[point]), self.observed.points[point]
-                )
+        later = {point: max(first, seen.before_commit.get(point, 0) + 1) for point in reached}
+        usable = [point for point in reached if later[point] <= seen.points[point]]
+        if self._after_commit and usable:
+            point = self.rng.choice(usable)
+            return point, self.rng.randint(later[point], seen.points[point])
         point = self.rng.choice(reached)
-        most = self.observed.points[point]
-        return point, self.rng.randint(first, max(first, int(most * self._share)))
+        most = int(seen.points[point] * self._share)
+        return point, self.rng.randint(first, max(first, most))
 
     def step(self) -> int:
         """A step that the program reports, but not the last one."""
@@ -179,12 +164,11 @@ class _Places:
                 "the program reports no steps; perdure.heartbeat(step) in its loop does, and so does a "
                 "CheckpointManager"
             )
-        steps = self.observed.steps[:-1] or self.observed.steps
-        if self._after_commit and self.observed.sequence:
-            # The second save waits for the first, which is committed once the step after is reported.
-            for saved in (*self.observed.sequence[1:2], self.observed.sequence[0] + 1):
-                if later := [step for step in steps if step > saved]:
-                    return self.rng.choice(later)
+        steps, saves = self.observed.steps[:-1] or self.observed.steps, self.observed.sequence
+        # The second save waits for the first, which is committed once the step after is reported.
+        for saved in (*saves[1:2], saves[0] + 1) if self._after_commit and saves else ():
+            if later := [step for step in steps if step > saved]:
+                return self.rng.choice(later)
         return self.rng.choice(steps[: max(1, int(len(steps) * self._share))])
 
     def moment(self, low: float, high: float) -> float:
@@ -192,13 +176,6 @@ class _Places:
         if self._after_commit and low < self.observed.first_commit_s < high:
             low = self.observed.first_commit_s
         return self._share * (low + (high - low) * self.rng.random())
-
-    def after_a_commit(self) -> list[Launch]:
-        """A kill after a drawn commit; empty if the kind may hit anywhere, or there is no commit."""
-        usable = self.observed.restorable
-        if not self._after_commit or not usable:
-            return []
-        return [kill_after_commit(self.rng.choice(usable))]
 
     def restorable(self) -> list[int]:
         """The commits, counted from 1, after which something is left to do."""
@@ -210,9 +187,21 @@ class _Places:
         """A worker."""
         return self.rng.randrange(self.observed.workers)
 
-    def kill(self) -> Launch:
-        """SIGKILL at a step, to one worker."""
-        return Launch((Fault("step", "kill", step=self.step(), worker=self.victim()),))
+    def at(self, act: str, *points: str, late: bool = False) -> Launch:
+        """A fault inside of the program, at one of the points."""
+        point, nth = self.nth(*points, late=late)
+        return Launch((Fault(point, act, nth=nth),))
+
+    def at_step(self, act: str, worker: int | None = None) -> Launch:
+        """A fault of one worker at a step."""
+        worker = self.victim() if worker is None else worker
+        return Launch((Fault("step", act, step=self.step(), worker=worker),))
+
+    def signal(self, name: str, victim: int | None) -> Launch:
+        """A signal at a moment, to one worker or to all."""
+        seen = self.observed
+        moment = self.moment(0.6 * seen.first_step_s, seen.seconds)
+        return Launch(signal=name, after_s=moment, victim=victim)
 
     def kill_with_two(self) -> Launch:
         """SIGKILL of the chief once at least two checkpoints exist."""
@@ -222,57 +211,19 @@ class _Places:
         return Launch((Fault(point, "kill", nth=nth),))
 
 
-Kind = Callable[["_Places"], list[Launch]]
+Kind = Callable[[_Places], list[Launch]]
 """Draws the attempts of a faulted run."""
-
-
-def _at(act: str, *points: str, late: bool = False) -> Kind:
-    """A fault inside of the program, at one of the points."""
-
-    def draw(places: _Places) -> list[Launch]:
-        point, nth = places.nth(*points, late=late)
-        return [Launch((Fault(point, act, nth=nth),))]
-
-    return draw
-
-
-def _signal(name: str, *, to_one: bool) -> Kind:
-    """A signal at a moment, to one worker or to all."""
-
-    def draw(places: _Places) -> list[Launch]:
-        seen = places.observed
-        moment = places.moment(0.6 * seen.first_step_s, seen.seconds)
-        victim = places.victim() if to_one else None
-        return [Launch(signal=name, after_s=moment, victim=victim)]
-
-    return draw
-
-
-def _at_step(act: str) -> Kind:
-    return lambda places: [
-        Launch((Fault("step", act, step=places.step(), worker=places.victim()),))
-    ]
-
-
-def _kill_after_commit(places: _Places) -> list[Launch]:
-    return [kill_after_commit(places.rng.choice(places.restorable()))]
-
-
-def _other_machine(places: _Places) -> list[Launch]:
-    # The first, so that the other machine does as many steps as possible.
-    return [kill_after_commit(places.restorable()[0]), Launch(plants=PLANTS)]
 
 
 def _kill_in_startup(places: _Places) -> list[Launch]:
     # One half during imports and compilation, the other when the run directory is opened; of a start
     # with a checkpoint if there can be one.
-    begin = places.after_a_commit()
+    usable = places.observed.restorable if places._after_commit else []
+    begin = [kill_after_commit(places.rng.choice(usable))] if usable else []
     if places.rng.random() < 0.5:
         return [*begin, Launch((Fault("open", "kill"),))]
-    return [
-        *begin,
-        Launch(signal="SIGKILL", after_s=places.moment(0.0, places.observed.first_step_s)),
-    ]
+    moment = places.moment(0.0, places.observed.first_step_s)
+    return [*begin, Launch(signal="SIGKILL", after_s=moment)]
 
 
 def _torn_write(places: _Places) -> list[Launch]:
@@ -281,16 +232,11 @@ def _torn_write(places: _Places) -> list[Launch]:
     if len(places.observed.commits) > 1:
         targets += [("manifest.sync", "pack.link", 2), ("manifest.sync", "manifest.link", 2)]
     # A state of scalars has no pack; whether the fault is possible must not depend on the draw.
-    reached = [
-        target for target in targets if places.observed.points.get(target[0], 0) >= target[2]
-    ]
+    points = places.observed.points
+    reached = [target for target in targets if points.get(target[0], 0) >= target[2]]
     point, of, first = places.rng.choice(reached or targets)
     point, nth = places.nth(point, first=first)
     return [Launch((Fault(point, "torn", nth=nth, of=of, value=places.rng.random()),))]
-
-
-def _bit_flip(places: _Places) -> list[Launch]:
-    return [places.kill_with_two(), Launch(damage="flip", place=places.rng.random())]
 
 
 def _lost_pack(places: _Places) -> list[Launch]:
@@ -301,14 +247,13 @@ def _lost_pack(places: _Places) -> list[Launch]:
 def _worker_lost(places: _Places) -> list[Launch]:
     if places.observed.workers < 2:
         raise Impossible("there is one worker; give --workers")
-    worker = places.rng.randrange(1, places.observed.workers)
-    return [Launch((Fault("step", "kill", step=places.step(), worker=worker),))]
+    return [places.at_step("kill", places.rng.randrange(1, places.observed.workers))]
 
 
 def _other_devices(places: _Places) -> list[Launch]:
     if not (others := places.observed.may_devices):
         raise Impossible("only JAX on CPU devices can run on another number of devices")
-    return [places.kill(), Launch(devices=places.rng.choice(others))]
+    return [places.at_step("kill"), Launch(devices=places.rng.choice(others))]
 
 
 def _other_workers(places: _Places) -> list[Launch]:
@@ -316,7 +261,7 @@ def _other_workers(places: _Places) -> list[Launch]:
         raise Impossible(
             "a run of one worker cannot change their number; give --workers, and replicas for more"
         )
-    return [places.kill(), Launch(workers=places.rng.choice(others))]
+    return [places.at_step("kill"), Launch(workers=places.rng.choice(others))]
 
 
 def _clock_jump(places: _Places) -> list[Launch]:
@@ -335,50 +280,41 @@ def _clock_jump(places: _Places) -> list[Launch]:
 def _double_kill(places: _Places) -> list[Launch]:
     # At the latest before the second attempt has finished its first new step.
     point = places.rng.choice(("open", "restoring", "restored", "step"))
-    return [places.kill(), Launch((Fault(point, "kill", worker=places.victim()),))]
+    return [places.at_step("kill"), Launch((Fault(point, "kill", worker=places.victim()),))]
 
+
+_SAVING = ("pack.open", "pack.write", "pack.fsync", "pack.link")
+_WRITING = ("pack.open", "pack.write", "manifest.open", "manifest.write")
+_SYNCING = ("pack.fsync", "pack.sync", "manifest.fsync", "manifest.sync")
 
 KINDS: Mapping[str, Kind] = {
-    AFTER_COMMIT: _kill_after_commit,
-    "sigkill": _signal("SIGKILL", to_one=True),
-    "sigterm": _signal("SIGTERM", to_one=False),
-    "sigkill-at-step": lambda places: [places.kill()],
-    "sigterm-at-step": _at_step("term"),
+    AFTER_COMMIT: lambda places: [kill_after_commit(places.rng.choice(places.restorable()))],
+    "sigkill": lambda places: [places.signal("SIGKILL", places.victim())],
+    "sigterm": lambda places: [places.signal("SIGTERM", None)],
+    "sigkill-at-step": lambda places: [places.at_step("kill")],
+    "sigterm-at-step": lambda places: [places.at_step("term")],
     "kill-in-startup": _kill_in_startup,
-    "kill-in-save": _at("kill", "pack.open", "pack.write", "pack.fsync", "pack.link"),
-    "kill-before-manifest": _at("kill", "manifest.open", "manifest.link"),
-    "kill-in-prune": _at("kill", "manifest.delete", "pack.delete"),
+    "kill-in-save": lambda places: [places.at("kill", *_SAVING)],
+    "kill-before-manifest": lambda places: [places.at("kill", "manifest.open", "manifest.link")],
+    "kill-in-prune": lambda places: [places.at("kill", "manifest.delete", "pack.delete")],
     "torn-write": _torn_write,
-    "bit-flip": _bit_flip,
+    "bit-flip": lambda places: [
+        places.kill_with_two(),
+        Launch(damage="flip", place=places.rng.random()),
+    ],
     "lost-pack": _lost_pack,
-    "disk-full": _at(
-        "full", "pack.open", "pack.write", "manifest.open", "manifest.write", late=True
-    ),
-    "fsync-fails": _at(
-        "io", "pack.fsync", "pack.sync", "manifest.fsync", "manifest.sync", late=True
-    ),
+    "disk-full": lambda places: [places.at("full", *_WRITING, late=True)],
+    "fsync-fails": lambda places: [places.at("io", *_SYNCING, late=True)],
     "worker-lost": _worker_lost,
-    "stopped": _at_step("stop"),
+    "stopped": lambda places: [places.at_step("stop")],
     "other-devices": _other_devices,
     "other-workers": _other_workers,
-    "other-machine": _other_machine,
+    # After the first commit, so that the other machine does as many steps as possible.
+    "other-machine": lambda places: [
+        kill_after_commit(places.restorable()[0]),
+        Launch(plants=PLANTS),
+    ],
     "clock-jump": _clock_jump,
     "double-kill": _double_kill,
 }
 """Every kind of fault, by the name that `--faults` takes."""
-
-
-def other_devices(observed: Observed) -> list[int]:
-    """Other numbers of devices to try the program on."""
-    if "jax" not in observed.modules:
-        return []
-    most = min(4, (observed.replicas or 4) // observed.workers)
-    return [count for count in range(1, most + 1) if count != observed.devices]
-
-
-def other_workers(observed: Observed) -> list[int]:
-    """Other numbers of workers to try the program on."""
-    if observed.workers < 2:
-        return []
-    most = min(observed.workers + 1, observed.replicas or observed.workers)
-    return [count for count in range(1, most + 1) if count != observed.workers]

@@ -26,23 +26,17 @@ class _Clock:
 
     offset = 0.0
     passed = 0.0
-    installed = False
 
 
-def jump(seconds: float) -> bool:
-    """Let the clock of the program jump; returns False if it cannot, because nothing is installed.
-
-    The timers of the program jump forwards by as much, as after a pause.
-    """
+def jump(seconds: float) -> None:
+    """Let the clock of the program jump, and its timers forwards by as much, as after a pause."""
     _Clock.offset += seconds
     _Clock.passed += abs(seconds)
-    return _Clock.installed
 
 
 def install_jumps() -> None:
     """Replace the clock of the process by one that can jump."""
     real, real_ns = time.time, time.time_ns
-    _Clock.installed = True
     _replace_clock(lambda: real() + _Clock.offset, lambda: real_ns() + int(_Clock.offset * _NS))
     _replace_timers(lambda now: now + _Clock.passed)
 

@@ -44,6 +44,7 @@ from types import ModuleType
 from typing import Any
 
 from perdure.drill.jumping_clock import count_time, install_jumps, run_faster
+from perdure.drill.written_files import record
 from perdure.state.program_code import is_program_file
 
 PROBE = "PERDURE_DRILL_PROBE"
@@ -251,14 +252,8 @@ def _took_effect(plant: str) -> None:
     if plant in _seen:
         return
     _seen.add(plant)
-    from perdure.drill.written_files import EVENTS
-    from perdure.store.drill_hook import DRILL
-
-    if directory := os.environ.get(DRILL):
-        worker = int(os.environ.get("RANK") or 0)
-        line = {"e": "planted", "t": time.monotonic(), "w": worker, "what": plant}
-        with open(os.path.join(directory, EVENTS), "ab", buffering=0) as file:
-            file.write(json.dumps(line).encode() + b"\n")
+    if directory := os.environ.get("PERDURE_DRILL"):
+        record(directory, "planted", what=plant)
 
 
 _seen: set[str] = set()

@@ -1,27 +1,182 @@
-"""`replay_run`: computes steps of a run again with its own program, and compares every one."""
+"""Computes steps of a run again with its own program, and compares them with what the run recorded.
+
+Invariant: the run that is replayed is only read. The program sees a copy of its working directory, with
+a fork of the run in the place where it looks for it.
+"""
 
 from __future__ import annotations
 
 import os
 import random
+import secrets
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from perdure.checkpoint.recipe import ALLOW
 from perdure.drill.compare import LeafDifference, leaf_differences
-from perdure.drill.execution import DrilledProgram
-from perdure.drill.stretch import Recomputed, Stretch, allow_other_recipe, recompute
-from perdure.errors import ArgumentError, CorruptionError, LaunchError, StepNotFoundError
-from perdure.store import Run
+from perdure.drill.execution import DrilledProgram, execute
+from perdure.drill.fault_injection import redirected
+from perdure.drill.scenario import Fault, Launch, Outcome
+from perdure.errors import (
+    ArgumentError,
+    CorruptionError,
+    LaunchError,
+    SaveError,
+    StepNotFoundError,
+)
+from perdure.store import LocalStorage, Run, fork_run
 from perdure.store.format import span_text
+from perdure.store.log import LogWriter, log_place
 from perdure.store.manifest import Manifest
 from perdure.store.run_events import JournalEntry, first_difference
 from perdure.store.run_log import line_references, read_journal
+from perdure.store.storage import Storage
 from perdure.supervise.options import checked_command
 
 Verdict = Literal["reproduced", "differs", "not comparable"]
+Parts = Mapping[tuple[str, int | None], Mapping[str, str]]
+"""Digests of the leaves of each part of one step (`step_bisect.PARTS`), by the name of the part and the
+number of its logical replica (for generators, of the process)."""
+
+REPLAYS = "replays/"
+_STARTS = 100  # of a program that asks to be started again before the last step
+
+
+# ---------------------------------------------------------------- one stretch, computed again
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The steps after `start` up to `stop`; without a start, from a fresh state.
+
+    The program also reports the parts of the step `traced`, if that is given.
+    """
+
+    start: int | None
+    stop: int
+    traced: int | None = None
+
+    @property
+    def after(self) -> int:
+        """The step after which it begins; -1 for a fresh state, which may be saved as step 0."""
+        return -1 if self.start is None else self.start
+
+    def describe(self) -> str:
+        """`steps 9 to 12, from the checkpoint of step 8`."""
+        begin = (
+            f"the checkpoint of step {self.start}" if self.start is not None else "a fresh state"
+        )
+        return f"{span_text((self.start or 0) + 1, self.stop)}, from {begin}"
+
+
+@dataclass
+class Recomputed:
+    """What the program recorded and committed when it computed a stretch again.
+
+    Attributes:
+        entries: The lines of its journal after the start, by step.
+        manifests: The checkpoints that it committed.
+        recipe: The recipe that it gave its manager.
+        last: The last step that it reported; None for none.
+        parts: The parts of the traced step.
+    """
+
+    entries: dict[int, JournalEntry] = field(default_factory=dict)
+    manifests: dict[int, Manifest] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    last: int | None = None
+    parts: Parts = field(default_factory=dict)
+
+
+def recompute(
+    program: DrilledProgram,
+    run: Run,
+    stretch: Stretch,
+    directory: Path,
+    devices: int | None = None,
+    named: str | None = None,
+) -> Recomputed:
+    """Run `program` from the checkpoint of the start until it has computed the last step.
+
+    It may continue from a checkpoint of another recipe: whether that gives the same bits is what the
+    replay finds out.
+
+    Args:
+        program: What to run.
+        run: What is replayed.
+        stretch: The steps.
+        directory: Is created, and holds all that is written.
+        devices: Devices of each worker; None leaves them to the framework.
+        named: The run directory that the program opens; by default `run`. A fork of `run` is there.
+
+    Raises:
+        LaunchError: The program fails before the end of the stretch, or does not open the run.
+        StoreError: The checkpoint cannot be read, or `directory` cannot be written to.
+    """
+    named = named or run.where
+    named = named if "://" in named else os.path.realpath(named)
+    fields = run.manifest(stretch.start).recipe.keys() if stretch.start is not None else ()
+    allowed = ",".join([*filter(None, [os.environ.get(ALLOW, "")]), *fields])
+    program = replace(program, environment={**program.environment, ALLOW: allowed})
+
+    def fork() -> None:
+        if stretch.start is not None:
+            fork_run(run.storage, stretch.start, redirected(directory, named)[1])
+
+    # The step itself is complete when the next one is reported. Only the chief writes the journal.
+    end = Fault("step", "exit", step=stretch.stop + 1, worker=0, opened=named)
+    outcome = execute(
+        program,
+        directory,
+        [Launch((end,))] * _STARTS,
+        devices=devices,
+        restarts=0,
+        asked={"traced": stretch.traced},
+        prepare=fork,
+    )
+    if outcome.problem and not outcome.fired:
+        raise LaunchError(
+            f"the program failed in the replay of {stretch.describe()}: {outcome.problem}. The end of "
+            f"its log:\n{outcome.log or '(nothing)'}"
+        )
+    opened = dict.fromkeys(event["name"] for event in outcome.events if event["e"] == "open")
+    if named not in opened:
+        raise LaunchError(
+            f"the program opened {', '.join(opened) or 'no run directory'}, and not {named}, so that "
+            f"nothing was replayed. Start it in the same directory and with the same arguments as the "
+            f"run, and name the run directory that it uses."
+        )
+    return _recomputed(*redirected(directory, named), outcome, stretch)
+
+
+def _recomputed(name: str, place: str, outcome: Outcome, stretch: Stretch) -> Recomputed:
+    found = Recomputed()
+    wanted = range(stretch.after + 1, stretch.stop + 1)
+    found.entries = {e.step: e for e in read_journal(LocalStorage(place)) if e.step in wanted}
+    for commit in outcome.commits:
+        if commit.run == name and commit.step in wanted:
+            found.manifests[commit.step] = commit.manifest()
+    for event in outcome.events:
+        if event["e"] == "recipe" and event["run"] == name:
+            found.recipe = event["recipe"]
+        elif event["e"] == "step":
+            found.last = max(event["step"], found.last or 0)
+    # Of what belongs to no replica, the part of the chief counts.
+    parts: dict[tuple[str, int | None], Mapping[str, str]] = {}
+    traced = [event for event in outcome.events if event["e"] == "trace"]
+    for event in sorted(traced, key=lambda event: not event["is_after"]):
+        if event["w"] == 0 or "number" in event:
+            parts.setdefault((event["part"], event.get("number")), event["leaves"])
+    found.parts = parts
+    return found
+
+
+# ---------------------------------------------------------------- the replay of a run
 
 
 @dataclass(frozen=True)
@@ -149,21 +304,14 @@ def replay_run(
     source = Run(run)
     reference = Reference.of(source, options.first)
     directory = directory.absolute()
-    program = DrilledProgram.here(command, directory, options.workers, options.read_only)
+    program = DrilledProgram.here(
+        command, directory, options.workers, options.read_only, options.environment
+    )
     results: list[StretchResult] = []
     for number, stretch in enumerate(_stretches(source.where, reference, options), 1):
-        begin = (
-            "a fresh state" if stretch.start is None else f"the checkpoint of step {stretch.start}"
-        )
-        progress(f"{span_text((stretch.start or 0) + 1, stretch.stop)}, from {begin}")
-        allowed = allow_other_recipe(source, stretch.start)
-        recomputed = recompute(
-            replace(program, environment={**options.environment, **allowed}),
-            source,
-            stretch,
-            directory / f"replay-{number}",
-            options.devices,
-        )
+        progress(stretch.describe())
+        place = directory / f"replay-{number}"
+        recomputed = recompute(program, source, stretch, place, options.devices)
         results.append(compare_stretch(source, reference, stretch, recomputed))
         if results[-1].verdict != "reproduced":
             break
@@ -200,18 +348,14 @@ def compare_stretch(
     run: Run, reference: Reference, stretch: Stretch, found: Recomputed
 ) -> StretchResult:
     """The first difference, in the order of the steps and of the computation in a step."""
-    result = StretchResult(stretch.start, stretch.stop)
-    after = -1 if stretch.start is None else stretch.start
-    steps = sorted(step for step in reference.entries if after < step <= stretch.stop)
-    both = [step for step in steps if step in found.entries]
+    inside = range(stretch.after + 1, stretch.stop + 1)
+    recorded = [step for step in sorted(reference.entries) if step in inside]
+    both = [step for step in recorded if step in found.entries]
     manifests: dict[int, Manifest] = {}
-    for step in reference.checkpoints:
-        if step in found.manifests:
-            try:
-                manifests[step] = run.manifest(step)
-            except (CorruptionError, StepNotFoundError):
-                continue  # deleted meanwhile, or damaged: `perdure verify` reports that
-    result = replace(result, steps=len(both), checkpoints=len(manifests))
+    for step in found.manifests.keys() & reference.checkpoints:
+        # Deleted meanwhile, or damaged: `perdure verify` reports that.
+        with suppress(CorruptionError, StepNotFoundError):
+            manifests[step] = run.manifest(step)
     differences = [
         (step, *difference)
         for step in both
@@ -222,44 +366,45 @@ def compare_stretch(
         for step, manifest in sorted(manifests.items())
         if manifest.fingerprint != found.manifests[step].fingerprint
     ]
-    saved = [step for step in reference.checkpoints if after < step <= stretch.stop]
-    ends = [step for step in (*steps, *saved) if found.last is not None and step > found.last]
+    known = [*recorded, *(step for step in reference.checkpoints if step in inside)]
+    ends = [step for step in known if found.last is not None and step > found.last]
     if ends:
         differences.append((min(ends), "end", "", f"the program ended after step {found.last}"))
     if not both and not manifests and not differences:
         raise LaunchError(
-            f"{run.where}: nothing of {span_text(max(after, 0) + 1, stretch.stop)} could be compared: "
-            f"the program recorded no step and committed no checkpoint that the run has. Expected the "
-            f"same `journal_every` or the same interval of saves as in the run."
+            f"{run.where}: nothing of {stretch.describe()} could be compared: the program recorded no "
+            f"step and committed no checkpoint that the run has. Expected the same `journal_every` or "
+            f"the same interval of saves as in the run."
         )
-    recipe = _other_fields(run, reference, found)
+    result = StretchResult(
+        stretch.start,
+        stretch.stop,
+        steps=len(both),
+        checkpoints=len(manifests),
+        recipe=_other_fields(run, reference, found),
+    )
     if not differences:
-        return replace(result, stop=max([*both, *manifests]), recipe=recipe)
+        return replace(result, stop=max([*both, *manifests]))
     step, what, expected, digest = min(differences, key=lambda difference: difference[0])
     leaves: tuple[LeafDifference, ...] = ()
     if what != "end" and step in manifests:
-        old, new = manifests[step], found.manifests[step]
-        leaves = leaf_differences(
-            {leaf.path: leaf for leaf in old.leaves}, {leaf.path: leaf for leaf in new.leaves}
-        )
+        both_leaves = (manifests[step].leaves, found.manifests[step].leaves)
+        leaves = leaf_differences(*({leaf.path: leaf for leaf in each} for each in both_leaves))
     return replace(
         result,
-        verdict="not comparable" if recipe else "differs",
+        verdict="not comparable" if result.recipe else "differs",
         step=step,
         what=what,
         expected=expected,
         found=digest,
         leaves=leaves,
-        recipe=recipe,
     )
 
 
 def _other_fields(run: Run, reference: Reference, found: Recomputed) -> tuple[str, ...]:
     """The fields of the recipe that the program has otherwise, or that only one side has."""
-    known = (
-        reference.start if reference.start is not None else min(reference.checkpoints, default=None)
-    )
-    recipe: Mapping[str, Any] = {}
+    known, recipe = reference.start, {}
+    known = min(reference.checkpoints, default=None) if known is None else known
     with suppress(CorruptionError, StepNotFoundError):
         recipe = run.manifest(known).recipe if known is not None else {}
     if not recipe:
@@ -270,3 +415,54 @@ def _other_fields(run: Run, reference: Reference, found: Recomputed) -> tuple[st
         for name in sorted(recipe.keys() | found.recipe.keys())
         if repr(recipe.get(name, missing)) != repr(found.recipe.get(name, missing))
     )
+
+
+# ---------------------------------------------------------------- the record of a replay
+
+
+def replay_document(
+    where: str, command: Sequence[str], options: ReplayOptions, results: Sequence[StretchResult]
+) -> dict[str, Any]:
+    """What `--json` prints and the record holds; the first stretch that is not reproduced decides."""
+    from perdure import __version__
+
+    others = [each.verdict for each in results if each.verdict != "reproduced"]
+    return {
+        "kind": "replayed",
+        "run": where,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "host": socket.gethostname(),
+        "version": __version__,
+        "command": list(command),
+        "workers": options.workers,
+        "devices": options.devices,
+        "sample": options.sample,
+        "seed": options.seed,
+        "verdict": [*others, "reproduced"][0],
+        "stretches": [asdict(result) for result in results],
+    }
+
+
+def write_record(storage: Storage, document: Mapping[str, Any]) -> str:
+    """Write the record into a run directory, beside a writer that may be at work; returns its name.
+
+    Raises:
+        SaveError: It cannot be written.
+    """
+    name = f"{REPLAYS}{document['created'].replace(':', '')}-{secrets.token_hex(4)}"
+    place = log_place(storage, name)
+    try:
+        if isinstance(storage, LocalStorage):
+            os.makedirs(storage.path(REPLAYS), exist_ok=True)
+        log = LogWriter(storage, name)
+        try:
+            log.append(document)
+            log.sync()
+        finally:
+            log.close()
+    except OSError as error:
+        raise SaveError(
+            f"{storage.where}/{place}: the record of the replay cannot be written: {error}. Make it "
+            f"writable, or keep the output of `--json`."
+        ) from error
+    return place

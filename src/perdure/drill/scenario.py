@@ -1,18 +1,33 @@
-"""The values of a drill: what was observed of a program, what is planned, and what happened."""
+"""The values of a drill: what is planned for a run of the program, and what happened in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from perdure.store.format import hash_bytes
+from perdure.store.manifest import LeafEntry, Manifest
+from perdure.store.manifest_json import decode_manifest
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that is injected from inside the program; see `fault_injection.FaultInjector`."""
+    """A fault inside of the program, carried out by `fault_injection.FaultInjector`.
+
+    The `nth` time that a process reaches `point`, or at the first whose step is at least `step`, `act`
+    happens: "kill", "term", "stop" (a signal to itself), "full", "io" (the operation fails),
+    "torn" (the file written last loses its end, and the process is killed), "clock" (the clock jumps).
+    "exit", the end of a replay, happens at each such point from the first on: `SystemExit` in the
+    program, so that a save under way is finished.
+
+    Attributes:
+        worker: The process to which it happens; None for any.
+        value: Seconds of a "clock"; the share of the file that stays of a "torn".
+        of: Of a "torn": the point whose file loses its end.
+        opened: It happens only once the program has named this run directory.
+    """
 
     point: str
     act: str
@@ -20,14 +35,23 @@ class Fault:
     step: int | None = None
     worker: int | None = None
     value: float = 0.0
-    """Seconds of a "clock"; the share of the file that stays of a "torn"."""
     of: str = ""
-    """Of a "torn": the point whose file loses its end."""
+    opened: str = ""
 
     def describe(self) -> str:
-        """`pack.write 3`, `step 7`."""
+        """`kill at pack.write 3`, `stop at step 7 of worker 1`."""
         place = f"step {self.step}" if self.step is not None else f"{self.point} {self.nth}"
-        return place if self.worker is None else f"{place} of worker {self.worker}"
+        of = "" if self.worker is None else f" of worker {self.worker}"
+        return f"{self.act} at {place}{of}"
+
+    def describe_act(self) -> str:
+        """`kill`, `clock +40 days`."""
+        if self.act != "clock":
+            return self.act
+        for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+            if abs(self.value) >= size:
+                return f"clock {self.value / size:+.3g} {name}"
+        return f"clock {self.value:+g} s"
 
 
 @dataclass(frozen=True)
@@ -57,6 +81,18 @@ class Launch:
     workers: int | None = None
     plants: tuple[str, ...] = ()
 
+    def moves(self) -> list[str]:
+        """What is otherwise from the start on, because the program runs elsewhere."""
+        devices = [] if self.devices is None else [f"on {self.devices} devices"]
+        workers = [] if self.workers is None else [f"on {self.workers} workers"]
+        return [*devices, *workers, *["as on another machine"] * bool(self.plants)]
+
+    def planned(self) -> list[str]:
+        """Each fault that has to fire, in words."""
+        damage = {"flip": ["a bit flipped"], "delete": ["pack deleted"]}.get(self.damage, [])
+        signals = [f"{self.signal} after {self.after_s:.2f} s"] * bool(self.signal)
+        return [*damage, *self.moves(), *[f.describe() for f in self.injected], *signals]
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -75,39 +111,17 @@ class Scenario:
     place: str = ""
 
     @property
-    def faults(self) -> int:
-        """How many faults must fire."""
-        return sum(
-            len(launch.injected) + bool(launch.signal) + bool(launch.damage) + _moves(launch)
-            for launch in self.attempts
-        )
-
-    def describe(self) -> str:
-        """What is planned, in the order of the attempts."""
-        parts = []
-        for launch in self.attempts:
-            if launch.damage:
-                parts.append({"flip": "a bit flipped", "delete": "pack deleted"}[launch.damage])
-            if launch.devices is not None:
-                parts.append(f"on {launch.devices} devices")
-            if launch.workers is not None:
-                parts.append(f"on {launch.workers} workers")
-            if launch.plants:
-                parts.append("as on another machine")
-            parts += [f"{fault.act} at {fault.describe()}" for fault in launch.injected]
-            if launch.signal:
-                parts.append(f"{launch.signal} after {launch.after_s:.2f} s")
-        return ", ".join(parts)
-
-
-def _moves(launch: Launch) -> int:
-    moves = (launch.devices is not None, launch.workers is not None, bool(launch.plants))
-    return sum(moves)
+    def planned(self) -> list[str]:
+        """Each fault that has to fire, in the order of the attempts."""
+        return [text for launch in self.attempts for text in launch.planned()]
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A checkpoint as it was committed; `run` is the directory that the program named."""
+    """A checkpoint as it was committed; `run` is the directory that the program named.
+
+    `copy` is the path of a copy of its manifest, because retention may delete the checkpoint.
+    """
 
     run: str
     step: int
@@ -115,81 +129,13 @@ class Commit:
     copy: str
     fingerprint: str
 
+    def manifest(self) -> Manifest:
+        """Its manifest as it was committed."""
+        return decode_manifest(Path(self.copy).read_bytes(), self.copy, self.step)
 
-@dataclass(frozen=True)
-class Observed:
-    """What an undisturbed run showed; the plan is a function of this and of the seed.
-
-    Attributes:
-        seconds: Duration of the run.
-        first_step_s: Seconds from its start to its first step.
-        steps: The steps that worker 0 reported.
-        commits: The steps of its checkpoints.
-        points: How often worker 0 reached each point.
-        early: The same up to its first step.
-        silence_s: The longest time between two events after the first step, in seconds.
-        may_devices: Other numbers of devices on which the program was tried successfully.
-        may_workers: Other numbers of workers on which the program was tried successfully.
-        sequence: The step of each commit of worker 0, in their order.
-        first_commit_s: Seconds from the start to the first commit.
-        before_commit: How often worker 0 had reached each point once its first commit was made.
-        runs: The run directory of each commit of `sequence`; empty if there is only one.
-        versions: The releases that the program ran on.
-        recipe: The recipe of its last checkpoint.
-        phases: The phase of each commit of `sequence`; empty if they are not known.
-    """
-
-    seconds: float
-    first_step_s: float
-    steps: tuple[int, ...]
-    commits: tuple[int, ...]
-    points: Mapping[str, int]
-    early: Mapping[str, int]
-    silence_s: float
-    workers: int = 1
-    replicas: int | None = None
-    devices: int = 1
-    modules: tuple[str, ...] = ()
-    may_devices: tuple[int, ...] = ()
-    may_workers: tuple[int, ...] = ()
-    sequence: tuple[int, ...] = ()
-    first_commit_s: float = 0.0
-    before_commit: Mapping[str, int] = field(default_factory=dict)
-    runs: tuple[str, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    phases: tuple[object, ...] = ()
-
-    def phase(self, number: int) -> object:
-        """The phase of a commit, counted from 1."""
-        return self.phases[number - 1] if self.phases else None
-
-    @property
-    def restorable(self) -> list[int]:
-        """The commits, counted from 1, above step 0 and with something left to do after them.
-
-        That is a later step of the same run directory: one phase of a program may end where the next
-        one begins.
-        """
-        return [
-            number for number, step in enumerate(self.sequence, 1) if 0 < step < self._last(number)
-        ]
-
-    @property
-    def last_commits(self) -> list[int]:
-        """The last commit of each run directory, counted from 1, if it is above step 0."""
-        numbers = {run: number for number, run in enumerate(self._runs, 1)}
-        return sorted(number for number in numbers.values() if self.sequence[number - 1] > 0)
-
-    @property
-    def _runs(self) -> tuple[str, ...]:
-        return self.runs or ("",) * len(self.sequence)
-
-    def _last(self, number: int) -> int:
-        """The last step in the run directory of a commit."""
-        run = self._runs[number - 1]
-        steps = (step for step, of in zip(self.sequence, self._runs, strict=True) if of == run)
-        return max(*steps, *(self.steps if len(set(self._runs)) == 1 else ()), 0)
+    def leaves(self) -> dict[str, LeafEntry]:
+        """Its leaves by path."""
+        return {leaf.path: leaf for leaf in self.manifest().leaves}
 
 
 @dataclass(frozen=True)
@@ -273,10 +219,6 @@ class Outcome:
             name: hash_bytes(Path(self.files[name].path).read_bytes()) if name in self.files else ""
             for name in names
         }
-
-    def all_fired(self, scenario: Scenario) -> bool:
-        """Whether every planned fault has happened, however the run ended."""
-        return len(self.fired) >= scenario.faults
 
     @property
     def recomputed(self) -> list[tuple[int, int] | None]:

@@ -1,6 +1,6 @@
-"""Inside a drilled program: records which files it opens for writing, and which of its lines ran.
+"""Inside a drilled program: its events, also which files it opens for writing and which lines ran.
 
-Both begin with the import of perdure. Files that native code opens are not seen.
+The last two begin with the import of perdure. Files that native code opens are not seen.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -22,10 +23,21 @@ _MOST = 20_000
 _MOST_LINES = 5_000_000
 
 
+def record(directory: str, event: str, **fields: Any) -> None:
+    """Append an event of this process to those of the drilled run in `directory`."""
+    worker = int(os.environ.get("RANK") or 0)  # set by the supervisor
+    line = {"e": event, "t": time.monotonic(), "w": worker, **fields}
+    # One write to a file opened for appending, so that lines of several processes do not mix.
+    os.write(_events(directory), json.dumps(line).encode() + b"\n")
+
+
+@cache
+def _events(directory: str) -> int:
+    return os.open(os.path.join(directory, EVENTS), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
 def watch_files(directory: str) -> None:
     """Record from now on each file that this process writes, for the drilled run in `directory`."""
-    target = os.open(os.path.join(directory, EVENTS), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    worker = int(os.environ.get("RANK") or 0)
     left = _MOST
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -50,10 +62,7 @@ def watch_files(directory: str) -> None:
         if place.startswith(_SYSTEM) or "__pycache__" in place:
             return
         left -= 1
-        line = {"e": "written", "t": time.monotonic(), "w": worker, "path": place}
-        if flags & os.O_APPEND:
-            line["append"] = True
-        os.write(target, json.dumps(line).encode() + b"\n")
+        record(directory, "written", path=place, append=bool(flags & os.O_APPEND))
 
     sys.addaudithook(hook)
 

@@ -70,7 +70,7 @@ def templates() -> Any:
     except ModuleNotFoundError as error:
         raise missing_extra("report", error) from error
     from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS
-    from perdure.drill.text_report import describe_fired, restored_text, verdict
+    from perdure.drill.drill_report import describe_fired, restored_text, verdict
 
     def text(value: object) -> object:
         return value if isinstance(value, Markup) else visible(value)

@@ -7,7 +7,7 @@ injector belongs to the drill, which stands above the store, so it is loaded by 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -31,10 +31,6 @@ class DrillHook(Protocol):
 
     def recipe(self, where: str, recipe: Mapping[str, Any]) -> None:
         """Is called with the recipe that a program gives the manager of a run directory."""
-        ...
-
-    def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
-        """The clock to use in place of `clock`."""
         ...
 
     def is_tracing(self) -> bool:
@@ -71,12 +67,6 @@ def drill_hook() -> DrillHook | None:
     """The fault injector of this process; None, and nothing is imported, outside of a drill."""
     directory = os.environ.get(DRILL)
     return import_module(_INJECTOR).fault_injector(directory) if directory else None
-
-
-def drilled_clock(clock: Callable[[], float]) -> Callable[[], float]:
-    """`clock`, or one that a drill can let jump."""
-    hook = drill_hook()
-    return clock if hook is None else hook.clock(clock)
 
 
 if _directory := os.environ.get(DRILL):  # before the program writes anything

@@ -22,7 +22,6 @@ from perdure.store.codec import encoder
 from perdure.store.committer import Committer
 from perdure.store.damage import DamageHandler
 from perdure.store.directory import Directory
-from perdure.store.drill_hook import drilled_clock
 from perdure.store.format import pin_name, time_text
 from perdure.store.garbage_collection import (
     Collected,
@@ -88,10 +87,8 @@ class Run:
     ) -> None:
         self.encode = encoder(codec)
         self.storage: Storage = open_storage(where)
-        read_clock = drilled_clock(clock)
-
         # No reference to this object, so that it can be freed at once.
-        self._now = now = lambda: time_text(read_clock())
+        self._now = now = lambda: time_text(clock())
         marker = read_marker(self.storage, create=create, repair=repair)
         self.log = RunLog(self.storage, marker and marker.run)
         """The log of the run. Only its writer may append to it."""

@@ -21,7 +21,7 @@ from functools import partial
 import pytest
 
 from perdure.store import Leaf, Run, Sink, Storage
-from perdure.testing.runs import check_run
+from perdure.testing import check_run
 
 NAME = "packs/000000000001-00000-00000000.pack"
 OTHER = "packs/000000000002-00000-00000000.pack"

@@ -1,0 +1,182 @@
+"""What an undisturbed run shows of a program."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from perdure.drill.execution import DEVICES, STOPPED_S, DrilledProgram
+from perdure.drill.scenario import Outcome
+from perdure.supervise.options import Limits
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What an undisturbed run showed; the plan of a drill is a function of this and of the seed.
+
+    Attributes:
+        seconds: Duration of the run.
+        first_step_s: Seconds from its start to its first step.
+        steps: The steps that worker 0 reported.
+        points: How often worker 0 reached each point.
+        early: The same up to its first step.
+        silence_s: The longest time between two events after the first step, in seconds.
+        may_devices: Other numbers of devices on which the program was tried successfully.
+        may_workers: Other numbers of workers on which the program was tried successfully.
+        sequence: The step of each commit of worker 0, in their order.
+        first_commit_s: Seconds from the start to the first commit.
+        before_commit: How often worker 0 had reached each point once its first commit was made.
+        runs: The run directory of each commit of `sequence`; empty if there is only one.
+        versions: The releases that the program ran on.
+        recipe: The recipe of its last checkpoint.
+        phases: The phase of each commit of `sequence`; empty if they are not known.
+    """
+
+    seconds: float = 0.0
+    first_step_s: float = 0.0
+    steps: tuple[int, ...] = ()
+    points: Mapping[str, int] = field(default_factory=dict)
+    early: Mapping[str, int] = field(default_factory=dict)
+    silence_s: float = 0.0
+    workers: int = 1
+    replicas: int | None = None
+    devices: int = 1
+    modules: tuple[str, ...] = ()
+    may_devices: tuple[int, ...] = ()
+    may_workers: tuple[int, ...] = ()
+    sequence: tuple[int, ...] = ()
+    first_commit_s: float = 0.0
+    before_commit: Mapping[str, int] = field(default_factory=dict)
+    runs: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    phases: tuple[object, ...] = ()
+
+    @property
+    def limits(self) -> Limits:
+        """When a silent program counts as hung."""
+        start = max(60.0, 10 * self.first_step_s)
+        step = max(20.0, 10 * self.silence_s)
+        return Limits(start, start, start, step, step, step, step + start, STOPPED_S)
+
+    @property
+    def commits(self) -> set[int]:
+        """The steps of its checkpoints."""
+        return set(self.sequence)
+
+    def phase(self, number: int) -> object:
+        """The phase of a commit, counted from 1."""
+        return self.phases[number - 1] if self.phases else None
+
+    @property
+    def restorable(self) -> list[int]:
+        """The commits, counted from 1, above step 0 and with something left to do after them.
+
+        That is a later step of the same run directory: one phase of a program may end where the next
+        one begins.
+        """
+        return [
+            number for number, step in enumerate(self.sequence, 1) if 0 < step < self._last(number)
+        ]
+
+    @property
+    def last_commits(self) -> list[int]:
+        """The last commit of each run directory, counted from 1, if it is above step 0."""
+        numbers = {run: number for number, run in enumerate(self._runs, 1)}
+        return sorted(number for number in numbers.values() if self.sequence[number - 1] > 0)
+
+    @property
+    def _runs(self) -> tuple[str, ...]:
+        return self.runs or ("",) * len(self.sequence)
+
+    def _last(self, number: int) -> int:
+        """The last step in the run directory of a commit."""
+        run = self._runs[number - 1]
+        steps = (step for step, of in zip(self.sequence, self._runs, strict=True) if of == run)
+        return max(*steps, *(self.steps if len(set(self._runs)) == 1 else ()), 0)
+
+
+def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
+    """Summarize an undisturbed run."""
+    chief = [event for event in outcome.events if event["w"] == 0]
+    steps = [event for event in chief if event["e"] == "step"]
+    end = outcome.began + outcome.seconds
+    first = steps[0]["t"] if steps else end
+    times = [*sorted(event["t"] for event in outcome.events if event["t"] >= first), end]
+    recipe: Mapping[str, Any] = {}
+    if outcome.commits:
+        last = outcome.commits[-1]
+        recipe = last.manifest().recipe
+    replicas = recipe.get("replicas")
+    committed = [event for event in chief if event["e"] == "commit"]
+    synced = next((i for i, event in enumerate(chief) if event["e"] == "manifest.sync"), -1)
+    return Observed(
+        seconds=outcome.seconds,
+        first_step_s=first - outcome.began,
+        steps=tuple(event["step"] for event in steps),
+        points=Counter(event["e"] for event in chief),
+        early=Counter(event["e"] for event in chief if event["t"] <= first),
+        silence_s=max((b - a for a, b in pairwise(times)), default=0.0),
+        workers=program.workers,
+        replicas=replicas if isinstance(replicas, int) else None,
+        devices=int(program.environment.get(DEVICES) or os.environ.get(DEVICES) or 1),
+        modules=tuple(steps[0].get("modules", ())) if steps else (),
+        sequence=tuple(event["step"] for event in committed),
+        runs=tuple(event["run"] for event in committed),
+        first_commit_s=committed[0]["t"] - outcome.began if committed else 0.0,
+        before_commit=Counter(event["e"] for event in chief[: synced + 1]),
+        versions=steps[0].get("versions", {}) if steps else {},
+        recipe=dict(recipe),
+    )
+
+
+def phases_of(outcome: Outcome) -> dict[tuple[str, int], object]:
+    """The phase of each checkpoint: what ran before and after it, and which leaves changed.
+
+    Two checkpoints are of one phase if the same lines of the program ran in the steps since the
+    checkpoint before, and until the next one, and the same leaves changed.
+    """
+    chief = [event for event in outcome.events if event["w"] == 0]
+    lines = [(event["step"], event["lines"]) for event in chief if event.get("lines")]
+    found: dict[tuple[str, int], object] = {}
+    for run in dict.fromkeys(commit.run for commit in outcome.commits):
+        commits = sorted((c for c in outcome.commits if c.run == run), key=lambda c: c.step)
+        hashes: list[dict[str, object]] = []
+        for manifest in (commit.manifest() for commit in commits):
+            hashes.append({"metric epoch": manifest.metrics.get("epoch")})  # of Keras `fit`
+            hashes[-1] |= {leaf.path: (leaf.text, *leaf.hashes()) for leaf in manifest.leaves}
+        spans = []
+        for a, b in zip([None, *commits], [*commits, None], strict=True):
+            first, last = a.step if a else -1, b.step if b else math.inf
+            ran = frozenset(sign for step, sign in lines if first < step <= last)
+            spans.append(ran)
+        changed = [
+            frozenset(path for path, known in new.items() if old.get(path, known) != known)
+            for old, new in pairwise([{}, *hashes])
+        ]
+        changed.append(frozenset())
+        around = [*zip(spans, changed, strict=True)]
+        for number, commit in enumerate(commits):
+            found[run, commit.step] = (around[number], around[number + 1])
+    return found
+
+
+def other_devices(observed: Observed) -> list[int]:
+    """Other numbers of devices to try the program on."""
+    if "jax" not in observed.modules:
+        return []
+    most = min(4, (observed.replicas or 4) // observed.workers)
+    return [count for count in range(1, most + 1) if count != observed.devices]
+
+
+def other_workers(observed: Observed) -> list[int]:
+    """Other numbers of workers to try the program on."""
+    if observed.workers < 2:
+        return []
+    most = min(observed.workers + 1, observed.replicas or observed.workers)
+    return [count for count in range(1, most + 1) if count != observed.workers]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from audit_runs import command, in_directory, is_alike, journal, run, run_to_end
 
-from perdure.drill import DrillOptions, run_drill
+from perdure.drill.drill import run_drill
+from perdure.drill.drill_report import DrillOptions
 from report import Row, row
 
 KILLS = (3, 7, 10)

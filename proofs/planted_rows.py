@@ -18,8 +18,9 @@ from unittest import mock
 
 from drill_programs.planted import RIGHT, WRONG, Program
 
-from perdure.drill import DrillOptions, run_drill
 from perdure.drill.causes import diagnosis
+from perdure.drill.drill import run_drill
+from perdure.drill.drill_report import DrillOptions
 from report import Row, row
 
 BUILD = Path("build").absolute()

@@ -28,7 +28,9 @@ import planted_rows
 import supervise_rows
 from drill_programs import planted
 
-from perdure.drill import KINDS, DrillOptions, run_drill
+from perdure.drill.drill import run_drill
+from perdure.drill.drill_report import DrillOptions
+from perdure.drill.fault_plan import KINDS
 from perdure.report.page import render_drill
 from report import Row, finish, row
 

@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from perdure.cli import main
-from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
 from perdure.drill.causes import diagnosis
-from perdure.drill.drill_report import DrillReport, verdict
+from perdure.drill.drill import run_drill
+from perdure.drill.drill_report import DrillOptions, DrillReport, DrillStopped, verdict
 from perdure.drill.execution import log_tail
-from perdure.drill.fault_plan import LAST
+from perdure.drill.fault_plan import KINDS, LAST
 from perdure.drill.observed import Observed
 from perdure.drill.scenario import Outcome
 from perdure.errors import LaunchError
@@ -288,7 +288,7 @@ def test_a_signal_to_the_drill_is_no_failure_of_the_program(
     def stopped(*_: Any) -> None:
         raise caught.value
 
-    monkeypatch.setattr("perdure.drill.run_drill", stopped)
+    monkeypatch.setattr("perdure.drill.drill.run_drill", stopped)
     page = tmp_path / "page.html"
     done = CliRunner().invoke(main, ["drill", "--json", "-o", str(page), "--", "python"])
     assert done.exit_code == 130
@@ -365,7 +365,7 @@ def test_a_page_that_is_lost_at_the_end_does_not_take_the_report_with_it(
         place.rmdir()
         return report
 
-    monkeypatch.setattr("perdure.drill.run_drill", drilled)
+    monkeypatch.setattr("perdure.drill.drill.run_drill", drilled)
     line = ["drill", *["--json"] * as_json, "-o", str(place / "p.html"), "--", "python"]
     done = CliRunner().invoke(main, line)
     assert done.exit_code == 1

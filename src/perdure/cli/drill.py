@@ -63,8 +63,9 @@ def drill(
     """
     from rich.console import Console
 
-    from perdure.drill import KINDS, DrillOptions, DrillStopped, run_drill
-    from perdure.drill.drill_report import TextReporter
+    from perdure.drill.drill import run_drill
+    from perdure.drill.drill_report import DrillOptions, DrillStopped, TextReporter
+    from perdure.drill.fault_plan import KINDS
     from perdure.report.page import render_drill, templates
 
     kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)

@@ -16,7 +16,7 @@ from perdure.drill.compare import compare, compare_best, newest_steps, read_back
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow, DrillStopped
 from perdure.drill.execution import LOGS, DrilledProgram, execute, holds_earlier_runs
 from perdure.drill.fault_plan import KINDS, draw_scenario, estimated_seconds, plan, possible_kinds
-from perdure.drill.observed import Observed, observe, other_devices, other_workers, phases_of
+from perdure.drill.observed import Observed, observe, other_topologies, phases_of
 from perdure.drill.run_diagnosis import diagnose_run
 from perdure.drill.scenario import Outcome, Scenario
 from perdure.drill.undisturbed_diagnosis import Probes, diagnose_undisturbed
@@ -189,10 +189,7 @@ class _Drill:
         A number that the program refuses is no failure of a restart.
         """
         may: dict[str, tuple[int, ...]] = {}
-        for what, counts in (
-            ("devices", other_devices(observed)),
-            ("workers", other_workers(observed)),
-        ):
+        for what, counts in other_topologies(observed).items():
             kind, usable = f"other-{what}", []
             for count in counts[:2] if kind in (self._options.faults or KINDS) else ():
                 self._progress(f"trying {count} {what}", None)

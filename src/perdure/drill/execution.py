@@ -29,7 +29,6 @@ from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.drill_hook import DRILL
 from perdure.store.format import MANIFESTS, PACKS, manifest_name, pack_step
-from perdure.store.manifest import Manifest
 from perdure.supervise.attempts_log import AttemptRecord
 from perdure.supervise.console import Console
 from perdure.supervise.options import Limits, RunOptions
@@ -421,13 +420,12 @@ def damage(runs: Path, how: str, place: float) -> str | None:
         name = packs[int(place * len(packs))]
         (directory / PACKS / name).unlink()
         return f"{PACKS}{name} of step {step} deleted"
-    if how != "flip":
-        raise ValueError(f"expected damage of kind 'flip' or 'delete', found {how!r}")
-    spans = _spans(manifest, set(packs))
-    if spans:
-        name, start, length = spans[int(place * len(spans))]
-        offset = start + int(place * length)
-        name = PACKS + name
+    names = [pack.name for pack in manifest.packs]
+    chunks = [chunk for leaf in manifest.leaves for chunk in leaf.chunks if chunk.length]
+    written = [chunk for chunk in chunks if names[chunk.pack] in packs]
+    if written:
+        chunk = written[int(place * len(written))]
+        name, offset = PACKS + names[chunk.pack], chunk.offset + int(place * chunk.length)
     else:  # the save wrote nothing but the manifest
         name = manifest_name(step)
         offset = int(place * (directory / name).stat().st_size)
@@ -437,14 +435,3 @@ def damage(runs: Path, how: str, place: float) -> str | None:
         file.seek(offset)
         file.write(bytes([byte ^ 1 << int(place * 8)]))
     return f"a bit of byte {offset} of {name} flipped (step {step})"
-
-
-def _spans(manifest: Manifest, packs: set[str]) -> list[tuple[str, int, int]]:
-    """Pack, offset and length in bytes of the chunks that lie in `packs`."""
-    names = [pack.name for pack in manifest.packs]
-    return [
-        (names[chunk.pack], chunk.offset, chunk.length)
-        for leaf in manifest.leaves
-        for chunk in leaf.chunks
-        if names[chunk.pack] in packs and chunk.length
-    ]

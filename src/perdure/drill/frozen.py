@@ -112,9 +112,6 @@ def put_back(current: Any, frozen: Frozen) -> Any:
     tag, data = frozen[0], frozen[1]
     if tag == "scalar":
         return data
-    if tag == "generator":
-        set_generator_state(current, data)
-        return current
     if tag == "numpy":
         same = isinstance(current, np.ndarray) and current.shape == data.shape
         if same and current.dtype == data.dtype and current.flags.writeable:
@@ -128,14 +125,16 @@ def put_back(current: Any, frozen: Frozen) -> Any:
         return data.clone()
     if tag == "jax":
         return _put_jax(data, frozen[2])
-    if tag == "state":
+    if tag == "generator":
+        set_generator_state(current, data)
+    elif tag == "state":
         current.load_state_dict(copy.deepcopy(data))
-        return current
-    if tag == "variables":
+    elif tag == "variables":
         for variable, value in zip(current.variables, data, strict=True):
             variable.assign(value)
-        return current
-    return _put_container(current, tag, data)
+    else:
+        return _put_container(current, tag, data)
+    return current
 
 
 def _put_jax(data: Any, form: str) -> Any:

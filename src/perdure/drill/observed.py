@@ -80,25 +80,19 @@ class Observed:
         That is a later step of the same run directory: one phase of a program may end where the next
         one begins.
         """
-        return [
-            number for number, step in enumerate(self.sequence, 1) if 0 < step < self._last(number)
-        ]
+        runs = self.runs or ("",) * len(self.sequence)
+        last = {runs[0]: max(self.steps, default=0)} if len(set(runs)) == 1 else {}
+        for run, step in zip(runs, self.sequence, strict=True):
+            last[run] = max(step, last.get(run, 0))
+        saved = enumerate(zip(runs, self.sequence, strict=True), 1)
+        return [number for number, (run, step) in saved if 0 < step < last[run]]
 
     @property
     def last_commits(self) -> list[int]:
         """The last commit of each run directory, counted from 1, if it is above step 0."""
-        numbers = {run: number for number, run in enumerate(self._runs, 1)}
+        runs = self.runs or ("",) * len(self.sequence)
+        numbers = {run: number for number, run in enumerate(runs, 1)}
         return sorted(number for number in numbers.values() if self.sequence[number - 1] > 0)
-
-    @property
-    def _runs(self) -> tuple[str, ...]:
-        return self.runs or ("",) * len(self.sequence)
-
-    def _last(self, number: int) -> int:
-        """The last step in the run directory of a commit."""
-        run = self._runs[number - 1]
-        steps = (step for step, of in zip(self.sequence, self._runs, strict=True) if of == run)
-        return max(*steps, *(self.steps if len(set(self._runs)) == 1 else ()), 0)
 
 
 def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
@@ -108,10 +102,7 @@ def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
     end = outcome.began + outcome.seconds
     first = steps[0]["t"] if steps else end
     times = [*sorted(event["t"] for event in outcome.events if event["t"] >= first), end]
-    recipe: Mapping[str, Any] = {}
-    if outcome.commits:
-        last = outcome.commits[-1]
-        recipe = last.manifest().recipe
+    recipe = outcome.commits[-1].manifest().recipe if outcome.commits else {}
     replicas = recipe.get("replicas")
     committed = [event for event in chief if event["e"] == "commit"]
     synced = next((i for i, event in enumerate(chief) if event["e"] == "manifest.sync"), -1)
@@ -146,37 +137,30 @@ def phases_of(outcome: Outcome) -> dict[tuple[str, int], object]:
     found: dict[tuple[str, int], object] = {}
     for run in dict.fromkeys(commit.run for commit in outcome.commits):
         commits = sorted((c for c in outcome.commits if c.run == run), key=lambda c: c.step)
-        hashes: list[dict[str, object]] = []
+        contents: list[dict[str, object]] = [{}]
         for manifest in (commit.manifest() for commit in commits):
-            hashes.append({"metric epoch": manifest.metrics.get("epoch")})  # of Keras `fit`
-            hashes[-1] |= {leaf.path: (leaf.text, *leaf.hashes()) for leaf in manifest.leaves}
-        spans = []
-        for a, b in zip([None, *commits], [*commits, None], strict=True):
-            first, last = a.step if a else -1, b.step if b else math.inf
-            ran = frozenset(sign for step, sign in lines if first < step <= last)
-            spans.append(ran)
-        changed = [
-            frozenset(path for path, known in new.items() if old.get(path, known) != known)
-            for old, new in pairwise([{}, *hashes])
+            leaves = {leaf.path: (leaf.text, *leaf.hashes()) for leaf in manifest.leaves}
+            # The metric is that of Keras `fit`.
+            contents.append({"metric epoch": manifest.metrics.get("epoch"), **leaves})
+        borders = pairwise([-1, *(commit.step for commit in commits), math.inf])
+        around = [
+            (
+                frozenset(sign for step, sign in lines if first < step <= last),
+                frozenset(path for path, known in new.items() if old.get(path, known) != known),
+            )
+            for (first, last), (old, new) in zip(borders, pairwise([*contents, {}]), strict=True)
         ]
-        changed.append(frozenset())
-        around = [*zip(spans, changed, strict=True)]
         for number, commit in enumerate(commits):
             found[run, commit.step] = (around[number], around[number + 1])
     return found
 
 
-def other_devices(observed: Observed) -> list[int]:
-    """Other numbers of devices to try the program on."""
-    if "jax" not in observed.modules:
-        return []
-    most = min(4, (observed.replicas or 4) // observed.workers)
-    return [count for count in range(1, most + 1) if count != observed.devices]
-
-
-def other_workers(observed: Observed) -> list[int]:
-    """Other numbers of workers to try the program on."""
-    if observed.workers < 2:
-        return []
-    most = min(observed.workers + 1, observed.replicas or observed.workers)
-    return [count for count in range(1, most + 1) if count != observed.workers]
+def other_topologies(observed: Observed) -> dict[str, list[int]]:
+    """Other numbers of devices and of workers to try the program on."""
+    workers, replicas = observed.workers, observed.replicas
+    devices = min(4, (replicas or 4) // workers) if "jax" in observed.modules else 0
+    most = min(workers + 1, replicas or workers) if workers > 1 else 0
+    return {
+        "devices": [count for count in range(1, devices + 1) if count != observed.devices],
+        "workers": [count for count in range(1, most + 1) if count != workers],
+    }

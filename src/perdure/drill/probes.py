@@ -315,35 +315,31 @@ def _poison() -> None:
     """Fill what `np.empty` and `torch.empty` return; MALLOC_PERTURB_ does so for smaller blocks."""
     import numpy as np
 
-    def filled(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*arguments: Any, **named: Any) -> Any:
-            array = make(*arguments, **named)
-            if not array.dtype.hasobject and is_program_file(sys._getframe(1).f_code.co_filename):
-                _took_effect("poisoned memory")
-                if array.flags.c_contiguous:
-                    array.reshape(-1).view(np.uint8)[...] = _POISON
-            return array
+    def fill(array: Any) -> None:
+        if array.flags.c_contiguous and not array.dtype.hasobject:
+            array.reshape(-1).view(np.uint8)[...] = _POISON
 
-        return made
-
-    np.empty, np.empty_like = filled(np.empty), filled(np.empty_like)
+    np.empty, np.empty_like = _filled(np.empty, fill), _filled(np.empty_like, fill)
 
     def torch_imported(torch: ModuleType) -> None:
-        for name in ("empty", "empty_like"):
-            setattr(torch, name, _filled_tensor(torch, getattr(torch, name)))
-        torch.Tensor.new_empty = _filled_tensor(torch, torch.Tensor.new_empty)
+        def fill(tensor: Any) -> None:
+            if tensor.is_contiguous():
+                with torch.no_grad():
+                    tensor.detach().view(-1).view(torch.uint8).fill_(_POISON)
+
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            setattr(owner, name, _filled(getattr(owner, name), fill))
 
     after_import("torch", torch_imported)
 
 
-def _filled_tensor(torch: ModuleType, make: Callable[..., Any]) -> Callable[..., Any]:
+def _filled(make: Callable[..., Any], fill: Callable[[Any], None]) -> Callable[..., Any]:
     def made(*arguments: Any, **named: Any) -> Any:
-        tensor = make(*arguments, **named)
-        if is_program_file(sys._getframe(1).f_code.co_filename) and tensor.is_contiguous():
+        array = make(*arguments, **named)
+        if is_program_file(sys._getframe(1).f_code.co_filename):
             _took_effect("poisoned memory")
-            with torch.no_grad():
-                tensor.detach().view(-1).view(torch.uint8).fill_(_POISON)
-        return tensor
+            fill(array)
+        return array
 
     return made
 

@@ -192,7 +192,6 @@ class ReplayOptions:
         workers: Processes of the group.
         devices: Devices of each; None leaves them to the framework.
         read_only: Run directories that the program only reads, apart from the one that is replayed.
-        environment: Variables on top of those of this process.
     """
 
     first: int | None = None
@@ -202,7 +201,6 @@ class ReplayOptions:
     workers: int = 1
     devices: int | None = None
     read_only: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -304,9 +302,7 @@ def replay_run(
     source = Run(run)
     reference = Reference.of(source, options.first)
     directory = directory.absolute()
-    program = DrilledProgram.here(
-        command, directory, options.workers, options.read_only, options.environment
-    )
+    program = DrilledProgram.here(command, directory, options.workers, options.read_only)
     results: list[StretchResult] = []
     for number, stretch in enumerate(_stretches(source.where, reference, options), 1):
         progress(stretch.describe())

@@ -7,7 +7,7 @@ recorded. Both runs are only read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perdure.drill.causes import Diagnosis, diagnosis
@@ -109,7 +109,6 @@ class BisectOptions:
         workers: Processes of the group; None for as many as each run had.
         devices: Devices of each process; None for as many as each run had, if its journal has that.
         read_only: Run directories that the programs only read.
-        environment: Variables on top of those of this process.
     """
 
     command: tuple[str, ...]
@@ -117,7 +116,6 @@ class BisectOptions:
     workers: int | None = None
     devices: int | None = None
     read_only: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -224,9 +222,7 @@ class _Side:
         """The side of the run `name`."""
         run, place = Run(name), place.absolute()
         reference = Reference.of(run, last_equal or 0)
-        program = DrilledProgram.here(
-            command, place.parent, 1, options.read_only, options.environment
-        )
+        program = DrilledProgram.here(command, place.parent, read_only=options.read_only)
         # Without a line of the journal for the step, it is taken for that of one process.
         entry = reference.entries.get(step)
         known = entry.topology if entry is not None else {}

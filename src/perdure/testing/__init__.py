@@ -63,8 +63,8 @@ def drill(
     """
     from rich.console import Console
 
-    from perdure.drill import DrillOptions, run_drill
-    from perdure.drill.drill_report import TextReporter
+    from perdure.drill.drill import run_drill
+    from perdure.drill.drill_report import DrillOptions, TextReporter
 
     options = DrillOptions(
         tuple(faults), runs, seed, workers, tuple(read_only), dict(environment or {}), fail_fast

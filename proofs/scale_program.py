@@ -24,7 +24,7 @@ from perdure import CheckpointManager
 from perdure.distribute.key_value_group import KeyValueProcesses
 
 HEAD = struct.Struct("!BII")
-SET, GET, DELETE, HAS = range(4)
+SET, GET, DELETE = range(3)
 LEAF = 65536
 CONNECT_S = 120.0
 
@@ -65,13 +65,14 @@ class _Connection(socketserver.StreamRequestHandler):
                 elif verb == GET:
                     server.changed.wait_for(lambda wanted=key: wanted in server.content)
                 answer = server.content[key] if verb == GET else b""
-                if verb == HAS:
-                    answer = b"1" * (key in server.content)
             self.wfile.write(HEAD.pack(verb, 0, len(answer)) + answer)
 
 
 class Client:
-    """One connection to the store."""
+    """One connection to the store. A wait ends with the key, or with the store."""
+
+    error: type[Exception] = OSError
+    timeout = "timed out"
 
     def __init__(self, address: tuple[str, int]) -> None:
         until = time.monotonic() + CONNECT_S
@@ -89,14 +90,14 @@ class Client:
     def set(self, key: str, value: bytes) -> None:
         self._ask(SET, key, value)
 
-    def get(self, key: str, process: int, waited: float = 0.0) -> bytes:
+    def get(self, key: str, seconds: float) -> bytes:
         return self._ask(GET, key)
-
-    def has(self, key: str) -> bool:
-        return bool(self._ask(HAS, key))
 
     def delete(self, key: str) -> None:
         self._ask(DELETE, key)
+
+    def answers(self, text: str) -> bool:
+        return False
 
     def _ask(self, verb: int, key: str, value: bytes = b"") -> bytes:
         name = key.encode()

@@ -7,7 +7,6 @@ What is audited is a function of (seed, step), so that every process knows it an
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -31,7 +29,7 @@ from perdure.errors import (
     TopologyError,
 )
 from perdure.runtime.excluded_devices import AUDIT, ON_CORRUPTION, named_numbers, report_corruption
-from perdure.runtime.process_group import Processes
+from perdure.runtime.process_group import Processes, gather_values
 from perdure.state import flatten, restore
 from perdure.store.leaf import Leaf
 
@@ -123,7 +121,7 @@ class _Case:
         self.replica, self.devices = drawn
         self.pair = (*drawn.devices, drawn.devices[0])[:2]
         self.share: Any = None
-        self.sent = b""
+        self.sent: dict[str, Any] = {}
         self.computed: list[ComputedContribution] = []
         self.kept: dict[int, list[Any]] = {}
         self.leaves: dict[int, list[Leaf]] = {}
@@ -208,9 +206,7 @@ class AuditedStep:
                 told |= self._to_tell(case, len(case.computed), len(devices))
         except Exception as error:  # noqa: BLE001 (raised when the other processes know it)
             failure, told = error, {"failure": f"{type(error).__name__}: {error}"}
-        found: dict[str, Any] = {}
-        for text in self._processes.gather(json.dumps(told).encode()):
-            found |= json.loads(text)
+        found = self._all(told)
         if failure is not None:
             raise failure
         if "failure" in found:
@@ -222,6 +218,10 @@ class AuditedStep:
             for number, device in enumerate(devices, len(case.computed)):
                 if (hashes := found.get(f"{case.replica}/{number}")) is not None:
                     case.computed.append(ComputedContribution(device, tuple(hashes)))
+
+    def _all(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """What all processes tell. A collective."""
+        return {k: v for row in gather_values(self._processes, told) for k, v in row.items()}
 
     def _to_tell(self, case: _Case, start: int, count: int) -> dict[str, list[str]]:
         """The hashes of the local computations; nothing if both are here and agree."""
@@ -243,13 +243,15 @@ class AuditedStep:
             case.share = self._shares[case.replica - self._audit.plan.first]
         if case.sent or all(self._audit.devices[device][0] == owner for device in devices):
             return
-        data = _packed(flatten(case.share) if is_owner else {})
-        case.sent = self._processes.gather(data)[owner]
+        leaves = flatten(case.share) if is_owner else {}
+        sent = {path: _sent(leaf) for path, leaf in leaves.items()}
+        case.sent = gather_values(self._processes, sent)[owner]
 
     def _share(self, case: _Case) -> Any:
         if case.share is None:
             try:
-                case.share = restore(self._shares[0], _unpacked(case.sent))
+                leaves = {path: _received(row) for path, row in case.sent.items()}
+                case.share = restore(self._shares[0], leaves)
             except MismatchError as error:
                 raise StateError(
                     f"step {self._step}: the share of logical replica {case.replica} has another form "
@@ -338,26 +340,23 @@ class AuditedStep:
         """Names of devices, those of other processes too. A collective."""
         local = [str(device) for device in self._engine.devices]
         mine = [socket.gethostname(), list(zip(named_numbers(len(local)), local, strict=True))]
-        told = [json.loads(text) for text in self._processes.gather(json.dumps(mine).encode())]
+        told = gather_values(self._processes, mine)
         found = [self._audit.devices[device] for device in devices]
         return [CorruptDevice(told[p][0], p, *told[p][1][device]) for p, device in found]
 
     def _name(self, at: int) -> str:
         """The path of leaf `at`. A collective."""
-        names = self._names[at : at + 1]
-        for data in self._processes.gather(json.dumps(names).encode()):
-            names = names or json.loads(data)
+        names = [
+            name for row in gather_values(self._processes, self._names[at : at + 1]) for name in row
+        ]
         # The engine of PyTorch has the buffers of modules beside what `grad` returned.
         return names[0].removeprefix("contributions/")
 
     def _compare(self, case: _Case, right: int, other: int, at: int) -> tuple[int, str]:
         """Of leaf `at` of two computations: how many bits differ, and where first. A collective."""
         numbers = [number for number in (right, other) if number in case.leaves]
-        leaves = {str(number): case.leaves[number][at] for number in numbers}
-        found: dict[str, Leaf] = {}
-        for data in self._processes.gather(_packed(leaves)):
-            found |= _unpacked(data)
-        return _difference(found[str(right)], found[str(other)])
+        found = self._all({str(number): _sent(case.leaves[number][at]) for number in numbers})
+        return _difference(*(_received(found[str(number)]) for number in (right, other)))
 
 
 def _difference(right: Leaf, other: Leaf) -> tuple[int, str]:
@@ -374,11 +373,10 @@ def _difference(right: Leaf, other: Leaf) -> tuple[int, str]:
     return bits, f",{where} 0x{values[1]} for 0x{values[0]}"
 
 
-def _packed(leaves: Mapping[str, Leaf]) -> bytes:
-    rows = [[path, leaf.dtype, leaf.shape, leaf.data] for path, leaf in leaves.items()]
-    return msgspec.msgpack.encode(rows)
+def _sent(leaf: Leaf) -> list[Any]:
+    return [leaf.dtype, leaf.shape, leaf.data]
 
 
-def _unpacked(message: bytes) -> dict[str, Leaf]:
-    rows = msgspec.msgpack.decode(message)
-    return {path: Leaf(dtype, tuple(shape), data) for path, dtype, shape, data in rows}
+def _received(row: list[Any]) -> Leaf:
+    dtype, shape, data = row
+    return Leaf(dtype, tuple(shape), data)

@@ -17,7 +17,7 @@ from perdure.data.pipelines import refuse_pipeline
 from perdure.distribute.engine import Scalar
 from perdure.distribute.values import PerReplica
 from perdure.errors import DataError
-from perdure.runtime.process_group import Processes
+from perdure.runtime.process_group import Processes, gather_values
 
 
 class StepDataset(Protocol):
@@ -232,11 +232,11 @@ class Pipelines:
         self.steps_per_epoch = lengths[0]
         if self.steps_per_epoch == 0:
             raise DataError("the pipelines hold no batches")
-        texts = [text.decode() for text in processes.gather(str(lengths[0]).encode())]
-        for process, text in enumerate(texts):
-            if text != texts[0]:
+        lengths = gather_values(processes, lengths[0])
+        for process, length in enumerate(lengths):
+            if length != lengths[0]:
                 raise DataError(
-                    f"an epoch has {texts[0]} steps in process 0 and {text} in process {process}; "
+                    f"an epoch has {lengths[0]} steps in process 0 and {length} in process {process}; "
                     "every pipeline must have the same number of batches"
                 )
 

@@ -24,6 +24,7 @@ from perdure.distribute.engine import describe, signature
 from perdure.distribute.reduction_tree import TreeNode, TreeSum, merge
 from perdure.distribute.topology import Plan
 from perdure.errors import PerdureError, StateError, WorkerLostError
+from perdure.runtime.process_group import gather_values
 from perdure.text import few
 
 
@@ -216,9 +217,7 @@ class Agreement:
     def _compare(self, at: str, described: str, error: str = "") -> None:
         """Raise `StateError` unless all processes are at one step with one structure. A collective."""
         processes = self._engine.processes
-        rows = [
-            json.loads(row) for row in processes.gather(json.dumps([at, described, error]).encode())
-        ]
+        rows = gather_values(processes, [at, described, error])
         for process, (there, _, failure) in enumerate(rows):
             if failure:
                 raise StateError(f"process {process} failed in {there}: {failure}. {_ALIKE}.")

@@ -6,7 +6,6 @@ a value.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from perdure.distribute.reduction import Agreement, reduction_of
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica
 from perdure.errors import ArgumentError, NonFiniteError, StateError, TopologyError
-from perdure.runtime.process_group import Processes
+from perdure.runtime.process_group import Processes, gather_values
 from perdure.state import flatten, restore, snapshot
 from perdure.store.drill_hook import drill_hook
 from perdure.text import few
@@ -301,8 +300,7 @@ class _FiniteCheck:
             for name, finite in zip(*seen[replica], strict=True)
             if not bool(finite)
         ]
-        texts = self._engine.processes.gather(json.dumps(bad).encode())
-        if bad := [item for text in texts for item in json.loads(text)]:
+        if bad := [one for row in gather_values(self._engine.processes, bad) for one in row]:
             lines = [f"{name} of logical replica {replica}" for replica, name in bad]
             raise NonFiniteError(
                 f"step {self._step}: NaN or infinity in {few(lines, 10)}. The state has not changed. "

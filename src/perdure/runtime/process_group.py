@@ -7,7 +7,7 @@ one thread at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -115,6 +115,12 @@ class SingleProcess(ByAgreement):
 
     def channel(self, name: str) -> SingleProcess:
         return self
+
+
+def gather_values(processes: Processes, value: Any) -> list[Any]:
+    """The values of all processes, in every process: numbers, texts, bytes, lists and dicts."""
+    texts = processes.gather(msgspec.msgpack.encode(value))
+    return [msgspec.msgpack.decode(text) for text in texts]
 
 
 def given(data: bytes | None) -> bytes:

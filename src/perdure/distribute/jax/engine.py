@@ -50,7 +50,7 @@ from perdure.distribute.jax.xla_settings import ask_for_determinism, check_deter
 from perdure.errors import TopologyError
 from perdure.runtime.environment import of_jax
 from perdure.runtime.excluded_devices import without_excluded
-from perdure.runtime.process_group import Processes
+from perdure.runtime.process_group import Processes, gather_values
 
 Devices = int | Sequence[Any] | None
 
@@ -77,9 +77,7 @@ class JaxEngine:
         asked = ask_for_determinism()
         self.devices = without_excluded(_choose(devices))
         self._deterministic = check_determinism(asked, self.devices[0].platform)
-        self.devices_per_process = tuple(
-            int(count) for count in processes.gather(str(len(self.devices)).encode())
-        )
+        self.devices_per_process = tuple(gather_values(processes, len(self.devices)))
         self._threads = threads
         # `NamedSharding(P())` over the local devices only: every process holds whole arrays.
         self._everywhere = NamedSharding(Mesh(np.array(self.devices), ("device",)), P())

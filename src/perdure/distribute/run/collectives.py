@@ -6,7 +6,6 @@ the same in every process and for every topology.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from perdure.distribute.reduction import reduction_of
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica, ReduceOp, of
 from perdure.errors import StateError, TopologyError
+from perdure.runtime.process_group import gather_values
 
 
 def operation(reduce_op: ReduceOp | str) -> str:
@@ -52,8 +52,7 @@ def reduce(plan: Plan, reduce_op: ReduceOp | str, value: Any, axis: int | None) 
         return total
     # Divided once, by the number of all elements, which may differ between replicas.
     if engine.processes.count > 1:
-        texts = engine.processes.gather(json.dumps(sizes).encode())
-        sizes = [row for text in texts for row in json.loads(text)]
+        sizes = [row for rows in gather_values(engine.processes, sizes) for row in rows]
     counts = iter([sum(column) for column in zip(*sizes, strict=True)])
     return engine.trees.map(lambda leaf: leaf / next(counts), total)
 
@@ -74,8 +73,7 @@ def gather(plan: Plan, value: Any, axis: int) -> Any:
         for part in parts
     ]
     # [path, dtype, shape] of each array, for every replica of the group.
-    texts = engine.processes.gather(json.dumps(local_forms).encode())
-    all_forms = [forms for text in texts for forms in json.loads(text)]
+    all_forms = [forms for row in gather_values(engine.processes, local_forms) for forms in row]
     for replica, forms in enumerate(all_forms):
         _require_like(all_forms[0], forms, replica, axis)
     sizes = [[shape[axis] for _, _, shape in forms] for forms in all_forms]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from perdure.distribute.run.context import Meeting, ReplicaContext, Scope
 from perdure.distribute.topology import Plan
 from perdure.distribute.values import PerReplica, of
 from perdure.errors import StateError, WorkerLostError
+from perdure.runtime.process_group import gather_values
 from perdure.text import few
 
 RULE = "Every replica must call the same collectives in the same order"
@@ -232,8 +232,7 @@ class ReplicaRun:
         if processes.count == 1:
             return
         mine = {"call": f"{call} (meeting {self._meetings} of {self._name})", "error": error}
-        for process, text in enumerate(processes.channel("run").gather(json.dumps(mine).encode())):
-            theirs = json.loads(text)
+        for process, theirs in enumerate(gather_values(processes.channel("run"), mine)):
             if error is None and theirs["error"] is not None:
                 raise StateError(f"{self._name} failed in process {process}: {theirs['error']}")
             if error is None and theirs["call"] != mine["call"]:

@@ -44,7 +44,7 @@ from perdure.distribute.torch.state_view import StateView
 from perdure.errors import StateError, TopologyError
 from perdure.runtime.environment import of_torch, torch_not_deterministic
 from perdure.runtime.excluded_devices import without_excluded
-from perdure.runtime.process_group import Processes
+from perdure.runtime.process_group import Processes, gather_values
 
 # Threads inside an operation. Processes gain more on a CPU than threads inside operations do, and
 # OpenMP's threads spin while they wait for each other: on a machine shared with other programs two of
@@ -93,9 +93,7 @@ class TorchEngine:
         self.processes = processes
         self.trees = TorchTrees()
         self.devices = without_excluded(_choose(devices))
-        self.devices_per_process = tuple(
-            int(count) for count in processes.gather(str(len(self.devices)).encode())
-        )
+        self.devices_per_process = tuple(gather_values(processes, len(self.devices)))
         # Settings of the whole process: an operation without a deterministic form raises.
         self._threads = threads or THREADS
         torch.set_num_threads(self._threads)

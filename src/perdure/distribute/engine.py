@@ -20,7 +20,6 @@ Grad = Callable[[Any, Any, Any], Any]
 Update = Callable[[Any, Any], tuple[Any, Any]]
 
 # work(device, state) iterates over the replicas of one local device and yields (replica, contribution).
-# It may be started again from its beginning.
 Work = Callable[[int, Any], Iterator[tuple[int, Any]]]
 
 # The values of every process -> their sum, in the tree. A value may also be a slice of all of them.

@@ -52,13 +52,11 @@ class Reduction:
         self._devices = [_DeviceSum(plan) for _ in plan.local]
         self._nodes: list[tuple[TreeNode, Any]] | None = None
 
-    def begin(self, device: int) -> None:
-        """Forget what was pushed for a device. Devices may be pushed to from different threads."""
-        if self._devices[device].seen:
-            self._devices[device] = _DeviceSum(self._plan)
-
     def push(self, device: int, replica: int, value: Any) -> None:
-        """Add the contribution of `replica`; those of one device come in their order."""
+        """Add the contribution of `replica`; those of one device come in their order.
+
+        Devices may be pushed to from different threads.
+        """
         here, plan = self._devices[device], self._plan
         form = None
         if len(plan.local_replicas) > 1:  # else there is no other to compare it with

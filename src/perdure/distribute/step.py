@@ -233,7 +233,6 @@ class TrainStep:
             return value
 
         def contribute(device: int, placed: Any) -> Iterator[tuple[int, Any]]:
-            reduction.begin(device)
             for replica in range(*plan.local[device]):
                 value = compute(device, placed, replica, batch.values[replica - first])
                 if audit:
@@ -356,7 +355,6 @@ class _StepCheck:
         plan, engine = self._plan, self._plan.engine
         reduction = reduction_of(plan)
         for own, (first, stop) in enumerate(plan.local):
-            reduction.begin(own)
             # The device that has the replica comes first: its value is the one that is added.
             home = own % len(copies)
             order = [copies[home], *copies[:home], *copies[home + 1 :]]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy_engine import NumpyEngine
@@ -354,8 +354,9 @@ class Two:
         return SimpleNamespace(gather=self.answered)
 
     def answered(self, data: bytes) -> list[bytes]:
-        self.said.append(json.loads(data))
-        return [data, json.dumps(self.answer(json.loads(data))).encode()]
+        message = msgspec.msgpack.decode(data)
+        self.said.append(message)
+        return [data, msgspec.msgpack.encode(self.answer(message))]
 
 
 def in_a_group(replicas: int, answer: Any) -> tuple[Strategy, Two]:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy_engine import NumpyEngine
@@ -222,7 +223,7 @@ def test_pipelines_of_other_lengths_in_another_process_are_refused() -> None:
         index, count, is_chief = 0, 2, True
 
         def gather(self, data: bytes) -> list[bytes]:
-            return [data, b"9"]
+            return [data, msgspec.msgpack.encode(9)]
 
         def agree(self, data: bytes, decide: Any) -> bytes:
             return decide([data, data])  # one recipe

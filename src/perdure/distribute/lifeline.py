@@ -209,18 +209,20 @@ def probe(connection: socket.socket, seconds: float) -> None:
     too once the memory for what it has not read is full.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # macOS has another name for it.
-    idle = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None))
-    limits = {idle: 0.4 * seconds, getattr(socket, "TCP_KEEPINTVL", None): 0.2 * seconds}
-    limits[getattr(socket, "TCP_KEEPCNT", None)] = 3
-    for option, value in limits.items():
-        if option is not None:
-            # The kernel takes whole seconds, up to 32767.
-            connection.setsockopt(socket.IPPROTO_TCP, option, min(max(1, round(value)), 32767))
-    # Nothing is probed while bytes are on their way: the report of another machine that is gone.
-    if (limit := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
-        milliseconds = round(1000 * min(max(1, seconds), 32767))
-        connection.setsockopt(socket.IPPROTO_TCP, limit, milliseconds)
+    # The kernel takes whole seconds, up to 32767.
+    idle, interval, limit = (
+        min(max(1, round(share * seconds)), 32767) for share in (0.4, 0.2, 1.0)
+    )
+    for name, value in (
+        ("TCP_KEEPIDLE", idle),
+        ("TCP_KEEPALIVE", idle),  # its name on macOS
+        ("TCP_KEEPINTVL", interval),
+        ("TCP_KEEPCNT", 3),
+        # Nothing is probed while bytes are on their way: the report of another machine that is gone.
+        ("TCP_USER_TIMEOUT", 1000 * limit),
+    ):
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def is_unanswered(error: OSError) -> bool:

@@ -18,8 +18,8 @@ import selectors
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -90,10 +90,20 @@ def await_members(
     )
     deadline = time.monotonic() + start_timeout
     if cluster.is_chief:
-        with _listening(cluster) as listener:
-            if listener is not None:
+        host, port = cluster.host_port
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ClusterError(
+                    f"process 0 cannot listen on port {port} of this host (from {cluster.source}): "
+                    f"{error}"
+                ) from error
+            # The port is taken. If another process 0 has it, it answers with an error.
+        else:
+            with listener:
+                listener.setblocking(False)
                 return _Rendezvous(cluster, this_process, listener).run(deadline, start_timeout)
-        # The port is taken. If another process 0 has it, it answers with an error.
     return _register(cluster, this_process, deadline, start_timeout)
 
 
@@ -283,24 +293,6 @@ def _ask(cluster: Cluster, member: Member, wait: float, silent: Callable[[], Non
         while data := connection.recv(_LONGEST_LINE):
             parts.append(data)
         return b"".join(parts)
-
-
-@contextmanager
-def _listening(cluster: Cluster) -> Iterator[socket.socket | None]:
-    """A listener at the coordinator's address. None if its port is taken."""
-    host, port = cluster.host_port
-    try:
-        listener = listen(host, port)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise ClusterError(
-                f"process 0 cannot listen on port {port} of this host (from {cluster.source}): {error}"
-            ) from error
-        yield None
-        return
-    with listener:
-        listener.setblocking(False)
-        yield listener
 
 
 def _decode(line: bytes) -> Member | None:

@@ -27,6 +27,8 @@ GONE = b"\2"
 
 _LONGEST_LINE = 2**12
 _CONNECT_S = 5.0
+# After a connection that could not be accepted.
+_RETRY_S = 0.1
 # A value that a process wrote before its end may still be on its way to the store.
 _GRACE_S = 1.0
 # The errors of a connection whose probes nobody answers.
@@ -119,10 +121,13 @@ class Lifeline:
         return connection
 
     def _accept(self, listener: socket.socket) -> None:
-        while not self._stopping.is_set():
-            with suppress(OSError):
+        while True:
+            try:
                 connection, address = listener.accept()
                 _start(self._serve, self._kept(connection), address[0])
+            except OSError:
+                if self._stopping.wait(_RETRY_S):
+                    return
 
     def _serve(self, connection: socket.socket, machine: str) -> None:
         """Process 0: wait until the connection of another process closes."""

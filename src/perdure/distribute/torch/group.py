@@ -123,12 +123,6 @@ class _Store:
     def answers(self, text: str) -> bool:
         return False
 
-    def look(self, key: str) -> bytes | None:
-        """The value of a key, if it is there. None, too, if process 0 is gone: all waits have ended."""
-        with contextlib.suppress(RuntimeError):
-            return self._store.get(key) if self._store.check([key]) else None
-        return None
-
     def end_wait(self, key: str) -> None:
         with contextlib.suppress(RuntimeError):  # if the store is gone too, every wait has ended
             self._store.compare_set(key, "", GONE.decode())
@@ -186,13 +180,11 @@ class _Membership:
         deadline = monotonic() + (min(limit, _FAILED_LEAVE_S) if _has_failed() else limit)
         with contextlib.suppress(RuntimeError):
             self._served.set(_left(self._cluster.process_id), "")
-            if self._cluster.is_chief:
-                store = self.connect()
-                waiting = set(range(1, self._cluster.num_processes))
-                while waiting and monotonic() < deadline:
-                    waiting -= set(lifeline.gone if lifeline is not None else ())
-                    waiting = {p for p in waiting if store.look(_left(p)) is None}
-                    sleep(_LOOK_S if waiting else 0)
+            waiting = set(range(1, self._cluster.num_processes))
+            while self._cluster.is_chief and waiting and monotonic() < deadline:
+                waiting -= set(lifeline.gone if lifeline is not None else ())
+                waiting = {p for p in waiting if not self._served.check([_left(p)])}
+                sleep(_LOOK_S if waiting else 0)
         if lifeline is not None:
             lifeline.stop()
 

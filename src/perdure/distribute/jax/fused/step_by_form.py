@@ -176,7 +176,12 @@ class _StepByForm:
             Proof(None, why) if why else prove(self._programs, self._layout, state, turn, donate)
         )
         plain = len(self._layout.devices) == 1 and not holds_packed((state, turn))
-        plain = plain and all(_is_plain(x) for column in columns for x in column)
+        # NumPy's arrays, of dtypes that JAX has.
+        plain = plain and all(
+            not isinstance(x, jax.Array) and jnp.result_type(x) == x.dtype
+            for column in columns
+            for x in column
+        )
         why = f"Fast: {proof.why}." if proof.run else f"Not fast: {proof.why}."
         _log.debug("%s", why)
         self._forms[form] = _Form(proof.run, why, plain, self._checks, proof.after)
@@ -297,7 +302,12 @@ def _on_each(column: list[Any], devices: list[Any], sharding: NamedSharding) -> 
     """One array that holds a value of its own on each device."""
     shape, dtype = column[0].shape, column[0].dtype
     put: Any = getattr(_pxla(), "batched_device_put", None)
-    if put is None or not all(_is_numpy(x, dtype) for x in column) or not _is_known(dtype):
+    # JAX keeps the dtype, and gives each element bytes of its own.
+    is_known = jax.dtypes.canonicalize_dtype(dtype) == dtype and packed_width(dtype) is None
+    numpy = all(
+        (type(x) is np.ndarray or isinstance(x, np.generic)) and x.dtype == dtype for x in column
+    )
+    if put is None or not numpy or not is_known:
         placed = jax.device_put(column, devices)
     else:
         # `device_put` ends in this call and takes several times as long. One call for all devices would
@@ -308,15 +318,6 @@ def _on_each(column: list[Any], devices: list[Any], sharding: NamedSharding) -> 
             for value, device in zip(column, devices, strict=True)
         ]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
-
-
-def _is_numpy(leaf: Any, dtype: Any) -> bool:
-    return (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and leaf.dtype == dtype
-
-
-def _is_known(dtype: Any) -> bool:
-    """Whether JAX keeps the dtype, and gives each element bytes of its own."""
-    return jax.dtypes.canonicalize_dtype(dtype) == dtype and packed_width(dtype) is None
 
 
 @functools.cache
@@ -349,11 +350,6 @@ def _is_strong(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return not leaf.aval.weak_type
     return isinstance(leaf, np.ndarray | np.generic)
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether the leaf is NumPy's, of a dtype that JAX has."""
-    return not isinstance(leaf, jax.Array) and jnp.result_type(leaf) == leaf.dtype
 
 
 def _settings() -> Callable[[], Any]:

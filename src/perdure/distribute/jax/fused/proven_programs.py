@@ -90,8 +90,7 @@ class Compiler:
 
     def __init__(self, layout: Layout, pool: ThreadPoolExecutor) -> None:
         self.layout = layout
-        self._pool = pool
-        self._settings = thread_settings()
+        self.pool = pool
 
     def single(self, fn: Any, *values: Any, donate: bool = False) -> _Lowered:
         """The program of `fn` for the first device; `donate` gives its first argument away."""
@@ -104,13 +103,6 @@ class Compiler:
             fn = jax.shard_map(fn, mesh=layout.mesh, in_specs=P(), out_specs=P(), check_vma=False)
             options = _options()
         return _Lowered(self, fn, layout.sharding, values, donate, options)
-
-    def submit(self, compiled: Callable[[], Any]) -> Future[Any]:
-        def work() -> Any:
-            with self._settings():
-                return compiled()
-
-        return self._pool.submit(work)
 
 
 class _Lowered:
@@ -146,11 +138,14 @@ class _Lowered:
         on_cpu = self._compiler.layout.devices[0].platform == "cpu"
         options = _NEVER_RUNS if on_cpu and not runs else None
 
+        settings = thread_settings()
+
         def compiled() -> Any:
-            program = self._lowered.compile(compiler_options=options)
+            with settings():
+                program = self._lowered.compile(compiler_options=options)
             return _Packed(program, self._program) if self._packed else program
 
-        return self._compiler.submit(compiled)
+        return self._compiler.pool.submit(compiled)
 
 
 class _Values(NamedTuple):

@@ -131,7 +131,7 @@ def test_a_line_has_what_the_page_says(tmp_path: Path) -> None:
         "step": 1,
         "state": state_digest(state(1)),
         "batch": state_digest([np.arange(3)]),
-        "metrics": {"loss": None},
+        "metrics": {"loss": "NaN"},
         "attempt": 1,
     }
     assert Run(tmp_path / "run").is_run_directory

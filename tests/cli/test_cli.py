@@ -70,13 +70,13 @@ def test_ls_and_show_print_the_metrics(tmp_path: Path) -> None:
         manager.save(3, {"w": 3}, many)
     lines = perdure("ls", tmp_path).output.splitlines()
     assert lines[0].split()[-1] == "metrics"
-    assert lines[2].endswith("accuracy=not-finite loss=0.123457")
+    assert lines[2].endswith("accuracy=nan loss=0.123457")
     assert lines[3].endswith("m0=0 m1=1 m2=2 m3=3 and 2 more")
     rows = json.loads(perdure("ls", tmp_path, "--json").output)["checkpoints"]
-    assert [row["metrics"] for row in rows] == [{}, {"loss": 0.123456789, "accuracy": None}, many]
+    assert [row["metrics"] for row in rows] == [{}, {"loss": 0.123456789, "accuracy": "NaN"}, many]
     shown = perdure("show", f"{tmp_path}@2").output
     assert "metric       loss = 0.123456789" in shown
-    assert "metric       accuracy = not finite" in shown
+    assert "metric       accuracy = NaN" in shown
     assert "metric" not in perdure("show", f"{tmp_path}@1").output
     assert json.loads(perdure("show", f"{tmp_path}@3", "--json").output)["metrics"] == many
 

@@ -125,7 +125,7 @@ def test_texts_and_numbers_of_any_size_are_encoded(tmp_path: Path) -> None:
     seen = {p[1][0]: struct.unpack("<f", p[2][0])[0] for p in map(fields, fields(numbers[5][0])[1])}
     assert (seen[b"big"], seen[b"less"]) == (float("inf"), float("-inf"))
     assert seen[b"nan"] != seen[b"nan"]
-    assert read(tmp_path / METRICS)[0].metrics == {"big": 1e300, "nan": None, "less": -1e300}
+    assert read(tmp_path / METRICS)[0].metrics == {"big": 1e300, "nan": "NaN", "less": -1e300}
 
 
 def test_without_tensorboard_a_run_has_its_rows(

@@ -431,7 +431,7 @@ def test_nan_policy_decides_about_saves_with_nan(tmp_path: Path) -> None:
         "skip": [0, 4, 12],
         "raise": [0, 4],
     }
-    assert rows(tmp_path / "save")[3] == (8, {"loss": None})
+    assert rows(tmp_path / "save")[3] == (8, {"loss": "NaN"})
 
 
 def test_saves_follow_the_clock(tmp_path: Path) -> None:

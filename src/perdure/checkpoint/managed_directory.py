@@ -117,8 +117,8 @@ class ManagedDirectory(CallGuard):
         recorded = recorded_retention(self._run)
         return Retention() if recorded is None else recorded.retention
 
-    def metrics(self, step: int | str) -> dict[str, float | None]:
-        """The metrics that a checkpoint was saved with; None stands for NaN or an infinity.
+    def metrics(self, step: int | str) -> dict[str, float]:
+        """The metrics that a checkpoint was saved with.
 
         Args:
             step: A step, or a name: `RUN@STEP`, `RUN@latest`, `RUN@best`.
@@ -126,7 +126,8 @@ class ManagedDirectory(CallGuard):
         Raises:
             StepNotFoundError: There is no such checkpoint.
         """
-        return dict(self._run.manifest(self._step(step)).metrics)
+        stored = self._run.manifest(self._step(step)).metrics
+        return {name: float(value) for name, value in stored.items()}
 
     def pinned_steps(self) -> list[int]:
         """Steps that were pinned, oldest first."""

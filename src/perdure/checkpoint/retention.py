@@ -8,6 +8,7 @@ in silence that only the rules of the last manager keep, which are in the log of
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
@@ -18,7 +19,7 @@ import msgspec
 from perdure.checkpoint.arguments import integer, require_choice, require_number
 from perdure.errors import ArgumentError, CorruptionError, UnreachableError
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
-from perdure.store.format import MAX_STEP, seconds_of, steps_text
+from perdure.store.format import MAX_STEP, Metric, seconds_of, steps_text
 from perdure.store.garbage_collection import plan_collect
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_index import ManifestSummary
@@ -72,7 +73,7 @@ class Candidate:
 
     step: int
     created: float
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     pinned: bool = False
 
 
@@ -107,7 +108,7 @@ def decide(
             reasons[candidate.step].append(f"one for every {retention.keep_every_n_hours:g} h")
     if (name := retention.best_metric) is not None:
         for candidate in ranked(ordered, name, retention.best_mode)[: retention.best_to_keep]:
-            reasons[candidate.step].append(f"best {name} ({candidate.metrics[name]:g})")
+            reasons[candidate.step].append(f"best {name} ({float(candidate.metrics[name]):g})")
     return [
         Verdict(step, bool(texts), ", ".join(texts) or f"older than the newest {max_to_keep}")
         for step, texts in reasons.items()
@@ -121,8 +122,7 @@ def ranked(candidates: Iterable[Candidate], metric: str, mode: str) -> list[Cand
         (sign * value, candidate.step, candidate)
         for candidate in candidates
         if (value := candidate.metrics.get(metric)) is not None
-        # A candidate made by hand may hold NaN, which no comparison orders.
-        and value == value
+        and math.isfinite(value := float(value))
     ]
     return [candidate for _, _, candidate in sorted(scored, key=lambda row: row[:2], reverse=True)]
 

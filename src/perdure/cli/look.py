@@ -168,7 +168,7 @@ def _lines(
         *(f"origin       {_short(line)}" for line in origin_lines(manifest)),
         *(f"recipe       {_short(k)} = {_short(v)}" for k, v in sorted(manifest.recipe.items())),
         *(
-            f"metric       {_short(name)} = {'not finite' if metric is None else metric}"
+            f"metric       {_short(name)} = {metric}"
             for name, metric in sorted(manifest.metrics.items())
         ),
         "",

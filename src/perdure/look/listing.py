@@ -15,7 +15,7 @@ from perdure.errors import StoreError
 from perdure.look.tables import Shown, Table, printable, size_text
 from perdure.store import Run
 from perdure.store.compact import LiveChunks, relocated_size
-from perdure.store.format import seconds_of
+from perdure.store.format import Metric, seconds_of
 from perdure.store.garbage_collection import DEAD_SHARE
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
@@ -45,7 +45,7 @@ class ListedCheckpoint:
         shared_nbytes: Bytes of its chunks that stay then, because other checkpoints read them, or
             others in the same pack.
         fingerprint: Equal fingerprints are equal bits.
-        metrics: Numbers by name; None stands for NaN and infinities.
+        metrics: Numbers by name; texts stand for NaN and the infinities.
         pinned: Whether it is pinned, which is recorded in the run directory.
         kept: Why it is kept by the rules that its last manager recorded, or that the next save deletes
             it; "pinned", "the newest" or `NOT_RECORDED` if there are no such rules.
@@ -59,7 +59,7 @@ class ListedCheckpoint:
     own_nbytes: int
     shared_nbytes: int
     fingerprint: str
-    metrics: Mapping[str, float | None]
+    metrics: Mapping[str, Metric]
     pinned: bool
     kept: str
 
@@ -219,12 +219,9 @@ def age_text(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
-def _metrics_text(metrics: Mapping[str, float | None]) -> str:
+def _metrics_text(metrics: Mapping[str, Metric]) -> str:
     """Text such as `accuracy=0.91 loss=0.25`: the first few metrics by name."""
-    texts = (
-        f"{printable(name)}={'not-finite' if value is None else format(value, 'g')}"
-        for name, value in sorted(metrics.items())
-    )
+    texts = (f"{printable(name)}={float(value):g}" for name, value in sorted(metrics.items()))
     return few(texts, _MOST_METRICS, " ")
 
 

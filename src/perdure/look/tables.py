@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perdure.store.format import json_number
 from perdure.text import counted
 
 _MOST_CHARACTERS = 2000
@@ -116,9 +116,7 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return json_number(value) if isinstance(value, float) else value
 
 
 def printable(text: str, most: int | None = None) -> str:

@@ -20,6 +20,7 @@ from perdure.look.listing import listed
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
 from perdure.store import Run
+from perdure.store.format import Metric
 from perdure.store.local import LocalStorage
 from perdure.store.log import log_place, read_log
 from perdure.store.manifest import Manifest
@@ -205,7 +206,7 @@ def metric_series(run: Run, manifests: Iterable[Manifest]) -> tuple[dict[str, Se
     `metrics.jsonl`, and neither has one that no `Trainer` made: their metrics are those that the
     checkpoints were saved with.
     """
-    rows: list[tuple[int, Mapping[str, float | None]]] = [(m.step, m.metrics) for m in manifests]
+    rows: list[tuple[int, Mapping[str, Metric]]] = [(m.step, m.metrics) for m in manifests]
     unread = 0
     if isinstance(run.storage, LocalStorage):
         from perdure.train.summaries import METRICS, read  # the loop imports much
@@ -223,8 +224,8 @@ def metric_series(run: Run, manifests: Iterable[Manifest]) -> tuple[dict[str, Se
     values: dict[str, dict[int, float | None]] = {}
     for step, metrics in rows:
         for name, value in metrics.items():
-            finite = None if value is None or not math.isfinite(value) else float(value)
-            values.setdefault(name, {})[step] = finite
+            number = float(value)
+            values.setdefault(name, {})[step] = number if math.isfinite(number) else None
     return {name: sorted(values[name].items()) for name in sorted(values, key=natural_key)}, unread
 
 

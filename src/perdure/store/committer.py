@@ -29,6 +29,7 @@ from perdure.store.format import (
     EPOCH_ENDS,
     FORMAT,
     MAX_STEP,
+    Metric,
     chunk_spans,
     manifest_name,
 )
@@ -227,7 +228,7 @@ class Committer:
         save: PreparedSave,
         written: Written,
         recipe: dict[str, RecipeValue],
-        metrics: dict[str, float | None],
+        metrics: dict[str, Metric],
     ) -> Manifest:
         containers = containers_of(save.leaves)
         name = f"{self._storage.where}: the manifest of this save"
@@ -322,7 +323,7 @@ class Committer:
         self._directory.durable.add(step)
         return True
 
-    def _with_metrics(self, present: Manifest, metrics: Mapping[str, float | None]) -> Manifest:
+    def _with_metrics(self, present: Manifest, metrics: Mapping[str, Metric]) -> Manifest:
         """Add the metrics of an evaluation that ended after the state was saved."""
         merged = self._merged_metrics(present, metrics)
         if merged == present.metrics:
@@ -332,13 +333,13 @@ class Committer:
         return manifest
 
     def _merged_metrics(
-        self, present: Manifest, metrics: Mapping[str, float | None]
-    ) -> dict[str, float | None]:
+        self, present: Manifest, metrics: Mapping[str, Metric]
+    ) -> dict[str, Metric]:
         """The metrics of a committed step with those that it lacks; a note on those that differ.
 
         A difference is no error, because a metric may be a time.
         """
-        merged = {**metrics, **present.metrics}
+        merged = dict(metrics) | present.metrics
         differing = [
             f"{name} is {merged[name]} there and {value} in this save"
             for name, value in sorted(metrics.items())

@@ -5,11 +5,12 @@ Pure functions of their inputs. Nothing here imports numpy, so that listing a ru
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -20,6 +21,9 @@ from perdure.store.json_blocks import blocks
 
 FORMAT = 1
 """The format of run directories, manifests and packs."""
+
+Metric = float | Literal["NaN", "Infinity", "-Infinity"]
+"""A metric as JSON has it; see `json_number`."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
 EPOCH_ENDS = "ended_epochs"
@@ -194,3 +198,10 @@ def decode_json(data: bytes | memoryview, kind: type[T], where: str) -> T:
         raise CorruptionError(
             f"{where}: not a valid {kind.__name__.strip('_').lower()}: {error}"
         ) from None
+
+
+def json_number(value: float) -> Metric:
+    """A float for JSON, which has no NaN and no infinity: they become texts that `float` reads."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -11,10 +10,12 @@ from msgspec import Meta, Struct
 
 from perdure.store.format import (
     Hash,
+    Metric,
     Natural,
     chunk_spans,
     hash_bytes,
     hash_parts,
+    json_number,
 )
 from perdure.store.json_blocks import blocks, json_parts
 from perdure.store.log import LineReference
@@ -137,7 +138,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         created: When it was saved, in UTC.
         fingerprint: The hash of paths, dtypes, shapes and chunk hashes of all `leaves`.
         recipe: Fields that describe how the state was made.
-        metrics: Numbers by name; None stands for NaN and infinities.
+        metrics: Numbers by name.
         packs: The packs that it reads from.
         leaves: The leaves of the state, sorted by path.
         containers: The types of the states of objects with `load_state_dict`, by path. The digest of
@@ -153,7 +154,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     created: Time
     fingerprint: Hash
     recipe: dict[str, RecipeValue]
-    metrics: dict[str, float | None]
+    metrics: dict[str, Metric]
     packs: tuple[PackEntry, ...]
     leaves: tuple[LeafEntry, ...]
     containers: dict[str, Container] = msgspec.field(default_factory=dict)
@@ -190,9 +191,6 @@ def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]])
     return hash_parts(json_parts(map(msgspec.json.encode, blocks(sorted(leaves)))))
 
 
-def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics as a manifest has them: NaN and infinities become None, because JSON lacks them."""
-    return {
-        name: number if math.isfinite(number := float(value)) else None
-        for name, value in metrics.items()
-    }
+def plain_metrics(metrics: Mapping[str, float]) -> dict[str, Metric]:
+    """Metrics as a manifest, a log and `metrics.jsonl` have them."""
+    return {name: json_number(float(value)) for name, value in metrics.items()}

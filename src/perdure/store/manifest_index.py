@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from perdure.errors import PruneError
 from perdure.store.entry_builder import StoredChunk
-from perdure.store.format import INDEX, TEMP_SUFFIX
+from perdure.store.format import INDEX, TEMP_SUFFIX, Metric
 from perdure.store.gc_pause import gc_paused
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import HEAD_BYTES
@@ -56,7 +56,7 @@ class ManifestSummary(Struct, frozen=True, array_like=True, gc=False):
 
     head: str
     created: str
-    metrics: dict[str, float | None]
+    metrics: dict[str, Metric]
     packs: tuple[str, ...]
     version: str = ""
 

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from perdure.store.format import Metric
+
 
 class Event(Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False, tag_field="kind"):
     """What a line says."""
@@ -23,7 +25,7 @@ class JournalEntry(Event, frozen=True, kw_only=True, tag="step"):
         state: Digest of the state after the step.
         total: Digest of the contributions summed over all logical replicas, before the update.
         batch: Digest of the global batch of the step.
-        metrics: Numbers; None stands for NaN and the infinities.
+        metrics: Numbers by name.
         attempt: The number of the attempt that recorded it.
         topology: `host`, `processes`, and `devices` if a strategy computed the step. It must never
             decide a digest.
@@ -33,7 +35,7 @@ class JournalEntry(Event, frozen=True, kw_only=True, tag="step"):
     state: str
     total: str | None = None
     batch: str | None = None
-    metrics: dict[str, float | None] = {}
+    metrics: dict[str, Metric] = {}
     attempt: int
     topology: dict[str, int | str] = {}
 

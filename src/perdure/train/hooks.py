@@ -7,6 +7,7 @@ yet", not None.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from perdure.errors import TrainError
 from perdure.state import flatten, restore
 from perdure.state.leaf_values import array_leaf, plain_value, scalar_leaf
 from perdure.store import Leaf
-from perdure.train.summaries import is_finite, scalars
+from perdure.train.summaries import scalars
 from perdure.train.trainer import Hook, Trainer
 
 
@@ -54,7 +55,7 @@ class _Monitor(Hook):
         if self._every is not None and trainer.due(self._every):
             self._judge(trainer, scalars(logs))
 
-    def after_evaluate(self, trainer: Trainer, metrics: Mapping[str, float | None]) -> None:
+    def after_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         if self._every is None:
             self._judge(trainer, metrics)
 
@@ -62,7 +63,7 @@ class _Monitor(Hook):
         """The metric has not been better `patience` times in a row."""
         raise NotImplementedError
 
-    def _judge(self, trainer: Trainer, metrics: Mapping[str, float | None]) -> None:
+    def _judge(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         if self._monitor not in metrics:
             raise TrainError(
                 f"{type(self).__name__}: expected the metric {self._monitor!r} at step "
@@ -70,11 +71,7 @@ class _Monitor(Hook):
             )
         value = metrics[self._monitor]
         # NaN and the infinities are never better: a run that diverges runs out of patience.
-        if (
-            value is not None
-            and is_finite(value)
-            and self._sign * value < self._sign * self.best - self._min_delta
-        ):
+        if math.isfinite(value) and self._sign * value < self._sign * self.best - self._min_delta:
             self.best, self.wait = value, 0
             return
         self.wait += 1

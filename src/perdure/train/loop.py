@@ -31,7 +31,7 @@ from perdure.runtime.heartbeats import beat
 from perdure.state import StateWithExtras
 from perdure.train.batch_source import BatchSource, IteratorBatchSource, evaluation_batches
 from perdure.train.interval import SaveTimer
-from perdure.train.summaries import Means, is_finite, scalars
+from perdure.train.summaries import Means, scalars
 from perdure.train.training_state import Computation, HookCalls, TrainingState
 
 EVALUATION_PREFIX = "eval/"
@@ -321,8 +321,7 @@ class Loop:
             return
         if not training.due(every) and training.step < self._max_steps:
             return
-        saved = self._manager.metrics(training.step)
-        numbers = {name: math.nan if value is None else value for name, value in saved.items()}
+        numbers = self._manager.metrics(training.step)
         metrics = {
             name.removeprefix(EVALUATION_PREFIX): value
             for name, value in numbers.items()
@@ -337,11 +336,8 @@ class Loop:
             self._call_evaluation_hooks()
 
     def _call_evaluation_hooks(self) -> None:
-        """Call `after_evaluate`. An infinity comes back from a checkpoint as NaN, so hooks see NaN."""
-        metrics = self._evaluated.metrics
         self._evaluated.handed_over = True
-        finite = {name: v if is_finite(v) else math.nan for name, v in metrics.items()}
-        self._hooks.call("after_evaluate", finite)
+        self._hooks.call("after_evaluate", self._evaluated.metrics)
 
     def _leave(self) -> NoReturn:
         """Exit because of a preemption, with the last step saved."""

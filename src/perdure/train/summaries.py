@@ -26,6 +26,8 @@ from typing import Any
 import msgspec
 
 from perdure.errors import missing_extra
+from perdure.store.format import Metric
+from perdure.store.manifest import plain_metrics
 
 METRICS = "metrics.jsonl"
 SUMMARIES = "summaries"
@@ -68,11 +70,6 @@ class Means:
         return {name: _mean(*pair) for name, pair in self._totals.items()}
 
 
-def is_finite(value: float | None) -> bool:
-    """Whether a metric is a number that can be compared: not None, NaN or infinite."""
-    return value is not None and abs(value) < float("inf")
-
-
 def _walk(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
     for key, child in value.items():
         name = f"{path}/{key}" if path else str(key)
@@ -103,12 +100,11 @@ def _mean(total: float, weight: float) -> float:
 
 
 class SummaryRow(msgspec.Struct):
-    """A line of `metrics.jsonl`. `time` is in seconds since 1970; null stands for NaN and the
-    infinities, as in a manifest."""
+    """A line of `metrics.jsonl`. `time` is in seconds since 1970; metrics are as in a manifest."""
 
     step: int
     time: float
-    metrics: dict[str, float | None]
+    metrics: dict[str, Metric]
 
 
 class Summaries:
@@ -154,8 +150,7 @@ class Summaries:
         if self._rows is None or not values:
             return
         now = self._clock()
-        # msgspec writes NaN and the infinities, which JSON does not have, as null.
-        self._rows.write(msgspec.json.encode(SummaryRow(step, now, dict(values))) + b"\n")
+        self._rows.write(msgspec.json.encode(SummaryRow(step, now, plain_metrics(values))) + b"\n")
         self._rows.flush()
         if self._events is not None:
             self._events.scalars(step, values, now)

@@ -68,7 +68,7 @@ class Hook:
         fails, nor for the save before a preempted run exits.
         """
 
-    def after_evaluate(self, trainer: Trainer, metrics: Mapping[str, float | None]) -> None:
+    def after_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """An evaluation has been done and saved. Called again if a run resumes at this very step."""
 
     def end(self, trainer: Trainer) -> None:

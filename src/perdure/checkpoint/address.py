@@ -32,13 +32,8 @@ _BEST = re.compile(r"(?P<run>.+?)@(?P<which>best:(?:max|min):.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """One committed checkpoint, opened for reading.
-
-    Attributes:
-        run: Its run directory. Nothing here changes it.
-        manifest: What was committed.
-        name: What to call it in output: `RUN@STEP`, with RUN as it was given.
-    """
+    """One committed checkpoint, opened for reading: its run directory, what was committed, and its
+    name in output, `RUN@STEP`, with RUN as it was given."""
 
     run: Run = field(repr=False)
     manifest: Manifest = field(repr=False)
@@ -81,12 +76,8 @@ class Address(NamedTuple):
 
 
 def open_run(where: Where) -> Run:
-    """Open a run directory; text that names one of its checkpoints is refused.
-
-    Raises:
-        NotARunError: There is no run directory.
-        ArgumentError: `where` names a checkpoint.
-    """
+    """Open a run directory. Raises `NotARunError`, or `ArgumentError` for text that names a
+    checkpoint."""
     address = find_run(where)
     if address.which is not None:
         raise ArgumentError(
@@ -120,10 +111,8 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
 
 
 def open_checkpoints(where: Where) -> list[StoredCheckpoint]:
-    """Open several checkpoints of one run, in the given order: `RUN@100,200`, or `RUN` for all.
-
-    Raises as `open_checkpoint` does. A run without a checkpoint is an error.
-    """
+    """The checkpoints that `RUN@100,200` names, in that order, or all of `RUN`; errors as
+    `open_checkpoint`."""
     if isinstance(where, StoredCheckpoint):
         return [where]
     address = find_run(where)
@@ -154,9 +143,6 @@ def find_run(where: Where) -> Address:
     """Open the run directory of `where`, which may name checkpoints of it.
 
     The whole text is tried as the name of a run directory too, and first if it is a directory here.
-
-    Raises:
-        NotARunError: There is no run directory.
     """
     if isinstance(where, StoredCheckpoint):
         return Address(where.run, where.run.where, str(where.step))
@@ -188,12 +174,9 @@ def _parse(text: str) -> re.Match[str] | None:
 
 
 def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
-    """The run directory of `where` and the step to load; None for the newest good checkpoint.
+    """The run directory of `where`, and the step to load; None for the newest good checkpoint.
 
-    `where` is as for `open_checkpoint`. `step` is what the caller asks for beside it.
-
-    Raises:
-        ArgumentError: `where` names another step than `step`, or several.
+    Raises `ArgumentError` if `where` names several steps, or another one than `step`.
     """
     address = find_run(where)
     run, given, which = address
@@ -210,10 +193,7 @@ def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
 
 
 def step_or_name(step: Any, run: Run) -> int | None:
-    """The step of a number, or of a name such as `RUN@STEP`; None for the newest good checkpoint.
-
-    Raises as `open_checkpoint`, and `ArgumentError` for any other name.
-    """
+    """The step of a number, or of a name such as `RUN@STEP`; None for the newest good checkpoint."""
     if not isinstance(step, str):
         return None if step is None else step_number(step)
     if (match := _parse(step)) and _is_of(match["run"], run):

@@ -15,10 +15,7 @@ Metrics = Mapping[str, SupportsFloat] | None
 
 
 def step_number(step: Any) -> int:
-    """`step` as an int; NumPy integers and 0-d integer arrays of any framework are accepted.
-
-    Raises `ArgumentError` for a bool, a float, a negative number or one above `MAX_STEP`.
-    """
+    """`step`, which may be an integer of NumPy or a 0-d array, as an int from 0 to `MAX_STEP`."""
     try:
         if "bool" in type(step).__name__ or "bool" in str(getattr(step, "dtype", "")):
             raise TypeError
@@ -38,10 +35,7 @@ def step_number(step: Any) -> int:
 
 
 def integer(name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
-    """`value` as an int of at least `least`, or None if it is optional; `name` is the argument.
-
-    Raises `ArgumentError` for anything else, as the other checks here do.
-    """
+    """`value` as an int of at least `least`, or None if it is optional; `name` is the argument."""
     if value is None and optional:
         return value
     try:
@@ -81,10 +75,7 @@ def real_number(value: Any) -> Any:
 
 
 def metric_numbers(metrics: Any) -> dict[str, float]:
-    """`metrics` as floats; None is no metric, and NaN and the infinities are allowed.
-
-    Raises `ArgumentError` that names the metric which is not a number.
-    """
+    """`metrics` as floats; None is no metric, and NaN and the infinities are allowed."""
     metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping):
         raise ArgumentError(

@@ -48,10 +48,8 @@ class CallGuard:
             )
 
     def require_no_call(self, call: str) -> None:
-        """Raise `StoreError` in the middle of another exclusive call of the same thread.
-
-        Such a call would wait for itself, or change what the other call is working on.
-        """
+        """Raise `StoreError` in the middle of another exclusive call of the same thread, which it
+        would wait for."""
         if self._turn._is_owned():  # type: ignore[attr-defined]
             raise StoreError(
                 f"{self._where}: {call} was called by a signal handler or a callback in the middle of "

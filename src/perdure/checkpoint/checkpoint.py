@@ -309,10 +309,7 @@ def load_verified(
     wanted: Callable[[str], bool] | None = None,
 ) -> Loaded:
     """Load `step`, or the newest good checkpoint, and warn about each newer one that is damaged.
-
-    `directory` may name one checkpoint, as for `open_checkpoint`. Only leaves whose path `wanted`
-    accepts are read. Raises `StepNotFoundError` if the run directory holds no checkpoint.
-    """
+    Only leaves whose path `wanted` accepts are read."""
     if directory is None:
         raise ArgumentError(
             "directory: expected a run directory, found None. `latest_checkpoint` is None before the "
@@ -330,11 +327,8 @@ def load_verified(
 
 
 def makes_state(value: Any) -> bool:
-    """Whether `value` is a function that makes a state, and not a state that can be called.
-
-    Modules of every framework are callable. The only values taken for a function are functions,
-    methods, classes, `functools.partial`s, compiled functions, and callables that cannot be saved.
-    """
+    """Whether `value` is a function that makes a state, and not a state that can be called, as
+    modules are."""
     if not callable(value):
         return False
     functions = (FunctionType, MethodType, BuiltinFunctionType, type)

@@ -1,9 +1,7 @@
-"""Divides the chunks that several processes of one machine need: one reads and verifies each.
+"""Divides the chunks that several processes of one machine need: one reads and verifies each, and
+the others copy their elements out of the very bytes that were verified.
 
-Each process reads its part into memory that the others map, and they copy their elements out of the
-very bytes that were verified. Invariant: no restore depends on another process. A process reads by
-itself what it did not get, whatever the reason: damage that another found, its end, or another
-checkpoint.
+Invariant: no restore depends on another process: each reads by itself what it did not get.
 """
 
 from __future__ import annotations
@@ -37,10 +35,8 @@ _END = _CHUNK.pack(0, SLOTS, 0, 0)
 
 
 class _Request(Struct, frozen=True, array_like=True):
-    """The chunks that a process wants to share: the bytes of each by its number in the manifest.
-
-    `alone` has the bytes that it reads besides these.
-    """
+    """The chunks that a process wants to share: bytes by number in the manifest. It reads `alone`
+    besides."""
 
     fingerprint: str
     wanted: dict[int, int]
@@ -51,12 +47,7 @@ _NOTHING = _Request("", {}, 0)
 
 
 class ChunkSharing:
-    """The end of one process, for one restore; see `perdure.store.loading.SharedReads`.
-
-    Args:
-        index: The number of this process in the group.
-        count: How many processes the group has; those of other machines do not share.
-    """
+    """The end of one process of `count`, for one restore; see `perdure.store.loading.SharedReads`."""
 
     def __init__(self, index: int, count: int) -> None:
         self._index = index
@@ -83,10 +74,8 @@ class ChunkSharing:
         self._received: set[int] = set()
 
     def listen(self, token: bytes) -> None:
-        """Let others of this machine connect; a random token that all know makes the names.
-
-        All have to listen before one of them reads.
-        """
+        """Let others of this machine, which know the token, connect. All listen before one of them
+        reads."""
         self._token = token
         if self._slots.file is not None:
             self._listener = self._peers.listen_locally(self._name(self._index))
@@ -236,10 +225,8 @@ class ChunkSharing:
 
 
 def _readers(requests: Mapping[int, _Request]) -> Iterator[tuple[int, list[int]]]:
-    """Each chunk that several processes want: its number, and the processes, the one that reads first.
-
-    The same in every process. Of those that want a chunk the one reads it that reads least.
-    """
+    """Each chunk that several processes want: its number, and the processes, the one that reads
+    first, which is that with the least to read. The same in every process."""
     wanting: dict[int, list[int]] = {}
     for index in sorted(requests):
         for number in requests[index].wanted:

@@ -28,11 +28,8 @@ HAS_SHARED_MEMORY = hasattr(fcntl, "F_ADD_SEALS") and hasattr(socket, "SO_PEERCR
 
 
 class Connections:
-    """The sockets of one process and the threads that use them, which end together.
-
-    Attributes:
-        guard: A reentrant lock for what these threads share, and a condition to wait for.
-    """
+    """The sockets of one process and the threads that use them, which end together. `guard` is a
+    lock for what these share, and a condition to wait for."""
 
     def __init__(self, threads: str) -> None:
         self.guard = threading.Condition()
@@ -98,14 +95,11 @@ class Connections:
 
 
 class Slots:
-    """Memory for a few chunks, which other processes of this machine may map.
+    """Memory for a few chunks, which other processes of this machine may map through `file`, if
+    there is one.
 
-    It takes pages once they are written to. No process can cut the file, which would kill those that
-    read its memory.
-
-    Attributes:
-        file: The file of the memory; None if it cannot be shared.
-        free: The numbers of the slots that nobody uses.
+    It takes pages once they are written to. No process can cut the file, which would kill its
+    readers.
     """
 
     def __init__(self, count: int) -> None:
@@ -169,10 +163,8 @@ def hello_of(connection: socket.socket, size: int) -> memoryview:
 
 
 def require_same_user(connection: socket.socket) -> None:
-    """Raise `ConnectionRefusedError` if the process at the other end is that of another user.
-
-    The names of sockets can be seen by all users of the machine.
-    """
+    """Raise `ConnectionRefusedError` if the other end is of another user, who can see the names of
+    sockets too."""
     _, user, _ = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )

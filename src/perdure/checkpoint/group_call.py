@@ -1,7 +1,7 @@
 """Calls that all processes of a group make together.
 
-Invariant: every process returns from a call with the same outcome. An error in one process is raised in
-all of them, as the same class.
+Invariant: every process returns from a call with the same outcome. An error in one process is
+raised in all of them, as the same class.
 """
 
 from __future__ import annotations
@@ -78,10 +78,7 @@ class _Answer(Struct):
 
 class GroupCall(ByAgreement):
     """The group during one call: collectives of two different calls are an error in every process.
-
-    Without this check the bytes that one process sends in a `save` would be taken for those of a
-    `restore` by another.
-    """
+    Otherwise the bytes of a `save` would be taken for those of a `restore` by another process."""
 
     def __init__(self, processes: Processes, call: str) -> None:
         self._processes = processes
@@ -136,16 +133,8 @@ def together(
 ) -> R:
     """Run `action`, with the same outcome in every process. A collective.
 
-    Args:
-        processes: The group.
-        action: Called in every process; an error in one of them is raised in all.
-        by_chief: The type of what `action` returns, which is then called in the chief alone. Every
-            process returns the answer of the chief, or raises its error.
-        call: Names the call; if two processes name different ones, nothing is done and each raises
-            `StoreError`.
-
-    Returns:
-        What `action` returned in this process, or in the chief.
+    With `by_chief`, the type of its result, only the chief runs it, and all return that result. If
+    two processes name different `call`s, nothing is done and each raises `StoreError`.
     """
     if processes.count == 1:
         return action()
@@ -176,13 +165,9 @@ _channels = itertools.count()
 def save_channel(processes: Processes, where: str) -> Processes:
     """A channel for the saves of one manager, which no other manager has. A collective.
 
-    Saves run in threads, so that those of several managers of one group overlap: in one channel the
-    bytes of one save would be taken for those of another. No number is used twice, because of a save
-    that failed messages may still be unread.
-
-    Raises:
-        StoreError: The processes save into directories of different names, so that they make the calls
-            of several managers in different orders.
+    Saves of several managers overlap in threads. No number is used twice, because messages of a
+    save that failed may still be unread. Raises `StoreError` if the processes save into different
+    directories.
     """
     name = where.rstrip("/").rpartition("/")[2]
     number = next(_channels) if processes.is_chief else 0
@@ -191,10 +176,8 @@ def save_channel(processes: Processes, where: str) -> Processes:
 
 
 def require_group(where: str) -> None:
-    """Raise `ClusterError` if the framework knows of other processes, and a manager was given none.
-
-    Each of the processes would take itself for the only writer.
-    """
+    """Raise `ClusterError` if the framework knows of other processes, and a manager was given none:
+    each of them would take itself for the only writer."""
     group = framework_group()
     if group is not None and group.count > 1:
         call = "perdure.initialize_distributed('jax')"
@@ -219,10 +202,8 @@ def caught(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
 
 
 def gather_failures(processes: Processes, error: BaseException | None) -> dict[int, SentError]:
-    """The errors of processes that have one, by process. A collective.
-
-    The chief gets all of them. The others get the first one, and the first that is no damage.
-    """
+    """The errors of processes that have one, by process. A collective. The chief gets all of them,
+    the others the first one, and the first that is no damage."""
     failed: dict[int, SentError] = {}
 
     def decide(sent: list[bytes]) -> bytes:

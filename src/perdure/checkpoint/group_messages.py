@@ -1,7 +1,7 @@
-"""The messages of a save by a group: what each process begins with, the chief's orders, the answers.
+"""The messages of a save by a group: what each process begins with, the chief's orders, the
+answers.
 
-Each process knows only its own shards. The chief collects the layouts of sharded arrays once, and again
-only if a shard has changed.
+The chief collects the layouts of sharded arrays once, and again only if a shard has changed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,8 @@ class LocalRegions(Struct, frozen=True, array_like=True):
 
 
 class GroupLayouts(Struct, frozen=True):
-    """The layouts of all sharded arrays of a state.
-
-    Attributes:
-        layouts: Each layout once.
-        numbers: By the path of an array, which of them it has.
-        digests: The `digest_of` of the shards of each process.
-    """
+    """The layouts of all sharded arrays of a state, each once; the number of the layout of each
+    array; and the `digest_of` of the shards of each process."""
 
     layouts: tuple[ShardLayout, ...] = ()
     numbers: dict[str, int] = {}
@@ -74,11 +69,7 @@ def digest_of(regions: Mapping[str, LocalRegions]) -> str:
 def merge_layouts(
     rows: Sequence[Mapping[str, LocalRegions]], digests: Sequence[str]
 ) -> GroupLayouts:
-    """The layouts of all processes, from the shards of each.
-
-    Raises:
-        SaveError: The processes do not have the same sharded arrays; names process and leaf.
-    """
+    """The layouts of all processes, from the shards of each; `SaveError` if they have other arrays."""
     texts = [{path: own.text for path, own in row.items()} for row in rows]
     for process, other in enumerate(texts):
         for path in sorted(texts[0].keys() | other.keys()):
@@ -101,12 +92,9 @@ def merge_layouts(
 class SaveRow(Struct):
     """With what one process begins a save, or why it does not.
 
-    Attributes:
-        step: The step that it saves.
-        per_rank, process_leaves: Its `LocalLeaves`, by their hashes: the fingerprint covers the first.
-        regions: The `digest_of` of its shards.
-        known: The digest of the layouts that it knows from an earlier save.
-        address: Where it answers requests for slices; None without sharded arrays.
+    Its leaves are known by their hashes, its shards by `digest_of`, and the layouts that it has
+    from an earlier save by their digest. It answers requests for slices at `address`, if it has
+    shards.
     """
 
     step: int
@@ -119,14 +107,7 @@ class SaveRow(Struct):
 
 
 class SaveOrder(Struct):
-    """What the chief asks all processes to do next.
-
-    Attributes:
-        what: LAYOUT, HASH, WRITE, COMPARE or END.
-        layouts: The layouts of all sharded arrays; None if every process knows them.
-        addresses: Where each process answers requests for slices.
-        error: Why the save failed, for END.
-    """
+    """What the chief asks all processes to do next. `layouts` are None if every process knows them."""
 
     what: str
     layouts: GroupLayouts | None = None
@@ -135,16 +116,9 @@ class SaveOrder(Struct):
 
 
 class SaveAnswer(Struct):
-    """What one process answers to an order, or why it cannot.
-
-    Attributes:
-        step: The step that it saves.
-        regions: Its shards, for a layout order.
-        hashes: The hashes of the chunks of sharded arrays that it would write, for a hash order.
-        part: What it has written, for a write order.
-        digests, copies: The hashes of its leaves, and of its shards that others have too, for a
-            compare order.
-    """
+    """What one process answers to an order, or why it cannot: for LAYOUT its shards, for HASH the
+    hashes of chunks of sharded arrays that it would write, for WRITE what it has written, for
+    COMPARE the hashes of its leaves, and of its shards that others have too."""
 
     step: int
     regions: dict[str, LocalRegions] = {}

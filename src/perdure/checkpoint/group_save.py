@@ -1,9 +1,7 @@
 """One checkpoint saved by all processes of a group.
 
-Every process writes its share, and the chief, which holds the lock, commits. The others follow its
-orders: each order is one message to each process, and each answer one message from it. Invariant: the
-checkpoint is committed for all of them or for none, and an error, also of the prune after the commit,
-is raised in every process.
+Every process writes its share, on orders of the chief, which holds the lock and commits. Invariant:
+the checkpoint is committed for all or for none, and an error, also of the prune, is raised in all.
 """
 
 from __future__ import annotations
@@ -101,17 +99,13 @@ def save_in_group(
     metrics: Mapping[str, float],
     cache: SaveCache | None = None,
 ) -> Iterator[None]:
-    """Save one checkpoint by all processes, and run the block after the commit.
+    """Save one checkpoint by all processes, each with its copy of the state, and run the block
+    after the commit.
 
-    Every process enters this with its own copy of the state, on a channel of its own. The block is for
-    work of the chief (retention): when it ends, the checkpoint is durable and committed for all
-    processes. An error of the save, or of the block in the chief, is raised in all of them. A process
-    that has no state to save calls `decline_save` instead. `cache` saves messages and reads if it is
-    that of the save before.
-
-    Raises:
-        StateError: The copies of the state differ; names leaf and process.
-        StoreError: As `Run.save`, or as the block.
+    The block is for work of the chief (retention). An error of the save, or of the block in the
+    chief, is raised in all processes. One that has no state calls `decline_save` instead. `cache`
+    is that of the last save. Raises `StateError` if the copies of the state differ, and as
+    `Run.save`.
     """
     with ExitStack() as stack:
         member = _Member(run, processes, state, cache or SaveCache(), stack)
@@ -417,11 +411,8 @@ def _raise_agreed(error: BaseException | None, agreed: PerdureError) -> NoReturn
 
 
 def require_visible(run: Run, parts: Sequence[PackPart], held: AbstractSet[str]) -> None:
-    """Raise `SaveError` unless the chief sees every pack that another process names, in full.
-
-    On hosts with a directory of their own under one path, the packs of the others are not there. The
-    chief knows those in `held` already.
-    """
+    """Raise `SaveError` unless the chief sees every pack that another process names, in full: hosts
+    may have directories of their own under one path. The chief knows those in `held` already."""
     seen = {*held, *parts[0].packs}
     for number, part in enumerate(parts):
         for name, size in part.packs.items():

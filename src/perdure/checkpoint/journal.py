@@ -1,8 +1,7 @@
 """`Journal`: digests of the steps of a run, compared whenever a step is computed again.
 
-Invariant: once a repeated step has other bits than the journal has, nothing more is committed. Only
-the chief of a group writes, and the training loop never waits for a disk: lines become durable with
-the checkpoint that follows them.
+Invariant: once a repeated step has other bits, nothing more is committed. Only the chief of a group
+writes; lines become durable with the checkpoint that follows, and the loop waits for no disk.
 """
 
 from __future__ import annotations
@@ -90,11 +89,9 @@ class Journal:
         return self._every is not None
 
     def wants(self, step: int) -> bool:
-        """Whether `step` is recorded: a multiple of `ManagerOptions.journal_every` has been passed.
-
-        It has, if one lies between the step that the program made or restored last and this one, so
-        that a resumed run records the steps of an undisturbed one.
-        """
+        """Whether `step` is recorded: a multiple of `ManagerOptions.journal_every` lies between the
+        step that the program made or restored last and this one, so that a resumed run records the
+        same steps."""
         every = self._every or 1
         before = self._steps[0] if step == self._steps[1] else self._steps[1]
         return step % every == 0 or (before is not None and step // every > before // every)
@@ -208,11 +205,8 @@ class Journal:
                 raise
 
     def finish(self, error: BaseException | None) -> None:
-        """Raise what no save has raised yet, in every process of a group. A collective without `error`.
-
-        If this process is raising `error`, it does not wait for the others, which may then wait for
-        something else.
-        """
+        """Raise what no save has raised yet, in every process of a group. A collective without
+        `error`, the one that this process raises: the others may then wait for something else."""
         if self._processes.count == 1 or self._is_raised or not self._is_used or self._is_closed:
             return
         if error is None:
@@ -299,10 +293,8 @@ class Journal:
             self._attempt = int(stated) if stated.isdecimal() else attempts + 1
 
     def _compare(self, before: JournalEntry, entry: JournalEntry) -> None:
-        """Raise for the first digest that differs; warn about metrics that do.
-
-        `perdure drill` compares the runs itself, and looks for the cause in what they save.
-        """
+        """Raise for the first digest that differs; warn about metrics. `perdure drill` compares by
+        itself."""
         if drill_hook() is not None:
             return
         if (difference := first_difference(before, entry)) is not None:

@@ -1,7 +1,5 @@
-"""`ManagedDirectory`: the run directory of a manager, besides saving and restoring.
-
-It lists and reads manifests, also after `close` and in a forked child; it pins, deletes and rolls back.
-"""
+"""The run directory of a manager, besides saving and restoring: lists, reads (also after `close`),
+pins, deletes and rolls back."""
 
 from __future__ import annotations
 
@@ -262,10 +260,8 @@ class ManagedDirectory(CallGuard):
 
 
 class SaveInterval:
-    """Says when a multiple of `steps` has been passed since the last save or restore in `run`.
-
-    The answer depends on the step and on the step that was saved or restored last. Both survive an
-    interruption, so an interrupted run saves at the same steps as an uninterrupted one.
+    """Says when a multiple of `steps` has been passed since the last save or restore in `run`. Both
+    survive an interruption, so an interrupted run saves at the same steps as an uninterrupted one.
     """
 
     def __init__(self, steps: int, run: Run) -> None:

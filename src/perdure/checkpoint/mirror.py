@@ -1,7 +1,7 @@
 """`Mirror`: a second run directory that receives every committed checkpoint in the background.
 
-Invariant: the mirror is a run directory of its own. Checkpoints reach it one by one through its own
-commit protocol, in rising steps, and nothing that fails there fails or delays a save here.
+Invariant: checkpoints reach it through its own commit protocol, in rising steps, and nothing that
+fails there fails or delays a save here.
 """
 
 from __future__ import annotations
@@ -38,13 +38,9 @@ _FAILED = "failed: "
 class Mirror:
     """Copies the checkpoints of `source` into the run directory `where`, and reads them back.
 
-    Nothing is written before the first `notify`; then one thread writes, under the mirror's own lock.
-
-    The mirror keeps what a manager with `max_to_keep` and `retention` keeps, and deletes nothing as
-    long as `retention` is not known (None). A mirror that does not answer is tried again.
-
-    Raises:
-        StoreError: `where` cannot be a mirror of `source`.
+    From the first `notify` on one thread writes, under the mirror's own lock. It keeps what a
+    manager with `max_to_keep` and `retention` keeps, and deletes nothing as long as `retention` is
+    None (not known).
     """
 
     def __init__(
@@ -121,8 +117,7 @@ class Mirror:
     def close(self, seconds: float) -> None:
         """Retry a copy that failed, wait at most `seconds`, and give the mirror's lock back.
 
-        The steps that the mirror lacks then are among `notes`; the next run copies them. In a forked
-        child this does nothing: the thread that copies, and the locks, are the parent's.
+        What the mirror lacks then is among `notes`. In a forked child this does nothing.
         """
         if self.in_forked_child:
             return
@@ -153,10 +148,11 @@ class Mirror:
         return notes
 
     def catch_up(self) -> None:
-        """Bring the mirror up to date, in this thread; raises the first error.
+        """Copy what is newer than the mirror's newest, oldest first, in this thread; raises the
+        first error.
 
-        Copies the checkpoints that are newer than the mirror's newest, oldest first. A checkpoint
-        that the source deletes meanwhile is skipped. The retention is applied after each copy.
+        A checkpoint that the source deletes meanwhile is skipped. The retention is applied after
+        each copy.
         """
         try:
             if self._target is None:
@@ -290,13 +286,8 @@ class Mirror:
     # ------------------------------------------------------------ reading
 
     def readable_steps(self) -> tuple[Run | None, list[int], str | None]:
-        """The mirror as a run, the steps that a restore may take from it, and what to warn about.
-
-        The run is None if the mirror is still empty.
-
-        Raises:
-            UnreachableError: The mirror does not answer.
-        """
+        """The mirror as a run (None while it is empty), the steps that a restore may take from it,
+        and what to warn about. Raises `UnreachableError` if it does not answer."""
         if not self._is_run():
             return None, [], None
         target = Run(self.storage)

@@ -1,9 +1,8 @@
-"""`PreemptionFlag`: SIGTERM, or a notice of the cloud, as a flag that the training loop asks for, and
-the grace period between the notice and the end of the process.
+"""`PreemptionFlag`: SIGTERM, or a notice of the cloud, as a flag that the training loop asks for.
 
-Invariant: the signal handler sets the flag and nothing else, except while the loop waits for data in
-`interruptible`; only the first notice counts. A signal to a whole process group also kills the data
-workers; their end raises nothing in the middle of a step once the notice has come.
+Invariant: the signal handler sets the flag and nothing else, except while the loop waits for data
+in `interruptible`. A signal to a process group also kills the data workers; their end raises
+nothing in the middle of a step once the notice has come.
 """
 
 from __future__ import annotations
@@ -62,17 +61,13 @@ class TerminationConfig:
 
 
 class Interrupted(BaseException):
-    """A notice came while the loop waited in `PreemptionFlag.interruptible`.
-
-    Not an `Exception`, so that a data source that retries after errors lets it through.
-    """
+    """A notice came while the loop waited in `PreemptionFlag.interruptible`. Not an `Exception`, so
+    that a data source that retries after errors lets it through."""
 
 
 class PreemptionFlag:
-    """Remembers the first notice from `install` on; until then SIGTERM keeps its old meaning.
-
-    Installing late is deliberate: a program that never asks must still be stopped by SIGTERM.
-    """
+    """Remembers the first notice from `install` on; before, a program that never asks is stopped by
+    SIGTERM."""
 
     def __init__(
         self,
@@ -109,11 +104,7 @@ class PreemptionFlag:
         return self._since + self.config.grace_period - self._clock()
 
     def interruptible(self, wait: Callable[[], R]) -> R:
-        """The result of `wait`, which a notice ends.
-
-        Raises:
-            Interrupted: A notice came before or during `wait`.
-        """
+        """The result of `wait`; a notice before or during it raises `Interrupted`."""
         self._interruptible = True  # before the look at the flag, or a notice in between would wait
         try:
             if self.raised:
@@ -123,13 +114,11 @@ class PreemptionFlag:
             self._interruptible = False
 
     def install(self, in_scope: InScope | None = None) -> None:
-        """Take over the signals, and start to watch. May be called often.
+        """Take over the signals, and start to watch (off the main thread only that). May be called
+        often.
 
-        Off the main thread it can only watch.
-
-        Args:
-            in_scope: For a loop that may end without calling perdure: says whether the frame that the
-                signal interrupts belongs to the loop. If not, a signal gets its old meaning back.
+        `in_scope` is for a loop that may end without calling perdure: whether the interrupted frame
+        belongs to the loop. If not, a signal gets its old meaning back.
         """
         if in_scope is not None:
             self._in_scope = in_scope
@@ -159,21 +148,16 @@ class PreemptionFlag:
                 signal.signal(signal.SIGCHLD, self._previous_child)
 
     def abandon(self) -> None:
-        """`remove` for an owner that is gone, from any thread.
-
-        A handler that was set after this one stays; a signal that still arrives here goes to the former
-        handler.
-        """
+        """`remove` for an owner that is gone, from any thread. A handler that was set after this
+        one stays."""
         self._stop_watching()
         self._in_scope = lambda _frame: False
         if any(signal.getsignal(number) == self._on_signal for number in self._signals):
             self.remove()
 
     def poll(self) -> None:
-        """Ask the watcher once, and report once if the grace period is over.
-
-        The watching thread calls this every second.
-        """
+        """Ask the watcher, and report once if the grace period is over. The watching thread does so
+        each second."""
         watcher = self.config.termination_watcher_fn
         if not self.raised and watcher is not None and watcher():
             self.notify()

@@ -1,8 +1,7 @@
 """Compares recipes: of a checkpoint and the run that resumes it, or of the processes of a group.
 
-Invariant: a field with two values is refused, or is a warning if the user allowed it ("The recipe" in
-docs/STRATEGIES.md).
-The caller decides which fields a recipe has: see `Strategy.recipe`.
+Invariant: a field with two values is refused, or is a warning if the user allowed it ("The recipe"
+in docs/STRATEGIES.md). The caller decides which fields a recipe has: see `Strategy.recipe`.
 """
 
 from __future__ import annotations
@@ -57,10 +56,8 @@ class _NamedRecipe(msgspec.Struct):
 class RecipeCheck:
     """The recipe of a manager: compared once in its group, and with every restored checkpoint.
 
-    Attributes:
-        given: The recipe that the program gave.
-        settings: Those of the imported frameworks at the first call of `save`; None before it. The
-            strategies have them in their recipe.
+    `given` is that of the program. `settings` are those of the imported frameworks at the first
+    `save`; the strategies have them in their recipe.
     """
 
     def __init__(self, recipe: Recipe | None, allow: Iterable[str], processes: Processes) -> None:
@@ -82,11 +79,9 @@ class RecipeCheck:
         self._resumed = where, {name: v for name, v in saved.items() if _is_setting(name)}
 
     def check_settings(self) -> None:
-        """Compare the settings with those of the checkpoint that the run resumed from.
-
-        At the first call of `save`, and not at the restore: by then the program has made its settings.
-        In a group those of the chief count. A collective, if the run has resumed.
-        """
+        """Compare the settings of the chief with those of the checkpoint that the run resumed from,
+        at the first `save`: by then the program has made its settings. A collective, if the run has
+        resumed."""
         if self.settings is None:
             self.settings = {} if "engine" in self.given else of_process()
         if self._resumed is None:
@@ -104,10 +99,7 @@ class RecipeCheck:
         self._resumed = None
 
     def check_group(self, call: str) -> None:
-        """Compare the recipes of all processes, at the first call. A collective.
-
-        The strategy could not: it does not know the dataset.
-        """
+        """Compare the recipes of all processes, at the first call. A collective."""
         if not self._compared:
             note = check_group(GroupCall(self.processes, call), self.given, self._allow)
             self._compared = True
@@ -135,11 +127,8 @@ class RecipeCheck:
 
 
 def checked(recipe: Any) -> dict[str, RecipeValue]:
-    """`recipe` with plain Python values; NumPy scalars and 0-d arrays are converted exactly.
-
-    Raises `ArgumentError` that names a field which a manifest cannot hold exactly: None, NaN,
-    an infinity, an integer of more than 64 bits, a list.
-    """
+    """`recipe` with plain Python values; NumPy scalars and 0-d arrays are converted exactly. Raises
+    `ArgumentError` for a field that a manifest cannot hold exactly."""
     if not isinstance(recipe, Mapping):
         raise ArgumentError(
             f"recipe: expected a mapping from names to values, found {shown(recipe)}."
@@ -181,16 +170,11 @@ def allowed(names: Iterable[str] = (), environ: Mapping[str, str] | None = None)
 
 
 def check_resume(where: str, saved: Recipe, current: Recipe, allow: frozenset[str]) -> str | None:
-    """Raise unless a run of the recipe `current` may resume from the checkpoint `where` of `saved`.
+    """Raise `RecipeMismatchError` unless a run of the recipe `current` may resume from the
+    checkpoint `where`.
 
-    A side without any recipe is not compared; the fields of `allow` may differ.
-
-    Returns:
-        What to warn about: fields that differ and were allowed, and fields that only one side has
-        (another release of perdure, or no dataset given), which cannot be compared.
-
-    Raises:
-        RecipeMismatchError: Another field differs.
+    Returns what to warn about: fields that differ and were allowed, and those that only one side
+    has (another release, or no dataset given). A side without any recipe is not compared.
     """
     if not saved or not current:
         return None
@@ -210,13 +194,8 @@ def check_resume(where: str, saved: Recipe, current: Recipe, allow: frozenset[st
 
 
 def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> str | None:
-    """Raise the same error in every process unless all have one recipe and release. A collective.
-
-    Releases may send other messages in a group save, so another one is a difference in the field
-    `perdure`. A field that one process lacks counts as a difference, because all run one program.
-
-    Returns what the chief warns about, as `check_resume` does.
-    """
+    """Raise the same error in every process unless all have one recipe and one release of perdure,
+    which may send other messages. A collective; returns what the chief warns about."""
     if processes.count == 1:
         return None
     name = f"process {processes.index} ({socket.gethostname()}, pid {os.getpid()})"

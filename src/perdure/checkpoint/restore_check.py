@@ -21,10 +21,9 @@ from perdure.store.leaf import containers_of
 class RestoreCheck:
     """Compares the state that is saved with the target that the program restores into.
 
-    The first save of a manager is compared in full; without a target it is compared with the state
-    itself. Later ones, and those after a restore, are compared again if the paths, dtypes or shapes
-    changed since the save or the restore before. A run that continues from parts of a checkpoint is
-    warned about once, because nothing else would show that it is no exact resume.
+    The first save is compared in full, without a target with the state itself; later ones, and
+    those after a restore, if their structure has changed. A run that continues from parts of a
+    checkpoint is warned once.
     """
 
     def __init__(self) -> None:
@@ -45,15 +44,8 @@ class RestoreCheck:
         return self._known is None
 
     def expect(self, like: Any, *, begins: bool = False) -> Walk | None:
-        """The program restores into `like`, of which names, dtypes and shapes are remembered.
-
-        Args:
-            begins: Whether the program begins with `like`: a value that no save takes is an error now,
-                and not only at the first save that is due.
-
-        Returns:
-            Its walk; None if a save would refuse it.
-        """
+        """The program restores into `like`; returns its walk, None if a save would refuse it. If
+        the program `begins` with it, a value that no save takes is an error now."""
         walk = None
         try:
             walk = Walk(like)
@@ -76,10 +68,8 @@ class RestoreCheck:
         return walk
 
     def restored(self, leaves: Mapping[str, Leaf]) -> None:
-        """The target accepted `leaves`: a later save of another structure is only warned about.
-
-        An error would stop an interrupted run at a step that an uninterrupted one passes.
-        """
+        """The target accepted `leaves`: another structure is only a warning from now on. An error
+        would stop an interrupted run at a step that an uninterrupted one passes."""
         self._known = _structure(leaves)
 
     def restored_exactly(self, step: int) -> None:
@@ -87,10 +77,8 @@ class RestoreCheck:
         self._exact, self._partial = step, None
 
     def restored_in_part(self, step: int) -> None:
-        """A restore gave the program another state than that of `step`, which it may save.
-
-        Unless it has the whole state already, and moves parts of it into objects.
-        """
+        """A restore gave the program another state than that of `step`, perhaps to move parts of it
+        into objects."""
         if step != self._exact:
             self._partial = step
 

@@ -29,13 +29,8 @@ from perdure.store.loading import EVERYTHING, Needs
 
 
 class Picked(Struct):
-    """The checkpoint that the chief has picked.
-
-    Attributes:
-        step: Its step; None for no checkpoint.
-        fingerprint: Its fingerprint.
-        mirrored: Whether it is to be read from the mirror.
-    """
+    """Step and fingerprint of the checkpoint that the chief has picked, and whether it is read from
+    the mirror."""
 
     step: int | None = None
     fingerprint: str = ""
@@ -43,13 +38,8 @@ class Picked(Struct):
 
 
 class RestoreSource(NamedTuple):
-    """The checkpoint that a restore takes.
-
-    Attributes:
-        loaded: The verified checkpoint; None if there is none.
-        mirrored: Whether it was read from the mirror.
-        notes: What to warn about, besides the skipped steps in `loaded`.
-    """
+    """The verified checkpoint that a restore takes, None without one; whether it came from the
+    mirror; and what to warn about besides skipped steps."""
 
     loaded: Loaded | None
     mirrored: bool
@@ -63,14 +53,11 @@ def load_in_group(
     needs: Needs = EVERYTHING,
     mirror: Mirror | None = None,
 ) -> tuple[RestoreSource, Collection[int]]:
-    """The same checkpoint in every process: the chief picks it, the others load the same step.
+    """The same checkpoint in every process, and the skipped steps that the chief itself can read.
 
-    With a mirror the chief picks from both, and all read where it did. If `step` is None and the bytes
-    are damaged for some process, all of them take an older checkpoint. Returns the checkpoint, and the
-    skipped steps that the chief itself can read.
-
-    Without a mirror all read the newest checkpoint at the same time. Only if it is damaged does the
-    chief read first, and verify all bytes.
+    The chief picks (from the run directory or its mirror), and if `step` is None and the bytes are
+    damaged for some process, all take an older one. Without a mirror all read the newest at the
+    same time; only if it is damaged does the chief read first, and verify all bytes.
     """
     unreadable: dict[int, str] = {}
     if processes.count == 1:
@@ -102,27 +89,12 @@ def load_good(
     needs: Needs = EVERYTHING,
     unreadable: Mapping[int, str] = MappingProxyType({}),
 ) -> RestoreSource:
-    """Read and verify `step`, or the newest good checkpoint, of `run` and its mirror.
+    """Read and verify `step`, or the newest good checkpoint, of `run` or else of its mirror.
 
-    Of two good checkpoints with the same step that of `run` is taken.
-
-    Args:
-        run: The run directory.
-        mirror: Its mirror, if there is one.
-        step: The step; None for the newest good one.
-        needs: What is read.
-        unreadable: Steps that are not tried if `step` is None, with the reasons.
-
-    Returns:
-        The checkpoint; none if `step` is None and there is no checkpoint.
-
-    Raises:
-        StepNotFoundError: There is no checkpoint of `step`.
-        CorruptionError: The checkpoint of `step` is damaged.
-        NoGoodCheckpointError: There are checkpoints, and all of them are damaged. A fresh start would
-            then silently throw a run away.
-        UnreachableError: A checkpoint cannot be read now; or `run` holds none and the mirror does not
-            answer.
+    Steps in `unreadable` are not tried if `step` is None. Raises `StepNotFoundError` or
+    `CorruptionError` for `step`; `NoGoodCheckpointError` if there are checkpoints and all are
+    damaged (a fresh start would silently throw a run away); `UnreachableError` if one cannot be
+    read now, or `run` holds none and the mirror does not answer.
     """
     copies = _Copies(run, mirror, needs, unreadable)
     if step is not None:
@@ -176,11 +148,9 @@ class _Copies:
         self._skipped = dict(damaged)
 
     def find(self, step: int | None) -> set[int]:
-        """The steps that the run directory and the mirror hold now, for a restore of `step`.
-
-        Raises `UnreachableError` if the mirror does not answer and the run directory lacks `step`, or
-        any checkpoint.
-        """
+        """The steps that the run directory and the mirror hold now, for a restore of `step`. A
+        mirror that does not answer is an error only if the run directory lacks `step`, or any
+        checkpoint."""
         if (mirror := self._mirror) is None:
             return set(self._run.steps()) if step is None else {step}
         steps = self._run.steps()
@@ -197,11 +167,8 @@ class _Copies:
         return {*steps, *self._mirrored}
 
     def load(self, step: int) -> RestoreSource:
-        """`step` from the run directory, or else from the mirror.
-
-        If neither can give it, raises the error of the run directory, or of the mirror if only that has
-        the step.
-        """
+        """`step` from the run directory, or else from the mirror; raises the error of the first
+        that has it."""
         try:
             loaded, mirrored = self._run.load(step, self._needs), False
         except StoreError as error:
@@ -279,10 +246,8 @@ def _load_picked_by_chief(
 def _load_at_once(
     run: Run, processes: Processes, step: int | None, needs: Needs
 ) -> RestoreSource | None:
-    """The newest checkpoint, or `step`, read by all processes at the same time.
-
-    None in every process if there is none, or if it is damaged. A collective; raises any other error.
-    """
+    """The newest checkpoint, or `step`, read by all processes at the same time; None in all of them
+    if there is none, or it is damaged. A collective."""
 
     def pick() -> Picked:
         try:

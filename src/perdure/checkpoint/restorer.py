@@ -44,12 +44,7 @@ _MOST_SHOWN = 300
 
 
 class Restorer:
-    """Restores states from a run directory and its mirror, for a manager.
-
-    Args:
-        saver: Has the run directory and what is restored after the state; its check is told which
-            targets the program restores into.
-    """
+    """Restores states from a run directory and its mirror, for a manager."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
@@ -58,11 +53,7 @@ class Restorer:
         self._extras = saver.extras
 
     def restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
-        """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None.
-
-        Only an exact restore counts as the resume of the run: it alone restores the random generators,
-        and the next save after any other one warns.
-        """
+        """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None."""
         with gc_paused():  # one pause for all of it, because each one ends in a collection
             return self._restore(step, like, request)
 
@@ -188,10 +179,8 @@ class Restorer:
             )
 
     def _warn_of_other_group(self, loaded: Loaded) -> None:
-        """Warn if another number of processes saved arrays that are now sharded over these.
-
-        Their bits are the same. Those of the next step are not, unless a strategy computes it.
-        """
+        """Warn if another number of processes saved arrays that are now sharded over these. Their
+        bits are the same; those of the next step are not, unless a strategy computes it."""
         saved = processes_of(loaded.process_leaves)
         if self._processes.is_chief and saved not in (0, self._processes.count):
             warn_caller(
@@ -223,8 +212,8 @@ def _call(step: int | None, request: RestoreRequest) -> str:
 def quarantine_skipped(run: Run, loaded: Loaded, readable: Collection[int]) -> dict[int, str]:
     """Move the damaged steps that a restore has skipped to quarantine, if this is the writer.
 
-    Returns what became of each, as a sentence. Those in `readable` are damaged for another process of
-    the group only, and stay.
+    Returns what became of each, as a sentence. Those in `readable` are damaged for another process
+    only.
     """
     places: dict[int, str] = {}
     for step, reason in loaded.skipped:
@@ -243,10 +232,8 @@ def quarantine_skipped(run: Run, loaded: Loaded, readable: Collection[int]) -> d
 
 
 def warn_of_skipped(where: str, loaded: Loaded, places: Mapping[int, str] | None = None) -> None:
-    """Warn about each damaged step that `loaded` is restored instead of.
-
-    `places` is what `quarantine_skipped` returned.
-    """
+    """Warn about each damaged step that `loaded` is restored instead of; `places` is from
+    `quarantine_skipped`."""
     newest = loaded.manifest.step
     for step, reason in loaded.skipped:
         instead = f"step {newest}" if step != newest else "its copy in the mirror"

@@ -1,8 +1,9 @@
-"""Which checkpoints stay: rules, a verdict for each checkpoint, a plan of deletions, and its execution.
+"""Which checkpoints stay: rules, a verdict for each checkpoint, a plan of deletions, and its
+execution.
 
-Invariant: deciding again after a decision was executed, in part or in full, keeps the same checkpoints.
-A rule drops a checkpoint that it kept before only for a newer or a better one. No checkpoint is deleted
-in silence that only the rules of the last manager keep, which are in the log of the run.
+Invariant: to decide again after a decision was executed, in part or in full, keeps the same
+checkpoints. No checkpoint is deleted in silence that only the rules of the last manager keep (in
+the log of the run).
 """
 
 from __future__ import annotations
@@ -130,9 +131,8 @@ def ranked(candidates: Iterable[Candidate], metric: str, mode: str) -> list[Cand
 def spaced(ordered: Sequence[Candidate], seconds: float) -> list[Candidate]:
     """The first, then each that was made `seconds` or more after the one before it in the result.
 
-    If the clock was set back, the time between two checkpoints is unknown: both are kept and the count
-    starts again from the later one. So a clock that jumps keeps more, never less, and a checkpoint that
-    is kept stays so once the ones in between are deleted.
+    If the clock was set back, both are kept and the count starts again: a clock that jumps keeps
+    more, never less, and a kept checkpoint stays so once the ones in between are deleted.
     """
     kept: list[Candidate] = []
     for candidate, following in zip_longest(ordered, ordered[1:]):
@@ -155,10 +155,8 @@ class PrunePlan:
 def candidates(
     manifests: Mapping[int, Manifest | ManifestSummary], pinned: Collection[int]
 ) -> list[Candidate]:
-    """The checkpoints that retention decides on: those whose manifest can be read.
-
-    A checkpoint that cannot be read does not count and is not deleted: it may be readable again later.
-    """
+    """The checkpoints that retention decides on. One that cannot be read does not count and is not
+    deleted: it may be readable again later."""
     return [
         Candidate(
             step=step,
@@ -181,18 +179,10 @@ def plan_prune(
 ) -> PrunePlan:
     """Plan a prune. Changes nothing. The newest checkpoint stays whatever the rules say.
 
-    Args:
-        run: The run directory.
-        max_to_keep: How many of the newest checkpoints stay; None keeps all.
-        retention: Which others stay.
-        saved: The step of the save just done, which stays too. The plan then leaves files alone that a
-            save in progress may be writing, and compacts only if that frees much. None plans for all
-            files that nobody needs.
-        in_use: A step that is being copied to a mirror; it stays until the next prune.
-        rolled_back: Delete the checkpoints that rollbacks set aside, too.
-
-    Raises:
-        PruneError: The run directory cannot be listed.
+    `saved`, the step just saved, stays too; the plan then leaves files alone that a save may be
+    writing, and compacts only if that frees much. Without it the plan is for all files that nobody
+    needs. `in_use` is being copied to a mirror. `rolled_back` deletes what rollbacks set aside,
+    too.
     """
     after_a_save = saved is not None
     held = run.contents(fresh=not after_a_save)
@@ -226,11 +216,8 @@ def execute_prune(run: Run, plan: PrunePlan) -> Collected:
 def prune_after_save(
     run: Run, max_to_keep: int | None, retention: Retention, saved: int, in_use: int | None
 ) -> list[str]:
-    """Plan a prune from what the writer remembers, and execute it; returns notes for the user.
-
-    If the run directory is not as the writer remembers it, the plan is made again from what is there.
-    The arguments are those of `plan_prune`.
-    """
+    """Plan a prune from what the writer remembers, and execute it; returns notes for the user. If
+    the directory is not as the writer remembers it, the plan is made again from what is there."""
     try:
         plan = plan_prune(run, max_to_keep, retention, saved, in_use)
         left = {} if plan.store.empty else execute_prune(run, plan).left
@@ -282,9 +269,6 @@ def lost_rules(view: LogView) -> str | None:
 class RetentionRules:
     """The rules of a writer, given to it or taken over from the last manager of the run.
 
-    A writer without rules of its own goes by the recorded ones, and deletes nothing while they cannot
-    be read; one that was given other rules warns.
-
     `retention` is None as long as the rules are not known, and nothing is deleted then.
     """
 
@@ -295,10 +279,8 @@ class RetentionRules:
         self._is_recorded = self._has_compared = self._was_judged = False
 
     def record(self) -> list[str]:
-        """Take over the recorded rules, or record those that were given; returns notes for the user.
-
-        A first checkpoint that is saved after this shows that the log had the rules.
-        """
+        """Take over the recorded rules, or record those that were given; returns notes for the
+        user. A first checkpoint that is saved after this shows that the log had the rules."""
         if self._is_recorded:
             return []
         where = self._run.where
@@ -357,10 +339,7 @@ class RetentionRules:
         return notes
 
     def apply(self, saved: int, in_use: int | None) -> list[str]:
-        """Delete what the rules do not keep, if they are known; returns notes for the user.
-
-        The arguments are those of `plan_prune`.
-        """
+        """Delete what the rules do not keep, if they are known; returns notes for the user."""
         if self._max_to_keep is None or self.retention is None:
             return []
         notes = prune_after_save(self._run, self._max_to_keep, self.retention, saved, in_use)

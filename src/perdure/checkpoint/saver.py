@@ -56,10 +56,8 @@ from perdure.store.pack_part import LocalLeaves
 
 
 class Saver:
-    """The run directory of a manager and the saves into it; the restorer shares its parts.
-
-    A thread that saves refers to this object and not to the manager.
-    """
+    """The run directory of a manager and the saves into it; the restorer shares its parts. A thread
+    that saves refers to this object and not to the manager."""
 
     def __init__(
         self,
@@ -99,10 +97,10 @@ class Saver:
             warn_caller(note)
 
     def begin_writing(self) -> None:
-        """Become the writer, in the chief, with the same outcome in every process; once.
+        """Become the writer, in the chief, with the same outcome in every process; once. A
+        collective.
 
-        So a loop finds out before its first step that another process writes, or that the directory
-        cannot be written to. The latter is a warning under `on_error="continue"`. A collective.
+        A directory that cannot be written to is a warning under `on_error="continue"`.
         """
         if self._has_begun:
             return
@@ -121,11 +119,8 @@ class Saver:
         self._has_begun = True
 
     def begin_save(self, state: Any) -> None:
-        """What every call of `save` begins with, even if it is not due: errors, and the writer's lock.
-
-        The first one shows the state to the extra members, so that the first that is due sees what has
-        changed since.
-        """
+        """What every call of `save` begins with, even if it is not due: errors, the writer's lock,
+        and the first look of the extra members at the state."""
         if self.processes.count == 1:  # in a group only where all of them do: in a due save
             self.settle(wait=False)
             if not self._has_begun:
@@ -140,10 +135,8 @@ class Saver:
                 self.extras.see(state)  # a save that is due raises the error
 
     def save(self, step: int, state: Any, metrics: Metrics) -> bool:
-        """Start to save `state`; True if it is under way, False after a warning about its error.
-
-        A save at or below the newest step is waited for, because it may be refused.
-        """
+        """Start to save `state`; True if it is under way, False after a warning about its error. A
+        save at or below the newest step is waited for, because it may be refused."""
         try:
             if self.processes.count == 1:
                 self.run.take_lock()
@@ -161,10 +154,8 @@ class Saver:
         return True
 
     def submit(self, step: int, state: Any, metrics: Metrics, *, preempted: bool = False) -> None:
-        """Take the snapshot, and commit it in the background.
-
-        A preempted run warns about a state that could not be restored; otherwise that is an error.
-        """
+        """Take the snapshot, and commit it in the background. A preempted run only warns about a
+        state that could not be restored."""
         self._agree_on_channel()
         self.recipe.warn_if_missing(self.run.where)
         self.recipe.check_group("save")
@@ -206,11 +197,8 @@ class Saver:
         self._raise_failed()
 
     def settle_before_next(self) -> None:
-        """`settle`, before the next save begins. In a group an error is raised once that has begun.
-
-        A process whose state could not be read has raised the error at once and begins the next save,
-        so that the others begin it, too.
-        """
+        """`settle`, before the next save begins. In a group an error is raised once that has begun:
+        others have not raised it, and begin the next save."""
         try:
             self.settle(wait=True)
         except Exception as error:
@@ -225,10 +213,7 @@ class Saver:
 
     def settle(self, *, wait: bool) -> bool:
         """Raise the error of the last save, or warn and return False under `on_error="continue"`.
-
-        Args:
-            wait: Wait for the save under way; otherwise only look at one that has ended.
-        """
+        Without `wait` only one that has ended is looked at."""
         committed = True
         try:
             if wait:
@@ -310,10 +295,8 @@ class Saver:
             self._channel = save_channel(self.processes, self.run.where)
 
     def _is_new(self, step: int) -> bool:
-        """Whether `step` is above every committed one, so that a save of it continues the run.
-
-        The answer only decides whether the call waits for the save, which decides by itself. The first
-        call, and the first after a restore or a rollback, is a collective.
+        """Whether `step` is above every committed one, which decides only whether the call waits
+        for the save. The first call, and the first after a restore or a rollback, is a collective.
         """
         if self._highest is None:
             newest = -1
@@ -364,8 +347,8 @@ class Background:
     def submit(self, job: Callable[[], None]) -> None:
         """Start `job` after the one before it; raises the error of that one.
 
-        While Python exits no thread can begin. Then the job runs here, and its error is raised at once,
-        because there may be no next call.
+        While Python exits no thread can begin. Then the job runs here, and its error is raised at
+        once.
         """
         self.wait()
         # The thread of a pool refers to its job for a moment after the result is known. Nothing that

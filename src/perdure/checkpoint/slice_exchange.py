@@ -1,9 +1,8 @@
 """Moves slices of chunks from the processes that have them to those that write them.
 
-Each process listens while it saves, and answers requests for slices from its shards. A process asks for
-the slices of a chunk when it puts the chunk together, so that few of them are in memory at a time. The
-chief hands out the addresses, with a key without which no request is answered. Processes of one machine
-answer in memory that they share; through the network every answer carries its hash.
+A process asks for the slices when it puts a chunk together, so that few are in memory at a time.
+The chief hands out the addresses with a key. Processes of one machine answer in memory that they
+share; through the network every answer carries its hash.
 """
 
 from __future__ import annotations
@@ -53,10 +52,8 @@ chunk, memory). Returns how many bytes they have."""
 
 
 class PeerAddress(Struct, frozen=True, array_like=True):
-    """Where a process answers requests, and the key that they have to begin with.
-
-    `local` is the name of its socket for processes of the same machine; empty without one.
-    """
+    """Where a process answers requests, the key that they begin with, and the name of its local
+    socket, if any."""
 
     host: str
     port: int
@@ -72,15 +69,8 @@ class _Connection(NamedTuple):
 
 
 class SliceExchange:
-    """The end of one process, for one save.
-
-    Args:
-        index: The number of this process.
-
-    Attributes:
-        address: Where this process listens.
-        received: How many bytes of slices came from other processes.
-    """
+    """The end of one process, for one save. `address` is where it listens; `received` counts the
+    bytes of slices from other processes."""
 
     def __init__(self, index: int) -> None:
         self.received = 0
@@ -214,10 +204,8 @@ class SliceExchange:
 
 
 def own_host() -> str:
-    """The address of this machine that the other processes of the framework's group reach.
-
-    It is the one from which this machine reaches the group's rendezvous; without a group the loopback.
-    """
+    """The address of this machine from which it reaches the rendezvous of the framework's group;
+    else loopback."""
     group = framework_group()
     if group is None or group.address is None:
         return "127.0.0.1"

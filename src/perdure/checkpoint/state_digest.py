@@ -1,8 +1,6 @@
-"""`state_digest`: 128 bits of a tree of values, the same wherever it was computed.
-
-While `perdure bisect` or `perdure doctor` runs a program, it also reports the digests of the parts of a
-step. Outside of them that costs no more than a look at an environment variable.
-"""
+"""128 bits of a tree of values, the same wherever it was computed; and the digests of the parts of
+a step for `perdure bisect` and `perdure doctor`, outside of which that costs a look at the
+environment."""
 
 from __future__ import annotations
 
@@ -26,17 +24,11 @@ DIGITS = 32
 
 
 def state_digest(tree: Any, processes: Processes | None = None) -> str:
-    """`perdure.digests.digest` of all leaves, as 32 hexadecimal digits.
+    """`perdure.digests.digest` of all leaves as 32 hexadecimal digits, without members in
+    `PerRank`.
 
-    Members wrapped in `PerRank` belong to a process and are left out.
-
-    Args:
-        tree: What a checkpoint takes.
-        processes: The group; None for a single process.
-
-    Raises:
-        ArgumentError: `processes` lacks a method of a group.
-        UnsupportedLeafError: A value has no exact form, or an array is sharded over processes.
+    Raises `UnsupportedLeafError` for a value without an exact form, or an array sharded over
+    processes.
     """
     leaves = digests_by_path(tree, group_of(processes))
     return combined(leaves).hex
@@ -59,11 +51,7 @@ def show_doctor(where: str, step: int, tree: Any, group: Processes) -> None:
 
 
 def batch_digest(batch: Any) -> str:
-    """`state_digest` of a batch, which need not come back: any array counts by its bytes.
-
-    Raises:
-        UnsupportedLeafError: A value is neither an array nor anything that a checkpoint takes.
-    """
+    """`state_digest` of a batch, which need not come back: any array counts by its bytes."""
     try:
         return state_digest(_by_bytes(batch))
     except UnsupportedLeafError as error:
@@ -146,14 +134,9 @@ def is_computing_traced(step: int) -> bool:
 
 
 def trace_recorded(step: int, part: str, value: Any, group: Processes | None = None) -> None:
-    """Report a part of a step that the program records, if the parts of this step are asked for.
-
-    Args:
-        step: How many steps the state contains after this one.
-        part: One of `perdure.drill.step_bisect.PARTS`.
-        value: A tree; one that has no exact form is left out.
-        group: The processes that hold it; None for a single process.
-    """
+    """Report a part of a step (of `perdure.drill.step_bisect.PARTS`) that the program records, if
+    it is asked for. `step` counts how many steps the state contains. A value without an exact form
+    is left out."""
     hook = drill_hook()
     if hook is not None and hook.traces(step):
         trace_part(part, value, group=group)

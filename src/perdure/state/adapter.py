@@ -1,9 +1,7 @@
 """Adapters: how the values of a framework become leaves and nodes, and come back.
 
-To add a framework, write a module with a class that has the verbs of `Adapter`, let it end in
-`ADAPTER = ThatClass()`, and give it a place in `ADAPTERS`. An adapter is consulted only if its
-framework has been imported already: a value of that framework cannot exist otherwise, and importing
-a framework to find out would take seconds.
+A new framework is a module that ends in `ADAPTER = ThatClass()`, and a line in `ADAPTERS`. It is
+asked only if the framework is imported already: otherwise no value of it can exist.
 """
 
 from __future__ import annotations
@@ -39,9 +37,9 @@ class Pairs:
 class Node(NamedTuple):
     """An interior value: its children by key, and the function that rebuilds it from new children.
 
-    The children can be iterated over again; one with an empty key adds nothing to the path. `rebuild`
-    returns a new value, or with `in_place` changes the value (a Keras layer) and cannot fail once its
-    leaves fit. In-place changes are made last, after everything has been compared and built.
+    A child with an empty key adds nothing to the path. `rebuild` returns a new value, or with
+    `in_place` changes the value (a Keras layer), which cannot fail once its leaves fit and is done
+    last.
     """
 
     children: Collection[tuple[str, Any]] | Pairs
@@ -59,9 +57,8 @@ class ModuleValues(dict[str, Any]):
 class Stateful:
     """An object with a state that is read and loaded as a whole (`state_dict`, `load_state_dict`).
 
-    `load` is given the state that was stored, whatever the present state looks like, and `read` has to
-    return that state afterwards. Invariant of `check`: it changes nothing, and its result holds no
-    array.
+    After `load`, `read` has to return the state that was given. `check` changes nothing and keeps
+    no array.
     """
 
     arrays = "numpy"
@@ -96,11 +93,9 @@ class Stateful:
         return lambda _: []
 
     def parts(self) -> Mapping[str, LeafSpec | None] | None:
-        """The values that can be restored one by one, by path relative to the object.
-
-        Each with its dtype and shape, or None if it takes any. None for an object whose state can only
-        be loaded as a whole.
-        """
+        """dtype and shape of the values that can be restored one by one, by path relative to the
+        object; None for a value that takes any. None for an object whose state is only loaded as a
+        whole."""
         return None
 
     def part_values(self) -> Mapping[str, Any]:
@@ -108,16 +103,13 @@ class Stateful:
         return {}
 
     def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
-        """The arrays that decide how stored leaves are sharded, by the path of the leaf.
-
-        Args:
-            stored: The stored leaves of the object. Paths are relative to the object.
-        """
+        """The arrays that decide how stored leaves of the object are sharded, by the path of the
+        leaf."""
         return {}
 
     def misfits(self, state: Any) -> list[Difference]:
-        """Why the object cannot take the `state` that was built for it, as far as that can be known
-        before the load. Paths are relative to the object."""
+        """Why the object cannot take the `state` that was built for it, as far as that is known
+        before the load."""
         return []
 
     def depends_on(self) -> Iterable[Any]:
@@ -125,16 +117,13 @@ class Stateful:
         return ()
 
     def may_add(self, path: str) -> bool:
-        """Whether the object may have a leaf after `load` that the stored state lacks, such as a
-        setting of a newer version. `path` is relative to the object."""
+        """Whether the object may have a leaf after `load` that the stored state lacks (a new
+        setting)."""
         return False
 
     def backup(self) -> Callable[[], object]:
-        """Copy the present state; returns the function that loads it again.
-
-        It also removes the attributes that the object did not have: a load that updates `__dict__` may
-        have brought those of another class.
-        """
+        """Copy the present state; returns the function that loads it again, and removes attributes
+        that a failed load has added."""
         before, attributes = copy_state(self.read()), getattr(self.target, "__dict__", {})
         names = set(attributes)
 
@@ -168,11 +157,9 @@ def copy_state(state: Any) -> Any:
 
 
 class Adapter:
-    """The verbs of an adapter. Each returns None for a value that is not of its framework.
-
-    Whether a value is a leaf depends on its type alone.
-    All of them raise `UnsupportedLeafError` for a value that cannot be restored exactly.
-    """
+    """The verbs of an adapter. Each returns None for a value that is not of its framework, and
+    raises `UnsupportedLeafError` for one that cannot be restored exactly. The type decides what is
+    a leaf."""
 
     def spec(self, value: Any) -> LeafSpec | None:
         """dtype and shape of an array."""
@@ -195,10 +182,8 @@ class Adapter:
         raise NotImplementedError
 
     def variable(self, value: Any) -> Stateful | None:
-        """An array that a restore changes in place, because other objects refer to it.
-
-        None for an array that a restore replaces by a new one.
-        """
+        """An array that a restore changes in place, because other objects refer to it; None for any
+        other."""
         return None
 
     def regions(self, like: Any) -> tuple[Region, ...] | None:
@@ -210,11 +195,8 @@ class Adapter:
         return ""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | Stateful | None:
-        """An interior value.
-
-        `stored` is None during a save. During a restore it has the leaves of the checkpoint below this
-        value, by relative path, for values whose structure depends on what was stored.
-        """
+        """An interior value. During a restore `stored` has the leaves of the checkpoint below it,
+        by relative path."""
         return None
 
 

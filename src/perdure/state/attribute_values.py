@@ -103,9 +103,7 @@ def items_of(
     value: Any, name_of: Callable[[Any], str | None] = lambda _: None
 ) -> Iterable[tuple[str | int, Any]]:
     """What is in a container or in an object of the program, with keys that can be stored.
-
-    `name_of` gives the name of a parameter or a module that is a key of a dict.
-    """
+    `name_of` names a parameter or a module that is a key."""
     if isinstance(value, dict):
         named = (
             (key if type(key) in (str, int) else name_of(key), part) for key, part in value.items()
@@ -140,10 +138,8 @@ def has_others(value: Any) -> bool:
 
 
 def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
-    """What shows, by `fresh == later`, whether a value has changed. It keeps no large array alive.
-
-    `is_fresh`: whether the mark is kept for later, so that it needs copies.
-    """
+    """What shows, by `fresh == later`, whether a value has changed. It keeps no large array alive;
+    with `is_fresh` it has copies, to be kept for later."""
     kind = type(value)
     if kind in (bool, int, str, type(None)):  # nearly every value
         return kind, value
@@ -278,8 +274,8 @@ def _like(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> Any:
 
 
 def put_value(present: Any, stored: Any) -> Any:
-    """The stored value, in the object `present` if that can hold it, so that whoever else has that
-    object has the stored value too."""
+    """The stored value, in the object `present` if that can hold it, because others may have that
+    object."""
     if isinstance(stored, dict) and stored.keys() == {_GENERATOR, "state"}:
         kind = stored[_GENERATOR]
         has_one = is_generator(present) and _class_of_generator(present) == kind

@@ -1,10 +1,9 @@
-"""What modules and optimizers of PyTorch hold outside of their `state_dict`, saved with their owner.
+"""What modules and optimizers of PyTorch hold outside of their `state_dict`, saved with their
+owner.
 
-Numbers, flags, strings, containers of these, tensors, arrays, generators and optimizers in attributes,
-buffers that are not persistent, `requires_grad`, modes, tensors that only an optimizer knows.
-Invariant: a value is stored exactly if it is not the fresh one, which the first look at its owner has
-seen (or if a restore has put it there). So what a run never changes costs nothing and stays code, and
-what is stored does not depend on when saves happen.
+Invariant: a value is stored exactly if it is not the fresh one, which the first look at its owner
+has seen (or if a restore has put it there). So what a run never changes costs nothing and stays
+code, and what is stored does not depend on when saves happen.
 """
 
 from __future__ import annotations

@@ -208,11 +208,7 @@ def _sequence_node(value: list[Any] | tuple[Any, ...]) -> Node:
 
 
 def _check_rebuilt(value: Any, rebuild: Callable[[Any], Any], items: Any) -> None:
-    """Raise `UnsupportedLeafError` if a container of a subclass holds more than its items.
-
-    `rebuild` makes a second container from the items, which must have the same type, length and
-    attributes.
-    """
+    """Raise `UnsupportedLeafError` if a container of a subclass holds more than its items."""
     try:
         copy = rebuild(items)
         same = type(copy) is type(value) and len(copy) == len(value)
@@ -249,10 +245,8 @@ def _masked_array_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Nod
 
 
 def _dataclass_node(value: Any) -> Node:
-    """Every attribute of the instance, also those that are no fields. No `__init__` runs on restore.
-
-    Values of `functools.cached_property` are left out, because they are computed again.
-    """
+    """Every attribute of the instance, also those that are no fields, without values of
+    `functools.cached_property`. No `__init__` runs on restore."""
     kind = type(value)
     try:
         object.__new__(kind)

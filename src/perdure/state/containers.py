@@ -1,8 +1,4 @@
-"""The values in an object's state as entries of a manifest, and back without the object.
-
-Plain containers (dict, list, tuple, ...) are rebuilt from their entry and their elements. An array is
-rebuilt as an array of the library that it came from.
-"""
+"""The values in an object's state as entries of a manifest, and back without the object."""
 
 from __future__ import annotations
 
@@ -46,12 +42,8 @@ SORTED_DICT = Container("dict")
 
 
 def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:
-    """The manifest entry of a plain container, and its elements by key.
-
-    Returns None for any other value, subclasses included: their methods and fields cannot be rebuilt.
-
-    Raises:
-        UnsupportedLeafError: the container has keys, elements or a factory that a manifest cannot hold.
+    """The manifest entry of a plain container, and its elements by key; None for any other value,
+    also of a subclass, whose methods and fields cannot be rebuilt. Raises `UnsupportedLeafError`.
     """
     kind = type(value)
     if kind is dict:
@@ -122,10 +114,8 @@ def build_container(
 ) -> Any:
     """The container that an entry describes.
 
-    Args:
-        container: the entry of the manifest.
-        parts: the parts of the paths of its elements, escaped.
-        element: returns the value for a key (or position) and the part of its path.
+    `parts` are the escaped parts of the paths of its elements; `element` gives the value for a key
+    (or a position) and its part.
     """
     kind = container.kind
     if kind in MAPPINGS:
@@ -163,11 +153,8 @@ def array_class_name(value: Any) -> str:
 
 
 def array_template(name: str, leaf: Leaf, like: Any) -> Any:
-    """A target for `Adapter.load` that gives an array of the class `name`.
-
-    A tensor takes the device of `like`, the present value of the object at that path, if that is a
-    tensor. Raises `StateError` if the library of the class has not been imported.
-    """
+    """A target for `Adapter.load` that gives an array of the class `name`. A tensor takes the
+    device of `like`, if that is one. Raises `StateError` if the library is not imported."""
     base, _, device = name.partition("@")
     if base.startswith("torch"):
         torch = _library("torch")

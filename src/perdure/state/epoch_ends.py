@@ -1,9 +1,9 @@
-"""The end of an epoch of a `ResumableLoader`: one form in a checkpoint, and loops that hide it.
+"""The end of an epoch of a `ResumableLoader`, in one form whether a save is in the last iteration
+or after.
 
-In the last iteration of a loop the position is (epoch, batches), after the loop (epoch + 1, 0): what
-follows the loop is still to be done, or is done. Both belong to one step, whose state may only be saved
-again with the same bits. So both are stored as (epoch, batches), and whether the loop has ended is a
-process leaf, which the later save replaces together with the random generators.
+Both positions, (epoch, batches) and (epoch + 1, 0), belong to one step, whose state may only be
+saved again with the same bits. So the first is stored, and a process leaf says that the loop has
+ended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The adapter of Equinox: modules, and the `State` of stateful layers.
 
-The leaves of a module are its arrays, numbers and strings. Functions (an activation in a list of
-layers), static fields and the positions of tied weights (`eqx.nn.Shared`) are code: a restored module
-has those of the target. Invariant: a module that was partitioned (`eqx.partition`) has the same leaf
-paths as the whole one.
+Functions, static fields and the positions of tied weights are code: a restored module has those of
+the target. Invariant: a partitioned module has the same leaf paths as the whole one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What decides the next step and is in no `state_dict`: the extra members of every checkpoint.
 
-They are process leaves (`local` in a manifest): not in the fingerprint, and each process of a group has
-its own.
+They are process leaves: not in the fingerprint, and each process of a group has its own.
 """
 
 from __future__ import annotations
@@ -38,15 +37,9 @@ class Saving(NamedTuple):
 
 
 class Restoring(NamedTuple):
-    """A restore for one process.
-
-    Attributes:
-        leaves: the process leaves of the checkpoint.
-        renamed: gives the path in the state for a path in the checkpoint.
-        where: names the checkpoint in messages.
-        group: the processes of this run.
-        walk: that of the state, whose members are restored already.
-    """
+    """A restore for one process: the process leaves of the checkpoint, what gives the path in the
+    state for one in the checkpoint, the name in messages, the processes of this run, and the
+    restored state."""
 
     leaves: Mapping[str, Leaf]
     renamed: Callable[[str], str]
@@ -85,10 +78,7 @@ _RANDOM = "perdure.state.process_random:ProcessRandom"
 
 
 class ExtraMembers:
-    """The extra members of the states that a manager saves and restores.
-
-    `save_random_state`: whether the global generators of the process are among them.
-    """
+    """The extra members of the states that a manager saves and restores."""
 
     def __init__(self, *, save_random_state: bool) -> None:
         self._places = [place for place in _MEMBERS if save_random_state or place != _RANDOM]

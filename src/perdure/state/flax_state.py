@@ -1,7 +1,5 @@
-"""The adapter of Flax NNX: modules (restored in place), their states, and variables.
-
-A variable adds no `value` to the path of its array.
-"""
+"""The adapter of Flax NNX: modules (restored in place), their states, and variables (no part of a
+path)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """What the objects and the running functions of a program reach, by name.
 
-A name is a variable of the program (`velocity`), of a function that runs (`train.rate`) or that is
-closed over, an attribute of one of its objects (`sampler.position`), or a random generator or default
-of the process. After a restore a manager looks whether the program changes under such a name what it
-gave to the restore; the drill compares the values of two processes, and puts back under these names
-what a resumed one lacks.
+A manager looks whether a program changes under such a name what it gave to a restore; the drill
+compares the values of two processes, and puts back what a resumed one lacks.
 """
 
 from __future__ import annotations
@@ -55,12 +52,8 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Held:
-    """A value that the program reaches.
-
-    Attributes:
-        name: `velocity`, `sampler.position`, `train.rate` (a variable of the function `train`).
-        get: Returns the present value.
-        bind: Gives the name another value.
+    """A value that the program reaches: `velocity`, `sampler.position`, `train.rate` (a variable of
+    the function `train`). `get` returns the present value, and `bind` gives the name another one.
     """
 
     name: str
@@ -100,12 +93,10 @@ def frames_of_threads() -> list[FrameType]:
 
 
 def held_values(frames: Sequence[FrameType], *, unnamed: bool = True) -> dict[str, Held]:
-    """What the program reaches, by name.
+    """What the program reaches by name, from its modules and `frames`.
 
-    Args:
-        frames: The frames of the program that run now.
-        unnamed: Also objects of the program's classes to which no variable leads, such as a callback in
-            a list. All objects of the process are looked at for them.
+    With `unnamed` also objects of its classes to which no variable leads, such as a callback in a
+    list; all objects of the process are looked at for them.
     """
     found: dict[str, Held] = {}
     seen: set[int] = set()
@@ -202,8 +193,7 @@ def _fixed(name: str, value: Any) -> Held:
 def _expand(held: Held, found: dict[str, Held], seen: set[int], depth: int) -> None:
     """Add the value, or what belongs to it if it is an object or a function of the program.
 
-    A value that raises when it is asked for an attribute is left out, such as a class that stands for a
-    library which is not installed.
+    One that raises when it is asked for an attribute is left out (it stands for a missing library).
     """
     try:
         value = held.get()

@@ -1,9 +1,8 @@
 """Iterators with a position: `get_state` and `set_state`, as in Grain.
 
-A position is stored as one string, because its structure belongs to the iterator and may change while
-it runs. Invariant: a position is restored equal, with the type of every value in it, or the save is
-refused. That of an iterator of Grain also says what decides the order of the elements, because Grain
-stores only an index for a dataset, and for a `DataLoader` texts as long as its data.
+A position is stored as one string, because its structure may change while the iterator runs. Invariant:
+it is restored equal, with all types, or the save is refused. That of Grain also says what decides the
+order of the elements.
 """
 
 from __future__ import annotations
@@ -26,22 +25,15 @@ Order = dict[str, list[int]]
 
 
 def is_positioned(value: Any) -> bool:
-    """Whether `value` is an iterator whose position can be restored.
-
-    Random generators have the same two methods, but no `__next__`.
-    """
+    """Whether `value` is an iterator whose position can be restored. (Generators have no
+    `__next__`.)"""
     return (
         hasattr(value, "__next__") and hasattr(value, "set_state") and hasattr(value, "get_state")
     )
 
 
 def position(iterator: Any) -> str:
-    """The position of an iterator as text.
-
-    Raises:
-        StateError: the position has a value other than None, booleans, numbers, strings, bytes, lists,
-            tuples and dicts.
-    """
+    """The position of an iterator as text; raises `StateError` for a value without an exact form."""
     state = iterator.get_state()
     if isinstance(state, bytes):
         state = _hash_texts(state)
@@ -64,9 +56,7 @@ def position(iterator: Any) -> str:
 def reposition(iterator: Any, text: str) -> Any:
     """Set an iterator to the position that `position` returned, and return the iterator.
 
-    Raises:
-        StateError: a `grain.DataLoader` has another sampler or data source than the saved one, or the
-            datasets of another iterator of Grain have other seeds or lengths.
+    Raises `StateError` if Grain would give other elements than the saved iterator.
     """
     kind, rest = text[:1], text[1:]
     if kind == "g":
@@ -117,7 +107,7 @@ def _decode(value: dict[str, Any]) -> Any:
 
 
 def _order_of(iterator: Any) -> Order | None:
-    """The seeds and lengths below an iterator of Grain; None for any other. Does not import Grain.
+    """The seeds and lengths below an iterator of Grain; None for any other.
 
     Grain has no public names for them. What a release does not have under these names is left out.
     """
@@ -155,11 +145,8 @@ def _require_same_order(saved: Order, iterator: Any) -> None:
 
 
 def _hash_texts(state: bytes) -> bytes:
-    """The position of a `grain.DataLoader` with hashes in place of two texts; any other unchanged.
-
-    Grain stores `repr(sampler)` and `repr(data_source)` and compares them in `set_state`. The `repr` of
-    a list is the text of all its elements.
-    """
+    """The position of a `grain.DataLoader` with hashes in place of two texts, which Grain compares
+    in `set_state` and may be as long as the data; any other unchanged."""
     position = _loader_position(state)
     if position is None or not all(isinstance(position[name], str) for name in _COMPARED):
         return state
@@ -168,11 +155,7 @@ def _hash_texts(state: bytes) -> bytes:
 
 
 def _restore_texts(state: bytes, iterator: Any) -> bytes:
-    """A position of `_hash_texts` with the texts of `iterator`, which must have the same hashes.
-
-    Raises:
-        StateError: the sampler or the data source differs from the saved one.
-    """
+    """A position of `_hash_texts` with the texts of `iterator`, which must have the same hashes."""
     position = _loader_position(state)
     if position is None or not all(isinstance(position[name], dict) for name in _COMPARED):
         return state

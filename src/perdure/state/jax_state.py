@@ -347,10 +347,8 @@ def _weakly_typed(array: Any, sharding: Any = None) -> Any:
 
 
 def whole_on_one_device(state: Any) -> list[str]:
-    """Paths of arrays that are on one device, by default, beside sharded arrays of the same shape.
-
-    `jax.jit(tx.init)(parameters)` makes such a target for the moments of sharded parameters.
-    """
+    """Paths of arrays that are on one device, by default, beside sharded ones of the same shape, as
+    `jax.jit(tx.init)(parameters)` makes the moments of sharded parameters."""
     found = jax.tree_util.tree_leaves_with_path(state)
     arrays = [(path, leaf) for path, leaf in found if isinstance(leaf, jax.Array)]
     sharded = {leaf.shape for _, leaf in arrays if not leaf.sharding.is_fully_replicated}
@@ -362,10 +360,7 @@ def whole_on_one_device(state: Any) -> list[str]:
 
 
 def weaken(values: Any) -> Any:
-    """Weakly typed values with the same bits; may be traced.
-
-    `at[...].set` keeps the type of its target.
-    """
+    """Weakly typed values with the same bits, because `at[...].set` keeps the type of its target."""
     zero = _WEAK[values.dtype.name]
     return jnp.broadcast_to(jnp.asarray(zero), values.shape).at[...].set(values)
 

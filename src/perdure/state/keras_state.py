@@ -1,9 +1,9 @@
-"""The adapter of Keras 3: layers, models, optimizers, metrics, seeds and variables, on any backend.
+"""The adapter of Keras 3: layers, models, optimizers, metrics, seeds and variables, restored in
+place.
 
-All are restored in place. Their leaf paths are those of Keras, without the name of the object itself
-and without the numbers that Keras gives to all objects of a process (`dense_7`); siblings with the same
-name are numbered from the start (`dense`, `dense_1`). Invariant: the paths depend on how the object is
-built, not on what was built before it, and are the same on every backend.
+Invariant: leaf paths depend on how an object is built, not on what was built before, and are the
+same on every backend. So they lack the object's name and Keras's numbers (`dense_7`); siblings with
+one name are numbered from the start.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ class KerasState(Adapter):
 def variables_by_path(owner: Any) -> dict[str, Any]:
     """The variables of a layer, model, optimizer or metric by path, in Keras' order.
 
-    Raises:
-        UnsupportedLeafError: `owner` is not built, so that its variables do not exist yet; or it has
-            values that Keras does not count among its variables: the buffers of a torch module, a
-            `tf.Variable` or a generator of TensorFlow.
+    Raises `UnsupportedLeafError` if it is not built, or has values that Keras does not count as
+    variables.
     """
     if not getattr(owner, "built", True):
         how = (
@@ -89,10 +87,7 @@ def variables_by_path(owner: Any) -> dict[str, Any]:
 
 
 def _tensorflow_value(owner: Any) -> tuple[str, Any] | None:
-    """A `tf.Variable` or a generator in the attributes of `owner` or of its layers, and its path.
-
-    Keras' own variables are of another class, and the `tf.Variable` in each of them is not looked at.
-    """
+    """A `tf.Variable` or a generator in the attributes of `owner` or of its layers, and its path."""
     layers = owner._flatten_layers() if isinstance(owner, keras.Layer) else [owner]
     for layer in layers:
         attributes = [(k, v) for k, v in vars(layer).items() if k != _TENSORFLOW_CHILDREN]
@@ -132,10 +127,8 @@ def _tensorflow_kind(kind: type) -> str:
 
 
 def read_variable(variable: Any) -> Any:
-    """The value of a variable as an array of the backend, on TensorFlow of NumPy.
-
-    The value of a seed is a uint32[2]. Raises `UnsupportedLeafError` for a seed of more than 32 bits.
-    """
+    """The value of a variable as an array of the backend, on TensorFlow of NumPy; of a seed a
+    uint32[2]."""
     value = variable.value
     if keras.backend.backend() == "tensorflow":
         value = value.numpy()

@@ -22,8 +22,8 @@ FEW = 4
 class LeafSpec(Struct, frozen=True, gc=False):
     """dtype name and shape of a leaf, known without reading its data.
 
-    Weak typing is left out: whether a JAX array is weakly typed can change while a program runs, so
-    the target does not decide it.
+    Without weak typing, which may change while a program runs, so that the target does not decide
+    it.
     """
 
     dtype: str
@@ -40,11 +40,8 @@ class LeafSpec(Struct, frozen=True, gc=False):
 
 
 class Difference(NamedTuple):
-    """A path at which a target and a checkpoint differ.
-
-    `expected` describes the leaf of the target and `stored` that of the checkpoint; None if there is
-    none. `reason` is set if the difference is not one of structure, dtype or shape.
-    """
+    """A path at which a target and a checkpoint differ: descriptions of the leaf of each, None
+    without one; or a `reason` that is neither structure, dtype nor shape."""
 
     path: str
     expected: str | None = None
@@ -69,9 +66,8 @@ Check = Callable[[Mapping[str, Leaf]], list[Difference]]
 def fits(expected: LeafSpec, stored: LeafSpec) -> bool:
     """Whether a stored leaf can take a place in a target.
 
-    The specs are equal, or both are Python scalars, or the target has a Python number and the
-    checkpoint a zero-dimensional array of that kind: a counter that starts as `0` is an array after
-    the first compiled step.
+    A Python number takes a zero-dimensional array of its kind: a counter that starts as `0` is an
+    array after the first compiled step.
     """
     kinds = {
         "py:int": ("int", "uint"),
@@ -96,11 +92,8 @@ def mismatch_error(differences: Sequence[Difference], advice: str) -> MismatchEr
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
-    """The differences as text, one per line.
-
-    At most `MAX_LINES` are shown: of more, those that only one side has become one line for each
-    branch, and what is left is counted.
-    """
+    """The differences as lines. Of more than `MAX_LINES` those that only one side has become one
+    line for each branch, and the rest is counted."""
     lines = [str(difference) for difference in differences]
     if len(lines) > MAX_LINES:
         lines = _by_branch(differences)
@@ -142,10 +135,8 @@ def add_path(error: StateError, path: str) -> None:
 
 
 class PathInErrors:
-    """A context that adds `path` to every `StateError` raised inside.
-
-    With `reason`, any other exception becomes a `StateError` that starts with it.
-    """
+    """A context that adds `path` to every `StateError` inside, and with `reason` makes one of any
+    other error."""
 
     def __init__(self, path: str, reason: str | None = None) -> None:
         self._path = path

@@ -93,14 +93,7 @@ def array_spec(array: np.ndarray[Any, Any] | np.generic) -> LeafSpec:
 
 
 def array_leaf(array: np.ndarray[Any, Any] | np.generic) -> Leaf:
-    """The bytes of a NumPy array, without a copy where possible.
-
-    Args:
-        array: an array or NumPy scalar of any shape and numeric dtype.
-
-    Raises:
-        UnsupportedLeafError: the dtype or the class of the array cannot be restored exactly.
-    """
+    """The bytes of a NumPy array or scalar, without a copy where possible."""
     _check_array_type(array)
     name = _dtype_name(array.dtype)  # refuses what has no exact form
     data, is_copy = array_bytes(array)
@@ -213,12 +206,10 @@ def cut(leaf: Leaf, region: Region) -> Leaf:
 
 
 def cast_leaf(leaf: Leaf, spec: LeafSpec) -> Leaf:
-    """`leaf` with the dtype of `spec`, which has its shape.
+    """`leaf` with the dtype of `spec`: floats rounded to nearest, ties to even; integers keep their
+    values.
 
-    Floats are rounded to the nearest value, to even in a tie. Integers keep their values.
-
-    Raises:
-        StateError: the conversion would lose more than precision; the text is the reason.
+    Raises `StateError` with the reason if the conversion would lose more than precision.
     """
     kind = _kind(leaf.dtype)
     refused = f"cast=True does not convert {leaf.dtype} to {spec.dtype}"

@@ -1,8 +1,7 @@
 """The states of objects with `state_dict` as leaves, with entries that describe their containers.
 
-Outside of objects the target has the containers, except for those that a run has changed: a list that
-has grown, a deque, a set, a value where the target has None. `FreshTarget` describes them as the state
-of an object is described, and a restore builds them as they were.
+Of a target only containers that a run has changed are described: a list that has grown, a deque, a
+set, a value where the target has None. A restore builds those as they were.
 """
 
 from __future__ import annotations
@@ -37,14 +36,8 @@ TakeLeaf = Callable[[Any], Leaf | None]
 class ObjectFlattener:
     """Adds the leaves and the container entries of objects to `leaves`.
 
-    A state may contain values that are no plain containers (live objects). Their paths are in
-    `live_paths` afterwards. With `enters` they are flattened too.
-
-    Args:
-        leaves: gets the leaves and the entries.
-        adapters: what takes the values.
-        enters: whether live objects are flattened.
-        takers: what makes leaves of values; by default the adapters.
+    The paths of live objects inside of a state are in `live_paths` afterwards; with `enters` they
+    are flattened too. `takers` make leaves of values; by default the adapters.
     """
 
     def __init__(
@@ -161,11 +154,8 @@ def _without_bytes(value: Any) -> Leaf | None:
 
 
 def inner_objects(objects: Mapping[str, Stateful]) -> set[str]:
-    """The paths of the values in the states of objects that are neither leaves nor plain containers.
-
-    Raises:
-        StateError: An object does not return its state.
-    """
+    """The paths of the values in the states of objects that are neither leaves nor plain
+    containers."""
     flattener = ObjectFlattener(Leaves(), loaded_adapters(), enters=True, takers=[_without_bytes])
     for path, node in objects.items():
         flattener.add(node, path, read_state(node, path))
@@ -175,13 +165,8 @@ def inner_objects(objects: Mapping[str, Stateful]) -> set[str]:
 def lost_objects(
     leaves: Mapping[str, Leaf], objects: Collection[str], present: Collection[str]
 ) -> list[Difference]:
-    """The objects in the leaves that only a target which has them could rebuild, and it has not.
-
-    Args:
-        leaves: What would be saved.
-        objects: The paths of the objects with `load_state_dict` in the target.
-        present: Their `inner_objects`.
-    """
+    """The objects in `leaves` that only a target which has them could rebuild, and it has not: its
+    objects are `objects`, and their `inner_objects` `present`."""
     lost: dict[tuple[str, str], list[str]] = {}
     for path, entry in containers_of(leaves).items():
         is_live = entry.type is not None and entry.keys is None

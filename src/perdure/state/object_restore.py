@@ -1,7 +1,6 @@
-"""The states of objects with `load_state_dict`, built from the leaves of a checkpoint.
+"""The states of objects with `load_state_dict`, built as they were stored.
 
-The state that an object is given is the one that was stored, container by container. Its present
-state decides only the devices of arrays, and provides the live objects that a state may contain.
+The present state of an object decides only the devices of arrays, and has the live objects inside.
 """
 
 from __future__ import annotations
@@ -48,14 +47,12 @@ def _refuse_live(_: Any, path: str) -> Any:
 
 
 class ObjectStates:
-    """The leaves of a checkpoint, from which the states of objects are built and with which they are
+    """The leaves of a checkpoint, from which states of objects are built and with which they are
     compared.
 
-    `rebuild` restores a live object inside a state from its leaves, given the object and its path.
-    `keep` has the paths of the values of modules that keep their present value. With `takes`, nobody
-    uses the leaves afterwards, so that an object which changes no array may get their memory. `sharded`
-    has, by path, an array with the sharding of each leaf of which only shards were read.
-    Reading the state of one object visits only the leaves below its path.
+    `rebuild` restores a live object inside a state; `keep` has values of modules that keep their
+    present value; `sharded` an array with the sharding of each leaf of which only shards were read.
+    With `takes` an object that changes no array may get the memory of the leaves.
     """
 
     def __init__(
@@ -90,10 +87,8 @@ class ObjectStates:
             yield from self.leaf_paths(join_part(path, part))
 
     def state(self, stateful: Stateful, path: str) -> Any:
-        """The state to load into the object at `path`.
-
-        An object without any stored state is added to `missing`.
-        """
+        """The state to load into the object at `path`. One without any stored state is added to
+        `missing`."""
         outer, self._takes = self._takes, self._may_take and stateful.changes_no_array
         try:
             return self._state(stateful, path)
@@ -127,10 +122,8 @@ class ObjectStates:
         return not is_stored and _has_leaves(read_state(stateful, path))
 
     def digests(self, stateful: Stateful, path: str) -> dict[str, list[str]] | None:
-        """dtype, shape and chunk hashes of every leaf of the object's present state, by path.
-
-        None if the state cannot be flattened.
-        """
+        """dtype, shape and chunk hashes of the leaves of the present state; None if it cannot be
+        flattened."""
         leaves = Leaves()
         try:
             with own_shards_only():
@@ -298,8 +291,7 @@ def _has_leaves(value: Any) -> bool:
 def module_tensors(leaves: Leaves, branch: str) -> dict[str, Any]:
     """The values of the module at `branch` by dotted name; its arrays become tensors on the CPU.
 
-    Raises:
-        MismatchError: there is another object or a leaf at `branch`, or a random key of JAX below it.
+    Raises `MismatchError` if there is something else at `branch`, or a random key of JAX below it.
     """
     if branch in leaves.containers or branch in leaves:
         raise MismatchError(

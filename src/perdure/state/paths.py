@@ -1,8 +1,5 @@
-"""Leaf paths, and nested dicts whose keys are the parts of paths.
-
-A path joins the keys from the root to a leaf with `/`. A `/` or `%` inside a key is escaped
-(`perdure.store.format.escape`), so that every part of a path is one key.
-"""
+"""Leaf paths: keys from the root to a leaf, escaped and joined with `/`; and nested dicts of such
+keys."""
 
 from __future__ import annotations
 

@@ -53,12 +53,11 @@ class PerRank:
 class RankContext:
     """The process that flattens or restores a state, and the `PerRank` members of that state.
 
-    `members` has, by the path of each member, the rank whose leaves are used; None with "keep".
-    `has_shards` becomes true if a restore meets an array of which each process has a shard. With
-    `keeps_shards` an array on several devices of this process is a leaf of shards (`Leaf.shards`).
-    With `compares_shards` the leaf of a sharded array has the elements of this process alone, to be
-    compared (`Leaf.region`). With `compares_copies` an array of which devices of this process have
-    different copies has no leaf.
+    `members` has the rank whose leaves are used by the path of each member; None with "keep". A
+    restore that meets an array with a shard in each process sets `has_shards`. With `keeps_shards`
+    an array on several devices of this process becomes a leaf of shards; with `compares_shards` a
+    leaf has the elements of this process alone; with `compares_copies` an array with differing
+    copies has no leaf.
     """
 
     index: int = 0

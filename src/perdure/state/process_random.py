@@ -1,8 +1,7 @@
 """The global random generators of a process: those of Python, NumPy, PyTorch and Keras.
 
-Code that draws from them (dropout in PyTorch, `random.shuffle`, `np.random.permutation`) makes them
-part of the training state. Nothing here imports a framework: a generator is included once its framework
-has been imported, and that of a device once the device is in use.
+Nothing here imports a framework: a generator is included once its framework is imported, and that
+of a device once the device is in use.
 """
 
 from __future__ import annotations
@@ -66,21 +65,11 @@ class ProcessRandom(ExtraMember):
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
 
     def restore(self, process_leaves: Mapping[str, Leaf], group: Group, where: str) -> list[str]:
-        """Restore the generators of this process.
+        """Restore the generators of this process; returns at most one warning, for those that were
+        drawn from and could not be restored.
 
-        If the group has another size than the one that saved, only generators with the same state in
-        all processes are restored.
-
-        Args:
-            process_leaves: the leaves that `leaves` returned in each process of the group that saved.
-            group: the processes of this run.
-            where: names the checkpoint in messages.
-
-        Returns:
-            At most one warning, for generators that were drawn from and could not be restored.
-
-        Raises:
-            CorruptionError: a leaf cannot be decoded.
+        In a group of another size than the one that saved, only generators that were equal in all
+        processes are.
         """
         try:
             saved = saved_generators(process_leaves)
@@ -126,11 +115,8 @@ def processes_of(process_leaves: Mapping[str, Leaf]) -> int:
 
 
 def saved_generators(process_leaves: Mapping[str, Leaf]) -> dict[int, dict[str, SavedGenerator]]:
-    """The generators in the leaves of a checkpoint, by process number and name.
-
-    Raises:
-        ValueError: a leaf cannot be decoded.
-    """
+    """The generators in the leaves of a checkpoint, by process number and name; `ValueError` for
+    damage."""
     return {
         int(match[1]): _decoder.decode(leaf.data)
         for path, leaf in process_leaves.items()
@@ -144,11 +130,8 @@ one that waits for the same lock and holds Python's: neither would ever continue
 
 
 def finish_callbacks() -> None:
-    """Wait for the callbacks into Python of programs that JAX computes in the background.
-
-    They belong to steps that the program has made, and may draw from these generators and write to
-    objects of the state. Returns at once if there are none.
-    """
+    """Wait for callbacks into Python of programs that JAX computes in the background: they belong
+    to steps that the program has made, and may draw from these generators."""
     jax = sys.modules.get("jax")
     if jax is not None and hasattr(jax, "effects_barrier"):  # it is not being imported right now
         jax.effects_barrier()
@@ -220,10 +203,8 @@ def restore_all(states: Mapping[str, bytes]) -> list[str]:
 
 
 def _common(saved: Sequence[Mapping[str, SavedGenerator]]) -> dict[str, SavedGenerator]:
-    """The generators with the same state in all of several processes, for a group of another size.
-
-    The generator of a single process is not given to several: all would draw the same numbers.
-    """
+    """The generators with the same state in all of several processes. That of a single process is
+    not given to several: all would draw the same numbers."""
     if len(saved) < 2:
         return {}
     first, *others = saved

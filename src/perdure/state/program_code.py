@@ -38,10 +38,9 @@ def is_of_program(kind: type) -> bool:
 
 @cache
 def is_owner(kind: type) -> bool:
-    """Whether the attributes of a module or an optimizer are saved: of the program, or of a layer of
-    PyTorch, in whose attributes are settings and what a program adds. Other libraries keep what
-    belongs to the process in theirs. A class that a library makes of another one as the program runs
-    (`fully_shard`, `register_parametrization`) counts as that one."""
+    """Whether the attributes of a module or an optimizer are saved: of a class of the program, or
+    of a layer of PyTorch. Other libraries keep what belongs to the process in theirs. A class that
+    a library makes of another one (`fully_shard`) counts as that one."""
     module = sys.modules.get(kind.__module__)
     is_made = "." not in kind.__qualname__ and not hasattr(module, kind.__qualname__)
     if is_made and not is_of_program(kind):

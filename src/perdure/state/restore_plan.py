@@ -55,26 +55,16 @@ class StoredState(NamedTuple):
 class RestorePlan:
     """What a restore into a target does. All paths are those of the target, after a rename.
 
-    Args:
-        like: The target.
-        leaves: The leaves of the checkpoint that were read, by their paths there.
-        request: What to restore, and how.
-        stored: Everything that the checkpoint has.
-        refusals: Why an object did not take its state, by the path of the object. They are kept.
+    `refusals` says why objects did not take their state, which keep theirs. Raises `MismatchError`
+    if a pattern or a rename fits nothing.
 
     Attributes:
-        walk: The target.
-        leaves: What is restored.
-        specs: Everything that the checkpoint has.
+        leaves: What is restored; `specs` has everything in the checkpoint.
         keep: Leaves, values of modules, objects and branches of the target that stay as they are.
-        expected: dtype and shape of each leaf of the target that can be restored on its own; None if it
-            takes any. Empty if everything has to fit.
-        sharded: By path, the arrays of the target that decide how leaves of objects are sharded.
+        expected: dtype and shape of each leaf that can be restored on its own; None if it takes any.
+            Empty if everything has to fit.
+        sharded: The arrays of the target that decide how leaves of objects are sharded.
         differences: Why it cannot be done; empty if it can.
-
-    Raises:
-        MismatchError: A pattern or a rename fits nothing.
-        UnsupportedLeafError: A value of the target cannot be restored exactly.
     """
 
     def __init__(
@@ -368,11 +358,8 @@ class RestorePlan:
 def needed_regions(
     like: Any, request: RestoreRequest, stored: Mapping[str, LeafSpec]
 ) -> dict[str, tuple[Region, ...]]:
-    """The elements that this process needs, by the path of an array in the checkpoint.
-
-    Arrays of which it needs all elements are left out. If the target does not fit the checkpoint, all
-    are: the restore then says why.
-    """
+    """The elements that this process needs, by the path of an array in the checkpoint, without
+    arrays that it needs whole. Empty if the target does not fit: the restore then says why."""
     specs = request.renaming.rename(stored)
     context = current_rank_context()
     try:
@@ -392,10 +379,7 @@ def needed_regions(
 def sharded_targets(
     walk: Walk, specs: Mapping[str, LeafSpec]
 ) -> dict[str, tuple[Any, tuple[Region, ...]]]:
-    """The sharded arrays of a target by path, with the elements of each that this process has.
-
-    `specs` has the stored leaves by their paths in the target.
-    """
+    """The sharded arrays of a target by path, with the elements of each that this process has."""
     adapters = [each for each in loaded_adapters() if type(each).regions is not Adapter.regions]
     if not adapters:
         return {}

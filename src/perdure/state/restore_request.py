@@ -15,16 +15,9 @@ T = TypeVar("T")
 
 
 class Renaming:
-    """Moves leaves and branches from the paths of a checkpoint to those of a target.
+    """Moves leaves and branches from the paths of a checkpoint to those of a target, all at once.
 
-    All renames happen at once, so that two branches may change places. Of several that apply to a leaf,
-    the one with the longest stored path counts. The path "" is the state itself.
-
-    Args:
-        paths: the path in the target by the path in the checkpoint.
-
-    Raises:
-        ArgumentError: `paths` is no mapping from strings to strings.
+    The longest stored path that fits a leaf counts. The path "" is the state itself.
     """
 
     def __init__(self, paths: Mapping[str, str] | None) -> None:
@@ -55,11 +48,7 @@ class Renaming:
 
     def check(self, leaves: Collection[str], containers: Collection[str]) -> None:
         """Raise `MismatchError` unless every rename moves something, and no two leaves meet.
-
-        Args:
-            leaves: the paths of all leaves of the checkpoint.
-            containers: the paths of the values whose container it describes: the states of objects.
-        """
+        `containers` are the paths of the states of objects."""
         branches = {branch for path in leaves for branch in ancestors(path)}.union(containers)
         objects = {self(path) for path in containers}
         for old, new in self.paths.items():

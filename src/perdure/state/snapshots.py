@@ -1,7 +1,6 @@
 """A state as `{leaf path: Leaf}`, for a save: the leaves, and copies of those that may change.
 
-The training loop waits for these copies, and a copy into pages that the process has not touched before
-takes several times as long. So the memory for the copies is reused.
+The memory for the copies is reused: the loop waits, and new pages take several times as long.
 """
 
 from __future__ import annotations
@@ -26,20 +25,11 @@ from perdure.store.leaf import Leaf, Leaves, containers_of
 def flatten(
     state: Any, fresh: FreshTarget | None = None, adapters: Sequence[Adapter] | None = None
 ) -> Leaves:
-    """Every leaf of a state by its path, sharing memory with the live arrays where possible.
+    """Every leaf of a state (or of its `Walk`) by its path, sharing memory with the live arrays.
 
-    Args:
-        state: a tree of containers, arrays, scalars and objects of the frameworks that are imported, or
-            the `Walk` of one.
-        fresh: what the target of the program had at first; what the run has made of it is described
-            in `containers`.
-        adapters: what makes leaves of arrays; by default the adapters of the imported frameworks.
-
-    Returns:
-        The leaves. A path joins dict keys, field names and positions with `/`: `model/dense/kernel`.
-
-    Raises:
-        UnsupportedLeafError: a value cannot be restored exactly. The message starts with its path.
+    What the run has made of the `fresh` target is described in `containers`. `adapters` make leaves
+    of arrays. Raises `UnsupportedLeafError` with the path of a value that cannot be restored
+    exactly.
     """
     is_walked = adapters is None or isinstance(state, (Walk, Unwalked))
     walk = Walk.of(state) if is_walked else Walk(state, adapters=adapters)
@@ -66,11 +56,11 @@ class SnapshotBuffer:
         self._copies_donated = False
 
     def copy(self, leaves: Mapping[str, Leaf]) -> Leaves:
-        """The same leaves, with a copy in this buffer of each that is not frozen.
+        """The same leaves, with a copy in this buffer of each that is not frozen; earlier copies
+        are overwritten.
 
-        The copies of the call before are overwritten, so nothing may use them any more. Arrays that a
-        step was given during the last save are copied too: otherwise that step copies them, into new
-        memory, which takes several times as long.
+        Arrays that a step was given during the last save are copied too: otherwise that step copies
+        them into new memory, which takes several times as long.
         """
         # There may be very many leaves, nearly all of them copies already.
         alive = [
@@ -103,11 +93,8 @@ class SnapshotBuffer:
         self._is_donated = None  # it holds an array
 
     def _donated(self, leaves: Sequence[tuple[str, Leaf]]) -> Collection[str]:
-        """Those to copy although they are frozen: after a save without donations a small one.
-
-        A step that is given an array which something holds leaves it as it is, so that only an array
-        that was copied shows whether a step was given the state.
-        """
+        """Those to copy although they are frozen; after a save without donations a small one,
+        because only an array that was copied shows whether a step was given the state."""
         shared = {path: leaf for path, leaf in leaves if leaf.is_donated is not None}
         small = next((path for path in shared if shared[path].nbytes <= COPIED_TOGETHER), None)
         if small is None:
@@ -123,14 +110,8 @@ class SnapshotBuffer:
 def snapshot(
     state: Any, into: SnapshotBuffer | None = None, fresh: FreshTarget | None = None
 ) -> Leaves:
-    """`flatten`, with copies of all memory that may change, so that the state may change afterwards.
-
-    Args:
-        state: as for `flatten`.
-        into: the buffer for the copies, which stay valid until the next snapshot into it. Without it,
-            the copies are in new memory.
-        fresh: as for `flatten`.
-    """
+    """`flatten`, with copies of all memory that may change. Copies in `into` are valid until the
+    next one."""
     with gc_paused():
         return (into or SnapshotBuffer()).copy(flatten(state, fresh))
 

@@ -1,7 +1,5 @@
-"""The plain values that JAX takes as part of the structure of a module, and no leaf has.
-
-Static fields of dataclasses (Equinox, `flax.struct`), and plain attributes of Flax NNX modules.
-"""
+"""The plain values that JAX takes as part of the structure of a module, and no leaf has: static
+fields of dataclasses (Equinox, `flax.struct`), and plain attributes of Flax NNX modules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a restore target can take: its dtypes and shapes by path, and a comparison with leaves.
-
-Also what a checkpoint holds as a target (`metadata_tree`).
-"""
+"""What a restore target can take: its dtypes and shapes by path, and a comparison with leaves."""
 
 from __future__ import annotations
 
@@ -41,16 +38,7 @@ class Template:
 
 
 def template_of(like: Any, stored: Mapping[str, LeafSpec] | None = None) -> Template:
-    """The template of a target.
-
-    Args:
-        like: the target.
-        stored: the specs of the checkpoint by path, for values whose structure depends on what was
-            stored; None if there is no checkpoint yet.
-
-    Raises:
-        UnsupportedLeafError: a value cannot be restored exactly.
-    """
+    """The template of a target, whose structure may depend on the specs that were `stored`."""
     return template_of_walk(Walk(like, stored))
 
 
@@ -63,10 +51,8 @@ def template_of_walk(walk: Walk) -> Template:
 def same_specs(
     paths: Collection[str], specs: Collection[LeafSpec], leaves: Mapping[str, Leaf]
 ) -> bool:
-    """Whether leaves have these paths, in this order, and these dtypes and shapes.
-
-    It looks up no path, because there may be very many, and takes no line of Python for each.
-    """
+    """Whether leaves have these paths in this order, these dtypes and shapes; without Python code
+    for each."""
     return (
         len(paths) == len(leaves)
         and all(map(eq, paths, leaves))
@@ -76,10 +62,8 @@ def same_specs(
 
 
 def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Difference]:
-    """Every path at which the leaves do not fit the template, sorted by path.
-
-    An object with `load_state_dict` takes any leaves, except those that its own check refuses.
-    """
+    """Every path at which the leaves do not fit the template, sorted. An object takes what its
+    check allows."""
     if not template.objects and same_specs(template.paths, template.specs, leaves):
         return []
     missing = dict(template.leaves)

@@ -1,9 +1,8 @@
 """The gradients of PyTorch that decide what an optimizer does next, as leaves beside the state.
 
-They are two things: the values that `backward` has written since the last step of the optimizer, to
-which later batches add (gradient accumulation), and which parameters keep a gradient from step to step
-(`zero_grad(set_to_none=False)`): an optimizer leaves a parameter without a gradient alone, and moves
-one with a gradient of zeros (by momentum, by weight decay).
+Values that `backward` has written since the last step (gradient accumulation), and which parameters
+keep a gradient from step to step (`zero_grad(set_to_none=False)`): an optimizer leaves one without
+a gradient alone, and moves one with a gradient of zeros (momentum, weight decay).
 """
 
 from __future__ import annotations
@@ -90,22 +89,16 @@ class Gradients(ExtraMember):
 
 
 def keeps_gradients(optimizer: Any) -> bool:
-    """Whether the program lets the gradients of `optimizer` stay from step to step.
-
-    With `zero_grad(set_to_none=False)` the tensor that was a gradient at the last step still is one,
-    and was written since, or before that step.
-    """
+    """Whether the tensor that was a gradient at the last step still is one, and was written since,
+    or before that step: the program uses `zero_grad(set_to_none=False)`."""
     step, first = _steps[optimizer], _first_gradient(optimizer)
     before = next((version for version in step.versions if version >= 0), -1)
     return step.is_first(first) and (step.is_kept or first._version > before)
 
 
 def accumulated_leaves(path: str, optimizer: Any, process: int) -> dict[str, Leaf]:
-    """A copy of each gradient that was written since the last step of the optimizer at `path`.
-
-    There is none after a step, wherever the program calls `zero_grad`. Sparse gradients are left
-    out, and so are those that are zeros.
-    """
+    """A copy of each gradient, not sparse and not zeros, that was written since the last step of an
+    optimizer."""
     parameters, step = list(_parameters(optimizer)), _steps[optimizer]
     versions = step.versions
     if not step.is_first(_first_gradient(optimizer)) or len(versions) != len(parameters):
@@ -123,13 +116,10 @@ def accumulated_leaves(path: str, optimizer: Any, process: int) -> dict[str, Lea
 
 
 def give_gradients(optimizer: Any, kept: list[str] | None, written: Mapping[int, Leaf]) -> None:
-    """Give the parameters the gradients that they had at the save.
+    """Give the parameters the gradients that they had at the save, by number.
 
-    Args:
-        optimizer: Its parameters get them.
-        kept: The numbers of those that had one, as ranges, if the program keeps them: it calls
-            `zero_grad` before the next `backward`, so that their values decide nothing. They get zeros.
-        written: What had been accumulated, by number.
+    Those in `kept` (ranges) get zeros: the program calls `zero_grad` before the next `backward`.
+    `written` has what had been accumulated.
     """
     import torch
 

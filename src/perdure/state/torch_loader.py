@@ -262,11 +262,8 @@ class ResumableLoader:
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """Whatever is drawn inside changes no generator of the program.
-
-        NumPy's is replaced, because a copy of its state takes 0.4 ms. It forgets then the second of two
-        normal numbers that were drawn together, in every run alike.
-        """
+        """Whatever is drawn inside changes no generator of the program. NumPy's is replaced,
+        because a copy of its state takes 0.4 ms."""
         python, numpy = random.getstate(), _numpy.get_bit_generator()
         states = [generator.get_state() for generator in self._generators]
         _numpy.set_bit_generator(self._bits)
@@ -280,10 +277,8 @@ class ResumableLoader:
 
 
 class _Order:
-    """The index sampler of the inner `DataLoader`: the loader's own, from the position on.
-
-    `ahead` has the digest of all indices up to each batch that was handed out and not received yet.
-    """
+    """The index sampler of the inner `DataLoader`: the loader's own, from the position on. `ahead`
+    has the digest of all indices up to each batch that was handed out and not received yet."""
 
     def __init__(self, owner: ResumableLoader) -> None:
         self._owner = weakref.proxy(owner)  # without a cycle, workers end with the last reference
@@ -326,10 +321,8 @@ class _Order:
                 yield _begin_batch(index, seed)
 
     def _check_sampler(self) -> None:
-        """Refuse a sampler that gives another order the second time, before the first batch.
-
-        Both orders are compared to the end, or to `_MOST_COMPARED` batches: a sampler may begin every
-        epoch alike and draw the rest from a generator of its own.
+        """Refuse a sampler that gives another order the second time. Up to `_MOST_COMPARED` batches
+        are compared: it may begin every epoch alike and draw the rest from a generator of its own.
         """
         sampler = self._sampler
         parts = (sampler, getattr(sampler, "sampler", None))
@@ -358,10 +351,8 @@ class _Order:
 
 
 class _SeededIndex:
-    """The index of a batch on its way to a worker, which seeds its generators on arrival.
-
-    So the dataset, which may read the index in any way, gets the plain one.
-    """
+    """The index of a batch on its way to a worker, which seeds its generators when it unpickles it.
+    So the dataset gets the plain index."""
 
     def __init__(self, index: Any, seed: int) -> None:
         self._contents = index, seed

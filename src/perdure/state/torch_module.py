@@ -127,10 +127,8 @@ class ModuleState(Stateful):
 
     @property
     def comes_first(self) -> bool:  # type: ignore[override]
-        """An optimizer puts its state where its parameters are, so not before they have memory.
-
-        It also asks for the shapes of the parameters, which lazy ones get here.
-        """
+        """An optimizer puts its state where its parameters are, and asks for shapes, which lazy
+        ones get here."""
         return any(_is_meta(value) or isinstance(value, LAZY) for value in self._live_values())
 
     def _live_values(self) -> Iterable[Any]:
@@ -213,21 +211,16 @@ def _has_standard_load(module: torch.nn.Module) -> bool:
 
 
 def _only_copies(module: torch.nn.Module) -> bool:
-    """Whether a load does no more than copy the values into the tensors that `state_dict` returns.
-
-    `torch.nn.Module.load_state_dict` compares all names once for each module. Without it, the time
-    grows with the number of tensors, and not with its square.
-    """
+    """Whether a load does no more than copy values into the tensors that `state_dict` returns.
+    Without `load_state_dict` the time does not grow with the square of the number of modules."""
     return not torch.__future__.get_swap_module_params_on_conversion() and all(
         code in _COPYING_CODE for code in _special_code(module)
     )
 
 
 def _special_code(module: torch.nn.Module) -> Iterator[Any]:
-    """The code that takes part in a save or a load, beside the methods that all modules have.
-
-    None for a method that was replaced on one object.
-    """
+    """The code in a save or a load beside the methods of all modules; None for a method replaced on
+    an object."""
     parts = list(module.modules())
     for kind in {type(part) for part in parts}:
         methods = [getattr(kind, verb) for verb in _MODULE_VERBS]
@@ -267,10 +260,7 @@ def _have_separate_memory(state: Mapping[str, Any]) -> bool:
 
 
 def _view(value: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that have the same elements of the same memory in the same order.
-
-    A conjugate or a negative view has the memory of its base, and other elements.
-    """
+    """Equal for two tensors that have the same elements of the same memory in the same order."""
     flags = value.is_conj(), value.is_neg()
     return value.data_ptr(), value.dtype, value.shape, value.stride(), *flags
 
@@ -333,10 +323,7 @@ def _give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _check_module(state: Mapping[str, Any], resized: Collection[str], *, whole: bool) -> Check:
     """Compares names, dtypes and shapes of the tensors; with `whole`, the names have to be equal.
-
-    The buffers in `resized` belong to modules with code of their own for loading, which may give them
-    another shape, as the observers of quantization do.
-    """
+    The buffers in `resized` may get another shape (observers of quantization)."""
     expected: dict[str, LeafSpec | None] = {}  # None for a lazy tensor
     tied: dict[tuple[Any, ...], list[str]] = {}
     for name, value in state.items():

@@ -1,7 +1,5 @@
-"""Optimizers and schedulers of PyTorch as objects with a state, and what tells them from others.
-
-`load_state_dict` of PyTorch compares the sizes of the groups, and no more. So a checkpoint names the
-class, and the shapes of the state are compared with those of the parameters.
+"""Optimizers and schedulers of PyTorch. `load_state_dict` compares only the sizes of the groups, so
+a checkpoint names the class, and the shapes of the state are compared with those of the parameters.
 """
 
 from __future__ import annotations
@@ -182,10 +180,8 @@ def _put_exact(optimizer: torch.optim.Optimizer, stored: Mapping[int, Mapping[An
 
 
 def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:
-    """The stored value with its dtype, on the device that PyTorch chose for the loaded one.
-
-    A tensor of the parameter's shape gets the parameter's memory format.
-    """
+    """The stored value with its dtype, on the device that PyTorch chose for the loaded one, and in
+    the memory format of the parameter if it has its shape."""
     if isinstance(stored, torch.Tensor):
         if stored.shape != parameter.shape or stored.requires_grad:
             return stored.to(loaded.device)
@@ -298,11 +294,8 @@ def _plain_name(name: str) -> str:
 
 
 def _shape_differences(facts: _Facts, stored: Mapping[str, Leaf]) -> list[Difference]:
-    """State of the shape of another parameter.
-
-    In an optimizer of the user's, state may have any shape, unless its shapes are those of all
-    parameters in another order.
-    """
+    """State of the shape of another parameter. In an optimizer of the user's it may have any shape,
+    unless the shapes are those of all parameters in another order."""
     found: dict[str, dict[int, Shape]] = defaultdict(dict)
     for path, leaf in stored.items():
         parts = path.split("/")

@@ -144,8 +144,8 @@ def region(value: Any) -> Region:
 def _require_boxes(value: Any, sharded: list[tuple[Any, int, int]]) -> None:
     """Raise `UnsupportedLeafError` for a shard that is not one box of the tensor.
 
-    A strided placement is one if it follows the cuts of the dimensions of the mesh to its right, as
-    FSDP makes it over tensor parallelism; that of a tensor that was flattened takes every n-th part.
+    A strided placement is one if it follows the cuts of the dimensions of the mesh to its right
+    (FSDP over tensor parallelism).
     """
     for placement, number, _ in sharded:
         if (factor := getattr(placement, "split_factor", 1)) == 1:

@@ -40,22 +40,11 @@ from perdure.store.leaf import Leaf
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
     """A state with the structure of `like` and the bits of `leaves`.
 
-    Containers and arrays are new. Modules, optimizers, parameters and other objects are changed in
-    place. An object with `load_state_dict` is given the state that was stored, whatever its present
-    one looks like, and has to return the same bits afterwards.
-
-    Args:
-        like: the target. It decides structure, array class, device and sharding; its values are not
-            read.
-        leaves: the leaves of a checkpoint by path.
-
-    Raises:
-        MismatchError: target and checkpoint differ in structure, dtype or shape; the message lists the
-            differences by leaf path. Or an object returned another state than it was given.
-        StateError: an object did not take its state; the message starts with its path.
-
-    After an error the target is what it was before, unless the message names an object whose earlier
-    state could not be loaded again.
+    Containers and arrays are new; modules, optimizers, parameters and other objects are changed in
+    place, and have to return the bits that they were given. Raises `MismatchError` with the
+    differences by path, or `StateError` for an object that did not take its state; the target is
+    then what it was before, unless the message names an object whose earlier state could not be
+    loaded again.
     """
     with gc_paused(len(leaves)):
         return restore_requested(like, leaves, RestoreRequest(), StoredState.of(leaves))[0]
@@ -71,23 +60,17 @@ def restore_requested(
     replaced: ReplacedMembers | None = None,
     shared: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Any, RestoreReport]:
-    """`restore` of what `request` asks for; everything else in `like` stays the very same.
+    """`restore` of what `request` asks for; the rest of `like` stays. Returns the state and a
+    report.
 
     Args:
         like: the target.
         leaves: the leaves of the checkpoint that the request wants, by their paths there.
         request: what to restore, and how.
         stored: everything that the checkpoint has.
-        takes: whether restored values may be in the memory of `leaves`, which the caller has just
-            loaded and does not use afterwards.
+        takes: whether values may be in the memory of `leaves`, which nobody uses afterwards.
         replaced: is given the members of `like` that are not in the returned state.
         shared: by path, the number of an object that is at several paths.
-
-    Returns:
-        The state, and how it differs from the checkpoint.
-
-    Raises:
-        MismatchError, StateError: as `restore`; a pattern or a rename fits nothing.
     """
     with gc_paused(len(leaves)):
         refusals: dict[str, str] = {}
@@ -119,7 +102,7 @@ def restore_requested(
 def restore_without_target(
     leaves: Mapping[str, Leaf], request: RestoreRequest, stored: StoredState
 ) -> tuple[Any, RestoreReport]:
-    """Nested dicts of NumPy arrays and Python scalars; arguments and errors as `restore_requested`."""
+    """Nested dicts of NumPy arrays and Python scalars; as `restore_requested`."""
     renaming, selection = request.renaming, request.selection
     renaming.check(stored.specs, stored.containers)
     if selection is not None and (unused := selection.unused(renaming.rename(stored.specs))):
@@ -186,10 +169,8 @@ class _Restore:
         return restored
 
     def refused_by_another(self) -> str | None:
-        """The path of the object that did not take its state, if all objects have the earlier one.
-
-        None for an object whose state has the paths of the stored one: it should have taken it.
-        """
+        """The path of the object that did not take its state, if all have the earlier one; None if
+        its state has the paths of the stored one, so that it should have taken it."""
         if self._refused is None:
             return None
         path, node = self._refused
@@ -271,10 +252,8 @@ class _Restore:
         return state
 
     def _build_inside_object(self, like: Any, path: str) -> Any:
-        """The new value for a live object inside the state of another object.
-
-        It is compared with the checkpoint as strictly as outside of objects.
-        """
+        """The new value for a live object inside the state of another one, compared as strictly as
+        outside."""
         walk = Walk(like, self._plan.specs, path)
         if lines := differences(template_of_walk(walk), self._below(path)):
             raise mismatch_error(lines, advice(lines))
@@ -285,13 +264,9 @@ class _Restore:
         return {inside: self._leaves[inside] for inside in self._objects.leaf_paths(path)}
 
     def _load_as(self, array_class: str | None, like: Any, path: str) -> Any:
-        """The leaf at `path`, for which the target has a NumPy array or a number, and the run that
-        saved it had an array of `array_class`.
-
-        The next operation then has the same bits as in the uninterrupted run. The array is of NumPy if
-        this process has not imported the framework, or the framework cannot hold the dtype (JAX
-        without x64).
-        """
+        """The leaf at `path` as an array of `array_class`, as the run had it where the target has a
+        NumPy array or a number, so that the next operation has the same bits. An array of NumPy if
+        the framework is not imported, or cannot hold the dtype (JAX without x64)."""
         leaf = self._leaves[path]
         library = (array_class or "").partition("@")[0].partition(".")[0]
         if array_class is not None and library in sys.modules:
@@ -325,11 +300,8 @@ class _Restore:
         return one.keys() == other.keys() and all(same_bits(one[p], other[p]) for p in one)
 
     def _apply_changes(self) -> None:
-        """Change the objects in place: all of them, or none.
-
-        Changes that may fail come first, each after a backup. The others (modules, generators) cannot
-        fail, so that no copy of a model is needed.
-        """
+        """Change the objects in place: all of them, or none. Changes that may fail come first, each
+        after a backup; the others need no copy of a model."""
         groups: tuple[list[_Change], ...] = [], [], []
         for change in self._changes:
             groups[change.order].append(change)

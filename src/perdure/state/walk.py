@@ -1,8 +1,7 @@
 """One walk of a live state, from which a save, a template, a digest and every check are read.
 
-A `Walk` has the path, the value and the kind of everything in a state: its leaves in columns, because
-there may be very many, and its containers and objects as `Branch`es. Invariant: a value is looked at
-once. Whoever needs the same state again is given the `Walk` in its place.
+Leaves are in columns, because there may be very many; containers and objects are `Branch`es. Invariant:
+a value is looked at once. Whoever needs the same state again is given the `Walk` in its place.
 """
 
 from __future__ import annotations
@@ -52,10 +51,8 @@ def is_described(like: Any, entry: Container | None) -> bool:
 
 
 class Branch:
-    """An interior value: a container with its parts, an object, or a value that was not entered.
-
-    `node` is None for what a selection leaves out. A part is the number of a leaf, or a `Branch`.
-    """
+    """A container with its parts (numbers of leaves, or `Branch`es), an object, or a value that was
+    not entered, without a `node`."""
 
     __slots__ = ("node", "parts", "path", "value")
 
@@ -70,11 +67,9 @@ class Walk:
     """The leaves, containers and objects of a state by path.
 
     Args:
-        state: a tree of containers, arrays, scalars and objects of the frameworks that are imported.
-        stored: for a restore, the specs of the checkpoint by path, because the structure of some values
-            depends on what was stored.
+        stored: for a restore, the specs of the checkpoint: some structures depend on what was stored.
         path: the path of `state`, if it is a part of another one.
-        selection: which leaves to walk. Other branches are not entered, so that they may hold anything.
+        selection: which leaves to walk. Other branches are not entered, and may hold anything.
         adapters: what takes the values; by default the adapters of the imported frameworks.
         containers: for a restore, what the checkpoint says about containers.
 
@@ -83,12 +78,9 @@ class Walk:
         paths, values: the leaves, in their order.
         runs: (start, stop) of leaves of one type.
         takers: the adapter of each type of leaf.
-        objects: the objects with `load_state_dict` by path.
-        states: the states of those objects that have been read.
-        branches: the containers.
-        kinds: the types of the containers.
-        unselected: the paths of leaves and objects that are not selected.
-        pruned: the paths of the branches that were not entered.
+        objects, states: the objects with `load_state_dict`, and those of their states that were read.
+        branches, kinds: the containers, and their types.
+        unselected, pruned: the paths of values that are not selected, or were not entered.
 
     Raises:
         UnsupportedLeafError: a value cannot be restored exactly. The message starts with its path.
@@ -153,11 +145,8 @@ class Walk:
         return dict(self.pairs())
 
     def leaves(self, adapters: Sequence[Adapter] | None = None) -> Leaves:
-        """The bytes of the leaves, without those of objects.
-
-        Args:
-            adapters: what makes leaves of arrays, in the order of `self.adapters`.
-        """
+        """The bytes of the leaves, without those of objects. `adapters` make leaves, in the order
+        of `self.adapters`."""
         taken = self._ask("leaf", "leaves", adapters or self.adapters)
         leaves = Leaves(dict(zip(self.paths, taken, strict=True)))
         if len(leaves) < len(taken):
@@ -168,10 +157,8 @@ class Walk:
         return leaves
 
     def _ask(self, one: str, many: str, adapters: Sequence[Adapter]) -> list[Any]:
-        """What the adapters answer about each leaf, to the verb for one or for many leaves.
-
-        The training loop waits for this, so that leaves of one type are asked for in few calls.
-        """
+        """What the adapters answer about each leaf. The loop waits, so leaves of one type are asked
+        for together."""
         instead = dict(zip(map(id, self.adapters), adapters, strict=True))
         takers = {kind: instead[id(taker)] for kind, taker in self.takers.items() if taker}
         ask = {kind: getattr(taker, one) for kind, taker in takers.items()}
@@ -283,12 +270,10 @@ class Unwalked:
 def node_of(
     value: Any, path: str, adapters: Sequence[Adapter], stored: Mapping[str, LeafSpec] | None
 ) -> Node | Stateful:
-    """The interior value at `path`.
+    """The interior value at `path`. During a restore `stored` has the specs of the whole
+    checkpoint.
 
-    `stored` has the specs of the whole checkpoint during a restore, and is None during a save.
-
-    Raises:
-        UnsupportedLeafError: no adapter takes the value, or it cannot be restored exactly.
+    Raises `UnsupportedLeafError` if no adapter takes the value, or it cannot be restored exactly.
     """
     stored_below = None if stored is None else SpecsBelow(stored, path)
     if isinstance(value, PerRank):

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from perdure import CheckpointManager
-from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.errors import CorruptionError, MismatchError, UnsupportedLeafError
 from perdure.state import differences, flatten, snapshot, template_of
+from perdure.state.restore_check import RestoreCheck
 from perdure.state.template import own_differences
 from perdure.store import Run
 from perdure.store.format import hash_bytes, manifest_name
@@ -132,7 +132,7 @@ def test_an_unchanged_structure_is_not_compared_again(monkeypatch: pytest.Monkey
         compared.append(args)
         return differences(*args)
 
-    monkeypatch.setattr("perdure.checkpoint.restore_check.differences", counted)
+    monkeypatch.setattr("perdure.state.restore_check.differences", counted)
     state = {"w": np.zeros(2)}
     check = RestoreCheck()
     check.expect(state)

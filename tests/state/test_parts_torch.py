@@ -383,14 +383,13 @@ def test_what_a_restore_of_parts_leaves_out_may_be_on_the_meta_device(tmp_path: 
             manager.restore(like={"model": net}, leaves="model/enc")
 
 
-def test_members_that_only_the_checkpoint_has_name_the_leaves_to_restore(tmp_path: Path) -> None:
+def test_members_that_only_the_checkpoint_has_are_left_out_by_naming_the_leaves(tmp_path: Path) -> None:
     state = make(1)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": state["model"], "opt": state["opt"]})
         net = Net()
         with pytest.raises(MismatchError) as error:
             manager.restore(like={"model": net})
-        assert "`leaves='model'` restores only what the target has" in str(error.value)
         assert "state_dict()" not in str(error.value)
         manager.restore(like={"model": net}, leaves="model")
         assert bits(net) == bits(state["model"])

@@ -290,7 +290,7 @@ def test_each_process_has_the_gradients_that_it_has_accumulated() -> None:
     for process, gradient in enumerate(([1.0, 1.0], [2.0, 2.0])):
         value.grad = None
         group: Any = SimpleNamespace(index=process, count=2, is_chief=not process)
-        extras.put(Restoring(leaves, same, "here", group, Walk(state)))
+        extras.put(Restoring(leaves, same, "here", group), Walk(state))
         assert value.grad is not None
         assert value.grad.tolist() == gradient
     optimizer.step()

@@ -11,7 +11,7 @@ from perdure.checkpoint.arguments import integer, require_choice, require_number
 from perdure.checkpoint.preemption import SIGNALS
 from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError
-from perdure.state.replaced_members import ReplacedMembers
+from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_request import RestoreReport
 
 

@@ -17,14 +17,13 @@ from perdure.checkpoint.restore_source import load_in_group
 from perdure.checkpoint.saver import Saver
 from perdure.errors import MismatchError, StoreError, warn_caller
 from perdure.state.epoch_ends import load_epoch_ends
-from perdure.state.extra_members import Restoring
+from perdure.state.extra_members import Restoring, shared_groups
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import processes_of
-from perdure.state.replaced_members import ReplacedMembers
+from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_plan import StoredState, needed_regions
 from perdure.state.restore_request import RestoreReport, RestoreRequest
-from perdure.state.shared_members import shared_groups
 from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.state.walk import Walk
 from perdure.store import Loaded, Manifest, Run
@@ -92,14 +91,16 @@ class Restorer:
             self._saver.recipe.resumed(where, loaded.manifest.recipe)
             with rank_context(self._processes.index, self._processes.count):
                 walk = Walk(state)
-            own, renamed = loaded.process_leaves, request.renaming
-            for note in self._extras.put(Restoring(own, renamed, where, self._processes, walk)):
+            for note in self._extras.put(self._restoring(where, loaded, request), walk):
                 warn_caller(note)
             if has_shards:
                 self._warn_of_other_group(loaded)
         else:
             self._check.restored_in_part(step)
         return Restored(state, step, report).watch(replaced)
+
+    def _restoring(self, where: str, loaded: Loaded, request: RestoreRequest) -> Restoring:
+        return Restoring(loaded.process_leaves, request.renaming, where, self._processes)
 
     def expect(self, like: Any, *, begins: bool = False) -> None:
         """The program may begin with `like`, and later restore into it."""
@@ -144,7 +145,6 @@ class Restorer:
             if request.is_strict:
                 self.expect(like)
             try:
-                index, own = self._processes.index, loaded.process_leaves
                 state, report = restore_requested(
                     like,
                     leaves,
@@ -152,7 +152,7 @@ class Restorer:
                     stored,
                     takes=True,
                     replaced=replaced,
-                    shared=shared_groups(own, request.renaming, where, index),
+                    shared=shared_groups(self._restoring(where, loaded, request)),
                 )
             except MismatchError as error:
                 if any(leaf.path == DCP_LAYOUT for leaf in manifest.process_leaves):

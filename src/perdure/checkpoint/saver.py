@@ -30,7 +30,6 @@ from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.mirror import Mirror
 from perdure.checkpoint.preemption import PreemptionFlag
 from perdure.checkpoint.recipe import RecipeCheck
-from perdure.checkpoint.restore_check import RestoreCheck
 from perdure.checkpoint.retention import RetentionRules
 from perdure.errors import (
     LockedError,
@@ -48,6 +47,7 @@ from perdure.state import snapshot
 from perdure.state.extra_members import ExtraMembers
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import finish_callbacks
+from perdure.state.restore_check import RestoreCheck
 from perdure.state.snapshots import SnapshotBuffer
 from perdure.state.walk import Walk
 from perdure.store import Leaf, Run

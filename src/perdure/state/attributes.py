@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from perdure.errors import CorruptionError, StateError
+from perdure.errors import StateError
 from perdure.state.adapter import Stateful, loaded_adapters
 from perdure.state.attribute_values import (
     CONTAINERS,
@@ -30,7 +30,7 @@ from perdure.state.attribute_values import (
     put_value,
     stored_form,
 )
-from perdure.state.extra_members import ExtraMember, Restoring, Saving
+from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.object_flatten import ObjectFlattener
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
@@ -141,26 +141,17 @@ class Attributes(ExtraMember):
                     keys[inside] = (path, name)
         if not keys:
             return {}
-        text = msgspec.json.encode(_Stored(keys, leaves.containers, same), order="sorted")
         copies = {path: leaf if leaf.frozen else leaf.copy() for path, leaf in leaves.items()}
-        return {**copies, f"{top}_index": Leaf("py:str", (), text, frozen=True)}
+        return {**copies, f"{top}_index": json_leaf(_Stored(keys, leaves.containers, same))}
 
-    def put(self, restoring: Restoring) -> list[str]:
-        top = f"process/{restoring.group.index}/attributes"
-        if f"{top}_index" not in restoring.leaves:
-            top = "process/0/attributes"  # saved by fewer processes
-        if (leaf := restoring.leaves.get(f"{top}_index")) is None:
+    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+        if (stored := restoring.stored("attributes_index", _decoder)) is None:
             return []
-        try:
-            stored = _decoder.decode(leaf.data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise CorruptionError(
-                f"{restoring.where}: {top}_index cannot be read: {error}."
-            ) from error
+        top = restoring.path("attributes_index").removesuffix("_index")
         states = ObjectStates(Leaves(restoring.leaves, stored.containers))
-        owners = {owner.path: owner for owner in _owners(restoring.walk)}
-        known = _Known(restoring.walk)
-        static = {path: value for path, value, _ in static_owners(restoring.walk)}
+        owners = {owner.path: owner for owner in _owners(walk)}
+        known = _Known(walk)
+        static = {path: value for path, value, _ in static_owners(walk)}
         put: dict[str, Any] = {}
         for path, (first, *key) in stored.keys.items():
             owner_path = restoring.renamed(str(first))

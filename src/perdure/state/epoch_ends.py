@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from perdure.errors import CorruptionError
-from perdure.state.extra_members import ExtraMember, Saving
+from perdure.state.extra_members import ExtraMember, Saving, json_leaf
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_key
 from perdure.store.format import EPOCH_ENDS
@@ -53,8 +53,7 @@ class EpochEnds(ExtraMember):
             ended.append(place)
         if not ended:
             return {}
-        text = msgspec.json.encode(sorted(ended)).decode()
-        return {f"process/{saving.process}/{EPOCH_ENDS}": scalar_leaf(text)}
+        return {f"process/{saving.process}/{EPOCH_ENDS}": json_leaf(sorted(ended))}
 
 
 def ended_order(batch: int, order: str) -> str:

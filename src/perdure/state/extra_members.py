@@ -6,25 +6,20 @@ They are process leaves: not in the fingerprint, and each process of a group has
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+import numpy as np
+
+from perdure.errors import CorruptionError, MismatchError
+from perdure.runtime.process_group import Processes
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 
-
-class Group(Protocol):
-    """What the members ask about a group of processes."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def is_chief(self) -> bool: ...
+R = TypeVar("R")
 
 
 class Saving(NamedTuple):
@@ -38,14 +33,32 @@ class Saving(NamedTuple):
 
 class Restoring(NamedTuple):
     """A restore for one process: the process leaves of the checkpoint, what gives the path in the
-    state for one in the checkpoint, the name in messages, the processes of this run, and the
-    restored state."""
+    state for one in the checkpoint, the name in messages, and the processes of this run."""
 
     leaves: Mapping[str, Leaf]
     renamed: Callable[[str], str]
     where: str
-    group: Group
-    walk: Walk
+    group: Processes
+
+    def path(self, name: str) -> str:
+        """The path of what this process has stored; that of process 0 if fewer processes saved."""
+        own = f"process/{self.group.index}/{name}"
+        return own if own in self.leaves else f"process/0/{name}"
+
+    def stored(self, name: str, decoder: msgspec.json.Decoder[R]) -> R | None:
+        """The value that was stored as JSON; None without one."""
+        path = self.path(name)
+        if path not in self.leaves:
+            return None
+        try:
+            return decoder.decode(self.leaves[path].data)
+        except ValueError as error:  # of msgspec, or of Unicode
+            raise CorruptionError(f"{self.where}: {path} cannot be read: {error}.") from error
+
+
+def json_leaf(value: Any) -> Leaf:
+    """A leaf that has a value as JSON; see `Restoring.stored`."""
+    return Leaf("py:str", (), msgspec.json.encode(value, order="sorted"), frozen=True)
 
 
 class ExtraMember:
@@ -58,14 +71,14 @@ class ExtraMember:
         """The leaves of a save; none if there is nothing to store."""
         return {}
 
-    def put(self, restoring: Restoring) -> list[str]:
-        """Give back what `take` has stored; returns warnings."""
+    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+        """Give back to the restored state what `take` has stored; returns warnings."""
         return []
 
 
 _MEMBERS = {
     "perdure.state.epoch_ends:EpochEnds": None,
-    "perdure.state.shared_members:SharedMembers": None,
+    "perdure.state.extra_members:SharedMembers": None,
     "perdure.state.attributes:Attributes": None,
     "perdure.state.torch_gradients:Gradients": "torch",
     "perdure.state.process_random:ProcessRandom": None,
@@ -103,9 +116,9 @@ class ExtraMembers:
             taken |= member.take(Saving(walk, leaves, process))
         return taken
 
-    def put(self, restoring: Restoring) -> list[str]:
+    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
         """Give back what was stored, after the state itself; returns warnings."""
-        return [note for member in self._members() for note in member.put(restoring)]
+        return [note for member in self._members() for note in member.put(restoring, walk)]
 
     def _members(self) -> list[ExtraMember]:
         """Those whose framework is imported."""
@@ -115,3 +128,62 @@ class ExtraMembers:
                 module, _, name = place.partition(":")
                 self._made[place] = getattr(import_module(module), name)()
         return [self._made[place] for place in self._places if place in self._made]
+
+
+# ---------------------------------------------------------------- members that are one object
+
+
+_MUTABLE = (dict, list, deque, set, bytearray)
+_groups_of_paths = msgspec.json.Decoder(list[list[str]])
+
+
+class SharedMembers(ExtraMember):
+    """Members that are one object at two paths are one after a restore, or it is refused."""
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        walk = saving.walk
+        containers = {kind for kind in walk.kinds if issubclass(kind, _MUTABLE)}
+        branches = [each for each in walk.branches if type(each.value) in containers]
+        found = [(id(each.value), each.path) for each in branches]
+        if arrays := {kind for kind in walk.takers if _is_mutable(kind)}:
+            found += [(id(value), path) for path, value in walk.pairs() if type(value) in arrays]
+        for path, node in walk.objects.items():
+            if isinstance(shared := getattr(node.target, "param_groups", None), list):
+                found.append((id(shared), path))
+        if len({number for number, _ in found}) == len(found):  # nearly always
+            return {}
+        groups: dict[int, list[str]] = {}
+        for number, path in found:
+            groups.setdefault(number, []).append(path)
+        shared = sorted(paths for paths in groups.values() if len(paths) > 1)
+        return {f"process/{saving.process}/shared": json_leaf(shared)}
+
+    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+        """Compare what the restore itself, which is given `shared_groups`, cannot make one."""
+        groups: dict[int, list[str]] = {}
+        for path, group in shared_groups(restoring).items():
+            groups.setdefault(group, []).append(path)
+        lists = {
+            path: getattr(node.target, "param_groups", None) for path, node in walk.objects.items()
+        }
+        for first, *others in groups.values():
+            for other in others:
+                if first in lists and lists.get(other) is not lists[first]:
+                    raise MismatchError(
+                        f"{restoring.where}: {first} and {other} had one list of `param_groups` when "
+                        f"they were saved, and the target has two, so that a scheduler of one would "
+                        f"not change the other. Make the target as the run did that saved it "
+                        f"(`self.param_groups = base.param_groups`), and restore again."
+                    )
+        return []
+
+
+def shared_groups(restoring: Restoring) -> dict[str, int]:
+    """The number of the object that is at a path and at others, by the path in the state."""
+    groups = restoring.stored("shared", _groups_of_paths) or []
+    return {restoring.renamed(path): n for n, paths in enumerate(groups) for path in paths}
+
+
+def _is_mutable(kind: type) -> bool:
+    torch = sys.modules.get("torch")
+    return issubclass(kind, np.ndarray) or (torch is not None and issubclass(kind, torch.Tensor))

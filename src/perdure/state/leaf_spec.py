@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from posixpath import commonpath
@@ -15,6 +16,18 @@ from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
 
 MAX_LINES = 20
+_REBUILD = "Build the target with the code that saved it, or restore without a target."
+_DTYPE = (
+    " Where only the dtype of an array differs, the program may have changed it after the target was "
+    "made: cast it back in the step, or give the target the dtype that the step returns (in JAX: "
+    "`like=jax.eval_shape(step, state, batch)`)."
+)
+_STATE_DICT = (
+    " Put the optimizer itself into the state: its `state_dict()` is a copy, which has more members "
+    "after the first step and is not loaded back."
+)
+_MOMENT = re.compile(r"(^|/)state/\d+/[^/]+$")
+_LR = "param_groups/0/lr"  # every state of an optimizer has it
 FEW = 4
 """So many differences in one branch become one line, if there are more than `MAX_LINES`."""
 
@@ -82,13 +95,41 @@ def fits(expected: LeafSpec, stored: LeafSpec) -> bool:
     )
 
 
-def mismatch_error(differences: Sequence[Difference], advice: str) -> MismatchError:
-    """The error for a target that differs from the checkpoint, with the differences and `advice`."""
+def mismatch_error(differences: Sequence[Difference], hint: str = "") -> MismatchError:
+    """The error for a target that differs from the checkpoint, with what to do about it."""
     leaves = "leaf" if len(differences) == 1 else "leaves"
     return MismatchError(
         f"the target and the checkpoint differ in {len(differences):,} {leaves}; nothing was "
-        f"changed:\n{format_differences(differences)}\n{advice}"
+        f"changed:\n{format_differences(differences)}\n{_advice(differences)}{hint}"
     )
+
+
+def _advice(lines: Sequence[Difference]) -> str:
+    is_dtype_only = any(
+        line.expected
+        and line.stored
+        and line.expected != line.stored
+        and line.expected.partition("[")[2] == line.stored.partition("[")[2] != ""
+        for line in lines
+    )
+    return _REBUILD + (_DTYPE if is_dtype_only else "") + state_dict_advice(lines)
+
+
+def state_dict_advice(lines: Sequence[Difference]) -> str:
+    """A sentence for a program that has put `optimizer.state_dict()` into its state; else ""."""
+    sided = [line for line in lines if not line.reason and None in (line.expected, line.stored)]
+    grown = {
+        (line.path[: found.end(1)], line.expected is None)
+        for line in sided
+        if (found := _MOMENT.search(line.path))
+    }
+    # A state that one side lacks as a whole has not grown.
+    whole = {
+        (line.path.removesuffix(_LR), line.expected is None)
+        for line in sided
+        if line.path.endswith(_LR)
+    }
+    return _STATE_DICT if grown - whole else ""
 
 
 def format_differences(differences: Sequence[Difference]) -> str:

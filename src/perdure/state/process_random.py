@@ -18,7 +18,9 @@ import msgspec
 import numpy as np
 
 from perdure.errors import CorruptionError, UnsupportedLeafError
-from perdure.state.extra_members import ExtraMember, Group, Restoring, Saving
+from perdure.runtime.process_group import Processes
+from perdure.state.extra_members import ExtraMember, Restoring, Saving
+from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 from perdure.text import counted
 
@@ -50,7 +52,7 @@ class ProcessRandom(ExtraMember):
     def take(self, saving: Saving) -> dict[str, Leaf]:
         return self.leaves(capture(), saving.process)
 
-    def put(self, restoring: Restoring) -> list[str]:
+    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
         return self.restore(restoring.leaves, restoring.group, restoring.where)
 
     def leaves(self, captured: Mapping[str, bytes], process: int) -> dict[str, Leaf]:
@@ -64,7 +66,9 @@ class ProcessRandom(ExtraMember):
         data = msgspec.msgpack.encode(by_name)
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
 
-    def restore(self, process_leaves: Mapping[str, Leaf], group: Group, where: str) -> list[str]:
+    def restore(
+        self, process_leaves: Mapping[str, Leaf], group: Processes, where: str
+    ) -> list[str]:
         """Restore the generators of this process; returns at most one warning, for those that were
         drawn from and could not be restored.
 

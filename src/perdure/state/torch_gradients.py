@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from perdure.errors import CorruptionError
 from perdure.state.adapter import adapter
-from perdure.state.extra_members import ExtraMember, Restoring, Saving
-from perdure.state.leaf_values import plain_value, scalar_leaf
+from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.paths import join_part
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
@@ -48,8 +46,6 @@ _steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
 class Gradients(ExtraMember):
     """See `perdure.state.extra_members.ExtraMember`."""
 
-    name = "gradients"
-
     def see(self, walk: Walk) -> None:
         _watch(walk)
 
@@ -62,18 +58,11 @@ class Gradients(ExtraMember):
                 parameters = enumerate(_parameters(optimizer))
                 kept[path] = _ranges(n for n, value in parameters if _gradient(value) is not None)
         if kept:
-            text = msgspec.json.encode(kept, order="sorted").decode()
-            leaves[f"process/{saving.process}/{self.name}"] = scalar_leaf(text)
+            leaves[f"process/{saving.process}/gradients"] = json_leaf(kept)
         return leaves
 
-    def put(self, restoring: Restoring) -> list[str]:
-        own = f"process/{restoring.group.index}/{self.name}"
-        # A group of another size has the same optimizers.
-        leaf = restoring.leaves.get(own) or restoring.leaves.get(f"process/0/{self.name}")
-        try:
-            kept = {} if leaf is None else _decoder.decode(plain_value(leaf))
-        except ValueError as error:  # of msgspec
-            raise CorruptionError(f"{restoring.where}: {own} cannot be read: {error}.") from error
+    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+        kept = restoring.stored("gradients", _decoder) or {}
         kept = {restoring.renamed(path): ranges for path, ranges in kept.items()}
         written: dict[str, dict[int, Leaf]] = {}
         for name, leaf in restoring.leaves.items():
@@ -81,10 +70,10 @@ class Gradients(ExtraMember):
             if found is not None and int(found[1]) == restoring.group.index:
                 path = restoring.renamed(found[3] or "")
                 written.setdefault(path, {})[int(found[2])] = leaf
-        for path, optimizer in _optimizers(restoring.walk):
+        for path, optimizer in _optimizers(walk):
             if path in kept or path in written:
                 give_gradients(optimizer, kept.get(path), written.get(path, {}))
-        _watch(restoring.walk)
+        _watch(walk)
         return []
 
 

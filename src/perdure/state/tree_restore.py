@@ -26,8 +26,7 @@ from perdure.state.leaf_spec import (
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_part
-from perdure.state.replaced_members import ReplacedMembers
-from perdure.state.restore_advice import advice, ways_out
+from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_plan import RestorePlan, StoredState
 from perdure.state.restore_request import RestoreReport, RestoreRequest
 from perdure.state.snapshots import unflatten
@@ -35,6 +34,11 @@ from perdure.state.template import differences, template_of_walk
 from perdure.state.walk import Branch, Described, Walk
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
+
+_WAYS_OUT = (
+    " `CheckpointManager.restore` has ways out: `cast=True` converts dtypes, `rename={old: new}` moves "
+    "leaves, `leaves=[...]` restores a part, and `strict=False` what fits, which is no exact resume."
+)
 
 
 def restore(like: Any, leaves: Mapping[str, Leaf]) -> Any:
@@ -78,11 +82,8 @@ def restore_requested(
         while True:
             plan = RestorePlan(like, leaves, request, stored, refusals)
             if lines := plan.differences:
-                hints = ""
-                with suppress(StateError):  # the differences are what the user has to see
-                    other = RestorePlan(like, leaves, request._replace(strict=False), stored)
-                    hints = ways_out(plan, other, request)
-                raise mismatch_error(lines, advice(lines) + hints)
+                has_ways = request.strict and not all(line.reason for line in lines)
+                raise mismatch_error(lines, _WAYS_OUT if has_ways else "")
             attempt = _Restore(plan, takes, replaced, shared)
             try:
                 return attempt.run(), plan.report()
@@ -164,7 +165,7 @@ class _Restore:
         walk = self._plan.walk
         restored = self._build(walk, walk.root)
         if lines := self._objects.missing + self._misfits + self._conflicts():
-            raise mismatch_error(lines, advice(lines))
+            raise mismatch_error(lines)
         self._apply_changes()
         return restored
 
@@ -256,7 +257,7 @@ class _Restore:
         outside."""
         walk = Walk(like, self._plan.specs, path)
         if lines := differences(template_of_walk(walk), self._below(path)):
-            raise mismatch_error(lines, advice(lines))
+            raise mismatch_error(lines)
         return self._build(walk, walk.root)
 
     def _below(self, path: str) -> dict[str, Leaf]:

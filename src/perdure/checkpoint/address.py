@@ -91,16 +91,16 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
     """Open one checkpoint.
 
     Args:
-        where: `RUN@STEP`, `RUN@latest`, `RUN@best:max:METRIC` (the highest value of a metric; the newer
-            of two equal ones), `RUN@best:min:METRIC`, `RUN@best` (by the metric of the retention), or
-            `RUN` alone for the newest. `RUN` is a path or a URL and may have an `@` in it. An open
-            checkpoint is returned as it is.
+        where: `RUN@STEP`, `RUN@latest`, `RUN@best:max:METRIC` (the highest value of a metric; the
+            newer of two equal ones), `RUN@best:min:METRIC`, `RUN@best` (by the metric of the
+            retention), or `RUN` alone for the newest. `RUN` is a path or a URL and may have an `@`
+            in it. An open checkpoint is returned as it is.
 
     Raises:
         NotARunError: There is no run directory.
         StepNotFoundError: It holds no such checkpoint; the text names the nearest step.
-        CorruptionError: The manifest of the checkpoint is damaged; with `@best` any manifest, because
-            the best checkpoint may be the damaged one.
+        CorruptionError: The manifest of the checkpoint is damaged; with `@best` any manifest,
+            because the best checkpoint may be the damaged one.
         UnreachableError: It cannot be read; with `@best` any manifest.
         ArgumentError: `where` names several checkpoints, or a best one without its metric.
     """

@@ -43,13 +43,11 @@ _ORDER = ("checkpoint", "directory", "max_to_keep", "keep_checkpoint_every_n_hou
 
 
 class RestoreStatus(int):
-    """The step that `Checkpoint.restore` has restored, 0 if none, with the methods that TensorFlow has.
+    """The step that `Checkpoint.restore` has restored, 0 if none, with the methods that TensorFlow
+    has.
 
-    If the checkpoint has members that the `Checkpoint` lacks, a warning follows when the status is
+    `unused` has the leaves of the checkpoint that no member takes: a warning when the status is
     dropped, unless one of the methods was called.
-
-    Attributes:
-        unused: Paths of leaves of the checkpoint that no member takes.
     """
 
     unused: tuple[str, ...] = ()
@@ -100,11 +98,8 @@ class Checkpoint(AttributeState, TensorFlowNames):
     """A state of named members: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
 
     Members are attributes. `CheckpointManager.save` and `restore` take it as a state: modules and
-    optimizers in it are restored in place, other members are replaced. A manager may also be made for
-    it, in TensorFlow's order: `CheckpointManager(checkpoint, directory, max_to_keep=3)`.
-
-    Raises:
-        AttributeError: A member has the name of a method.
+    optimizers in it are restored in place, other members are replaced. A manager may also be made
+    for it, in TensorFlow's order: `CheckpointManager(checkpoint, directory, max_to_keep=3)`.
     """
 
     def __init__(self, **members: Any) -> None:
@@ -135,22 +130,18 @@ class Checkpoint(AttributeState, TensorFlowNames):
         *,
         file_prefix: str | os.PathLike[str] | None = None,
     ) -> str:
-        """Commit the members as `step` of a run directory; durable on return.
+        """Commit the members as `step` of a run directory; durable on return, as `RUN@STEP`, which
+        `restore` takes.
 
-        The members are not copied first: if another thread changes them meanwhile, the checkpoint is
-        readable and holds values from before and after the change.
+        The members are not copied first: if another thread changes them meanwhile, the checkpoint
+        has values from before and after the change. Raises `StoreError` as
+        `CheckpointManager.save`.
 
         Args:
             directory: Path, URL or `Storage` of the run directory; created if it is missing.
             step: An integer from 0; None for the one after the newest.
             codec: "shuffle-zstd" stores chunks in fewer bytes where it can; needs the extra `zstd`.
             file_prefix: TensorFlow's argument in place of `directory`, which is then its folder.
-
-        Returns:
-            The checkpoint as `RUN@STEP`, which `restore` takes.
-
-        Raises:
-            StoreError: As `CheckpointManager.save`.
         """
         if file_prefix is not None and directory is None:
             directory = os.path.dirname(os.fspath(file_prefix)) or "."
@@ -167,19 +158,17 @@ class Checkpoint(AttributeState, TensorFlowNames):
             return name_at_step(run.where, number)
 
     def restore(self, directory: Directory | None, step: int | None = None) -> RestoreStatus:
-        """Restore the members. Changes nothing in the run directory.
+        """Restore the members; returns the step. Changes nothing in the run directory.
 
-        If a manager was made for this `Checkpoint`, and the checkpoint is one of its run, this is the
-        manager's restore, which resumes the run exactly: with the random generators of the process.
+        If a manager was made for this `Checkpoint`, and the checkpoint is one of its run, this is
+        the manager's restore, which resumes the run exactly.
 
         Args:
-            directory: The run directory, or one checkpoint of it: `RUN@STEP`, as `latest_checkpoint`
-                gives it, or as for `perdure.load_checkpoint`. None restores nothing.
-            step: The step; None for the newest good checkpoint. Newer ones that are damaged are
-                skipped with a warning.
-
-        Returns:
-            The step that was restored; see `RestoreStatus`.
+            directory: The run directory, or one checkpoint of it: `RUN@STEP`, as
+                `latest_checkpoint` gives it, or as for `perdure.load_checkpoint`. None restores
+                nothing.
+            step: The step; None for the newest good checkpoint. Damaged ones are skipped with a
+                warning.
 
         Raises:
             MismatchError: The checkpoint lacks a member, or one does not fit.
@@ -223,13 +212,10 @@ managers: WeakKeyDictionary[Checkpoint, ref[Any]] = WeakKeyDictionary()
 
 
 def latest_checkpoint(directory: Directory) -> str | None:
-    """The newest checkpoint of a run directory as `RUN@STEP`; None if there is none.
+    """The newest checkpoint of a run directory as `RUN@STEP` (after a save under way); None if
+    there is none.
 
-    If a manager of this process that was made for a `Checkpoint` saves there, it is the newest after
-    the save under way.
-
-    Raises:
-        ArgumentError: `directory` is no run directory, and has one below it.
+    Raises `ArgumentError` if `directory` is no run directory, and has one below it.
     """
     storage = open_storage(directory)
     for manager in [reference() for reference in managers.values()]:
@@ -289,8 +275,8 @@ def load_checkpoint(
     Args:
         directory: The run directory, or one checkpoint of it: `RUN@STEP`, `RUN@latest`, `RUN@best`,
             `RUN@best:max:METRIC` or `RUN@best:min:METRIC`.
-        step: The step; None for the newest good checkpoint. Newer ones that are damaged are skipped
-            with a warning.
+        step: The step; None for the newest good checkpoint. Damaged ones are skipped with a
+            warning.
         leaves: Paths of leaves or of branches (`"model"` for all below it) and patterns
             (`"**/kernel"`): only their chunks are read.
 

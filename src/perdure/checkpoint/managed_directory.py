@@ -53,10 +53,8 @@ class ManagedDirectory(CallGuard):
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The newest checkpoint as `RUN@STEP`, after the save under way; None before the first.
-
-        `restore`, `Checkpoint.restore` and `perdure.load_checkpoint` accept that name.
-        """
+        """The newest checkpoint as `RUN@STEP`, which `restore` takes, after the save under way;
+        else None."""
         self._saver.background.join()
         step = self.latest_step()
         return None if step is None else name_at_step(self.directory, step)
@@ -73,11 +71,8 @@ class ManagedDirectory(CallGuard):
         return self._interval.steps
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would save at this step without `force`. Changes nothing.
-
-        True for a multiple of the interval, and if a multiple lies between the last saved (or
-        restored) step and this one. A forced save counts as a save.
-        """
+        """Whether `save` would save at this step without `force`: a multiple of the interval lies
+        between the last saved (or restored) step and this one, or is it. Changes nothing."""
         return self._interval.is_due(step_number(step))
 
     def is_saving_in_progress(self) -> bool:
@@ -93,11 +88,8 @@ class ManagedDirectory(CallGuard):
         return self._run.newest_step()
 
     def best_step(self) -> int | None:
-        """The committed step that is best by the retention's metric; None if no step has it.
-
-        Raises:
-            StoreError: The retention names no metric.
-        """
+        """The committed step that is best by the retention's metric; None if no step has it. Raises
+        `StoreError` if the retention names no metric."""
         rules = self._rules()
         if rules.best_metric is None:
             raise StoreError(
@@ -116,14 +108,8 @@ class ManagedDirectory(CallGuard):
         return Retention() if recorded is None else recorded.retention
 
     def metrics(self, step: int | str) -> dict[str, float]:
-        """The metrics that a checkpoint was saved with.
-
-        Args:
-            step: A step, or a name: `RUN@STEP`, `RUN@latest`, `RUN@best`.
-
-        Raises:
-            StepNotFoundError: There is no such checkpoint.
-        """
+        """The metrics that a checkpoint was saved with, by a step or a name (`RUN@best`);
+        `StepNotFoundError`."""
         stored = self._run.manifest(self._step(step)).metrics
         return {name: float(value) for name, value in stored.items()}
 
@@ -132,46 +118,36 @@ class ManagedDirectory(CallGuard):
         return sorted(self._run.pinned())
 
     def fingerprint(self, step: int | str) -> str:
-        """Fingerprint of a committed checkpoint: equal fingerprints are equal bits.
-
-        `step` and the error are those of `metrics`.
-        """
+        """Fingerprint of a committed checkpoint: equal fingerprints are equal bits. As `metrics`."""
         return self._run.manifest(self._step(step)).fingerprint
 
     def metadata(self, step: int | str | None = None) -> Any:
-        """What a checkpoint holds, as nested dicts. Reads its manifest and no array.
+        """What a checkpoint holds, as nested dicts. Reads its manifest and no array. None is the
+        newest step.
 
-        An array is a `jax.ShapeDtypeStruct` if this process has imported JAX, otherwise a pair with the
-        attributes `dtype` (its name) and `shape`. A Python scalar is its value.
-
-        Args:
-            step: A step, a name such as `RUN@best`, or None for the newest.
-
-        Raises:
-            StepNotFoundError: There is no such checkpoint.
-            CorruptionError: Its manifest is damaged.
+        An array is a `jax.ShapeDtypeStruct` if this process has imported JAX, otherwise a pair with
+        the attributes `dtype` (its name) and `shape`. A Python scalar is its value. Raises
+        `StepNotFoundError`, or `CorruptionError` for a damaged manifest.
         """
         number = self._step(f"{self.directory}@latest" if step is None else step)
         return metadata_tree(self._run.manifest(number).leaves)
 
     @exclusive
     def claim(self) -> None:
-        """Become the writer now and not at the first save.
+        """Become the writer now and not at the first save, so that more may be put into the run
+        directory.
 
-        The directory is a run directory on return, so that more may be put into it. In a group every
-        process calls this, and the chief becomes the writer. Raises `LockedError` if there is another.
+        In a group every process calls this. Raises `LockedError` if there is another writer.
         """
         together(self._processes, self._run.begin_writing, by_chief=NoneType, call="claim()")
         self._saver.update_mirror()
 
     @exclusive
     def pin(self, step: int) -> None:
-        """Keep `step` whatever retention says, until `unpin`; durable on return, in every later run.
+        """Keep `step` whatever retention says, until `unpin`; durable on return, in every later
+        run.
 
-        May be called twice. In a group every process calls it.
-
-        Raises:
-            StepNotFoundError: There is no checkpoint of that step.
+        In a group every process calls it. Raises `StepNotFoundError`.
         """
         self._change("pin", step, self._run.pin)
         self._saver.update_mirror()
@@ -185,17 +161,13 @@ class ManagedDirectory(CallGuard):
 
     @exclusive
     def rollback(self, step: int) -> list[int]:
-        """Go back to the checkpoint of `step` for good: newer ones are set aside.
+        """Go back to the checkpoint of `step`, which is read and verified, for good: newer ones are
+        set aside.
 
-        `perdure rollback RUN --undo` brings them back until something newer is saved; `perdure prune
-        RUN --rolled-back` removes them. The live state does not change: restore it afterwards. Durable
-        on return; after a crash the call can be repeated. In a group every process calls this.
-
-        Args:
-            step: A committed step, whose checkpoint is read and verified first.
-
-        Returns:
-            The steps that were set aside, oldest first; empty if `step` is the newest.
+        `perdure rollback RUN --undo` brings them back until something newer is saved; `perdure
+        prune RUN --rolled-back` removes them. The live state does not change: restore it
+        afterwards. Durable on return; after a crash the call can be repeated. In a group every
+        process calls this. Returns the steps that were set aside, oldest first.
 
         Raises:
             StepNotFoundError: `step` is not committed.

@@ -43,37 +43,33 @@ from perdure.tensorflow_names import TensorFlowNames
 class CheckpointManager(ManagedDirectory, TensorFlowNames):
     """Saves a state every so many steps into a run directory, keeps some, restores the newest good.
 
-    Every committed checkpoint survives a crash and a power loss. Threads may share a manager: their
-    calls run one after the other. After `close`, and in a forked child, the calls that change something
-    and `restore` raise `StoreError`; `all_steps`, `latest_step` and others that read manifests work.
-
-    In a group every process makes the same calls. A save is written by all and committed by the chief;
-    an error in one process is raised in all of them.
+    Every committed checkpoint survives a crash and a power loss. Threads may share a manager. After
+    `close`, and in a forked child, calls that change something and `restore` raise `StoreError`. In
+    a group every process makes the same calls; an error in one is raised in all.
 
     TensorFlow's arguments work too, in their order: (checkpoint, directory, max_to_keep,
-    keep_checkpoint_every_n_hours), `checkpoint_interval` and `step_counter`. `save()` then saves the
-    checkpoint, and `checkpoint.restore(manager.latest_checkpoint)` resumes the run.
+    keep_checkpoint_every_n_hours), `checkpoint_interval` and `step_counter`. `save()` then saves
+    the checkpoint, and `checkpoint.restore(manager.latest_checkpoint)` resumes the run.
 
     Args:
         directory: Path, URL or `Storage` of the run directory. It must be empty, missing, or a run
-            directory already. The first `restore_or_initialize` or `save` makes it one and takes the
-            writer's lock, which `restore` never does.
+            directory already. The first `restore_or_initialize` or `save` makes it one and takes
+            the writer's lock, which `restore` never does.
         mirror: A second run directory, which receives a copy of every committed checkpoint in the
-            background, under the same retention. It never delays or fails a save: a mirror that does
-            not answer or lags is a warning, and is brought up to date after later saves and by `close`.
-            A restore takes the newest good checkpoint of either, and warns if that is the mirror's.
+            background, under the same retention. It never delays or fails a save. A restore takes
+            the newest good checkpoint of either, and warns if that is the mirror's.
         max_to_keep: How many of the newest checkpoints stay, as in TensorFlow; None keeps all.
-        save_interval_steps: A step is saved if a multiple of this has been passed since the last save,
-            or since the restored step.
+        save_interval_steps: A step is saved if a multiple of this has been passed since the last
+            save, or since the restored step.
         options: Which other checkpoints stay, what a failed save means, and more.
         recipe: What decides the result, from `strategy.recipe(dataset)`. It is recorded in every
-            checkpoint, and a checkpoint of another recipe is refused (`RecipeMismatchError`). In a
-            group the recipes of all processes are compared too, at the first save or restore. Without
-            one the manager warns if a strategy computes in this process; `{}` says that there is none.
-            Versions and settings of the frameworks that the program has imported are recorded in any
-            case, and compared at the first `save` after a resume.
-        allow: Fields of the recipe that may differ, which is then a warning. The environment variable
-            PERDURE_ALLOW names more of them.
+            checkpoint, and a checkpoint of another recipe is refused (`RecipeMismatchError`); in a
+            group all processes need one recipe. Without one the manager warns if a strategy
+            computes in this process; `{}` says that there is none. Versions and settings of the
+            imported frameworks are recorded in any case, and compared at the first `save` after a
+            resume.
+        allow: Fields of the recipe that may differ, which is then a warning. The environment
+            variable PERDURE_ALLOW names more of them.
         processes: The group, `strategy.processes`; None for a single process.
 
     Attributes:
@@ -159,8 +155,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         """Save `state` as `step` if it is time, or in any case with `force`; True if it is saved.
 
         Returns as soon as `state` may change again; the checkpoint is durable once
-        `wait_until_finished` or `close` returns. In a group every process calls this at the same steps
-        with its own copy of the state, writes its share, and has the same result.
+        `wait_until_finished` or `close` returns. In a group every process calls this at the same
+        steps with its own copy of the state.
 
         A manager that was made for a `Checkpoint` saves that one if no state is given, and returns
         `RUN@STEP` or None as TensorFlow does. The step is then that of `checkpoint_number`, of
@@ -178,16 +174,15 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             HistoryError: `step` is at or below the newest committed step, and has other bits or was
                 never saved: the checkpoints of a run are one line of steps (see `rollback`).
             MismatchError: The first save could not be restored into the target of this manager's
-                restore (without one: into the state itself). A later save warns once if the structure
-                changed in such a way.
+                restore (without one: into the state itself). A later save warns once.
             UnsupportedLeafError: A value in `state` has no exact form.
             LockedError: Another process writes there (in a group: at the next call).
-            StateError: In a group, the copies of the state differ (at the next call), except for
-                members wrapped in `PerRank`.
+            StateError: In a group, the copies of the state differ (at the next call), except in
+                `PerRank`.
             SaveError: The save before this one failed (a warning under `on_error="continue"`).
             JournalMismatchError: A repeated step has other bits than before (`journal_every`).
-            RecipeMismatchError: At the first call after a resume: a framework has other settings
-                than in the run that saved the checkpoint.
+            RecipeMismatchError: The first call after a resume: a framework has other settings than
+                before.
         """
         if state is None and self._checkpoint is not None:
             given = step if checkpoint_number is None else checkpoint_number
@@ -220,13 +215,9 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     def wait_until_finished(self, *, mirror: bool = False) -> bool:
         """Wait for the save under way, which is durable then. Raises what it raised.
 
-        Args:
-            mirror: Wait also, for at most `ManagerOptions.mirror_wait` seconds, until the mirror has
-                what was saved, and warn if it has not.
-
-        Returns:
-            Whether the save was committed. Under `on_error="continue"` a failed save is a warning here
-            too, and `all_steps` lacks it.
+        With `mirror` also wait, for at most `ManagerOptions.mirror_wait` seconds, until the mirror
+        has what was saved, and warn if it has not. Returns whether the save was committed: under
+        `on_error="continue"` a failed save is a warning.
         """
         is_committed = self._saver.settle(wait=True)
         if mirror and self._mirror is not None and self._processes.is_chief:
@@ -248,21 +239,21 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
 
         Containers and arrays come back new; modules, optimizers, PyTorch parameters and other
         stateful objects in `like` are changed in place. Newer checkpoints that are damaged are
-        skipped with a warning; if this manager holds the writer's lock they move to quarantine at
-        once, otherwise at its first save, so that a manager that only restores changes nothing. In a
-        group every process passes the same arguments, apart from `like`, and restores the same step.
+        skipped with a warning, and moved to quarantine if or once this manager holds the writer's
+        lock. In a group every process passes the same arguments, apart from `like`, and restores
+        the same step.
 
         Only a restore of everything, bit for bit, resumes the run (`restored.report.is_exact`): it
-        alone restores the random generators of the process, as the last part
-        (`ManagerOptions.save_random_state`). After another one, the first save warns.
+        alone restores the random generators (`ManagerOptions.save_random_state`). After another
+        one, the first save warns.
 
         Args:
             step: A step, a name such as `RUN@best`, or None for the newest.
             like: The template; without one the state is nested dicts of NumPy arrays.
-            leaves: Paths of leaves or of branches (`"model"` for all below it), or patterns (`*` in a
-                part of a path, `**` for any parts: `"model/**/kernel"`): only these are read and
-                replaced, and the rest of `like` stays as it is. They may lie inside a PyTorch module;
-                optimizers and other objects are restored as a whole.
+            leaves: Paths of leaves or of branches (`"model"` for all below it), or patterns (`*` in
+                a part of a path, `**` for any parts: `"model/**/kernel"`): only these are read and
+                replaced. They may lie inside a PyTorch module; optimizers and other objects are
+                restored as a whole.
             strict: With False, what the checkpoint lacks, or has with another shape or dtype, keeps
                 the value of `like`, and what `like` lacks is ignored: one warning, and the report.
                 Optimizers and other objects that do not fit are kept as a whole.
@@ -271,12 +262,13 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                 integers that hold the values.
 
         Raises:
-            StepNotFoundError: There is no such checkpoint (or LeafNotFoundError: it has no such leaf).
+            StepNotFoundError: There is no such checkpoint (or LeafNotFoundError: it has no such
+                leaf).
             CorruptionError: The `step` that was asked for is damaged.
-            UnreachableError: A checkpoint cannot be read now (no permission, too many open files, no
-                answer). This is no damage, and no older checkpoint is used instead.
-            MismatchError: `like` does not fit; or one of `leaves` or `rename` has no match, or names a
-                part of an object that is restored as a whole.
+            UnreachableError: A checkpoint cannot be read now. This is no damage, and no older one
+                is used.
+            MismatchError: `like` does not fit; or one of `leaves` or `rename` has no match, or
+                names a part of an object that is restored as a whole.
         """
         request = RestoreRequest.of(like, leaves, strict, rename, cast)
         restored = self._restore(step, like, request)
@@ -293,20 +285,20 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     def restore_or_initialize(self, init: Any = None, *, start_over: bool = False) -> Restored:
         """The newest good checkpoint, or a fresh state at step 0 if there is none.
 
-        The manager becomes the writer, so that a second writer, or a disk that cannot be written to,
-        is reported before the first step. To read beside a trainer, use `restore`.
+        The manager becomes the writer, so that a second writer, or a disk that cannot be written
+        to, is reported before the first step. To read beside a trainer, use `restore`.
 
         Args:
-            init: The fresh state, or a function without arguments that makes it; it also serves as
-                the template of the restore. A module can be called too, and is a state: only a
-                function, a method, a class, a `functools.partial` or a callable that cannot itself be
-                saved is called. None: the `Checkpoint` that the manager was made for.
-            start_over: Begin at step 0 although the run has had checkpoints, which were all set aside
-                or are gone.
+            init: The fresh state, or a function without arguments that makes it; the template of
+                the restore. A module is a state, though it can be called: only a function, a
+                method, a class, a `functools.partial` or a callable that cannot be saved is called.
+                None: the `Checkpoint` that the manager was made for.
+            start_over: Begin at step 0 although the run has had checkpoints, which were all set
+                aside or are gone.
 
         Raises:
-            HistoryError: The run has had checkpoints, or `perdure run` knows of one, and it has none
-                now, without `start_over`. `perdure run` then does not restart the program.
+            HistoryError: The run has had checkpoints, or `perdure run` knows of one, and it has
+                none now, without `start_over`. `perdure run` then does not restart the program.
             CorruptionError, UnreachableError, MismatchError: As `restore`.
             LockedError: Another process writes there.
             SaveError: The directory cannot be written to (a warning under `on_error="continue"`).
@@ -384,10 +376,10 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     def close(self) -> None:
         """Wait for the save under way, and let another writer in. Raises what the save raised.
 
-        In a group every process calls this: all raise a `JournalMismatchError` that no save has raised,
-        unless another error is being raised. Then it waits for the mirror, `ManagerOptions.mirror_wait`
-        seconds at most, and warns with the steps that the mirror lacks. A closed manager stays closed.
-        May be called twice; in a forked child it does nothing. With a lost worker it does not wait.
+        In a group every process calls this. Then it waits for the mirror,
+        `ManagerOptions.mirror_wait` seconds at most, and warns with the steps that the mirror
+        lacks. May be called twice; in a forked child it does nothing. With a lost worker it does
+        not wait.
         """
         self._close(sys.exception())
 
@@ -453,14 +445,12 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
 
 
 class PreemptionCheckpointHandler:
-    """Saves and exits when the run is preempted, for hand-written loops.
+    """Saves and exits when the run is preempted, for hand-written loops, by one call after each
+    step.
 
-    A loop only needs `save_checkpoint_if_preempted` after each step. It uses the manager's own flag,
-    so do not call `manager.reached_preemption` as well.
-
-    Args:
-        manager: Saves the state.
-        termination_config: How the notice comes and how the run exits; None for SIGTERM and status 75.
+    It uses the manager's own flag, so do not call `manager.reached_preemption` as well. The
+    `termination_config` says how the notice comes and how the run exits; None for SIGTERM and
+    status 75.
     """
 
     def __init__(
@@ -470,14 +460,11 @@ class PreemptionCheckpointHandler:
         manager.preemption.config = termination_config or TerminationConfig()
 
     def save_checkpoint_if_preempted(self, step: int, state: Any) -> None:
-        """Return, or save `state` as `step` and exit with `exit_fn` or status 75.
+        """Return, or save `state` as `step`, the number of finished steps, and exit with `exit_fn`
+        or status 75.
 
-        In a group every process calls this at the same steps: all of them exit once one has got the
-        notice. The checkpoint is durable before the exit.
-
-        Args:
-            step: The number of finished steps.
-            state: As for `CheckpointManager.save`.
+        In a group every process calls this at the same steps: all exit once one has got the notice.
+        The checkpoint is durable before the exit.
         """
         if self._manager.reached_preemption(step):
             self._manager.save_and_exit(step, state)

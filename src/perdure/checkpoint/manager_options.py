@@ -21,13 +21,8 @@ class _Pair(NamedTuple):
 
 
 class Restored(_Pair):
-    """The result of a restore, a pair: `state, step = manager.restore(...)`.
-
-    Attributes:
-        state: The restored or the fresh state.
-        step: The step of the checkpoint that it came from; 0 for a fresh state.
-        report: How the state differs from that checkpoint.
-    """
+    """The result of a restore, a pair: `state, step = manager.restore(...)`, with step 0 for a
+    fresh state. The `report` says how the state differs from the checkpoint."""
 
     report: RestoreReport = RestoreReport()
     _replaced: ReplacedMembers | None = None
@@ -67,27 +62,28 @@ class ManagerOptions:
     """What a manager does beyond saving at an interval and keeping the newest checkpoints.
 
     Attributes:
-        retention: Which checkpoints stay besides the newest `max_to_keep`. None takes over the rules
-            of the run's last manager, so that what it kept as the best is not lost; `Retention()` is no
-            further rule.
+        retention: Which checkpoints stay besides the newest `max_to_keep`. None takes over the
+            rules of the run's last manager, so that what it kept as the best is not lost;
+            `Retention()` is no further rule.
         on_error: What happens after a save that does not commit (disk full, no permission): "raise"
             its error at the next call, or "continue" with a warning and try again at the next save.
             The last good checkpoint stays in both cases.
-        codec: "shuffle-zstd" stores chunks in fewer bytes where it can, for slow or expensive storage.
-            It needs the extra `zstd` and may change between sessions; fingerprints do not depend on it.
+        codec: "shuffle-zstd" stores chunks in fewer bytes where it can, for slow or expensive
+            storage. It needs the extra `zstd` and may change between sessions; fingerprints do not
+            depend on it.
         clock: Gives the seconds since 1970.
         save_random_state: Save the random generators that the code of a process shares with every
-            checkpoint, and put them back at the end of a restore: Python's `random`, `numpy.random`,
-            PyTorch's (CPU and the devices in use) and Keras's. Each process of a group has its own.
-            They are not part of the fingerprint. Turn this off for a manager that only reads the
-            checkpoints of another run.
+            checkpoint, and put them back at the end of a restore: Python's `random`,
+            `numpy.random`, PyTorch's (CPU and the devices in use) and Keras's. Each process of a
+            group has its own. They are not part of the fingerprint. Turn this off for a manager
+            that only reads the checkpoints of another run.
         mirror_wait: Seconds that `close` waits at most for the mirror.
         preemption_signals: Names of the signals that ask for a save: "SIGTERM", "SIGINT" (Ctrl-C; a
             second one raises `KeyboardInterrupt`) and "SIGUSR1" (which Slurm can be told to send).
         journal_every: Record a digest of the state in the journal of the run at each call of `save`
-            that passes a multiple of this, also at those that save nothing; a resumed run compares the
-            steps that it repeats (`manager.journal`). None records only what the program records
-            itself. The run directory must be local.
+            that passes a multiple of this, also at those that save nothing; a resumed run compares
+            the steps that it repeats (`manager.journal`). None records only what the program
+            records itself. The run directory must be local.
 
     Raises:
         ArgumentError: A value cannot be used.

@@ -44,8 +44,8 @@ class TerminationConfig:
         termination_watcher_fn: Asked once a second, on a thread of its own; returns True once the
             cloud has announced the end. SIGTERM counts in any case.
         exit_fn: Called once the state is saved, instead of exiting with status 75.
-        grace_period: Seconds between the notice and the end of the process. The run saves at its next
-            step all the same, and reports on standard error if the state is not saved by then.
+        grace_period: Seconds between the notice and the end of the process. The run saves at its
+            next step all the same, and reports on standard error if the state is not saved by then.
 
     Raises:
         ArgumentError: `grace_period` is not above 0.

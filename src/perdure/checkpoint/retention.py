@@ -41,8 +41,8 @@ class Retention:
     Attributes:
         keep_every_n_hours: Keep one checkpoint for every so many hours of training.
         keep_period: Keep every step that is a multiple of this.
-        best_metric: Keep the checkpoints whose metric of this name is best. A metric that is missing,
-            NaN or infinite is never best; of two equal ones the newer is better.
+        best_metric: Keep the checkpoints whose metric of this name is best. A metric that is
+            missing, NaN or infinite is never best; of two equal ones the newer is better.
         best_mode: Whether the highest ("max") or the lowest ("min") value is best.
         best_to_keep: How many of the best stay.
 

@@ -93,9 +93,8 @@ class Stateful:
         return lambda _: []
 
     def parts(self) -> Mapping[str, LeafSpec | None] | None:
-        """dtype and shape of the values that can be restored one by one, by path relative to the
-        object; None for a value that takes any. None for an object whose state is only loaded as a
-        whole."""
+        """dtype and shape (or None for any) of the values that can be restored one by one, by
+        relative path. None for an object whose state is only loaded as a whole."""
         return None
 
     def part_values(self) -> Mapping[str, Any]:
@@ -103,13 +102,11 @@ class Stateful:
         return {}
 
     def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
-        """The arrays that decide how stored leaves of the object are sharded, by the path of the
-        leaf."""
+        """The arrays that decide how stored leaves of the object are sharded, by path."""
         return {}
 
     def misfits(self, state: Any) -> list[Difference]:
-        """Why the object cannot take the `state` that was built for it, as far as that is known
-        before the load."""
+        """Why the object cannot take the `state` that was built for it, if that is known before."""
         return []
 
     def depends_on(self) -> Iterable[Any]:
@@ -117,8 +114,7 @@ class Stateful:
         return ()
 
     def may_add(self, path: str) -> bool:
-        """Whether the object may have a leaf after `load` that the stored state lacks (a new
-        setting)."""
+        """Whether the object may have a leaf after `load` that was not stored (a new setting)."""
         return False
 
     def backup(self) -> Callable[[], object]:
@@ -182,8 +178,7 @@ class Adapter:
         raise NotImplementedError
 
     def variable(self, value: Any) -> Stateful | None:
-        """An array that a restore changes in place, because other objects refer to it; None for any
-        other."""
+        """An array that a restore changes in place, because other objects refer to it, or None."""
         return None
 
     def regions(self, like: Any) -> tuple[Region, ...] | None:
@@ -195,8 +190,7 @@ class Adapter:
         return ""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | Stateful | None:
-        """An interior value. During a restore `stored` has the leaves of the checkpoint below it,
-        by relative path."""
+        """An interior value. A restore gives the `stored` leaves below it, by relative path."""
         return None
 
 

@@ -102,8 +102,8 @@ def is_generator(value: Any) -> bool:
 def items_of(
     value: Any, name_of: Callable[[Any], str | None] = lambda _: None
 ) -> Iterable[tuple[str | int, Any]]:
-    """What is in a container or in an object of the program, with keys that can be stored.
-    `name_of` names a parameter or a module that is a key."""
+    """The parts of a container or an object with keys that can be stored; `name_of` names other
+    keys."""
     if isinstance(value, dict):
         named = (
             (key if type(key) in (str, int) else name_of(key), part) for key, part in value.items()
@@ -274,8 +274,7 @@ def _like(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> Any:
 
 
 def put_value(present: Any, stored: Any) -> Any:
-    """The stored value, in the object `present` if that can hold it, because others may have that
-    object."""
+    """The stored value, if possible in the object `present`, which others may have too."""
     if isinstance(stored, dict) and stored.keys() == {_GENERATOR, "state"}:
         kind = stored[_GENERATOR]
         has_one = is_generator(present) and _class_of_generator(present) == kind

@@ -245,8 +245,8 @@ def _masked_array_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Nod
 
 
 def _dataclass_node(value: Any) -> Node:
-    """Every attribute of the instance, also those that are no fields, without values of
-    `functools.cached_property`. No `__init__` runs on restore."""
+    """Every attribute, also those that are no fields, without cached properties. No `__init__`
+    runs."""
     kind = type(value)
     try:
         object.__new__(kind)

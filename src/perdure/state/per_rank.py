@@ -24,16 +24,14 @@ _RANK = re.compile(r"rank([0-9]+)(?:/|$)")
 class PerRank:
     """A member of the state that has another value in each process of a group.
 
-    Each process saves its own `value` as leaves `<path>/rank<process>/...` of the checkpoint, and a
-    restore gives that value back to it. All other members must be equal in all processes. Use it for
-    what native `DistributedDataParallel` keeps per process, such as the statistics of BatchNorm, and
-    for data iterators that read one shard each.
+    Each process saves its own `value` as leaves `<path>/rank<process>/...` and gets it back. All
+    other members must be equal in all processes. Use it for what native `DistributedDataParallel`
+    keeps per process (statistics of BatchNorm), and for data iterators that read one shard each.
 
     Args:
         value: the member, anything that a state may hold except another `PerRank`.
-        on_change: what a restore does if the checkpoint was saved by another number of processes:
-            "error" raises `MismatchError`, "rank0" gives the value of process 0 to all processes,
-            "keep" leaves `value` as the program created it.
+        on_change: what a restore does if another number of processes saved: "error" raises
+            `MismatchError`, "rank0" gives the value of process 0 to all, "keep" leaves `value`.
 
     Raises:
         StateError: `on_change` is none of these.

@@ -61,8 +61,8 @@ class RestorePlan:
     Attributes:
         leaves: What is restored; `specs` has everything in the checkpoint.
         keep: Leaves, values of modules, objects and branches of the target that stay as they are.
-        expected: dtype and shape of each leaf that can be restored on its own; None if it takes any.
-            Empty if everything has to fit.
+        expected: dtype and shape of each leaf that can be restored on its own; None if it takes
+            any. Empty if everything has to fit.
         sharded: The arrays of the target that decide how leaves of objects are sharded.
         differences: Why it cannot be done; empty if it can.
     """

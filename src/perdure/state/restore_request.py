@@ -129,18 +129,17 @@ class RestoreRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did with the leaves that it could not restore as they are.
-
-    Every path is one of the target, after a `rename`. `str` of the report is text for people.
+    """What a restore did with the leaves that it could not restore as they are; `str` of it is for
+    people.
 
     Attributes:
         missing: Leaves and objects of the target that the checkpoint lacks. They keep their value.
         unexpected: Leaves of the checkpoint that the target lacks. They were ignored.
-        mismatched: Leaves with another shape or dtype in the checkpoint, and objects that cannot take
-            the state that was stored. They keep their value.
-        kept_whole: Optimizers, generators and other objects that keep their whole state, because a part
-            of it is in one of the fields above, or the parameters of the optimizer are.
-        renamed: Leaves that have another path in the checkpoint.
+        mismatched: Leaves with another shape or dtype in the checkpoint, and objects that cannot
+            take the state that was stored. They keep their value.
+        kept_whole: Objects, such as optimizers, that keep their whole state, because a part of it
+            or their parameters are in one of the fields above.
+        renamed: Leaves that have another path in the checkpoint. All paths are those of the target.
         cast: Leaves that were converted to the dtype of the target.
         leaves: The patterns that were asked for; empty if everything was.
     """

@@ -61,22 +61,21 @@ class _Position(msgspec.Struct, forbid_unknown_fields=True):
 class ResumableLoader:
     """A `DataLoader` that continues where a checkpoint was taken, also in the middle of an epoch.
 
-    Put it into the state that is saved, and iterate it instead of the `DataLoader`. An epoch ends with
-    the `for` loop over its batches: after a restore, the loop gets the batches of the epoch that were
-    not used yet, in the same order, and no finished batch is read again. A batch counts as used once
-    the loop has received it; batches that workers have prefetched do not.
-
-    What the dataset, its transforms and `collate_fn` draw from `torch`, `numpy.random` and `random` is
-    seeded for each batch, in workers and without them. The generators of this process are not touched.
-    Attributes of the `DataLoader` can be read here, too.
+    Put it into the state that is saved, and iterate it instead of the `DataLoader`. After a
+    restore, the `for` loop over its batches gets those of the epoch that were not used yet, in the
+    same order. A batch counts as used once the loop has received it. What the dataset, its
+    transforms and `collate_fn` draw from `torch`, `numpy.random` and `random` is seeded for each
+    batch, and the generators of this process are not touched. Attributes of the `DataLoader` can be
+    read here, too.
 
     Args:
-        loader: A `DataLoader` of a map-style dataset, with any sampler, `batch_sampler`, `collate_fn`
-            and number of workers. The order of a sampler must be a function of the global generators,
-            of its `generator`, and of the epoch that its `set_epoch` is called with.
-        seed: Decides the order of every epoch and the random numbers of every batch. By default that
-            of the generator of `loader`, of its distributed sampler, or else of `torch.manual_seed`;
-            a restore then replaces it. At least -2**63 and below 2**63.
+        loader: A `DataLoader` of a map-style dataset, with any sampler, `batch_sampler`,
+            `collate_fn` and number of workers. The order of a sampler must be a function of the
+            global generators, of its `generator`, and of the epoch that its `set_epoch` is called
+            with.
+        seed: Decides the order of every epoch and the random numbers of every batch. By default
+            that of the generator of `loader`, of its distributed sampler, or else of
+            `torch.manual_seed`; a restore then replaces it. At least -2**63 and below 2**63.
 
     Raises:
         DataError: `loader` is something else, or has an `IterableDataset`, a state of its own, an
@@ -131,13 +130,8 @@ class ResumableLoader:
         return self._step
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the first batch of `epoch`; in that epoch already, stay where it is.
-
-        Only needed after a `break`, because the next `for` loop continues the epoch otherwise.
-
-        Raises:
-            DataError: `epoch` is no integer from 0 on.
-        """
+        """Go to the first batch of `epoch`; in that epoch already, stay where it is. Only needed
+        after a `break`, because the next `for` loop continues the epoch otherwise."""
         epoch = _whole_number("epoch", epoch)
         self._taken = -1  # the program follows the epochs itself
         if epoch == self._epoch + 1:
@@ -150,12 +144,9 @@ class ResumableLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the epoch that were not used yet.
-
-        Raises:
-            DataError: The sampler gives other indices than before the interruption, or another `for`
-                loop over this loader has begun.
-        """
+        """The batches of the epoch that were not used yet. Raises `DataError` if the sampler gives
+        other indices than before the interruption, or another `for` loop over this loader has
+        begun."""
         if self._is_at_last_batch():
             self._end_epoch()  # a loop that is kept has received the last batch
         is_empty_after_resume = self._taken == self._step and not is_lightning(sys._getframe(1))
@@ -218,12 +209,8 @@ class ResumableLoader:
         return msgspec.structs.asdict(_Position(*at, examples, batches, self._digest))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position; the next `for` loop begins there.
-
-        Raises:
-            DataError: The dataset, the number of batches or a given seed differ, or `state` is no
-                position that `state_dict` returned.
-        """
+        """Continue at a position in the next `for` loop. Raises `DataError` if the dataset, the
+        number of batches or a given seed differ, or `state` is no position."""
         present, stored = self.state_dict(), _position_of(state)
         for name in ("examples", "batches_per_epoch", *(("seed",) if self._has_own_seed else ())):
             if (expected := getattr(stored, name)) != present[name]:

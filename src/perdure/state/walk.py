@@ -67,7 +67,8 @@ class Walk:
     """The leaves, containers and objects of a state by path.
 
     Args:
-        stored: for a restore, the specs of the checkpoint: some structures depend on what was stored.
+        stored: for a restore, the specs of the checkpoint: some structures depend on what was
+            stored.
         path: the path of `state`, if it is a part of another one.
         selection: which leaves to walk. Other branches are not entered, and may hold anything.
         adapters: what takes the values; by default the adapters of the imported frameworks.
@@ -78,7 +79,8 @@ class Walk:
         paths, values: the leaves, in their order.
         runs: (start, stop) of leaves of one type.
         takers: the adapter of each type of leaf.
-        objects, states: the objects with `load_state_dict`, and those of their states that were read.
+        objects, states: the objects with `load_state_dict`, and those of their states that were
+            read.
         branches, kinds: the containers, and their types.
         unselected, pruned: the paths of values that are not selected, or were not entered.
 

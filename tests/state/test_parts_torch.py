@@ -383,7 +383,9 @@ def test_what_a_restore_of_parts_leaves_out_may_be_on_the_meta_device(tmp_path: 
             manager.restore(like={"model": net}, leaves="model/enc")
 
 
-def test_members_that_only_the_checkpoint_has_are_left_out_by_naming_the_leaves(tmp_path: Path) -> None:
+def test_members_that_only_the_checkpoint_has_are_left_out_by_naming_the_leaves(
+    tmp_path: Path,
+) -> None:
     state = make(1)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": state["model"], "opt": state["opt"]})

@@ -43,8 +43,15 @@ class SentError(Struct):
 
     @property
     def is_damage(self) -> bool:
+        return self._is_of(CorruptionError)
+
+    @property
+    def is_of_store(self) -> bool:
+        return self._is_of(StoreError)
+
+    def _is_of(self, public: type[Exception]) -> bool:
         kind = getattr(errors, self.kind, None)
-        return isinstance(kind, type) and issubclass(kind, CorruptionError)
+        return isinstance(kind, type) and issubclass(kind, public)
 
     def error_of(self, process: str) -> Exception:
         """The error as one of this process: of the same class if a text is enough to make it."""

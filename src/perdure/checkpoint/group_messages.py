@@ -20,7 +20,8 @@ from perdure.store.leaf import RemoteLeaf
 from perdure.store.pack_part import PackPart, ShardCopy
 from perdure.store.shard_plan import Region, ShardLayout
 
-LAYOUT, HASH, WRITE, COMPARE, END = "layout", "hash", "write", "compare", "end"
+BEGIN, LAYOUT, HASH = "begin", "layout", "hash"
+WRITE, COMPARE, END = "write", "compare", "end"
 """What an order asks for."""
 
 
@@ -89,25 +90,9 @@ def merge_layouts(
     return GroupLayouts(tuple(numbers), by_path, tuple(digests))
 
 
-class SaveRow(Struct):
-    """With what one process begins a save, or why it does not.
-
-    Its leaves are known by their hashes, its shards by `digest_of`, and the layouts that it has
-    from an earlier save by their digest. It answers requests for slices at `address`, if it has
-    shards.
-    """
-
-    step: int
-    per_rank: dict[str, RemoteLeaf] = {}
-    process_leaves: dict[str, RemoteLeaf] = {}
-    regions: str = ""
-    known: str = ""
-    address: PeerAddress | None = None
-    error: SentError | None = None
-
-
 class SaveOrder(Struct):
-    """What the chief asks all processes to do next. `layouts` are None if every process knows them."""
+    """What the chief asks all processes to do next. `layouts` are None if every process knows them,
+    and `error` is why the save failed, for END."""
 
     what: str
     layouts: GroupLayouts | None = None
@@ -116,11 +101,21 @@ class SaveOrder(Struct):
 
 
 class SaveAnswer(Struct):
-    """What one process answers to an order, or why it cannot: for LAYOUT its shards, for HASH the
-    hashes of chunks of sharded arrays that it would write, for WRITE what it has written, for
-    COMPARE the hashes of its leaves, and of its shards that others have too."""
+    """What one process answers to an order for a step, or why it cannot.
+
+    For BEGIN, which needs no order: its `LocalLeaves` by their hashes, because the fingerprint covers
+    some; the `digest_of` its shards, and that of the layouts that it knows from an earlier save; where
+    it answers requests for slices, if it has shards. For LAYOUT its shards; for HASH the hashes of the
+    chunks of sharded arrays that it would write; for WRITE what it has written; for COMPARE the hashes
+    of its leaves, and of its shards that others have too.
+    """
 
     step: int
+    per_rank: dict[str, RemoteLeaf] = {}
+    process_leaves: dict[str, RemoteLeaf] = {}
+    shards: str = ""
+    known: str = ""
+    address: PeerAddress | None = None
     regions: dict[str, LocalRegions] = {}
     hashes: dict[int, str] = {}
     part: PackPart | None = None

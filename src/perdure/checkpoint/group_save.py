@@ -18,6 +18,7 @@ import msgspec
 from perdure import errors
 from perdure.checkpoint.group_call import SentError, caught, decoded
 from perdure.checkpoint.group_messages import (
+    BEGIN,
     COMPARE,
     END,
     HASH,
@@ -26,7 +27,6 @@ from perdure.checkpoint.group_messages import (
     GroupLayouts,
     SaveAnswer,
     SaveOrder,
-    SaveRow,
     digest_of,
     local_regions,
     merge_layouts,
@@ -174,19 +174,13 @@ class _Member:
         """The chunks that need not be written, in the chief."""
         self.error: BaseException | None = None
         """The first error of this process."""
-        self._declines = declines
-        self._cache = cache
+        self._declines, self._cache, self._stack = declines, cache, stack
         self._regions = local_regions(state.leaves)
         self._exchange: SliceExchange | None = None
         self._plans: dict[str, ShardPlan] | None = None
         self._hashes: dict[str, list[str]] | None = None
-        row, error = caught(lambda: self._row(stack))
-        if row is None:
-            self.error = error
-            failure = self._failure(error or SaveError("no answer"))
-            row = SaveRow(state.step, error=failure)
-        sent = processes.collect(msgspec.msgpack.encode(row))
-        self.rows = [decoded(data, SaveRow) for data in sent]
+        sent = processes.collect(self.answer(SaveOrder(BEGIN)))
+        self.rows = [decoded(data, SaveAnswer) for data in sent]
         """What each process began with, in the chief."""
 
     def _failure(self, error: BaseException) -> SentError:
@@ -195,20 +189,19 @@ class _Member:
             error = SaveError(f"{self.run.where}: {error} (size of the state: {size} bytes)")
         return _failure(self.processes, error)
 
-    def _row(self, stack: ExitStack) -> SaveRow:
-        if self._declines is not None:
-            raise self._declines
-        row, own = SaveRow(self.state.step), self.state.own
+    def _beginning(self) -> SaveAnswer:
         if self._regions:
             self._exchange = SliceExchange(self.processes.index)
-            stack.callback(self._exchange.close)
-            row.address = self._exchange.address
-        row.per_rank = {path: RemoteLeaf.of(leaf) for path, leaf in own.per_rank.items()}
-        row.process_leaves = {
-            path: RemoteLeaf.of(leaf) for path, leaf in own.process_leaves.items()
-        }
-        row.regions, row.known = digest_of(self._regions), self._cache.layouts.digest()
-        return row
+            self._stack.callback(self._exchange.close)
+        own = self.state.own
+        return SaveAnswer(
+            self.state.step,
+            per_rank={path: RemoteLeaf.of(leaf) for path, leaf in own.per_rank.items()},
+            process_leaves={path: RemoteLeaf.of(leaf) for path, leaf in own.process_leaves.items()},
+            shards=digest_of(self._regions),
+            known=self._cache.layouts.digest(),
+            address=self._exchange and self._exchange.address,
+        )
 
     def ask(self, what: str) -> list[SaveAnswer]:
         """Give an order, in the chief; returns the answers of all if no process failed."""
@@ -235,7 +228,7 @@ class _Member:
     def agree_on_layouts(self) -> None:
         """Learn the layouts of all processes, in the chief, unless no shard has changed."""
         known = self._cache.layouts
-        digests = tuple(row.regions for row in self.rows)
+        digests = tuple(row.shards for row in self.rows)
         if not any(digests):
             return
         if known.digests != digests or {row.known for row in self.rows} != {known.digest()}:
@@ -247,6 +240,8 @@ class _Member:
         step, leaves, storage = self.state.step, self.state.leaves, self.run.storage
         if self._declines is not None:
             raise self._declines
+        if order.what == BEGIN:
+            return self._beginning()
         if order.what == LAYOUT:
             return SaveAnswer(step, regions=self._regions)
         share = self._share(order)
@@ -367,7 +362,7 @@ def _failure(processes: Processes, error: BaseException) -> SentError:
     return SentError(kind, f"process {processes.index}: {text}")
 
 
-def _require_rows(processes: Processes, rows: Sequence[SaveRow]) -> None:
+def _require_rows(processes: Processes, rows: Sequence[SaveAnswer]) -> None:
     """Raise unless every process begins to save the same step."""
     _require_answers(processes, rows)
     if len({row.step for row in rows}) > 1:
@@ -378,9 +373,7 @@ def _require_rows(processes: Processes, rows: Sequence[SaveRow]) -> None:
         )
 
 
-def _require_answers(
-    processes: Processes, answers: Sequence[SaveRow] | Sequence[SaveAnswer]
-) -> None:
+def _require_answers(processes: Processes, answers: Sequence[SaveAnswer]) -> None:
     """Raise what failed, if some processes failed."""
     if not (failed := [answer.error for answer in answers if answer.error is not None]):
         return
@@ -458,8 +451,8 @@ def _differing(
         "the processes of the group hold different states:\n"
         + "\n".join([*dict.fromkeys(lines)][:_MOST_LINES])
         + "\nAll processes must save the same members, start from the same state and run the same "
-        "steps: give them one seed, "
-        "and restore in all of them. What each process has for itself (the buffers of BatchNorm under "
-        "DistributedDataParallel, the position in its shard of the data) must be made equal before the "
-        "save (buffers: dist.broadcast from rank 0) or be wrapped: perdure.checkpoint.PerRank(member)."
+        "steps: give them one seed, and restore in all of them. What each process has for itself "
+        "(buffers of BatchNorm under DistributedDataParallel, the position in its shard of the data) "
+        "must be made equal before the save (dist.broadcast from rank 0) or be wrapped: "
+        "perdure.checkpoint.PerRank(member)."
     )

@@ -130,7 +130,8 @@ class Journal:
 
     def record_saved(self, step: int, state: Any, metrics: Metrics) -> None:
         """`record` in each call of `manager.save`, if `journal_every` is given; see there."""
-        show_doctor(self._run.where, step, state, self._processes)
+        if drill_hook() is not None:
+            show_doctor(self._run.where, step, state, self._processes)
         if self._every is not None and step != self._recorded:
             self._record(step, state, None, metrics)
 
@@ -156,6 +157,9 @@ class Journal:
                     trace_recorded(step, "batch", batch)
             except PerdureError as error:
                 if self._may_lack and isinstance(error, UnsupportedLeafError):
+                    return True
+                if self._tolerates and isinstance(error, SaveError):
+                    warn_caller(f"{error} Training continues without this line.")
                     return True
                 if self._processes.count == 1 or isinstance(error, WorkerLostError):
                     raise
@@ -260,17 +264,10 @@ class Journal:
                 self._run.log.append(entry, durable=False)
                 self._last, self._newest = entry, entry.step
         except OSError as error:
-            failure = SaveError(
+            raise SaveError(
                 f"{self._run.where}: the line of step {entry.step} could not be written into "
                 f"the journal: {error}. Every checkpoint and every earlier line is unchanged."
-            )
-            if not self._tolerates:
-                raise failure from error
-            warn_caller(f"{failure} Training continues without this line.")
-        except SaveError as error:
-            if not self._tolerates:
-                raise
-            warn_caller(f"{error} Training continues without the line of step {entry.step}.")
+            ) from error
 
     def _open(self) -> None:
         """Become the writer, and read the lines of the steps that this program repeats; once."""

@@ -6,14 +6,20 @@ one. A checkpoint that cannot be read now is not damaged, and nothing older take
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from functools import partial
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from perdure.checkpoint.group_call import caught, gather_failures, raise_first, together
+from perdure.checkpoint.group_call import (
+    SentError,
+    caught,
+    gather_failures,
+    raise_first,
+    together,
+)
 from perdure.checkpoint.mirror import Mirror, disagreement
 from perdure.errors import (
     CorruptionError,
@@ -23,8 +29,8 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.runtime.process_group import Processes
-from perdure.store import Loaded, Run, Storage
+from perdure.runtime.process_group import Processes, SingleProcess
+from perdure.store import Loaded, Run
 from perdure.store.loading import EVERYTHING, Needs
 
 
@@ -38,12 +44,23 @@ class Picked(Struct):
 
 
 class RestoreSource(NamedTuple):
-    """The verified checkpoint that a restore takes, None without one; whether it came from the
-    mirror; and what to warn about besides skipped steps."""
+    """The verified checkpoint that a restore takes, None without one; and what to warn about besides
+    the skipped steps in it."""
 
     loaded: Loaded | None
-    mirrored: bool
     notes: list[str]
+
+
+def load_good(
+    run: Run, mirror: Mirror | None = None, step: int | None = None, needs: Needs = EVERYTHING
+) -> RestoreSource:
+    """Read and verify `step`, or the newest good checkpoint, of `run` or else of its mirror.
+
+    Raises `StepNotFoundError` or `CorruptionError` for `step`; `NoGoodCheckpointError` if there are
+    checkpoints and all are damaged (a fresh start would silently throw a run away);
+    `UnreachableError` if one cannot be read now, or `run` holds none and the mirror does not answer.
+    """
+    return load_in_group(run, SingleProcess(), step, needs, mirror)[0]
 
 
 def load_in_group(
@@ -53,107 +70,182 @@ def load_in_group(
     needs: Needs = EVERYTHING,
     mirror: Mirror | None = None,
 ) -> tuple[RestoreSource, Collection[int]]:
-    """The same checkpoint in every process, and the skipped steps that the chief itself can read.
+    """`load_good` of the same checkpoint in every process, and the skipped steps that the chief
+    itself can read.
 
-    The chief picks (from the run directory or its mirror), and if `step` is None and the bytes are
-    damaged for some process, all take an older one. Without a mirror all read the newest at the
-    same time; only if it is damaged does the chief read first, and verify all bytes.
+    The chief picks a copy, and all read it at the same time. If its bytes are damaged for some
+    process, or the chief cannot read it, the chief picks the next one.
     """
-    unreadable: dict[int, str] = {}
-    if processes.count == 1:
-        return load_good(run, mirror, step, needs), ()
-    if mirror is None:
-        source = _load_at_once(run, processes, step, needs)
-        if source is not None:
-            return source, ()
-        needs = needs._replace(verifies_all=True, sharing=None)
+    copies = _Copies(run, mirror, step, processes)
+    failure: StoreError | None = None
     while True:
-        source, error = _load_picked_by_chief(run, mirror, processes, step, needs, unreadable)
+        picked = together(processes, partial(copies.pick, failure), by_chief=Picked)
+        if picked.step is None:
+            return RestoreSource(None, copies.notes), ()
+        loaded, error = caught(partial(copies.load, picked, needs))
+        if needs.sharing is not None:
+            needs.sharing.close()  # the others may wait for it
+            needs = needs._replace(sharing=None)
         failed = gather_failures(processes, error)
-        if not failed and source is not None:
-            return source, unreadable.keys()
-        damaged = all(sent.is_damage for sent in failed.values())
-        if step is not None or not damaged:
+        if not failed and loaded is not None:
+            loaded = replace(loaded, skipped=tuple(copies.skipped.items()))
+            return RestoreSource(loaded, copies.notes), copies.readable
+        is_damaged = all(sent.is_damage for sent in failed.values())
+        if not is_damaged and not (0 in failed and failed[0].is_of_store):
             raise_first(processes, failed, error)
-        if source is not None and source.loaded is not None:  # always so in the chief
-            unreadable[source.loaded.manifest.step] = "; ".join(
-                f"process {number}: {sent.text}" for number, sent in failed.items()
-            )
-        del source  # before the next one takes as much memory
-
-
-def load_good(
-    run: Run,
-    mirror: Mirror | None = None,
-    step: int | None = None,
-    needs: Needs = EVERYTHING,
-    unreadable: Mapping[int, str] = MappingProxyType({}),
-) -> RestoreSource:
-    """Read and verify `step`, or the newest good checkpoint, of `run` or else of its mirror.
-
-    Steps in `unreadable` are not tried if `step` is None. Raises `StepNotFoundError` or
-    `CorruptionError` for `step`; `NoGoodCheckpointError` if there are checkpoints and all are
-    damaged (a fresh start would silently throw a run away); `UnreachableError` if one cannot be
-    read now, or `run` holds none and the mirror does not answer.
-    """
-    copies = _Copies(run, mirror, needs, unreadable)
-    if step is not None:
-        try:
-            copies.find(step)
-            return copies.load(step)
-        except StoreError:
-            if copies.failure is not None:
-                raise copies.failure from None
-            raise
-    tried = set(unreadable)
-    # Steps that a prune deletes meanwhile are not damaged; there are newer ones then.
-    while untried := copies.find(None) - tried:
-        for candidate in sorted(untried, reverse=True):
-            tried.add(candidate)
-            try:
-                return copies.load(candidate)
-            except CorruptionError:
-                continue
-            except StepNotFoundError:
-                if candidate in run.steps():
-                    raise
-    if copies.failure is not None:
-        raise copies.failure
-    if not copies.damaged:
-        return RestoreSource(None, False, copies.notes)
-    reasons = "\n".join(copies.damaged)
-    raise NoGoodCheckpointError(
-        f"{copies.where}: expected a readable checkpoint, found {len(copies.damaged)} damaged:\n"
-        f"{reasons}\nNothing was changed. Run `perdure verify {run.where}`, bring back the files from "
-        f"a copy, or start in another run directory."
-    )
+        del loaded  # before the next one takes as much memory
+        if processes.is_chief:
+            failure = copies.failure_of(picked, needs, error, failed)
 
 
 class _Copies:
-    """The copies of each checkpoint that one restore may read, and what it found out about them."""
+    """The copies of checkpoints that one restore may read, and what it found out about them."""
 
     def __init__(
-        self, run: Run, mirror: Mirror | None, needs: Needs, damaged: Mapping[int, str]
+        self, run: Run, mirror: Mirror | None, step: int | None, processes: Processes
     ) -> None:
-        self.where = run.where if mirror is None else f"{run.where} and {mirror.name}"
         self.notes: list[str] = []
         """What to warn about."""
-        self.damaged = [f"  step {step}: {reason}" for step, reason in damaged.items()]
-        """A line for each damaged copy."""
-        self.failure: UnreachableError | None = None
+        self.skipped: dict[int, str] = {}
+        """Why steps of the run directory were not taken, if they are damaged."""
+        self.readable: set[int] = set()
+        """Those that are damaged for other processes only."""
+        self._run, self._mirror, self._step, self._group = run, mirror, step, processes
+        self._damaged: list[str] = []
+        self._silent: UnreachableError | None = None
         """The error of a mirror that does not answer for a step that only it may have undamaged."""
-        self._run, self._mirror, self._needs = run, mirror, needs
         self._target: Run | None = None
         self._mirrored: list[int] = []
-        self._skipped = dict(damaged)
+        self._order = self._in_order()
 
-    def find(self, step: int | None) -> set[int]:
-        """The steps that the run directory and the mirror hold now, for a restore of `step`. A
-        mirror that does not answer is an error only if the run directory lacks `step`, or any
-        checkpoint."""
-        if (mirror := self._mirror) is None:
-            return set(self._run.steps()) if step is None else {step}
-        steps = self._run.steps()
+    def pick(self, failure: StoreError | None) -> Picked:
+        """The copy to load, after the one before gave `failure`; without a step if there is none.
+
+        Called in the chief; raises the error of the restore if no copy is good.
+        """
+        while True:
+            try:
+                step, mirrored = self._order.send(failure) if failure else next(self._order)
+            except StopIteration:
+                return Picked()
+            try:
+                if self._group.count == 1:  # nobody compares the fingerprint
+                    return Picked(step, mirrored=mirrored)
+                return Picked(step, self._source(mirrored).manifest(step).fingerprint, mirrored)
+            except StoreError as error:
+                failure = error
+
+    def load(self, picked: Picked, needs: Needs) -> Loaded:
+        """The checkpoint that the chief has picked, with what this process needs of it."""
+        step = picked.step
+        assert step is not None
+        if self._group.is_chief:
+            return self._source(picked.mirrored).load(step, needs)
+        storage = self._run.storage
+        if picked.mirrored:
+            assert self._mirror is not None
+            storage = self._mirror.storage
+        try:
+            loaded = Run(storage).load(step, needs)
+        except NotARunError as error:
+            raise StoreError(
+                f"it does not see the run directory that the chief restores from; all processes need "
+                f"one shared directory. {error}"
+            ) from error
+        if loaded.manifest.fingerprint != picked.fingerprint:
+            raise StoreError(
+                f"{storage.where}: it finds another checkpoint of step {step} (fingerprint "
+                f"{loaded.manifest.fingerprint[:16]}) than process 0 does "
+                f"({picked.fingerprint[:16]}); all processes need one shared directory. Nothing was "
+                f"restored."
+            )
+        return loaded
+
+    def failure_of(
+        self,
+        picked: Picked,
+        needs: Needs,
+        error: BaseException | None,
+        failed: Mapping[int, SentError],
+    ) -> StoreError:
+        """Why the chief does not take a copy; it looks itself at what only others have read."""
+        if error is None and needs.regions is not None:
+            _, error = caught(partial(self.load, picked, needs._replace(verifies_all=True)))
+        if isinstance(error, StoreError):
+            return error
+        assert picked.step is not None
+        self.readable.add(picked.step)
+        texts = (f"process {number}: {sent.text}" for number, sent in failed.items())
+        return CorruptionError("; ".join(texts))
+
+    def _source(self, mirrored: bool) -> Run:
+        source = self._target if mirrored else self._run
+        assert source is not None
+        return source
+
+    def _in_order(self) -> Generator[tuple[int, bool], StoreError, None]:
+        """Steps, and whether to read them from the mirror. It is sent why a copy was not taken."""
+        if self._step is not None:
+            if self._mirror is not None:
+                self._find()
+            error = yield from self._of_step(self._step)
+            raise self._silent or error
+        tried = set[int]()
+        # Steps that a prune deletes meanwhile are not damaged; there are newer ones then.
+        while untried := self._find() - tried:
+            for step in sorted(untried, reverse=True):
+                tried.add(step)
+                error = yield from self._of_step(step)
+                is_gone = isinstance(error, StepNotFoundError) and step not in self._run.steps()
+                if not is_gone and not isinstance(error, CorruptionError):
+                    raise error
+        if self._silent is not None:
+            raise self._silent
+        if self._damaged:
+            where = self._run.where
+            both = where if self._mirror is None else f"{where} and {self._mirror.name}"
+            reasons = "\n".join(self._damaged)
+            raise NoGoodCheckpointError(
+                f"{both}: expected a readable checkpoint, found {len(self._damaged)} damaged:\n"
+                f"{reasons}\nNothing was changed. Run `perdure verify {where}`, bring back the files "
+                f"from a copy, or start in another run directory."
+            )
+
+    def _of_step(self, step: int) -> Generator[tuple[int, bool], StoreError, StoreError]:
+        """The copies of one step; returns why none was taken."""
+        error = yield step, False
+        reason = str(error)
+        if isinstance(error, CorruptionError):
+            self.skipped[step] = reason
+            self._damaged.append(f"  step {step}: {reason}")
+            reason = f"it is damaged in {self._run.where}."
+        elif isinstance(error, StepNotFoundError):
+            reason = f"{self._run.where} does not hold it."
+        if (mirror := self._mirror) is None or step not in self._mirrored:
+            return error
+        self.notes.append(f"step {step} is restored from {mirror.name}: {reason}")
+        other = yield step, True
+        self.notes.pop()
+        if isinstance(other, UnreachableError):
+            if isinstance(error, (StepNotFoundError, CorruptionError)):
+                self._silent = mirror.holds_neither(step, other)
+                self._note(f"{mirror.name} does not answer for step {step}: {other}")
+        elif isinstance(other, CorruptionError):
+            if step not in self.readable:
+                mirror.quarantine(step, str(other))
+            self._damaged.append(f"  step {step} of {mirror.name}: {other}")
+            self._note(f"step {step} of {mirror.name} is damaged: {other}")
+            return other if isinstance(error, StepNotFoundError) else error
+        elif not isinstance(other, StepNotFoundError):
+            return other
+        return error
+
+    def _find(self) -> set[int]:
+        """The steps that the run directory and the mirror hold now. A mirror that does not answer is
+        an error only if the run directory lacks the step of the restore, or any checkpoint."""
+        step, mirror, steps = self._step, self._mirror, self._run.steps()
+        if mirror is None:
+            return set(steps)
         try:
             self._target, self._mirrored, note = mirror.readable_steps()
         except UnreachableError as error:
@@ -166,123 +258,6 @@ class _Copies:
             self._note(disagreement(self._run, self._target, max(shared)))
         return {*steps, *self._mirrored}
 
-    def load(self, step: int) -> RestoreSource:
-        """`step` from the run directory, or else from the mirror; raises the error of the first
-        that has it."""
-        try:
-            loaded, mirrored = self._run.load(step, self._needs), False
-        except StoreError as error:
-            if isinstance(error, CorruptionError):
-                self._skipped[step] = str(error)
-                self.damaged.append(f"  step {step}: {error}")
-            copy = self._from_mirror(step, error) if step in self._mirrored else None
-            if copy is None:
-                raise
-            loaded, mirrored = copy, True
-        skipped = tuple(self._skipped.items())
-        return RestoreSource(replace(loaded, skipped=skipped), mirrored, self.notes)
-
-    def _from_mirror(self, step: int, error: StoreError) -> Loaded | None:
-        """`step` from the mirror, because of an error of the run directory; None without success."""
-        mirror, target = self._mirror, self._target
-        assert mirror is not None
-        assert target is not None
-        try:
-            loaded = target.load(step, self._needs)
-        except StepNotFoundError:
-            return None
-        except UnreachableError as silent:
-            if isinstance(error, (StepNotFoundError, CorruptionError)):
-                self.failure = mirror.holds_neither(step, silent)
-                self._note(f"{mirror.name} does not answer for step {step}: {silent}")
-            return None
-        except CorruptionError as damage:
-            mirror.quarantine(step, str(damage))
-            self.damaged.append(f"  step {step} of {mirror.name}: {damage}")
-            self._note(f"step {step} of {mirror.name} is damaged: {damage}")
-            if isinstance(error, StepNotFoundError):
-                raise
-            return None
-        reason = str(error)
-        if isinstance(error, StepNotFoundError):
-            reason = f"{self._run.where} does not hold it."
-        elif isinstance(error, CorruptionError):
-            reason = f"it is damaged in {self._run.where}."
-        self._note(f"step {step} is restored from {mirror.name}: {reason}")
-        return loaded
-
     def _note(self, note: str | None) -> None:
         if note and note not in self.notes:
             self.notes.append(note)
-
-
-def _load_picked_by_chief(
-    run: Run,
-    mirror: Mirror | None,
-    processes: Processes,
-    step: int | None,
-    needs: Needs,
-    unreadable: Mapping[int, str],
-) -> tuple[RestoreSource | None, BaseException | None]:
-    """The checkpoint that the chief picks and verifies first, or why this process cannot load it."""
-    found: list[RestoreSource] = []
-
-    def pick() -> Picked:
-        found.append(source := load_good(run, mirror, step, needs, unreadable))
-        if source.loaded is None:
-            return Picked()
-        manifest = source.loaded.manifest
-        return Picked(manifest.step, manifest.fingerprint, source.mirrored)
-
-    picked = together(processes, pick, by_chief=Picked)
-    if found:
-        return found[0], None
-    if picked.step is None:
-        return RestoreSource(None, False, []), None
-    storage = mirror.storage if mirror is not None and picked.mirrored else run.storage
-    return caught(lambda: _load_picked(storage, picked, needs._replace(verifies_all=False)))
-
-
-def _load_at_once(
-    run: Run, processes: Processes, step: int | None, needs: Needs
-) -> RestoreSource | None:
-    """The newest checkpoint, or `step`, read by all processes at the same time; None in all of them
-    if there is none, or it is damaged. A collective."""
-
-    def pick() -> Picked:
-        try:
-            found = max(run.steps()) if step is None else step
-            return Picked(found, run.manifest(found).fingerprint)
-        except Exception:  # noqa: BLE001 (the chief reads again, alone)
-            return Picked()
-
-    picked = together(processes, pick, by_chief=Picked)
-    if picked.step is None:
-        return None
-    source, error = caught(lambda: _load_picked(run.storage, picked, needs))
-    if needs.sharing is not None:
-        needs.sharing.close()  # the others may wait for it
-    failed = gather_failures(processes, error)
-    if not all(sent.is_damage for sent in failed.values()):
-        raise_first(processes, failed, error)
-    return None if failed else source
-
-
-def _load_picked(storage: Storage, picked: Picked, needs: Needs) -> RestoreSource:
-    """The checkpoint that the chief has picked."""
-    step = picked.step
-    assert step is not None
-    try:
-        loaded = Run(storage).load(step, needs)
-    except NotARunError as error:
-        raise StoreError(
-            f"it does not see the run directory that the chief restores from; all processes need one "
-            f"shared directory. {error}"
-        ) from error
-    if loaded.manifest.fingerprint != picked.fingerprint:
-        raise StoreError(
-            f"{storage.where}: it finds another checkpoint of step {step} (fingerprint "
-            f"{loaded.manifest.fingerprint[:16]}) than process 0 does ({picked.fingerprint[:16]}); all "
-            f"processes need one shared directory. Nothing was restored."
-        )
-    return RestoreSource(loaded, picked.mirrored, [])

@@ -296,15 +296,13 @@ def put_value(present: Any, stored: Any) -> Any:
 
 
 def _put_array(present: Any, stored: Any) -> Any:
-    if type(present) is not type(stored) or present.shape != stored.shape:
+    is_alike = type(present) is type(stored) and present.shape == stored.shape
+    if not is_alike or present.dtype != stored.dtype:
         return stored
-    if present.dtype != stored.dtype:
-        return stored
-    if isinstance(present, np.ndarray):
-        if present.flags.writeable:
-            np.copyto(present, stored)
-            return present
-    elif getattr(present, "is_leaf", False) and present.device == stored.device:
+    if isinstance(present, np.ndarray) and present.flags.writeable:
+        np.copyto(present, stored)
+        return present
+    if getattr(present, "is_leaf", False) and present.device == stored.device:
         from perdure.state.torch_tensors import copy_into
 
         copy_into(present, stored)
@@ -349,9 +347,8 @@ def _new_generator(name: str) -> Any:
 def _is_kept(value: Any) -> bool:
     """Whether a value is a dense tensor that is no result of this step: without a graph."""
     torch = sys.modules["torch"]
-    if value.is_inference() or value.layout != torch.strided:
-        return False
-    if value.is_quantized or value.is_nested or value.is_meta:
+    is_sparse = value.layout != torch.strided or value.is_nested
+    if is_sparse or value.is_inference() or value.is_quantized or value.is_meta:
         return False
     try:
         return value.grad_fn is None

@@ -105,9 +105,8 @@ class Attributes(ExtraMember):
         leaves, top = Leaves(), f"process/{saving.process}/attributes"
         keys: dict[str, Key] = {}
         same: dict[str, str] = {}
-        first: dict[
-            int, tuple[str, Any]
-        ] = {}  # keeps the values alive, so that no `id` is used again
+        # Keeps the values alive, so that no `id` is used again.
+        first: dict[int, tuple[str, Any]] = {}
         owners = [*_owners(saving.walk)]
         known = _Known(saving.walk) if owners else None
         for owner in owners:
@@ -172,8 +171,8 @@ class Attributes(ExtraMember):
             except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
                 raise StateError(
                     f"{restoring.where}: {path.removeprefix(top + '/')}: this attribute of a "
-                    f"{type(owner.value).__name__} cannot take the value that was stored: {error}. The "
-                    f"rest of the state is restored. Build the target with the code that saved it."
+                    f"{type(owner.value).__name__} cannot take the stored value: {error}. The rest of "
+                    f"the state is restored. Build the target with the code that saved it."
                 ) from error
             if owner.value in _fresh:
                 _fresh[owner.value][tuple(key)] = _RESTORED
@@ -223,18 +222,18 @@ class _Known:
         self._tensors: list[Any] = []
         found: list[Any] = [node.target for node in walk.objects.values()]
         optimizers: list[Any] = []
-        for target in [*found]:
-            if torch is not None and isinstance(target, torch.nn.Module):
+        for target in [*found] if torch is not None else ():
+            if isinstance(target, torch.nn.Module):
                 for part in target.modules():
                     found.append(part)
                     self._tensors += part._parameters.values()
                     lost = part._non_persistent_buffers_set
                     self._tensors += [b for name, b in part._buffers.items() if name not in lost]
-            elif torch is not None and isinstance(target, torch.optim.Optimizer):
+            elif isinstance(target, torch.optim.Optimizer):
                 optimizers.append(target)
         found += self._tensors
-        self._ids = set(map(id, found))
-        self._ids.update(map(id, walk.values), (id(branch.value) for branch in walk.branches))
+        self._ids = {*map(id, found), *map(id, walk.values)}
+        self._ids.update(id(branch.value) for branch in walk.branches)
         self._ids -= {id(None), id(True), id(False)}
         for optimizer in optimizers:
             for values in getattr(optimizer, "state", {}).values():
@@ -249,9 +248,8 @@ class _Known:
         if id(value) in self._ids:
             return True
         torch = sys.modules.get("torch")
-        return (
-            torch is not None and isinstance(value, torch.Tensor) and _memory(value) in self._memory
-        )
+        is_tensor = torch is not None and isinstance(value, torch.Tensor)
+        return is_tensor and _memory(value) in self._memory
 
     def name_of(self, value: Any) -> str | None:
         """The name of a parameter or a module that is a key of a dict; None for anything else."""
@@ -304,11 +302,10 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Key, Any]]:
 def _values(owner: _Owner, known: _Known) -> Iterator[tuple[Key, Any]]:
     """The values that an owner holds and no member of the state has, with the names that lead there."""
     torch = sys.modules["torch"]
-    part = owner.value
-    if isinstance(part, torch.nn.Module):
-        root = owner.root.training
+    part, is_module = owner.value, isinstance(owner.value, torch.nn.Module)
+    if is_module:
         if part is not owner.root:
-            yield (_MODE,), (root, part.training)
+            yield (_MODE,), (owner.root.training, part.training)
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 yield (name, _TRAINED), parameter.requires_grad
@@ -319,13 +316,11 @@ def _values(owner: _Owner, known: _Known) -> Iterator[tuple[Key, Any]]:
             yield from ((key, value) for key, value in _stepped(part) if not known.has(value))
         if decides_its_state(type(part)) or not is_owner(type(part)):
             return
-    skipped = _of_modules() if isinstance(part, torch.nn.Module) else _OF_OPTIMIZERS
+    skipped = _of_modules() if is_module else _OF_OPTIMIZERS
     for name, value in list(vars(part).items()):
         if name in skipped or name.startswith("_optimizer_"):
             continue
-        if isinstance(part, torch.nn.Module) and any(
-            name + end in part._parameters for end in _COMPUTED
-        ):
+        if is_module and any(name + end in part._parameters for end in _COMPUTED):
             if not _is_pruned(part, name):
                 continue
             # The next pruning ranks what the last forward pass has computed.
@@ -338,28 +333,26 @@ def _inside(key: Key, value: Any, known: _Known, seen: set[int]) -> Iterator[tup
     kind = kind_of(value)
     if kind is Kind.OTHER or (kind is not Kind.PLAIN and known.has(value)):
         return
-    if kind is Kind.MIXED:
-        if id(value) in seen or len(key) > _DEEPEST:
-            return
-        seen = seen | {id(value)}
-        parts = list(items_of(value, known.name_of))
-        has_keys = isinstance(value, dict) and all(kind_of(each) is Kind.PLAIN for each in value)
-        if has_keys and len(parts) < len(value):  # keys without a name in a path, such as tuples
-            parts = list(enumerate(value.values()))
-        inside = [
-            pair for name, child in parts for pair in _inside((*key, name), child, known, seen)
-        ]
-        # A container whose elements are all stored, each as a whole, is stored as a whole, so that it
-        # may grow.
-        is_whole = has_keys or (isinstance(value, CONTAINERS) and not isinstance(value, dict))
-        is_whole = is_whole and len(parts) == len(value)
-        is_whole = is_whole and [name for name, _ in inside] == [(*key, name) for name, _ in parts]
-        if is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
-            yield key, value
-        elif not has_keys or all(type(each) in (str, int) for each in value):
-            yield from inside
+    if kind is not Kind.MIXED:
+        yield key, value
         return
-    yield key, value
+    if id(value) in seen or len(key) > _DEEPEST:
+        return
+    seen = seen | {id(value)}
+    parts = list(items_of(value, known.name_of))
+    has_keys = isinstance(value, dict) and all(kind_of(each) is Kind.PLAIN for each in value)
+    if has_keys and len(parts) < len(value):  # keys without a name in a path, such as tuples
+        parts = list(enumerate(value.values()))
+    inside = [pair for name, child in parts for pair in _inside((*key, name), child, known, seen)]
+    # A container whose elements are all stored, each as a whole, is stored as a whole, so that it may
+    # grow.
+    is_whole = has_keys or (isinstance(value, CONTAINERS) and not isinstance(value, dict))
+    is_whole = is_whole and len(parts) == len(value)
+    is_whole = is_whole and [name for name, _ in inside] == [(*key, name) for name, _ in parts]
+    if is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
+        yield key, value
+    elif not has_keys or all(type(each) in (str, int) for each in value):
+        yield from inside
 
 
 _DEEPEST = 6
@@ -457,8 +450,8 @@ def _set(owner: _Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any
         return result
     if isinstance(parent, (dict, list, deque)):
         parent[last] = result  # type: ignore[index]
-    elif (buffers := getattr(parent, "_buffers", None)) is not None and last in buffers:
-        buffers[last] = result
+    elif last in getattr(parent, "_buffers", ()):
+        parent._buffers[last] = result
     else:
         object.__setattr__(parent, str(last), result)
     return result

@@ -245,8 +245,7 @@ def _masked_array_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Nod
 
 
 def _dataclass_node(value: Any) -> Node:
-    """Every attribute, also those that are no fields, without cached properties. No `__init__`
-    runs."""
+    """Every attribute, also those that are no fields, but no cached properties. Runs no `__init__`."""
     kind = type(value)
     try:
         object.__new__(kind)
@@ -257,9 +256,7 @@ def _dataclass_node(value: Any) -> Node:
             f"`__init__` ({error}). Give it `state_dict` and `load_state_dict`."
         ) from None
     parts = attributes if isinstance(attributes, tuple) else (attributes,)  # __dict__, then slots
-    values: dict[str, Any] = {}
-    for part in parts:
-        values.update(part or {})
+    values: dict[str, Any] = {name: part for each in parts for name, part in (each or {}).items()}
     for field in dataclasses.fields(value):  # a default may be stored on the class alone
         if field.name not in values and hasattr(value, field.name):
             values[field.name] = getattr(value, field.name)

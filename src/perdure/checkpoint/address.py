@@ -32,8 +32,7 @@ _BEST = re.compile(r"(?P<run>.+?)@(?P<which>best:(?:max|min):.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """One committed checkpoint, opened for reading: its run directory, what was committed, and its
-    name in output, `RUN@STEP`, with RUN as it was given."""
+    """One committed checkpoint, opened for reading, and its name in output: `RUN@STEP`."""
 
     run: Run = field(repr=False)
     manifest: Manifest = field(repr=False)
@@ -76,8 +75,7 @@ class Address(NamedTuple):
 
 
 def open_run(where: Where) -> Run:
-    """Open a run directory. Raises `NotARunError`, or `ArgumentError` for text that names a
-    checkpoint."""
+    """Open a run directory; text that names a checkpoint is an `ArgumentError`."""
     address = find_run(where)
     if address.which is not None:
         raise ArgumentError(
@@ -111,8 +109,7 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
 
 
 def open_checkpoints(where: Where) -> list[StoredCheckpoint]:
-    """The checkpoints that `RUN@100,200` names, in that order, or all of `RUN`; errors as
-    `open_checkpoint`."""
+    """The checkpoints that `RUN@100,200` names, in that order, or all; as `open_checkpoint`."""
     if isinstance(where, StoredCheckpoint):
         return [where]
     address = find_run(where)
@@ -140,10 +137,8 @@ def with_advice(error: CorruptionError, run: Run) -> str:
 
 
 def find_run(where: Where) -> Address:
-    """Open the run directory of `where`, which may name checkpoints of it.
-
-    The whole text is tried as the name of a run directory too, and first if it is a directory here.
-    """
+    """Open the run directory of `where`, which may name checkpoints of it. The whole text is tried
+    as the name of a run directory too, and first if it is a directory here."""
     if isinstance(where, StoredCheckpoint):
         return Address(where.run, where.run.where, str(where.step))
     if isinstance(where, Run):
@@ -175,9 +170,7 @@ def _parse(text: str) -> re.Match[str] | None:
 
 def find_step(where: Where, step: Any = None) -> tuple[Run, int | None]:
     """The run directory of `where`, and the step to load; None for the newest good checkpoint.
-
-    Raises `ArgumentError` if `where` names several steps, or another one than `step`.
-    """
+    `where` may name one step, which `step` must not contradict."""
     address = find_run(where)
     run, given, which = address
     wanted = None if step is None else step_number(step)

@@ -313,8 +313,7 @@ def load_verified(
 
 
 def makes_state(value: Any) -> bool:
-    """Whether `value` is a function that makes a state, and not a state that can be called, as
-    modules are."""
+    """Whether `value` is a function that makes a state. Modules are states, though callable."""
     if not callable(value):
         return False
     functions = (FunctionType, MethodType, BuiltinFunctionType, type)

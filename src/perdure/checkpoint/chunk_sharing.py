@@ -35,8 +35,7 @@ _END = _CHUNK.pack(0, SLOTS, 0, 0)
 
 
 class _Request(Struct, frozen=True, array_like=True):
-    """The chunks that a process wants to share: bytes by number in the manifest. It reads `alone`
-    besides."""
+    """The chunks that a process wants to share, with their bytes, and bytes that it reads `alone`."""
 
     fingerprint: str
     wanted: dict[int, int]
@@ -74,8 +73,7 @@ class ChunkSharing:
         self._received: set[int] = set()
 
     def listen(self, token: bytes) -> None:
-        """Let others of this machine, which know the token, connect. All listen before one of them
-        reads."""
+        """Let others of this machine, which know the token, connect. All listen before one reads."""
         self._token = token
         if self._slots.file is not None:
             self._listener = self._peers.listen_locally(self._name(self._index))
@@ -225,8 +223,8 @@ class ChunkSharing:
 
 
 def _readers(requests: Mapping[int, _Request]) -> Iterator[tuple[int, list[int]]]:
-    """Each chunk that several processes want: its number, and the processes, the one that reads
-    first, which is that with the least to read. The same in every process."""
+    """Each chunk that several processes want, and these, first the one with the least to read,
+    which reads it."""
     wanting: dict[int, list[int]] = {}
     for index in sorted(requests):
         for number in requests[index].wanted:

@@ -28,8 +28,8 @@ HAS_SHARED_MEMORY = hasattr(fcntl, "F_ADD_SEALS") and hasattr(socket, "SO_PEERCR
 
 
 class Connections:
-    """The sockets of one process and the threads that use them, which end together. `guard` is a
-    lock for what these share, and a condition to wait for."""
+    """The sockets of one process and the threads that use them, which share a `guard` and end
+    together."""
 
     def __init__(self, threads: str) -> None:
         self.guard = threading.Condition()
@@ -96,11 +96,7 @@ class Connections:
 
 class Slots:
     """Memory for a few chunks, which other processes of this machine may map through `file`, if
-    there is one.
-
-    It takes pages once they are written to. No process can cut the file, which would kill its
-    readers.
-    """
+    there is one. No process can cut the file, which would kill its readers."""
 
     def __init__(self, count: int) -> None:
         size = count * CHUNK_BYTES
@@ -163,8 +159,7 @@ def hello_of(connection: socket.socket, size: int) -> memoryview:
 
 
 def require_same_user(connection: socket.socket) -> None:
-    """Raise `ConnectionRefusedError` if the other end is of another user, who can see the names of
-    sockets too."""
+    """Refuse another user at the other end, who can see the names of sockets too."""
     _, user, _ = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )

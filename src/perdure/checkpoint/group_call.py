@@ -138,11 +138,9 @@ def together(
     by_chief: type[R] | None = None,
     call: str = "",
 ) -> R:
-    """Run `action`, with the same outcome in every process. A collective.
-
-    With `by_chief`, the type of its result, only the chief runs it, and all return that result. If
-    two processes name different `call`s, nothing is done and each raises `StoreError`.
-    """
+    """Run `action`, with the same outcome in every process. A collective. With `by_chief`, the type
+    of its result, only the chief runs it, and all return that. Processes have to name the same
+    `call`."""
     if processes.count == 1:
         return action()
     if call:
@@ -170,11 +168,8 @@ _channels = itertools.count()
 
 
 def save_channel(processes: Processes, where: str) -> Processes:
-    """A channel for the saves of one manager, which no other manager has. A collective.
-
-    Saves of several managers overlap in threads. No number is used twice, because messages of a
-    save that failed may still be unread. Raises `StoreError` if the processes save into different
-    directories.
+    """A channel for the saves of one manager, which overlap with those of others in threads. A
+    collective. No number is used twice, because messages of a save that failed may still be unread.
     """
     name = where.rstrip("/").rpartition("/")[2]
     number = next(_channels) if processes.is_chief else 0

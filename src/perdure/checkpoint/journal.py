@@ -50,9 +50,7 @@ _ATTEMPT = "PERDURE_ATTEMPT"  # set by `perdure run`
 
 class Journal:
     """One line for each recorded step in the log of the run directory (docs/JOURNAL.md).
-
-    A manager makes it; `manager.save` records by itself if `ManagerOptions.journal_every` is given.
-    """
+    `manager.save` records by itself if `ManagerOptions.journal_every` is given."""
 
     def __init__(self, run: Run, processes: Processes, options: ManagerOptions) -> None:
         self._run = run
@@ -290,8 +288,7 @@ class Journal:
             self._attempt = int(stated) if stated.isdecimal() else attempts + 1
 
     def _compare(self, before: JournalEntry, entry: JournalEntry) -> None:
-        """Raise for the first digest that differs; warn about metrics. `perdure drill` compares by
-        itself."""
+        """Raise for the first digest that differs, warn about metrics; a drill compares by itself."""
         if drill_hook() is not None:
             return
         if (difference := first_difference(before, entry)) is not None:

@@ -3,14 +3,15 @@ pins, deletes and rolls back."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, wraps
 from types import NoneType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from perdure.checkpoint.address import step_or_name
 from perdure.checkpoint.arguments import step_number
-from perdure.checkpoint.call_guard import CallGuard, exclusive
 from perdure.checkpoint.checkpoint import makes_state
 from perdure.checkpoint.group_call import together
 from perdure.checkpoint.manager_options import ManagerOptions
@@ -23,6 +24,80 @@ from perdure.store import Run
 from perdure.store.drill_hook import drill_hook
 from perdure.store.manifest import RecipeValue
 from perdure.store.urls import name_at_step
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound="CallGuard")
+
+
+class CallGuard:
+    """Base of an object that threads may share; `exclusive` marks the methods that change something."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._turn = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+
+    @property
+    def in_forked_child(self) -> bool:
+        """Whether another process made this object."""
+        return os.getpid() != self._pid
+
+    def require_process(self, call: str) -> None:
+        """Raise `StoreError` if another process made the object."""
+        if self.in_forked_child:
+            raise StoreError(
+                f"{self._where}: {call} was called in a forked child (pid {os.getpid()}) of the "
+                f"process that made this manager (pid {self._pid}), which alone may change the run. "
+                f"Nothing was changed. Call it there; to read here, use `perdure.load_checkpoint`."
+            )
+
+    def require_open(self, call: str) -> None:
+        """Raise `StoreError` if another process made the object, or it is closed."""
+        self.require_process(call)
+        if self._closed:
+            raise StoreError(
+                f"{self._where}: {call} was called on a manager that is closed. Nothing was changed. "
+                f"Make a new CheckpointManager for this directory."
+            )
+
+    def require_no_call(self, call: str) -> None:
+        """Raise `StoreError` inside another exclusive call of this thread, which it would wait for."""
+        if self._turn._is_owned():  # type: ignore[attr-defined]
+            raise StoreError(
+                f"{self._where}: {call} was called by a signal handler or a callback in the middle of "
+                f"another call of this manager in the same thread. Nothing was changed. Set a flag "
+                f"there, and call {call} in the loop."
+            )
+
+
+def exclusive(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """A method that changes something: see `CallGuard`."""
+    return _in_turn(method, CallGuard.require_open)
+
+
+def exclusive_also_closed(
+    method: Callable[Concatenate[T, P], R],
+) -> Callable[Concatenate[T, P], R]:
+    """`exclusive`, for a method that a closed object still has."""
+    return _in_turn(method, CallGuard.require_process)
+
+
+def _in_turn(
+    method: Callable[Concatenate[T, P], R], require: Callable[[CallGuard, str], None]
+) -> Callable[Concatenate[T, P], R]:
+    name = method.__name__.lstrip("_")
+
+    @wraps(method)
+    def in_turn(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
+        require(self, name)
+        self.require_no_call(name)
+        with self._turn:
+            require(self, name)  # another thread may have closed it meanwhile
+            return method(self, *args, **kwargs)
+
+    return in_turn
 
 
 class ManagedDirectory(CallGuard):
@@ -53,8 +128,7 @@ class ManagedDirectory(CallGuard):
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The newest checkpoint as `RUN@STEP`, which `restore` takes, after the save under way;
-        else None."""
+        """The newest checkpoint as `RUN@STEP`, for `restore`, after the save under way; or None."""
         self._saver.background.join()
         step = self.latest_step()
         return None if step is None else name_at_step(self.directory, step)
@@ -108,8 +182,7 @@ class ManagedDirectory(CallGuard):
         return Retention() if recorded is None else recorded.retention
 
     def metrics(self, step: int | str) -> dict[str, float]:
-        """The metrics that a checkpoint was saved with, by a step or a name (`RUN@best`);
-        `StepNotFoundError`."""
+        """The metrics that a checkpoint was saved with, by a step or a name (`RUN@best`)."""
         stored = self._run.manifest(self._step(step)).metrics
         return {name: float(value) for name, value in stored.items()}
 

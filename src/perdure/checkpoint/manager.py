@@ -18,11 +18,16 @@ from typing import Any, NoReturn, overload
 
 from perdure.checkpoint.address import step_or_name
 from perdure.checkpoint.arguments import Metrics, integer, step_number
-from perdure.checkpoint.call_guard import exclusive, exclusive_also_closed
 from perdure.checkpoint.checkpoint import Checkpoint, makes_state, managers, takes_tensorflow_order
 from perdure.checkpoint.group_call import GroupCall, require_group, together
 from perdure.checkpoint.journal import Journal
-from perdure.checkpoint.managed_directory import ManagedDirectory, SaveInterval, describe_newest
+from perdure.checkpoint.managed_directory import (
+    ManagedDirectory,
+    SaveInterval,
+    describe_newest,
+    exclusive,
+    exclusive_also_closed,
+)
 from perdure.checkpoint.manager_options import ManagerOptions, Restored
 from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
 from perdure.checkpoint.preemption import PreemptionFlag, TerminationConfig, report
@@ -325,11 +330,9 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
 
     @exclusive
     def reached_preemption(self, step: int) -> bool:
-        """Whether a process of the group got SIGTERM. Every process must ask at the same steps.
-
-        The first call takes over SIGTERM (`ManagerOptions.preemption_signals`): the loop has to end the
-        process, by `save_and_exit`.
-        """
+        """Whether a process of the group got SIGTERM; every process must ask at the same steps. The
+        first call takes it over (`ManagerOptions.preemption_signals`): the loop has to end the
+        process, by `save_and_exit`."""
         beat("step", step_number(step))
         self.preemption.install()
         return GroupCall(self._processes, "reached_preemption").any(self.preemption.raised)
@@ -471,10 +474,8 @@ class PreemptionCheckpointHandler:
 
     @contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Take over SIGTERM at once, before the first step (compilation, loading).
-
-        SIGTERM gets its former handler back at the end of the block.
-        """
+        """Take over SIGTERM at once, before the first step (compilation, loading), until the end of
+        the block."""
         self._manager.preemption.install()
         try:
             yield

@@ -115,10 +115,8 @@ class Mirror:
             return not (self._wanted or self._busy or self._failed)
 
     def close(self, seconds: float) -> None:
-        """Retry a copy that failed, wait at most `seconds`, and give the mirror's lock back.
-
-        What the mirror lacks then is among `notes`. In a forked child this does nothing.
-        """
+        """Retry a copy that failed, wait at most `seconds`, and give the mirror's lock back; not in
+        a forked child. What the mirror lacks then is among `notes`."""
         if self.in_forked_child:
             return
         if self._failed:
@@ -149,11 +147,7 @@ class Mirror:
 
     def catch_up(self) -> None:
         """Copy what is newer than the mirror's newest, oldest first, in this thread; raises the
-        first error.
-
-        A checkpoint that the source deletes meanwhile is skipped. The retention is applied after
-        each copy.
-        """
+        first error. After each copy the retention is applied."""
         try:
             if self._target is None:
                 self._target = Run(self.storage, create=True, clock=self._clock)

@@ -66,8 +66,7 @@ class Interrupted(BaseException):
 
 
 class PreemptionFlag:
-    """Remembers the first notice from `install` on; before, a program that never asks is stopped by
-    SIGTERM."""
+    """Remembers the first notice from `install` on; before, SIGTERM stops the program."""
 
     def __init__(
         self,
@@ -148,16 +147,14 @@ class PreemptionFlag:
                 signal.signal(signal.SIGCHLD, self._previous_child)
 
     def abandon(self) -> None:
-        """`remove` for an owner that is gone, from any thread. A handler that was set after this
-        one stays."""
+        """`remove` for an owner that is gone, from any thread. A handler that came later stays."""
         self._stop_watching()
         self._in_scope = lambda _frame: False
         if any(signal.getsignal(number) == self._on_signal for number in self._signals):
             self.remove()
 
     def poll(self) -> None:
-        """Ask the watcher, and report once if the grace period is over. The watching thread does so
-        each second."""
+        """Ask the watcher, as its thread does each second, and report a grace period that is over."""
         watcher = self.config.termination_watcher_fn
         if not self.raised and watcher is not None and watcher():
             self.notify()

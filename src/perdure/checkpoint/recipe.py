@@ -127,8 +127,7 @@ class RecipeCheck:
 
 
 def checked(recipe: Any) -> dict[str, RecipeValue]:
-    """`recipe` with plain Python values; NumPy scalars and 0-d arrays are converted exactly. Raises
-    `ArgumentError` for a field that a manifest cannot hold exactly."""
+    """`recipe` with plain Python values; raises `ArgumentError` for one that is not exact."""
     if not isinstance(recipe, Mapping):
         raise ArgumentError(
             f"recipe: expected a mapping from names to values, found {shown(recipe)}."

@@ -35,8 +35,7 @@ from perdure.store.loading import EVERYTHING, Needs
 
 
 class Picked(Struct):
-    """Step and fingerprint of the checkpoint that the chief has picked, and whether it is read from
-    the mirror."""
+    """The checkpoint that the chief has picked, and whether it is read from the mirror."""
 
     step: int | None = None
     fingerprint: str = ""
@@ -44,8 +43,7 @@ class Picked(Struct):
 
 
 class RestoreSource(NamedTuple):
-    """The verified checkpoint that a restore takes, None without one; and what to warn about besides
-    the skipped steps in it."""
+    """The verified checkpoint, None without one, and what to warn about besides skipped steps."""
 
     loaded: Loaded | None
     notes: list[str]
@@ -120,9 +118,7 @@ class _Copies:
 
     def pick(self, failure: StoreError | None) -> Picked:
         """The copy to load, after the one before gave `failure`; without a step if there is none.
-
-        Called in the chief; raises the error of the restore if no copy is good.
-        """
+        In the chief."""
         while True:
             try:
                 step, mirrored = self._order.send(failure) if failure else next(self._order)

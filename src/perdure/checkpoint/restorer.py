@@ -210,11 +210,8 @@ def _call(step: int | None, request: RestoreRequest) -> str:
 
 
 def quarantine_skipped(run: Run, loaded: Loaded, readable: Collection[int]) -> dict[int, str]:
-    """Move the damaged steps that a restore has skipped to quarantine, if this is the writer.
-
-    Returns what became of each, as a sentence. Those in `readable` are damaged for another process
-    only.
-    """
+    """Move the damaged steps that a restore has skipped to quarantine, if this is the writer;
+    returns what became of each. Those in `readable` are damaged for another process only."""
     places: dict[int, str] = {}
     for step, reason in loaded.skipped:
         if step in readable:
@@ -232,8 +229,7 @@ def quarantine_skipped(run: Run, loaded: Loaded, readable: Collection[int]) -> d
 
 
 def warn_of_skipped(where: str, loaded: Loaded, places: Mapping[int, str] | None = None) -> None:
-    """Warn about each damaged step that `loaded` is restored instead of; `places` is from
-    `quarantine_skipped`."""
+    """Warn about each damaged step that `loaded` is restored instead of, and where it is now."""
     newest = loaded.manifest.step
     for step, reason in loaded.skipped:
         instead = f"step {newest}" if step != newest else "its copy in the mirror"

@@ -268,9 +268,7 @@ def lost_rules(view: LogView) -> str | None:
 
 class RetentionRules:
     """The rules of a writer, given to it or taken over from the last manager of the run.
-
-    `retention` is None as long as the rules are not known, and nothing is deleted then.
-    """
+    `retention` is None as long as they are not known, and nothing is deleted then."""
 
     def __init__(self, run: Run, max_to_keep: int | None, given: Retention | None) -> None:
         self.retention = given

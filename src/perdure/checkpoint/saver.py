@@ -98,9 +98,7 @@ class Saver:
 
     def begin_writing(self) -> None:
         """Become the writer, in the chief, with the same outcome in every process; once. A
-        collective.
-
-        A directory that cannot be written to is a warning under `on_error="continue"`.
+        collective. A directory that cannot be written to is a warning under `on_error="continue"`.
         """
         if self._has_begun:
             return
@@ -345,11 +343,8 @@ class Background:
         return job is not None and not job.done() and os.getpid() == self._pid
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Start `job` after the one before it; raises the error of that one.
-
-        While Python exits no thread can begin. Then the job runs here, and its error is raised at
-        once.
-        """
+        """Start `job` after the one before it, whose error it raises. While Python exits no thread
+        can begin: then the job runs here."""
         self.wait()
         # The thread of a pool refers to its job for a moment after the result is known. Nothing that
         # the job refers to (a saver that nobody else has, and its lock) may live that long.

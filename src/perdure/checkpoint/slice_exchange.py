@@ -52,8 +52,7 @@ chunk, memory). Returns how many bytes they have."""
 
 
 class PeerAddress(Struct, frozen=True, array_like=True):
-    """Where a process answers requests, the key that they begin with, and the name of its local
-    socket, if any."""
+    """Where a process answers requests that begin with the key; `local` is its socket, if any."""
 
     host: str
     port: int
@@ -69,8 +68,7 @@ class _Connection(NamedTuple):
 
 
 class SliceExchange:
-    """The end of one process, for one save. `address` is where it listens; `received` counts the
-    bytes of slices from other processes."""
+    """The end of one process, for one save: where it listens, and how many bytes it has received."""
 
     def __init__(self, index: int) -> None:
         self.received = 0
@@ -204,8 +202,7 @@ class SliceExchange:
 
 
 def own_host() -> str:
-    """The address of this machine from which it reaches the rendezvous of the framework's group;
-    else loopback."""
+    """The address from which this machine reaches the framework's rendezvous; else loopback."""
     group = framework_group()
     if group is None or group.address is None:
         return "127.0.0.1"

@@ -25,11 +25,7 @@ DIGITS = 32
 
 def state_digest(tree: Any, processes: Processes | None = None) -> str:
     """`perdure.digests.digest` of all leaves as 32 hexadecimal digits, without members in
-    `PerRank`.
-
-    Raises `UnsupportedLeafError` for a value without an exact form, or an array sharded over
-    processes.
-    """
+    `PerRank`. An array that is sharded over processes has none."""
     leaves = digests_by_path(tree, group_of(processes))
     return combined(leaves).hex
 
@@ -134,9 +130,8 @@ def is_computing_traced(step: int) -> bool:
 
 
 def trace_recorded(step: int, part: str, value: Any, group: Processes | None = None) -> None:
-    """Report a part of a step (of `perdure.drill.step_bisect.PARTS`) that the program records, if
-    it is asked for. `step` counts how many steps the state contains. A value without an exact form
-    is left out."""
+    """Report a part of a step (of `perdure.drill.step_bisect.PARTS`), if it is asked for. `step`
+    counts how many steps the state contains."""
     hook = drill_hook()
     if hook is not None and hook.traces(step):
         trace_part(part, value, group=group)

@@ -56,10 +56,7 @@ class ModuleValues(dict[str, Any]):
 
 class Stateful:
     """An object with a state that is read and loaded as a whole (`state_dict`, `load_state_dict`).
-
-    After `load`, `read` has to return the state that was given. `check` changes nothing and keeps
-    no array.
-    """
+    `read` has to return what `load` was given. `check` changes nothing and keeps no array."""
 
     arrays = "numpy"
     """The class of the object's arrays, unless the checkpoint names another one."""
@@ -118,8 +115,8 @@ class Stateful:
         return False
 
     def backup(self) -> Callable[[], object]:
-        """Copy the present state; returns the function that loads it again, and removes attributes
-        that a failed load has added."""
+        """Copy the present state; returns the function that loads it again and drops new
+        attributes."""
         before, attributes = copy_state(self.read()), getattr(self.target, "__dict__", {})
         names = set(attributes)
 

@@ -102,8 +102,7 @@ def is_generator(value: Any) -> bool:
 def items_of(
     value: Any, name_of: Callable[[Any], str | None] = lambda _: None
 ) -> Iterable[tuple[str | int, Any]]:
-    """The parts of a container or an object with keys that can be stored; `name_of` names other
-    keys."""
+    """The parts of a container or an object by keys that can be stored; `name_of` names others."""
     if isinstance(value, dict):
         named = (
             (key if type(key) in (str, int) else name_of(key), part) for key, part in value.items()
@@ -198,8 +197,7 @@ def stored_form(value: Any) -> Any:
 
 
 def _with_pairs(value: Any) -> Any:
-    """A container in which dicts and sets whose keys have no text, such as tuples, are lists, and
-    members of enumerations are names."""
+    """A container whose keys without a text, and whose values of enumerations, have one."""
     if isinstance(value, enum.Enum) and _enumeration(type_name(value)) is type(value):
         return {_LISTED: value.name, "in": type_name(value)}
     for name, kind in _TEXT.items():
@@ -299,7 +297,9 @@ def _put_array(present: Any, stored: Any) -> Any:
     is_alike = type(present) is type(stored) and present.shape == stored.shape
     if not is_alike or present.dtype != stored.dtype:
         return stored
-    if isinstance(present, np.ndarray) and present.flags.writeable:
+    if isinstance(present, np.ndarray):
+        if not present.flags.writeable:
+            return stored
         np.copyto(present, stored)
         return present
     if getattr(present, "is_leaf", False) and present.device == stored.device:

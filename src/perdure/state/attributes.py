@@ -31,10 +31,10 @@ from perdure.state.attribute_values import (
     stored_form,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
-from perdure.state.object_flatten import ObjectFlattener
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import decides_its_state, is_owner
+from perdure.state.snapshots import ObjectFlattener
 from perdure.state.static_fields import static_owners
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
@@ -222,7 +222,9 @@ class _Known:
         self._tensors: list[Any] = []
         found: list[Any] = [node.target for node in walk.objects.values()]
         optimizers: list[Any] = []
-        for target in [*found] if torch is not None else ():
+        for target in [*found]:
+            if torch is None:
+                break
             if isinstance(target, torch.nn.Module):
                 for part in target.modules():
                     found.append(part)

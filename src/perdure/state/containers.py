@@ -43,8 +43,7 @@ SORTED_DICT = Container("dict")
 
 def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:
     """The manifest entry of a plain container, and its elements by key; None for any other value,
-    also of a subclass, whose methods and fields cannot be rebuilt. Raises `UnsupportedLeafError`.
-    """
+    also of a subclass, whose methods and fields cannot be rebuilt."""
     kind = type(value)
     if kind is dict:
         if not value:
@@ -112,11 +111,8 @@ def build_record(kind: type, values: Mapping[str, Any]) -> Any:
 def build_container(
     container: Container, parts: Sequence[str], element: Callable[[Any, str], Any]
 ) -> Any:
-    """The container that an entry describes.
-
-    `parts` are the escaped parts of the paths of its elements; `element` gives the value for a key
-    (or a position) and its part.
-    """
+    """The container that an entry describes, of the escaped `parts` of the paths of its elements.
+    `element` gives the value for a key (or a position) and its part."""
     kind = container.kind
     if kind in MAPPINGS:
         keys = container.keys
@@ -153,8 +149,8 @@ def array_class_name(value: Any) -> str:
 
 
 def array_template(name: str, leaf: Leaf, like: Any) -> Any:
-    """A target for `Adapter.load` that gives an array of the class `name`. A tensor takes the
-    device of `like`, if that is one. Raises `StateError` if the library is not imported."""
+    """A target for `Adapter.load` of an array of the class `name`, on the device of the tensor
+    `like`."""
     base, _, device = name.partition("@")
     if base.startswith("torch"):
         torch = _library("torch")

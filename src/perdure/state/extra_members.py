@@ -23,8 +23,7 @@ R = TypeVar("R")
 
 
 class Saving(NamedTuple):
-    """A save of process number `process`: the walk of the state, and its leaves, which a member may
-    still change."""
+    """A save of process number `process`. A member may still change its leaves."""
 
     walk: Walk
     leaves: Leaves

@@ -53,8 +53,7 @@ _DEFAULTS = {
 @dataclass(frozen=True)
 class Held:
     """A value that the program reaches: `velocity`, `sampler.position`, `train.rate` (a variable of
-    the function `train`). `get` returns the present value, and `bind` gives the name another one.
-    """
+    the function `train`). `bind` gives the name another value."""
 
     name: str
     get: Callable[[], Any]

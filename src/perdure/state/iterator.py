@@ -25,8 +25,7 @@ Order = dict[str, list[int]]
 
 
 def is_positioned(value: Any) -> bool:
-    """Whether `value` is an iterator whose position can be restored. (Generators have no
-    `__next__`.)"""
+    """Whether `value` is an iterator whose position can be restored. (Generators have no `next`.)"""
     return (
         hasattr(value, "__next__") and hasattr(value, "set_state") and hasattr(value, "get_state")
     )
@@ -54,10 +53,7 @@ def position(iterator: Any) -> str:
 
 
 def reposition(iterator: Any, text: str) -> Any:
-    """Set an iterator to the position that `position` returned, and return the iterator.
-
-    Raises `StateError` if Grain would give other elements than the saved iterator.
-    """
+    """Set an iterator to a position and return it; `StateError` if Grain would give other elements."""
     kind, rest = text[:1], text[1:]
     if kind == "g":
         order, state = json.loads(rest, object_hook=_decode)

@@ -51,11 +51,8 @@ class KerasState(Adapter):
 
 
 def variables_by_path(owner: Any) -> dict[str, Any]:
-    """The variables of a layer, model, optimizer or metric by path, in Keras' order.
-
-    Raises `UnsupportedLeafError` if it is not built, or has values that Keras does not count as
-    variables.
-    """
+    """The variables of a layer, model, optimizer or metric by path, in Keras' order. One that is
+    not built, or has values that Keras does not count as variables, is refused."""
     if not getattr(owner, "built", True):
         how = (
             "`optimizer.build(model.trainable_variables)`"
@@ -127,8 +124,7 @@ def _tensorflow_kind(kind: type) -> str:
 
 
 def read_variable(variable: Any) -> Any:
-    """The value of a variable as an array of the backend, on TensorFlow of NumPy; of a seed a
-    uint32[2]."""
+    """The value as an array of the backend, on TensorFlow of NumPy; of a seed a uint32[2]."""
     value = variable.value
     if keras.backend.backend() == "tensorflow":
         value = value.numpy()

@@ -33,11 +33,8 @@ FEW = 4
 
 
 class LeafSpec(Struct, frozen=True, gc=False):
-    """dtype name and shape of a leaf, known without reading its data.
-
-    Without weak typing, which may change while a program runs, so that the target does not decide
-    it.
-    """
+    """dtype name and shape of a leaf, known without its data. Weak typing, which may change while a
+    program runs, is left out."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -176,8 +173,7 @@ def add_path(error: StateError, path: str) -> None:
 
 
 class PathInErrors:
-    """A context that adds `path` to every `StateError` inside, and with `reason` makes one of any
-    other error."""
+    """Adds `path` to every `StateError` inside, and with `reason` makes one of any other error."""
 
     def __init__(self, path: str, reason: str | None = None) -> None:
         self._path = path

@@ -207,10 +207,7 @@ def cut(leaf: Leaf, region: Region) -> Leaf:
 
 def cast_leaf(leaf: Leaf, spec: LeafSpec) -> Leaf:
     """`leaf` with the dtype of `spec`: floats rounded to nearest, ties to even; integers keep their
-    values.
-
-    Raises `StateError` with the reason if the conversion would lose more than precision.
-    """
+    values. Raises `StateError` if more than precision would be lost."""
     kind = _kind(leaf.dtype)
     refused = f"cast=True does not convert {leaf.dtype} to {spec.dtype}"
     if not is_cast(leaf.dtype, spec.dtype):

@@ -33,9 +33,9 @@ from perdure.state.containers import (
 )
 from perdure.state.leaf_spec import Difference, LeafSpec, PathInErrors, type_name
 from perdure.state.leaf_values import cut, plain_value, same_bits
-from perdure.state.object_flatten import ObjectFlattener, read_state
 from perdure.state.paths import is_below, join_dotted, join_part, nearest
 from perdure.state.per_rank import own_shards_only
+from perdure.state.snapshots import ObjectFlattener, read_state
 from perdure.store.format import children_of, escape, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
 
@@ -87,8 +87,7 @@ class ObjectStates:
             yield from self.leaf_paths(join_part(path, part))
 
     def state(self, stateful: Stateful, path: str) -> Any:
-        """The state to load into the object at `path`. One without any stored state is added to
-        `missing`."""
+        """The state to load into the object at `path`. One without any is added to `missing`."""
         outer, self._takes = self._takes, self._may_take and stateful.changes_no_array
         try:
             return self._state(stateful, path)
@@ -122,8 +121,7 @@ class ObjectStates:
         return not is_stored and _has_leaves(read_state(stateful, path))
 
     def digests(self, stateful: Stateful, path: str) -> dict[str, list[str]] | None:
-        """dtype, shape and chunk hashes of the leaves of the present state; None if it cannot be
-        flattened."""
+        """dtype, shape and chunk hashes of the present leaves; None for a state without exact form."""
         leaves = Leaves()
         try:
             with own_shards_only():
@@ -289,10 +287,7 @@ def _has_leaves(value: Any) -> bool:
 
 
 def module_tensors(leaves: Leaves, branch: str) -> dict[str, Any]:
-    """The values of the module at `branch` by dotted name; its arrays become tensors on the CPU.
-
-    Raises `MismatchError` if there is something else at `branch`, or a random key of JAX below it.
-    """
+    """The values of the module at `branch` by dotted name; its arrays become tensors on the CPU."""
     if branch in leaves.containers or branch in leaves:
         raise MismatchError(
             f"{branch}: expected a module, found "

@@ -69,12 +69,9 @@ class ProcessRandom(ExtraMember):
     def restore(
         self, process_leaves: Mapping[str, Leaf], group: Processes, where: str
     ) -> list[str]:
-        """Restore the generators of this process; returns at most one warning, for those that were
-        drawn from and could not be restored.
-
-        In a group of another size than the one that saved, only generators that were equal in all
-        processes are.
-        """
+        """Restore the generators of this process; returns a warning about those that were drawn
+        from and could not be restored. In a group of another size, only those that were equal in
+        all processes are."""
         try:
             saved = saved_generators(process_leaves)
         except ValueError as error:  # of msgspec
@@ -119,8 +116,7 @@ def processes_of(process_leaves: Mapping[str, Leaf]) -> int:
 
 
 def saved_generators(process_leaves: Mapping[str, Leaf]) -> dict[int, dict[str, SavedGenerator]]:
-    """The generators in the leaves of a checkpoint, by process number and name; `ValueError` for
-    damage."""
+    """The generators in a checkpoint, by process number and name; `ValueError` for damage."""
     return {
         int(match[1]): _decoder.decode(leaf.data)
         for path, leaf in process_leaves.items()

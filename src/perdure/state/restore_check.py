@@ -17,9 +17,9 @@ from perdure.state.attribute_values import mark_of
 from perdure.state.held import held_values, program_frames
 from perdure.state.leaf_spec import Difference, LeafSpec, format_differences, state_dict_advice
 from perdure.state.leaf_values import SCALARS, same_bits
-from perdure.state.object_flatten import FreshTarget, inner_objects, lost_objects
 from perdure.state.paths import is_below, nearest
 from perdure.state.per_rank import own_shards_only
+from perdure.state.snapshots import FreshTarget, inner_objects, lost_objects
 from perdure.state.template import (
     Template,
     differences,
@@ -44,10 +44,7 @@ class _Tensor(NamedTuple):
 
 
 class ReplacedMembers:
-    """The members of a target in whose place a restore returned others, until these are used.
-
-    It keeps both alive, so `forget` is called as soon as the program takes the returned state.
-    """
+    """The members of a target in whose place a restore returned others, kept alive until `forget`."""
 
     def __init__(self) -> None:
         self._new: dict[str, Any] = {}
@@ -100,11 +97,8 @@ class ReplacedMembers:
         self._containers.clear()
 
     def check_unused(self, walk: Walk, step: int) -> None:
-        """Raise `StateError` if the state that is saved as `step` has a member of the target.
-
-        Left alone are numbers that did not change in the restore, arrays that are equal now, and an
-        integer that is the step itself, which the program has set.
-        """
+        """Raise `StateError` if the state that is saved as `step` has a member of the target,
+        unless that is equal now, or is the number of the step."""
         with own_shards_only():
             if self._new:
                 self._check(walk, walk.root, None, step)
@@ -165,11 +159,8 @@ class ReplacedMembers:
             self._check(walk, child, None if above is None else above + last, step)
 
     def _is_fine(self, value: Any, target_path: str, step: int) -> bool:
-        """Whether the program has given a leaf of its target the value that it should have.
-
-        A counter that began again may have reached the restored number once more. A constant array is
-        equal, and nothing is lost.
-        """
+        """Whether a leaf of the target has the value that it should have. A counter that began
+        again may have reached the restored number once more; a constant array is equal."""
         if target_path in self._numbers:
             return type(value) is int and value == step
         return _same(value, self._new[target_path])
@@ -263,14 +254,12 @@ class RestoreCheck:
         self._exact, self._partial = step, None
 
     def restored_in_part(self, step: int) -> None:
-        """A restore gave the program another state than that of `step`, perhaps to move parts of it
-        into objects."""
+        """A restore gave the program another state than that of `step`, or parts of it for objects."""
         if step != self._exact:
             self._partial = step
 
     def check_used(self, where: str, state: Walk, step: int) -> None:
-        """Raise `StateError` if the program ignores the state that the restore before this save, the
-        first one after it, has returned."""
+        """Raise `StateError` if the program ignores the state that the last restore has returned."""
         try:
             self.replaced.check_unused(state, step)
         except StateError as error:

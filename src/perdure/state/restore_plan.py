@@ -24,6 +24,7 @@ from perdure.state.template import differences, template_of_walk
 from perdure.state.walk import SpecsBelow, Walk
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
+from perdure.store.selection import Selection
 from perdure.store.shard_plan import Region
 
 _WHOLE = (
@@ -129,11 +130,13 @@ class RestorePlan:
     def _compare(self, refusals: Mapping[str, str]) -> list[Difference]:
         request = self._request
         if request.selection is not None:
-            self._check_patterns()
-            self._select_parts()
+            self._check_patterns(request.selection)
+            self._select_parts(request.selection)
         if request.cast or not request.strict:
             self._compare_leaves()
-        if not request.strict:
+        if request.strict:  # then a difference is an error in any case
+            self._missing, self._unexpected, self._mismatched = Lines(), Lines(), Lines()
+        else:
             self.keep |= self._missing.keys() | self._mismatched.keys()
             self._keep_dependants()
             self._compare_objects(refusals)
@@ -192,10 +195,9 @@ class RestorePlan:
         """The path of the object that the leaf at `path` is in."""
         return nearest(path, self._parts)
 
-    def _check_patterns(self) -> None:
+    def _check_patterns(self, selection: Selection) -> None:
         """Raise `MismatchError` for a pattern that fits nothing."""
-        selection, strict = self._request.selection, self._request.strict
-        assert selection is not None
+        strict = self._request.strict
         inside = [path for path in self.specs if self._owner(path) is not None]
         not_in_target = selection.unused([*self.expected, *self._parts, *inside])
         not_stored = selection.unused([*self.specs, *self._stored.containers])
@@ -210,10 +212,8 @@ class RestorePlan:
                 f"{not_stored[0]}: the checkpoint has no such leaf or branch; nothing was changed."
             )
 
-    def _select_parts(self) -> None:
+    def _select_parts(self, selection: Selection) -> None:
         """Keep the values of modules that are not selected; refuse parts of what has no parts."""
-        selection = self._request.selection
-        assert selection is not None
         for owner, parts in self._parts.items():
             if selection.matches(owner):
                 continue
@@ -222,10 +222,8 @@ class RestorePlan:
                 self.keep |= {unit for unit in units if not selection.matches(unit)}
             below: dict[str, list[str]] = {}
             for path in self.specs:
-                if self._owner(path) == owner and (unit := nearest(path, units)) not in (
-                    None,
-                    path,
-                ):
+                unit = nearest(path, units) if self._owner(path) == owner else None
+                if unit is not None and unit != path:
                     below.setdefault(unit, []).append(path)
             for unit, leaves in below.items():
                 selected = [path for path in leaves if selection.matches(path)]
@@ -233,9 +231,7 @@ class RestorePlan:
                     self.keep.discard(unit)
                 elif selected:
                     name = type_name(self.walk.objects[owner].target)
-                    reason = (
-                        f"lies inside a {name}, which takes {unit} only as a whole; name {unit}"
-                    )
+                    reason = f"lies inside a {name}, which takes {unit} as a whole; name {unit}"
                     self._refused[selected[0]] = Difference(selected[0], reason=reason)
                     self.keep.add(unit)
 
@@ -248,7 +244,7 @@ class RestorePlan:
                 continue
             part = path if owner is None else nearest(path, self.expected)
             if part not in self.expected or (self.expected[part] is not None and part != path):
-                self._differs(self._unexpected, Difference(path, None, leaf.describe()))
+                self._unexpected[path] = Difference(path, None, leaf.describe())
                 continue
             found.add(part)
             spec, stored = self.expected[part], LeafSpec.of(leaf)
@@ -266,19 +262,14 @@ class RestorePlan:
                     reason = f"cast from {stored.dtype} to {spec.dtype}"
                     self._cast[path] = Difference(path, reason=reason)
                     continue
-            self._differs(self._mismatched, line)
+            self._mismatched[path] = line
         for path in self.expected.keys() - found:
             spec = self.expected[path]
             is_part = spec is None and self._owner(path) is not None
             is_empty = is_part and path in self._stored.containers
             if not is_empty and not self._is_kept(path):
                 text = "a value" if spec is None else spec.describe()
-                self._differs(self._missing, Difference(path, text))
-
-    def _differs(self, group: Lines, line: Difference) -> None:
-        """Add a difference, unless the restore is strict: then it is an error in any case."""
-        if not self._request.strict:
-            group[line.path] = line
+                self._missing[path] = Difference(path, text)
 
     def _compare_objects(self, refusals: Mapping[str, str]) -> None:
         """Keep the objects that are restored as a whole and cannot take what was stored."""
@@ -338,10 +329,7 @@ class RestorePlan:
         for path, value in self._values().items():
             is_asked = selection is None or selection.matches(path)
             if is_asked and is_abstract(value) and self._is_kept(path):
-                reason = (
-                    "is abstract in the target, which therefore has no value to keep, and the "
-                    "checkpoint has none that fits; give the target an array there"
-                )
+                reason = "is abstract, and the checkpoint has no value that fits; give it an array"
                 self._refused[path] = Difference(path, reason=reason)
 
     def _values(self) -> dict[str, Any]:
@@ -358,8 +346,8 @@ class RestorePlan:
 def needed_regions(
     like: Any, request: RestoreRequest, stored: Mapping[str, LeafSpec]
 ) -> dict[str, tuple[Region, ...]]:
-    """The elements that this process needs, by the path of an array in the checkpoint, without
-    arrays that it needs whole. Empty if the target does not fit: the restore then says why."""
+    """The elements that this process needs of arrays that it does not need whole, by path in the
+    checkpoint. Empty if the target does not fit: the restore then says why."""
     specs = request.renaming.rename(stored)
     context = current_rank_context()
     try:

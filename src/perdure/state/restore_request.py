@@ -16,9 +16,7 @@ T = TypeVar("T")
 
 class Renaming:
     """Moves leaves and branches from the paths of a checkpoint to those of a target, all at once.
-
-    The longest stored path that fits a leaf counts. The path "" is the state itself.
-    """
+    The longest stored path that fits a leaf counts; "" is the state itself."""
 
     def __init__(self, paths: Mapping[str, str] | None) -> None:
         paths = {} if paths is None else paths
@@ -47,8 +45,8 @@ class Renaming:
         return {self(path): value for path, value in values.items()} if self else dict(values)
 
     def check(self, leaves: Collection[str], containers: Collection[str]) -> None:
-        """Raise `MismatchError` unless every rename moves something, and no two leaves meet.
-        `containers` are the paths of the states of objects."""
+        """Raise `MismatchError` unless every rename moves something, no object is split and no
+        leaves meet."""
         branches = {branch for path in leaves for branch in ancestors(path)}.union(containers)
         objects = {self(path) for path in containers}
         for old, new in self.paths.items():

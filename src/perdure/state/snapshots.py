@@ -1,36 +1,268 @@
 """A state as `{leaf path: Leaf}`, for a save: the leaves, and copies of those that may change.
 
-The memory for the copies is reused: the loop waits, and new pages take several times as long.
+The states of objects with `state_dict` become leaves, with entries that describe their containers. Of a
+target only containers that a run has changed are described: a list that has grown, a deque, a set, a
+value where the target has None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from perdure.errors import StateError
-from perdure.state.adapter import Adapter, leaf_adapter, loaded_adapters
-from perdure.state.leaf_spec import nested_too_deeply
-from perdure.state.leaf_values import plain_value
-from perdure.state.object_flatten import FreshTarget, ObjectFlattener, read_state
-from perdure.state.paths import insert, split_path
-from perdure.state.walk import Unwalked, Walk, node_of
+from perdure.errors import StateError, UnsupportedLeafError
+from perdure.state.adapter import Adapter, ModuleValues, Stateful, leaf_adapter, loaded_adapters
+from perdure.state.containers import (
+    SORTED_DICT,
+    array_class_name,
+    describe_container,
+    describe_record,
+)
+from perdure.state.leaf_spec import (
+    Difference,
+    PathInErrors,
+    add_path,
+    duplicate_path,
+    nested_too_deeply,
+    type_name,
+)
+from perdure.state.leaf_values import is_plain, plain_value
+from perdure.state.paths import insert, join_dotted, join_key, nearest, split_path
+from perdure.state.per_rank import current_rank_context
+from perdure.state.walk import ANY_LENGTH, GROWING, Unwalked, Walk, node_of
 from perdure.store.aligned_buffers import COPIED_TOGETHER, CopyBuffer
+from perdure.store.format import SCALAR_PREFIX
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
+from perdure.store.manifest import Container
+from perdure.text import counted
+
+TakeLeaf = Callable[[Any], Leaf | None]
+
+
+class ObjectFlattener:
+    """Adds the leaves and the container entries of objects to `leaves`. Live objects inside of a
+    state are in `live_paths` afterwards, and flattened too if it `enters` them."""
+
+    def __init__(
+        self,
+        leaves: Leaves,
+        adapters: Sequence[Adapter],
+        *,
+        enters: bool = False,
+        takers: Sequence[TakeLeaf] | None = None,
+    ) -> None:
+        self._adapters = adapters
+        self._takers = takers or [adapter.leaf for adapter in adapters]
+        self._leaves = leaves
+        self._enters = enters
+        self._array_classes: dict[str, str] = {}
+        self.live_paths: list[str] = []
+
+    def add(
+        self, stateful: Stateful, path: str, state: Any, leave_out: Collection[str] = ()
+    ) -> None:
+        """Add the object at `path` with its present state, a module without what is in `leave_out`."""
+        outer, self._array_classes = self._array_classes, {}
+        try:
+            if isinstance(state, ModuleValues):
+                common_class = stateful.arrays
+                for name, value in state.items():
+                    value_path = join_dotted(path, name)
+                    if value_path not in leave_out:
+                        self._add(value, value_path, needs_entry=True)
+            else:
+                self._add(state, path, needs_entry=True)
+                common_class = self._describe_arrays(path)
+                if stateful.class_name and (entry := self._leaves.containers.get(path)):
+                    typed = msgspec.structs.replace(entry, type=stateful.class_name)
+                    self._leaves.containers[path] = typed
+        except RecursionError:
+            raise UnsupportedLeafError(
+                f"{path}: the state of a {type_name(stateful.target)} contains itself, or is nested "
+                f"too deeply."
+            ) from None
+        for array_path, array_class in self._array_classes.items():
+            if array_class != common_class:
+                self._leaves.containers[array_path] = Container("array", arrays=array_class)  # type: ignore[arg-type]
+        self._array_classes = outer
+
+    def _describe_arrays(self, path: str) -> str | None:
+        """Set the most frequent class of arrays in the entry of the whole state, and return it."""
+        entry = self._leaves.containers.get(path)
+        if path in self._array_classes or entry is None or entry.type is not None:
+            return None
+        counts = Counter(self._array_classes.values()).most_common()
+        common: Any = min((name for name, n in counts if n == counts[0][1]), default=None)
+        self._leaves.containers[path] = msgspec.structs.replace(entry, arrays=common)
+        return common
+
+    def _add(self, value: Any, path: str, *, needs_entry: bool = False) -> None:
+        # The training loop waits for this.
+        try:
+            for take in self._takers:
+                if (leaf := take(value)) is not None:
+                    self._add_leaf(leaf, path)
+                    if leaf.dtype[:3] != SCALAR_PREFIX:
+                        self._array_classes[path] = array_class_name(value)
+                    return
+            described = describe_container(value) or describe_record(value)
+            if described is None:
+                self._add_live(value, path)
+                return
+        except StateError as error:
+            add_path(error, path)
+            raise
+        entry, children = described
+        if needs_entry or not children or entry != SORTED_DICT:
+            self._leaves.containers[path] = entry
+        for key, child in children:
+            self._add(child, join_key(path, key))
+
+    def _add_leaf(self, leaf: Leaf, path: str) -> None:
+        if path in self._leaves:
+            raise duplicate_path(path)
+        self._leaves[path] = leaf
+
+    def _add_live(self, value: Any, path: str) -> None:
+        node_of(value, path, self._adapters, None)  # refuses what is no object of a framework
+        self.live_paths.append(path)
+        if not self._enters:
+            return
+        walk = Walk(value, path=path, adapters=self._adapters)
+        for leaf_path, each in walk.pairs():
+            for leaf in filter(None, (take(each) for take in self._takers)):
+                self._add_leaf(leaf, leaf_path)
+                break
+        for inside, node in walk.objects.items():
+            self.add(node, inside, read_state(node, inside))
+        entry = self._leaves.containers.get(path) or Container("object")
+        self._leaves.containers[path] = msgspec.structs.replace(entry, type=type_name(value))
+
+
+def read_state(stateful: Stateful, path: str) -> Any:
+    """The present state of an object; any exception becomes a `StateError` with the path."""
+    with PathInErrors(path, f"a {type_name(stateful.target)} did not return its state"):
+        return stateful.read()
+
+
+def _without_bytes(value: Any) -> Leaf | None:
+    """A leaf that has no bytes: what is described needs none."""
+    if type(value).__name__.startswith("Uninitialized"):
+        return Leaf("", (), b"")  # a lazy parameter, which has a shape before the first save
+    taken = leaf_adapter(value, loaded_adapters())
+    return None if taken is None else Leaf(taken[1].dtype, taken[1].shape, b"")
+
+
+# ---------------------------------------------------------------- objects inside of objects
+
+
+def inner_objects(objects: Mapping[str, Stateful]) -> set[str]:
+    """The paths of values in states of objects that are neither leaves nor plain containers."""
+    flattener = ObjectFlattener(Leaves(), loaded_adapters(), enters=True, takers=[_without_bytes])
+    for path, node in objects.items():
+        flattener.add(node, path, read_state(node, path))
+    return set(flattener.live_paths)
+
+
+def lost_objects(
+    leaves: Mapping[str, Leaf], objects: Collection[str], present: Collection[str]
+) -> list[Difference]:
+    """The objects in `leaves` that only a target which has them could rebuild, and it has not."""
+    lost: dict[tuple[str, str], list[str]] = {}
+    for path, entry in containers_of(leaves).items():
+        is_live = entry.type is not None and entry.keys is None
+        is_present = path in present or path in objects
+        if is_live and not is_present and nearest(path, objects) is not None:
+            lost.setdefault((path.rpartition("/")[0], str(entry.type)), []).append(path)
+    return [
+        Difference(
+            paths[0],
+            reason=f"would be saved as a {kind} ({counted(len(paths), 'such value')}), of which the "
+            f"target has none there, and only an object of that class can rebuild it. Let the "
+            f"`state_dict` that returns it give plain values (tuples, lists, dicts, arrays), of which "
+            f"`load_state_dict` makes the objects",
+        )
+        for (_, kind), paths in lost.items()
+    ]
+
+
+# ---------------------------------------------------------------- what a run has made of its target
+
+
+class FreshTarget:
+    """What the target of a program had at first: its numbers, NumPy arrays and None, and its sizes."""
+
+    def __init__(self, walk: Walk | None = None) -> None:
+        pairs = [] if walk is None else [*walk.pairs()]
+        self._plain = {path for path, value in pairs if value is None or is_plain(value)}
+        self._none = {path for path, value in pairs if value is None}
+        self._sizes = {
+            branch.path: len(branch.value)
+            for branch in (walk.branches if walk else ())
+            if type(branch.value) in (list, tuple)
+            or (type(branch.value) is dict and not branch.value)
+        }
+        self._has_empty = 0 in self._sizes.values()
+
+    def describe(self, walk: Walk, leaves: Leaves) -> None:
+        """Add to `leaves` what a restore into the target could not know from the target."""
+        containers: dict[str, Container] = {}
+        for path, value in self._changed(walk, leaves):
+            if nearest(path, containers) is None and (found := _described(value, path)):
+                found[path] = msgspec.structs.replace(found[path], grown=True)
+                containers |= found
+        for path in self._none & leaves.keys():
+            if leaves[path].dtype[:3] != SCALAR_PREFIX and path not in containers:
+                containers[path] = Container("array", arrays=_class_of(walk.by_path[path]))
+        owns = current_rank_context().owns
+        for start, stop in walk.runs if self._plain else ():
+            if is_plain(walk.values[start]):  # of one type, and nearly always very many
+                continue
+            for path, value in zip(walk.paths[start:stop], walk.values[start:stop], strict=True):
+                if path in self._plain and value is not None and not owns(path):
+                    containers.setdefault(path, Container("array", arrays=_class_of(value)))
+        leaves.containers |= containers
+
+    def _changed(self, walk: Walk, leaves: Leaves) -> Iterator[tuple[str, Any]]:
+        may_grow = {list, *ANY_LENGTH} & walk.kinds or self._none or self._has_empty
+        for branch in walk.branches if may_grow else ():
+            value, size = branch.value, self._sizes.get(branch.path)
+            is_larger = type(value) in (list, dict) and size not in (None, len(value))
+            was_none = type(value) in GROWING and branch.path in self._none
+            if is_larger or was_none or type(value) in ANY_LENGTH:
+                yield branch.path, value
+        for path in self._sizes.keys() & leaves.keys():
+            yield path, walk.by_path[path]
+
+
+def _described(value: Any, path: str) -> dict[str, Container]:
+    """The entries of a value and of all in it; empty if only its target could rebuild it."""
+    found = Leaves()
+    flattener = ObjectFlattener(found, loaded_adapters(), takers=[_without_bytes])
+    flattener.add(Stateful(value), path, value)
+    if flattener.live_paths:
+        return {}
+    found.containers.setdefault(path, Container("array"))  # of a number
+    return found.containers
+
+
+def _class_of(value: Any) -> Any:
+    return array_class_name(value) if hasattr(value, "dtype") else None
+
+
+# ---------------------------------------------------------------- snapshots
 
 
 def flatten(
     state: Any, fresh: FreshTarget | None = None, adapters: Sequence[Adapter] | None = None
 ) -> Leaves:
     """Every leaf of a state (or of its `Walk`) by its path, sharing memory with the live arrays.
-
     What the run has made of the `fresh` target is described in `containers`. `adapters` make leaves
-    of arrays. Raises `UnsupportedLeafError` with the path of a value that cannot be restored
-    exactly.
-    """
+    of arrays."""
     is_walked = adapters is None or isinstance(state, (Walk, Unwalked))
     walk = Walk.of(state) if is_walked else Walk(state, adapters=adapters)
     leaves = walk.leaves(adapters)
@@ -57,11 +289,8 @@ class SnapshotBuffer:
 
     def copy(self, leaves: Mapping[str, Leaf]) -> Leaves:
         """The same leaves, with a copy in this buffer of each that is not frozen; earlier copies
-        are overwritten.
-
-        Arrays that a step was given during the last save are copied too: otherwise that step copies
-        them into new memory, which takes several times as long.
-        """
+        are overwritten. Arrays that a step was given during the last save are copied too, or that
+        step would copy them."""
         # There may be very many leaves, nearly all of them copies already.
         alive = [
             (path, leaf)
@@ -110,8 +339,7 @@ class SnapshotBuffer:
 def snapshot(
     state: Any, into: SnapshotBuffer | None = None, fresh: FreshTarget | None = None
 ) -> Leaves:
-    """`flatten`, with copies of all memory that may change. Copies in `into` are valid until the
-    next one."""
+    """`flatten`, with copies of memory that may change, valid until the next snapshot `into` it."""
     with gc_paused():
         return (into or SnapshotBuffer()).copy(flatten(state, fresh))
 

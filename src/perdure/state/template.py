@@ -51,8 +51,7 @@ def template_of_walk(walk: Walk) -> Template:
 def same_specs(
     paths: Collection[str], specs: Collection[LeafSpec], leaves: Mapping[str, Leaf]
 ) -> bool:
-    """Whether leaves have these paths in this order, these dtypes and shapes; without Python code
-    for each."""
+    """Whether leaves have these paths, dtypes and shapes in this order; no Python code for each."""
     return (
         len(paths) == len(leaves)
         and all(map(eq, paths, leaves))
@@ -62,8 +61,7 @@ def same_specs(
 
 
 def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Difference]:
-    """Every path at which the leaves do not fit the template, sorted. An object takes what its
-    check allows."""
+    """Every path at which the leaves do not fit the template, sorted; objects decide themselves."""
     if not template.objects and same_specs(template.paths, template.specs, leaves):
         return []
     missing = dict(template.leaves)

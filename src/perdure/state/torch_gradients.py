@@ -86,8 +86,7 @@ def keeps_gradients(optimizer: Any) -> bool:
 
 
 def accumulated_leaves(path: str, optimizer: Any, process: int) -> dict[str, Leaf]:
-    """A copy of each gradient, not sparse and not zeros, that was written since the last step of an
-    optimizer."""
+    """A copy of each dense gradient that is not zero and was written since the last step."""
     parameters, step = list(_parameters(optimizer)), _steps[optimizer]
     versions = step.versions
     if not step.is_first(_first_gradient(optimizer)) or len(versions) != len(parameters):

@@ -145,8 +145,7 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the epoch that were not used yet. Raises `DataError` if the sampler gives
-        other indices than before the interruption, or another `for` loop over this loader has
-        begun."""
+        other indices than before, or another loop over this loader has begun."""
         if self._is_at_last_batch():
             self._end_epoch()  # a loop that is kept has received the last batch
         is_empty_after_resume = self._taken == self._step and not is_lightning(sys._getframe(1))

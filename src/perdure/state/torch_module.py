@@ -127,8 +127,7 @@ class ModuleState(Stateful):
 
     @property
     def comes_first(self) -> bool:  # type: ignore[override]
-        """An optimizer puts its state where its parameters are, and asks for shapes, which lazy
-        ones get here."""
+        """An optimizer needs the device and the shapes of its parameters, which lazy ones get here."""
         return any(_is_meta(value) or isinstance(value, LAZY) for value in self._live_values())
 
     def _live_values(self) -> Iterable[Any]:
@@ -162,8 +161,7 @@ class ModuleState(Stateful):
 
 
 def _full_names(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """The names in a module's state, by the same name without the parts of wrappers (DDP,
-    `torch.compile`)."""
+    """The names in a module's state, by the same names without the parts of wrappers (DDP)."""
     cuts = _cuts(module)
     return {_without(cuts, full): full for full in state}
 
@@ -219,8 +217,7 @@ def _only_copies(module: torch.nn.Module) -> bool:
 
 
 def _special_code(module: torch.nn.Module) -> Iterator[Any]:
-    """The code in a save or a load beside the methods of all modules; None for a method replaced on
-    an object."""
+    """The code in a save or a load beside that of all modules; None if replaced on one object."""
     parts = list(module.modules())
     for kind in {type(part) for part in parts}:
         methods = [getattr(kind, verb) for verb in _MODULE_VERBS]
@@ -313,8 +310,7 @@ def _meta_reasons(module: torch.nn.Module) -> list[Difference]:
 
 
 def _give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Turn a tensor on the meta device into `value`. It stays the same object for its module, for the
-    modules that it is shared with, and for an optimizer."""
+    """Turn a tensor on the meta device into `value`; modules and optimizers keep the same object."""
     new = value.detach()
     if isinstance(tensor, torch.nn.Parameter):
         new = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)

@@ -253,8 +253,7 @@ class _Restore:
         return state
 
     def _build_inside_object(self, like: Any, path: str) -> Any:
-        """The new value for a live object inside the state of another one, compared as strictly as
-        outside."""
+        """The new value for a live object inside the state of another one, compared as strictly."""
         walk = Walk(like, self._plan.specs, path)
         if lines := differences(template_of_walk(walk), self._below(path)):
             raise mismatch_error(lines)

@@ -51,8 +51,8 @@ def is_described(like: Any, entry: Container | None) -> bool:
 
 
 class Branch:
-    """A container with its parts (numbers of leaves, or `Branch`es), an object, or a value that was
-    not entered, without a `node`."""
+    """A container with its parts (numbers of leaves, or `Branch`es), an object, or a value not
+    entered."""
 
     __slots__ = ("node", "parts", "path", "value")
 
@@ -147,8 +147,7 @@ class Walk:
         return dict(self.pairs())
 
     def leaves(self, adapters: Sequence[Adapter] | None = None) -> Leaves:
-        """The bytes of the leaves, without those of objects. `adapters` make leaves, in the order
-        of `self.adapters`."""
+        """The bytes of the leaves, without those of objects; `adapters` replace `self.adapters`."""
         taken = self._ask("leaf", "leaves", adapters or self.adapters)
         leaves = Leaves(dict(zip(self.paths, taken, strict=True)))
         if len(leaves) < len(taken):
@@ -159,8 +158,7 @@ class Walk:
         return leaves
 
     def _ask(self, one: str, many: str, adapters: Sequence[Adapter]) -> list[Any]:
-        """What the adapters answer about each leaf. The loop waits, so leaves of one type are asked
-        for together."""
+        """What the adapters answer about each leaf; leaves of one type are asked for together."""
         instead = dict(zip(map(id, self.adapters), adapters, strict=True))
         takers = {kind: instead[id(taker)] for kind, taker in self.takers.items() if taker}
         ask = {kind: getattr(taker, one) for kind, taker in takers.items()}
@@ -272,11 +270,7 @@ class Unwalked:
 def node_of(
     value: Any, path: str, adapters: Sequence[Adapter], stored: Mapping[str, LeafSpec] | None
 ) -> Node | Stateful:
-    """The interior value at `path`. During a restore `stored` has the specs of the whole
-    checkpoint.
-
-    Raises `UnsupportedLeafError` if no adapter takes the value, or it cannot be restored exactly.
-    """
+    """The interior value at `path`; in a restore `stored` has the specs of the whole checkpoint."""
     stored_below = None if stored is None else SpecsBelow(stored, path)
     if isinstance(value, PerRank):
         return per_rank_node(value, stored_below, path)

@@ -33,8 +33,9 @@ from perdure.store.loading import Needs
 from perdure.store.shard_plan import Region
 from perdure.text import counted, few
 
-_LOAD_WITH_DCP = (
-    "where each shard of a tensor is a leaf, and an optimizer has DCP's form: load it with "
+_SAVED_BY_DCP = (
+    "was saved by perdure.plugins.dcp.Writer, where each shard of a tensor is a leaf, and an optimizer "
+    "has DCP's form: load it with "
     "`dcp.load(state_dict, storage_reader=perdure.plugins.dcp.Reader(RUN))`."
 )
 
@@ -145,21 +146,13 @@ class Restorer:
             if request.is_strict:
                 self.expect(like)
             try:
+                shared = shared_groups(self._restoring(where, loaded, request))
                 state, report = restore_requested(
-                    like,
-                    leaves,
-                    request,
-                    stored,
-                    takes=True,
-                    replaced=replaced,
-                    shared=shared_groups(self._restoring(where, loaded, request)),
+                    like, leaves, request, stored, takes=True, replaced=replaced, shared=shared
                 )
             except MismatchError as error:
                 if any(leaf.path == DCP_LAYOUT for leaf in manifest.process_leaves):
-                    text = (
-                        f"{error} {where} was saved by perdure.plugins.dcp.Writer, {_LOAD_WITH_DCP}"
-                    )
-                    raise MismatchError(text) from error
+                    raise MismatchError(f"{error} {where} {_SAVED_BY_DCP}") from error
                 raise
             self._warn_of_one_device(state)
             if report.is_exact:
@@ -172,10 +165,9 @@ class Restorer:
         if jax_state is not None and (paths := jax_state.whole_on_one_device(state)):
             warn_caller(
                 f"{self._saver.run.where}: {few(paths)}: restored whole onto one device, as the target "
-                f"has them, beside sharded leaves of the same shape. They take the memory of that "
-                f"device, and the next step is compiled for it, which may change bits. "
-                f"`jax.jit(tx.init)` makes such a target: call tx.init without jit, give jit "
-                f"out_shardings, or place the target with jax.device_put."
+                f"has them, beside sharded leaves of the same shape. The next step is compiled for "
+                f"that, which may change bits. `jax.jit(tx.init)` makes such a target: call tx.init "
+                f"without jit, give jit out_shardings, or place the target with jax.device_put."
             )
 
     def _warn_of_other_group(self, loaded: Loaded) -> None:
@@ -183,14 +175,13 @@ class Restorer:
         bits are the same; those of the next step are not, unless a strategy computes it."""
         saved = processes_of(loaded.process_leaves)
         if self._processes.is_chief and saved not in (0, self._processes.count):
+            before = counted(saved, "process", "processes")
             warn_caller(
-                f"{self._saver.run.where}: step {loaded.manifest.step} was saved by "
-                f"{counted(saved, 'process', 'processes')}, and this run has {self._processes.count}. "
-                f"The state is restored bit for bit, but the next steps will not have the bits of an "
-                f"uninterrupted run, because gradients and norms are added over the processes in "
-                f"another order (gradients are not with `perdure.torch.LogicalReplicas`). Resume with "
-                f"{counted(saved, 'process', 'processes')} for the same bits; "
-                f"recipe={{'processes': processes.count}} makes this an error."
+                f"{self._saver.run.where}: step {loaded.manifest.step} was saved by {before}, and this "
+                f"run has {self._processes.count}. The state is restored bit for bit, but the next "
+                f"steps add gradients and norms in another order, and will not have the bits of an "
+                f"uninterrupted run (gradients have with `perdure.torch.LogicalReplicas`). Resume with "
+                f"{before}; recipe={{'processes': processes.count}} makes this an error."
             )
 
 

@@ -104,12 +104,8 @@ class Saver:
             return
         self.recipe.warn_if_missing(self.run.where)
         try:
-            together(
-                self.processes,
-                self.run.begin_writing,
-                by_chief=NoneType,
-                call="restore_or_initialize",
-            )
+            begin, call = self.run.begin_writing, "restore_or_initialize"
+            together(self.processes, begin, by_chief=NoneType, call=call)
         except LockedError as error:
             raise LockedError(f"{error} To read beside it, call `restore`.") from None
         except SaveError as error:
@@ -180,14 +176,12 @@ class Saver:
         except BaseException as error:
             if self.processes.count > 1:  # the others are saving, and must not wait for this one
                 assert self._channel is not None
-                decline = partial(decline_save, self.run, self._channel, step, error)
-                self.background.submit(decline)
+                self.background.submit(partial(decline_save, self.run, self._channel, step, error))
                 shared = as_save_error(error, self.run.where, step)
                 if shared is not error and isinstance(error, Exception):
                     raise shared from error
             raise
-        job = partial(self.save_snapshot, step, leaves, numbers, rank, own)
-        self.background.submit(job)
+        self.background.submit(partial(self.save_snapshot, step, leaves, numbers, rank, own))
 
     def wait(self) -> None:
         """Wait for the save under way; raises what it raised, whatever `on_error` says."""
@@ -214,10 +208,8 @@ class Saver:
         Without `wait` only one that has ended is looked at."""
         committed = True
         try:
-            if wait:
+            if wait or not self.background.busy:
                 self.background.wait()
-            else:
-                self.background.check()
         except (SaveError, PruneError) as error:
             self._tolerate(error)
             committed = isinstance(error, PruneError)  # pruning starts after the commit
@@ -369,11 +361,6 @@ class Background:
         """Wait for the job under way; its error stays for the next call."""
         if self.busy and (job := self._job) is not None:
             job.exception()
-
-    def check(self) -> None:
-        """Raise the error of a finished job, once; never waits."""
-        if not self.busy:
-            self.wait()
 
     def log_error(self) -> None:
         """Log the error of a finished job that no call has raised."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from itertools import count
+from itertools import count, islice
 from typing import Annotated, Any
 
 import msgspec
@@ -101,18 +101,11 @@ class ResumableLoader:
         # A `DataLoader` refuses the assignment of these attributes.
         vars(self._inner).update({name: self._order, "_iterator": None})
         self._bits = np.random.MT19937(0)
-        parts = (
-            loader,
-            loader.sampler,
-            loader.batch_sampler,
-            getattr(loader.batch_sampler, "sampler", None),
-        )
-        found = [getattr(part, "generator", None) for part in parts]
-        generators = [
-            torch.default_generator,
-            *(g for g in found if isinstance(g, torch.Generator)),
-        ]
-        self._generators = list({id(generator): generator for generator in generators}.values())
+        batches = loader.batch_sampler
+        parts = loader, loader.sampler, batches, getattr(batches, "sampler", None)
+        found = [torch.default_generator, *(getattr(part, "generator", None) for part in parts)]
+        generators = {id(each): each for each in found if isinstance(each, torch.Generator)}
+        self._generators = list(generators.values())
 
     @property
     def epoch(self) -> int:
@@ -155,13 +148,12 @@ class ResumableLoader:
         self._taken = -1
         # Loops that are left at the last batch of a whole epoch (by `zip`) resume rightly.
         self._is_part = self._batch > 0 and self._step != self._loaded
-        own: list[Any] = []
-        batches = self._batches(own)
-        own.append(weakref.ref(batches))
+        batches = self._batches()
+        self._loop = weakref.ref(batches)
         next(batches)  # begun, so that its end is noticed even if the loop asks for no batch
         return batches
 
-    def _batches(self, own: list[Any]) -> Iterator[Any]:
+    def _batches(self) -> Iterator[Any]:
         self._pass = current = object()
         is_finished = False
         try:
@@ -181,7 +173,7 @@ class ResumableLoader:
                     self._taken = -1
                     if not self._has_ended:
                         self._has_ended = True
-                        warn_of_cycle(own[0]())
+                        warn_of_cycle(self._loop())
                     return
                 if not self._order.ahead:
                     raise _own_iterator(self._loader)
@@ -285,14 +277,9 @@ class _Order:
             self._check_sampler()
         rank, ranks = _rank(owner._loader)
         has_workers, skip, expected = owner._loader.num_workers > 0, owner.batch, owner._digest
-        indices, digest = None, ""
-        for number in count():
-            owner._seed_all("order", number)  # for a sampler that draws from the global generators
-            indices = indices or iter(sampler)
-            if (index := next(indices, _END)) is _END:
-                if number < skip:
-                    raise _other_order(owner.epoch, skip, f"only {number} batches")
-                return
+        digest, found = "", 0
+        for number, index in enumerate(self._indices()):
+            found += 1
             if ranks == 1:  # else the loader would have another state in each process
                 digest = blake2b(f"{digest}{index!r}".encode(), digest_size=8).hexdigest()
             if number < skip:
@@ -305,6 +292,18 @@ class _Order:
                 yield _SeededIndex(index, seed)
             else:
                 yield _begin_batch(index, seed)
+        if found < skip:
+            raise _other_order(owner.epoch, skip, f"only {found} batches")
+
+    def _indices(self) -> Iterator[Any]:
+        """The indices of this epoch, each drawn from global generators that are seeded for it."""
+        indices = None
+        for number in count():
+            self._owner._seed_all("order", number)
+            indices = indices or iter(self._sampler)
+            if (index := next(indices, _END)) is _END:
+                return
+            yield index
 
     def _check_sampler(self) -> None:
         """Refuse a sampler that gives another order the second time. Up to `_MOST_COMPARED` batches
@@ -320,13 +319,8 @@ class _Order:
             )
 
     def _whole_order(self) -> bytes:
-        """A hash of the indices of this epoch, drawn as `__iter__` draws them."""
-        digest, indices = blake2b(), None
-        for number in range(_MOST_COMPARED):
-            self._owner._seed_all("order", number)
-            indices = indices or iter(self._sampler)
-            if (index := next(indices, _END)) is _END:
-                break
+        digest = blake2b()
+        for index in islice(self._indices(), _MOST_COMPARED):
             digest.update(f"{index!r};".encode())
         return digest.digest()
 
@@ -413,10 +407,9 @@ def _check(loader: Any) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
             f"expected a dataset that is read by index, found the IterableDataset "
-            f"{type(loader.dataset).__qualname__}: a position in it cannot be reached without reading "
-            f"all before it, and nothing shows whether it gives the same examples again. Use a "
-            f"map-style dataset, perdure.data.StreamDataset, or torchdata's StatefulDataLoader with "
-            f"a dataset that has a state_dict."
+            f"{type(loader.dataset).__qualname__}, which nothing shows to give the same examples "
+            f"again. Use a map-style dataset, perdure.data.StreamDataset, or torchdata's "
+            f"StatefulDataLoader with a dataset that has a state_dict."
         )
     if not loader.in_order:
         raise DataError(

@@ -23,10 +23,7 @@ from perdure.state.torch_tensors import (
 )
 from perdure.store.leaf import Leaf
 
-_WRAPPERS = {
-    torch.nn.DataParallel: "module",
-    torch.nn.parallel.DistributedDataParallel: "module",
-}
+_WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 _MODULE_VERBS = (
     "state_dict",
     "load_state_dict",
@@ -195,9 +192,8 @@ def _without(cuts: list[tuple[str, str]], name: str) -> str:
 
 
 def _inner_name(kind: type[torch.nn.Module]) -> str | None:
-    for wrapper, inner in _WRAPPERS.items():
-        if issubclass(kind, wrapper):
-            return inner
+    if issubclass(kind, _WRAPPERS):
+        return "module"
     # Compared by name, because the import of `torch._dynamo` is slow.
     compiled = kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
     return "_orig_mod" if compiled else None
@@ -246,13 +242,10 @@ def _have_separate_memory(state: Mapping[str, Any]) -> bool:
     for value in state.values():
         if not isinstance(value, torch.Tensor):
             return False
-        if isinstance(value, LAZY) or value.is_meta:
-            continue
-        if not (value := local_tensor(value)).numel():
-            continue
-        view = _view(value)
-        if views.setdefault(value.untyped_storage().data_ptr(), view) != view:
-            return False
+        if not isinstance(value, LAZY) and not value.is_meta and local_tensor(value).numel():
+            local = local_tensor(value)
+            if views.setdefault(local.untyped_storage().data_ptr(), _view(local)) != _view(local):
+                return False
     return True
 
 
@@ -296,16 +289,16 @@ def _meta_reasons(module: torch.nn.Module) -> list[Difference]:
     if not on_meta:
         return []
     saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
-    how = "Call `module.to_empty(device=...)`"
     lines = []
     for name, tensor in on_meta:
+        why, how = "never saved (persistent=False)", ", and compute it"
         if id(tensor) in saved:
-            reason = f"is on the meta device, and the module has code of its own for loading. {how}"
-        else:
-            reason = (
-                f"is on the meta device and never saved (persistent=False). {how}, and compute it"
-            )
-        lines.append(Difference(join_dotted("", name), reason=f"{reason} before the restore"))
+            why, how = "the module has code of its own for loading", ""
+        reason = (
+            f"is on the meta device, and {why}. Call `module.to_empty(device=...)`{how} before the "
+            f"restore"
+        )
+        lines.append(Difference(join_dotted("", name), reason=reason))
     return lines
 
 
@@ -337,11 +330,8 @@ def _check_module(state: Mapping[str, Any], resized: Collection[str], *, whole: 
         lines = _spec_differences(expected, stored, whole=whole)
         for first, *others in tied_groups:
             for path in others:
-                if (
-                    first in stored
-                    and path in stored
-                    and not same_bits(stored[first], stored[path])
-                ):
+                are_stored = first in stored and path in stored
+                if are_stored and not same_bits(stored[first], stored[path]):
                     reason = (
                         f"is one tensor with {first} in the target, the checkpoint has two that "
                         f"differ; name with `leaves` what to restore, and only one of these two"
@@ -360,9 +350,7 @@ def _spec_differences(
         leaf = stored.get(path)
         if leaf is None:
             if whole:
-                lines.append(
-                    Difference(path, "a tensor" if spec is None else spec.describe(), None)
-                )
+                lines.append(Difference(path, "a tensor" if spec is None else spec.describe()))
         elif spec is not None and spec != LeafSpec.of(leaf):
             lines.append(Difference(path, spec.describe(), leaf.describe()))
     if whole:

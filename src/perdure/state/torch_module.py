@@ -291,11 +291,11 @@ def _meta_reasons(module: torch.nn.Module) -> list[Difference]:
     saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
     lines = []
     for name, tensor in on_meta:
-        why, how = "never saved (persistent=False)", ", and compute it"
+        why, how = " and never saved (persistent=False)", ", and compute it"
         if id(tensor) in saved:
-            why, how = "the module has code of its own for loading", ""
+            why, how = ", and the module has code of its own for loading", ""
         reason = (
-            f"is on the meta device, and {why}. Call `module.to_empty(device=...)`{how} before the "
+            f"is on the meta device{why}. Call `module.to_empty(device=...)`{how} before the "
             f"restore"
         )
         lines.append(Difference(join_dotted("", name), reason=reason))

@@ -11,7 +11,7 @@ from call_counts import calls
 from perdure.errors import UnsupportedLeafError
 from perdure.state import StateWithExtras, flatten
 from perdure.state.builtin import Builtin
-from perdure.state.template import Template, own_differences, template_of
+from perdure.state.template import Template, differences, template_of
 
 COUNT = 1000
 OTHERS: dict[str, Any] = {
@@ -60,7 +60,7 @@ def test_the_leaves_are_those_of_each_value(
 ) -> None:
     state = many(*names)
     together, specs = rows(state), spec_rows(template_of(state))
-    assert not own_differences(state, flatten(state))
+    assert not differences(template_of(state), flatten(state))
     one_by_one(monkeypatch)
     assert rows(state) == together
     assert spec_rows(template_of(state)) == specs
@@ -72,7 +72,7 @@ def test_a_wrong_leaf_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = rows(state)
     monkeypatch.setattr(Builtin, "leaves", lambda self, values: leaves(self, values[::-1]))
     assert rows(state) != expected
-    assert own_differences(state, flatten(state))
+    assert differences(template_of(state), flatten(state))
 
 
 def test_a_path_that_there_is_twice_is_refused_in_any_block() -> None:
@@ -89,7 +89,7 @@ def test_a_path_that_there_is_twice_is_refused_in_any_block() -> None:
 def test_most_arrays_take_one_call_of_python_each(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"w{n}": np.ones(4, np.float32) for n in range(10 * COUNT)}
     leaves = flatten(state)
-    looks = [lambda: flatten(state), lambda: own_differences(state, leaves)]
+    looks = [lambda: flatten(state), lambda: differences(template_of(state), leaves)]
     together = [calls(look) / len(state) for look in looks]
     assert max(together) < 1.5
     one_by_one(monkeypatch)

@@ -33,7 +33,7 @@ from perdure.state.containers import (
 )
 from perdure.state.leaf_spec import Difference, LeafSpec, PathInErrors, type_name
 from perdure.state.leaf_values import cut, plain_value, same_bits
-from perdure.state.paths import is_below, join_dotted, join_part, nearest
+from perdure.state.paths import below, is_below, join_dotted, join_part, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import ObjectFlattener, read_state
 from perdure.store.format import children_of, escape, unescape
@@ -100,7 +100,7 @@ class ObjectStates:
             return self._module_values(present, path, stateful.arrays)
         if leaf_adapter(present, self._adapters) is None and describe_container(present) is None:
             return self._rebuild(present, path)  # the state is itself a live object
-        if path in self.containers or path in self.leaves or path in self._parts:
+        if self._is_stored(path):
             return self._value(path, present, stateful.arrays, root=True)
         if _has_leaves(present):
             expected = f"the state of a {type_name(stateful.target)}"
@@ -117,17 +117,18 @@ class ObjectStates:
 
     def is_missing(self, stateful: Stateful, path: str) -> bool:
         """Whether the checkpoint has no state at all for an object that has one."""
-        is_stored = path in self.leaves or path in self.containers or path in self._parts
-        return not is_stored and _has_leaves(read_state(stateful, path))
+        return not self._is_stored(path) and _has_leaves(read_state(stateful, path))
+
+    def _is_stored(self, path: str) -> bool:
+        return path in self.leaves or path in self.containers or path in self._parts
 
     def digests(self, stateful: Stateful, path: str) -> dict[str, list[str]] | None:
         """dtype, shape and chunk hashes of the present leaves; None for a state without exact form."""
         leaves = Leaves()
         try:
             with own_shards_only():
-                ObjectFlattener(leaves, self._adapters).add(
-                    stateful, path, read_state(stateful, path)
-                )
+                flattener = ObjectFlattener(leaves, self._adapters)
+                flattener.add(stateful, path, read_state(stateful, path))
         except StateError:
             return None
         return {
@@ -144,7 +145,7 @@ class ObjectStates:
         differences = [
             line
             for line in present.differences
-            if (line.stored is not None or line.reason or not _may_add(stateful, path, line.path))
+            if (line.stored or line.reason or not stateful.may_add(below(line.path, path)))
             and nearest(line.path, self._keep) is None
         ]
         differences += [
@@ -268,10 +269,6 @@ class _ComparedLeaves(Leaves):
 def _same_library(first: str, second: str) -> bool:
     """Whether two array classes differ at most in the device."""
     return first.partition("@")[0] == second.partition("@")[0]
-
-
-def _may_add(stateful: Stateful, path: str, leaf_path: str) -> bool:
-    return stateful.may_add(leaf_path[len(path) :].removeprefix("/"))
 
 
 def _child(like: Any, key: Any) -> Any:

@@ -96,12 +96,25 @@ def is_below(path: str, ancestors: Sequence[str]) -> bool:
     return any(path == ancestor or path.startswith(f"{ancestor}/") for ancestor in ancestors)
 
 
+def below(path: str, ancestor: str) -> str:
+    """`path` as it is relative to a path above it; "" for that itself."""
+    return path[len(ancestor) :].removeprefix("/")
+
+
 def insert(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     """Set the value at `keys` in nested dicts, and make the dicts that are missing."""
     *parents, last = keys
     for key in parents:
         tree = tree.setdefault(key, {})
     tree[last] = value
+
+
+def nested(values: Iterable[tuple[str, Any]]) -> Any:
+    """Values by path as nested dicts of the keys; the value itself at the path ""."""
+    tree: dict[str, Any] = {}
+    for path, value in values:
+        insert(tree, split_path(path), value)
+    return tree[""] if tree.keys() == {""} else tree
 
 
 def lookup(tree: Any, keys: Sequence[str]) -> Any:

@@ -17,21 +17,23 @@ from perdure.state.attribute_values import mark_of
 from perdure.state.held import held_values, program_frames
 from perdure.state.leaf_spec import Difference, LeafSpec, format_differences, state_dict_advice
 from perdure.state.leaf_values import SCALARS, same_bits
-from perdure.state.paths import is_below, nearest
+from perdure.state.paths import below, is_below, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import FreshTarget, inner_objects, lost_objects
 from perdure.state.template import (
     Template,
     differences,
-    own_differences,
     same_specs,
-    template_of_walk,
+    template_of,
 )
 from perdure.state.walk import Branch, Walk
 from perdure.store.leaf import Leaf, containers_of
 
 _LOOKS = 3
 """So many saves after a restore are compared: what a program changes, it changes in each step."""
+
+
+_GROWN = " A dict that gains keys belongs in an object with `state_dict` and `load_state_dict`."
 
 
 class _Tensor(NamedTuple):
@@ -154,7 +156,7 @@ class ReplacedMembers:
             return
         for child in part.parts:
             inside = walk.paths[child] if isinstance(child, int) else child.path
-            last = inside[len(part.path) :].removeprefix("/")
+            last = below(inside, part.path)
             above = f"{target_path}/" if target_path and last else target_path
             self._check(walk, child, None if above is None else above + last, step)
 
@@ -223,25 +225,17 @@ class RestoreCheck:
     def expect(self, like: Any, *, begins: bool = False) -> Walk | None:
         """The program restores into `like`; returns its walk, None if a save would refuse it. If
         the program `begins` with it, a value that no save takes is an error now."""
-        walk = None
+        walk = self._template = self._inner = self._known = self._partial = None
+        self.fresh = FreshTarget()
         try:
             walk = Walk(like)
             if begins:
                 _require_values(walk)
-            self._template = template_of_walk(walk)
-            self.fresh = FreshTarget(walk)
+            self._template, self.fresh = template_of(walk), FreshTarget(walk)
+            self._inner = inner_objects(walk.objects)
         except StateError:
             if begins:
                 raise
-            self._template, self.fresh = None, FreshTarget()
-        else:
-            self._inner = None
-            try:
-                self._inner = inner_objects(walk.objects)
-            except StateError:
-                if begins:
-                    raise
-        self._known = self._partial = None
         return walk
 
     def restored(self, leaves: Mapping[str, Leaf]) -> None:
@@ -268,27 +262,23 @@ class RestoreCheck:
         if note := self.replaced.changed_elsewhere(state):
             warn_caller(f"{where}: {note}")
 
-    def check_first(self, where: str, state: Any, leaves: Mapping[str, Leaf]) -> None:
+    def check_first(self, where: str, walk: Walk, leaves: Mapping[str, Leaf]) -> None:
         """Raise `MismatchError` if the first save could not be restored; later calls do nothing."""
         if self._known is not None:
             return
         if self._template is None:
-            target, lines = "the state itself", own_differences(state, leaves)
-            self.fresh = FreshTarget(Walk.of(state))
+            target, lines = "the state itself", differences(template_of(walk), leaves)
+            self.fresh = FreshTarget(walk)
         else:
             target = "the target that was given to the restore"
             lines = self._differences(self._template, leaves)
         if lines:
-            grown = (
-                " A dict that gains keys belongs in an object with `state_dict` and "
-                "`load_state_dict`."
-            )
+            has_grown = any(line.expected is None and not line.reason for line in lines)
             raise MismatchError(
                 f"{where}: this state could never be restored into {target}:\n"
                 f"{format_differences(lines)}\n"
                 f'("the checkpoint" is what would be saved.) Give the restore a target of the same '
-                f"structure, dtypes and shapes as the state that the loop saves."
-                f"{grown * any(line.expected is None and not line.reason for line in lines)}"
+                f"structure, dtypes and shapes as the state that the loop saves.{_GROWN * has_grown}"
                 f"{state_dict_advice(lines)}"
             )
         self._known = _structure(leaves) if self._template is not None else {}

@@ -17,10 +17,10 @@ from perdure.state.adapter import Adapter, loaded_adapters
 from perdure.state.leaf_spec import Difference, LeafSpec, fits, format_differences, type_name
 from perdure.state.leaf_values import cast_leaf
 from perdure.state.object_restore import ObjectStates
-from perdure.state.paths import ancestors, join_part, nearest
+from perdure.state.paths import ancestors, below, join_part, nearest
 from perdure.state.per_rank import current_rank_context, rank_context
 from perdure.state.restore_request import RestoreReport, RestoreRequest
-from perdure.state.template import differences, template_of_walk
+from perdure.state.template import differences, template_of
 from perdure.state.walk import SpecsBelow, Walk
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
@@ -97,7 +97,7 @@ class RestorePlan:
         self._moved = sorted(
             new for path in (leaves if renaming else ()) if (new := renaming(path)) != path
         )
-        self._template = template_of_walk(self.walk)
+        self._template = template_of(self.walk)
         self.keep = self.walk.unselected | self.walk.pruned
         self.expected: dict[str, LeafSpec | None] = {}
         self._parts: dict[str, Mapping[str, LeafSpec | None] | None] = {}
@@ -220,18 +220,18 @@ class RestorePlan:
             units = {owner} if parts is None else {join_part(owner, part) for part in parts}
             if parts is not None:
                 self.keep |= {unit for unit in units if not selection.matches(unit)}
-            below: dict[str, list[str]] = {}
+            by_unit: dict[str, list[str]] = {}
             for path in self.specs:
                 unit = nearest(path, units) if self._owner(path) == owner else None
                 if unit is not None and unit != path:
-                    below.setdefault(unit, []).append(path)
-            for unit, leaves in below.items():
+                    by_unit.setdefault(unit, []).append(path)
+            for unit, leaves in by_unit.items():
                 selected = [path for path in leaves if selection.matches(path)]
                 if len(selected) == len(leaves):
                     self.keep.discard(unit)
                 elif selected:
                     name = type_name(self.walk.objects[owner].target)
-                    reason = f"lies inside a {name}, which takes {unit} only as a whole; name that"
+                    reason = f"lies inside a {name}, which takes {unit} only as a whole; name {unit}"
                     self._refused[selected[0]] = Difference(selected[0], reason=reason)
                     self.keep.add(unit)
 
@@ -279,14 +279,14 @@ class RestorePlan:
                 continue
             node = self.walk.objects[path]
             entry = states.containers.get(path)
-            below = Leaves({}, {} if entry is None else {"": entry})
+            inside = Leaves({}, {} if entry is None else {"": entry})
             for leaf in states.leaf_paths(path):
-                below[leaf[len(path) :].removeprefix("/")] = self.leaves[leaf]
+                inside[below(leaf, path)] = self.leaves[leaf]
             if path in refusals:
                 self._mismatched[path] = Difference(path, reason=refusals[path])
             elif states.is_missing(node, path):
                 self._missing[path] = Difference(path, f"the state of a {type_name(node.target)}")
-            elif lines := self._template.objects[path](below):
+            elif lines := self._template.objects[path](inside):
                 self._mismatched[path] = lines[0]._replace(path=path)
             else:
                 continue

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from perdure.errors import ArgumentError, MismatchError
-from perdure.state.paths import ancestors, join_part
+from perdure.state.paths import ancestors, below, join_part
 from perdure.store.selection import Selection, WantedLeaves
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Renaming:
         """The path in the target."""
         for old in ancestors(path) if self.paths else ():
             if (new := self.paths.get(old)) is not None:
-                rest = path[len(old) :].removeprefix("/")
+                rest = below(path, old)
                 return join_part(new, rest) if rest else new
         return path
 

@@ -30,7 +30,7 @@ from perdure.state.leaf_spec import (
     type_name,
 )
 from perdure.state.leaf_values import is_plain, plain_value
-from perdure.state.paths import insert, join_dotted, join_key, nearest, split_path
+from perdure.state.paths import join_dotted, join_key, nearest, nested
 from perdure.state.per_rank import current_rank_context
 from perdure.state.walk import ANY_LENGTH, GROWING, Unwalked, Walk, node_of
 from perdure.store.aligned_buffers import COPIED_TOGETHER, CopyBuffer
@@ -346,10 +346,7 @@ def snapshot(
 
 def unflatten(leaves: Mapping[str, Leaf]) -> Any:
     """Leaves as nested dicts of NumPy arrays and Python scalars, for use without a target."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        insert(tree, split_path(path), plain_value(leaf))
-    return tree[""] if tree.keys() == {""} else tree
+    return nested((path, plain_value(leaf)) for path, leaf in leaves.items())
 
 
 def is_state(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from perdure.state.adapter import adapter
 from perdure.state.leaf_spec import Check, Difference, LeafSpec, fits
 from perdure.state.leaf_values import plain_value
-from perdure.state.paths import insert, join_part, nearest, split_path
+from perdure.state.paths import below, join_part, nearest, nested
 from perdure.state.walk import Walk
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf, Leaves, containers_of
@@ -37,13 +37,9 @@ class Template:
         return dict(zip(self.paths, self.specs, strict=True))
 
 
-def template_of(like: Any, stored: Mapping[str, LeafSpec] | None = None) -> Template:
-    """The template of a target, whose structure may depend on the specs that were `stored`."""
-    return template_of_walk(Walk(like, stored))
-
-
-def template_of_walk(walk: Walk) -> Template:
-    """The template of a target by its walk."""
+def template_of(like: Any) -> Template:
+    """The template of a target, or of the target that was walked."""
+    walk = like if isinstance(like, Walk) else Walk(like)
     checks = {path: node.check() for path, node in walk.objects.items()}
     return Template(walk.paths, walk.specs, checks)
 
@@ -73,7 +69,7 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
     }
     for path, leaf in leaves.items():
         if object_leaves and (parent := nearest(path, object_leaves)) is not None:
-            object_leaves[parent][path[len(parent) :].removeprefix("/")] = leaf
+            object_leaves[parent][below(path, parent)] = leaf
             continue
         expected = missing.pop(path, None)
         if expected is None or (expected.dtype, expected.shape) != (leaf.dtype, leaf.shape):
@@ -92,22 +88,9 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
     return sorted(lines, key=lambda line: line.path)
 
 
-def own_differences(state: Any, leaves: Mapping[str, Leaf]) -> list[Difference]:
-    """`differences` between a state as a target and the leaves that were made of it."""
-    walk = Walk.of(state)
-    # There may be very many leaves, and nearly always all of them fit: no template is needed then.
-    is_plain = not walk.objects and not containers_of(leaves)
-    if is_plain and same_specs(walk.paths, walk.specs, leaves):
-        return []
-    return differences(template_of_walk(walk), leaves)
-
-
 def metadata_tree(entries: Iterable[LeafEntry]) -> Any:
     """Nested dicts of `jax.ShapeDtypeStruct` (without JAX: `LeafSpec`) and Python scalars."""
-    tree: dict[str, Any] = {}
-    for entry in entries:
-        insert(tree, split_path(entry.path), _describe(entry))
-    return tree[""] if tree.keys() == {""} else tree
+    return nested((entry.path, _describe(entry)) for entry in entries)
 
 
 def _describe(entry: LeafEntry) -> Any:

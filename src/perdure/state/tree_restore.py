@@ -30,7 +30,7 @@ from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_plan import RestorePlan, StoredState
 from perdure.state.restore_request import RestoreReport, RestoreRequest
 from perdure.state.snapshots import unflatten
-from perdure.state.template import differences, template_of_walk
+from perdure.state.template import differences, template_of
 from perdure.state.walk import Branch, Described, Walk
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
@@ -255,7 +255,7 @@ class _Restore:
     def _build_inside_object(self, like: Any, path: str) -> Any:
         """The new value for a live object inside the state of another one, compared as strictly."""
         walk = Walk(like, self._plan.specs, path)
-        if lines := differences(template_of_walk(walk), self._below(path)):
+        if lines := differences(template_of(walk), self._below(path)):
             raise mismatch_error(lines)
         return self._build(walk, walk.root)
 

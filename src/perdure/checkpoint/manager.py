@@ -26,7 +26,6 @@ from perdure.checkpoint.managed_directory import (
     SaveInterval,
     describe_newest,
     exclusive,
-    exclusive_also_closed,
 )
 from perdure.checkpoint.manager_options import ManagerOptions, Restored
 from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
@@ -216,7 +215,6 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             self._interval.record(step)
         return is_saved
 
-    @exclusive_also_closed
     def wait_until_finished(self, *, mirror: bool = False) -> bool:
         """Wait for the save under way, which is durable then. Raises what it raised.
 
@@ -224,11 +222,14 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         has what was saved, and warn if it has not. Returns whether the save was committed: under
         `on_error="continue"` a failed save is a warning.
         """
-        is_committed = self._saver.settle(wait=True)
-        if mirror and self._mirror is not None and self._processes.is_chief:
-            self._mirror.wait(self._options.mirror_wait)
-            self._saver.warn_of_mirror()
-        return is_committed
+        self.require_process("wait_until_finished")
+        self.require_no_call("wait_until_finished")
+        with self._turn:
+            is_committed = self._saver.settle(wait=True)
+            if mirror and self._mirror is not None and self._processes.is_chief:
+                self._mirror.wait(self._options.mirror_wait)
+                self._saver.warn_of_mirror()
+            return is_committed
 
     def restore(
         self,

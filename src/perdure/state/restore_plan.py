@@ -231,7 +231,9 @@ class RestorePlan:
                     self.keep.discard(unit)
                 elif selected:
                     name = type_name(self.walk.objects[owner].target)
-                    reason = f"lies inside a {name}, which takes {unit} only as a whole; name {unit}"
+                    reason = (
+                        f"lies inside a {name}, which takes {unit} only as a whole; name {unit}"
+                    )
                     self._refused[selected[0]] = Difference(selected[0], reason=reason)
                     self.keep.add(unit)
 

@@ -5,9 +5,9 @@ a checkpoint names the class, and the shapes of the state are compared with thos
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -229,50 +229,39 @@ def _other_class(expected: str, stored: Mapping[str, Leaf]) -> list[Difference]:
     return [Difference("", reason=f"the checkpoint has a {entry.type}, expected a {expected}")]
 
 
-class _Facts(NamedTuple):
-    """What is compared of an optimizer; no tensors."""
-
-    kind: str
-    sizes: list[int]
-    names: list[str]
-    shapes: list[Shape | None]
-    has_their_shapes: bool
-
-
 def _optimizer_check(state: OptimizerState) -> Check:
-    """Compares class, groups, and the shapes of the state with those of the parameters."""
-    optimizer = state.target
-    kind, groups = type(optimizer), optimizer.param_groups
-    facts = _Facts(
-        state.class_name,
-        [len(group["params"]) for group in groups],
-        [name for group in groups for name in group.get("param_names", ())],
-        [None if isinstance(each, LAZY) else tuple(each.shape) for each in _parameters(groups)],
-        kind.__module__.startswith("torch.optim") and kind not in _OTHER_SHAPES,
-    )
-    return partial(_optimizer_differences, facts)
+    """Compares class, groups, and the shapes of the state with those of the parameters, of which it
+    keeps no tensor."""
+    class_name, kind, groups = state.class_name, type(state.target), state.target.param_groups
+    expected = [len(group["params"]) for group in groups]
+    names = [name for group in groups for name in group.get("param_names", ())]
+    parameters = _parameters(groups)
+    shapes = [None if isinstance(each, LAZY) else tuple(each.shape) for each in parameters]
+    has_their_shapes = kind.__module__.startswith("torch.optim") and kind not in _OTHER_SHAPES
+    del state, groups, parameters
 
-
-def _optimizer_differences(facts: _Facts, stored: Mapping[str, Leaf]) -> list[Difference]:
-    sizes: dict[int, int] = defaultdict(int)
-    names: list[str] = []
-    for path, leaf in stored.items():
-        first, number, name, *_ = f"{path}///".split("/")
-        if first == "param_groups" and number.isdigit():
-            sizes[int(number)] += unescape(name) == "params"
-            names += [str(plain_value(leaf))] if unescape(name) == "param_names" else []
-    found = [sizes[number] for number in sorted(sizes)]
-    if found != facts.sizes:
-        reason = (
-            f"expected groups of {facts.sizes} parameters, the checkpoint has groups of {found}. If "
-            f"the loop calls `add_param_group` while it trains, add the group before the restore"
+    def check(stored: Mapping[str, Leaf]) -> list[Difference]:
+        sizes: dict[int, int] = defaultdict(int)
+        before: list[str] = []
+        for path, leaf in stored.items():
+            first, number, name, *_ = f"{path}///".split("/")
+            if first == "param_groups" and number.isdigit():
+                sizes[int(number)] += unescape(name) == "params"
+                before += [str(plain_value(leaf))] if unescape(name) == "param_names" else []
+        found = [sizes[number] for number in sorted(sizes)]
+        if found != expected:
+            reason = (
+                f"expected groups of {expected} parameters, the checkpoint has groups of {found}. If "
+                f"the loop calls `add_param_group` while it trains, add the group before the restore"
+            )
+            return [Difference("param_groups", reason=reason)]
+        return (
+            _other_class(class_name, stored)
+            or _order_differences(names, before)
+            or _shape_differences(shapes, stored, has_their_shapes)
         )
-        return [Difference("param_groups", reason=reason)]
-    return (
-        _other_class(facts.kind, stored)
-        or _order_differences(facts.names, names)
-        or _shape_differences(facts, stored)
-    )
+
+    return check
 
 
 def _order_differences(now: list[str], before: list[str]) -> list[Difference]:
@@ -293,7 +282,9 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _shape_differences(facts: _Facts, stored: Mapping[str, Leaf]) -> list[Difference]:
+def _shape_differences(
+    expected_shapes: Sequence[Shape | None], stored: Mapping[str, Leaf], has_their_shapes: bool
+) -> list[Difference]:
     """State of the shape of another parameter. In an optimizer of the user's it may have any shape,
     unless the shapes are those of all parameters in another order."""
     found: dict[str, dict[int, Shape]] = defaultdict(dict)
@@ -301,12 +292,12 @@ def _shape_differences(facts: _Facts, stored: Mapping[str, Leaf]) -> list[Differ
         parts = path.split("/")
         if parts[0] == "state" and len(parts) == 3 and parts[1].isdigit() and leaf.shape:
             number = int(parts[1])
-            if number < len(facts.shapes) and facts.shapes[number] is not None:
+            if number < len(expected_shapes) and expected_shapes[number] is not None:
                 found[parts[2]][number] = leaf.shape
     lines = []
     for key, shapes in found.items():
-        expected = {number: facts.shapes[number] or () for number in shapes}
-        if not facts.has_their_shapes and sorted(shapes.values()) != sorted(expected.values()):
+        expected = {number: expected_shapes[number] or () for number in shapes}
+        if not has_their_shapes and sorted(shapes.values()) != sorted(expected.values()):
             continue
         lines += [
             Difference(

@@ -530,7 +530,7 @@ def test_a_page_that_cannot_be_finished_leaves_the_older_one(
 
 
 def test_metrics_of_the_loop_and_of_checkpoints_meet(killed: Path) -> None:
-    rows = [{"step": s, "time": 1.0, "metrics": {"loss": s / 100, "speed": None}} for s in (5, 10)]
+    rows = [{"step": s, "time": 1.0, "metrics": {"loss": s / 100, "speed": "NaN"}} for s in (5, 10)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (killed / "metrics.jsonl").write_text(lines + '{"step": 15, "ti')
     document = report(killed).document["runs"][0]

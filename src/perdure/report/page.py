@@ -93,7 +93,7 @@ def templates() -> Any:
         "command": shlex.join,
         "dash": lambda value: "-" if value is None else value,
         "duration": duration,
-        "number": lambda value: "not finite" if value is None else f"{value:.4g}",
+        "number": lambda value: "not finite" if value is None else f"{float(value):.4g}",
         "percent": lambda value: "-" if value is None else f"{100 * value:.1f} %",
         "share": lambda part, whole: f"{100 * max(0.0, min(1.0, part / (whole or 1))):.2f}%",
         "size": size_text,

@@ -25,7 +25,7 @@ from perdure.errors import (
 )
 from perdure.state import AttributeState, flatten, is_state, unflatten
 from perdure.state import restore as restore_state
-from perdure.state.epoch_ends import load_epoch_ends
+from perdure.state.extra_members import load_epoch_ends
 from perdure.state.paths import join_key, split_path
 from perdure.state.restore_request import RestoreRequest
 from perdure.store import Loaded, LocalStorage, Run, Storage

@@ -16,8 +16,7 @@ from perdure.checkpoint.manager_options import Restored
 from perdure.checkpoint.restore_source import load_in_group
 from perdure.checkpoint.saver import Saver
 from perdure.errors import MismatchError, StoreError, warn_caller
-from perdure.state.epoch_ends import load_epoch_ends
-from perdure.state.extra_members import Restoring, shared_groups
+from perdure.state.extra_members import Restoring, load_epoch_ends, shared_groups
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import processes_of

@@ -28,6 +28,7 @@ from perdure.state.attribute_values import (
     mark_of,
     plain_form,
     put_value,
+    static_owners,
     stored_form,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
@@ -35,7 +36,6 @@ from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import decides_its_state, is_owner
 from perdure.state.snapshots import ObjectFlattener
-from perdure.state.static_fields import static_owners
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container

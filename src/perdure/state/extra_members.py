@@ -5,9 +5,10 @@ They are process leaves: not in the fingerprint, and each process of a group has
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,8 +17,12 @@ import numpy as np
 
 from perdure.errors import CorruptionError, MismatchError
 from perdure.runtime.process_group import Processes
+from perdure.state.leaf_values import plain_value, scalar_leaf
+from perdure.state.paths import join_key
 from perdure.state.walk import Walk
+from perdure.store.format import EPOCH_ENDS
 from perdure.store.leaf import Leaf, Leaves
+from perdure.store.manifest import LeafEntry
 
 R = TypeVar("R")
 
@@ -76,7 +81,7 @@ class ExtraMember:
 
 
 _MEMBERS = {
-    "perdure.state.epoch_ends:EpochEnds": None,
+    "perdure.state.extra_members:EpochEnds": None,
     "perdure.state.extra_members:SharedMembers": None,
     "perdure.state.attributes:Attributes": None,
     "perdure.state.torch_gradients:Gradients": "torch",
@@ -186,3 +191,69 @@ def shared_groups(restoring: Restoring) -> dict[str, int]:
 def _is_mutable(kind: type) -> bool:
     torch = sys.modules.get("torch")
     return issubclass(kind, np.ndarray) or (torch is not None and issubclass(kind, torch.Tensor))
+
+
+# ---------------------------------------------------------------- ends of epochs
+
+
+_ENDED = re.compile(rf"process/[0-9]+/{EPOCH_ENDS}")
+_ORDER = re.compile(r"([1-9][0-9]{0,18}) ([0-9a-f]*)")
+_POSITION = {"epoch", "batch", "step", "seed", "examples", "batches_per_epoch"}
+_ended = msgspec.json.Decoder(list[str])
+
+
+class EpochEnds(ExtraMember):
+    """The end of an epoch of a `ResumableLoader`, in one form whether a save is in the last iteration
+    or after it. Put back by `load_epoch_ends`, before the state is restored.
+
+    Both positions, (epoch, batches) and (epoch + 1, 0), belong to one step, whose state may only be
+    saved again with the same bits. So the first is stored, and the leaf says that the loop has ended.
+    """
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        """Give positions after an epoch the form of its last batch; the leaf names them."""
+        leaves, ended = saving.leaves, list[str]()
+        # A million leaves are looked at in every save: the cheapest test first.
+        for path in [path for path in leaves if path[-5:] == "order"]:
+            place, _, last = path.rpartition("/")
+            found = {
+                name: leaf for name in _POSITION if (leaf := leaves.get(join_key(place, name)))
+            }
+            is_position = last == "order" and len(found) == len(_POSITION)
+            if not is_position or {leaf.dtype for leaf in found.values()} != {"py:int"}:
+                continue
+            epoch, batch = plain_value(found["epoch"]), plain_value(found["batch"])
+            parts = _ORDER.fullmatch(leaves[path].text) if leaves[path].dtype == "py:str" else None
+            if parts is None or batch or not epoch:
+                continue
+            _put_position(leaves, place, epoch - 1, int(parts[1]), parts[2])
+            ended.append(place)
+        if not ended:
+            return {}
+        return {f"process/{saving.process}/{EPOCH_ENDS}": json_leaf(sorted(ended))}
+
+
+def ended_order(batch: int, order: str) -> str:
+    """The `order` of a position after an epoch of which `batch` batches with `order` were used."""
+    return f"{batch} {order}" if batch else ""
+
+
+def load_epoch_ends(leaves: Leaves, process_leaves: Iterable[LeafEntry], where: str) -> None:
+    """Give the positions that `EpochEnds` has named their form after the epoch again."""
+    places: set[str] = set()
+    for entry in process_leaves:
+        if _ENDED.fullmatch(entry.path):
+            try:
+                places.update(_ended.decode(entry.text or ""))
+            except ValueError as error:  # of msgspec
+                raise CorruptionError(f"{where}: {entry.path} cannot be read: {error}.") from error
+    for place in places:
+        names = [join_key(place, name) for name in ("epoch", "batch", "order")]
+        if all(name in leaves for name in names):  # else only others were read
+            epoch, batch, order = (plain_value(leaves[name]) for name in names)
+            _put_position(leaves, place, epoch + 1, 0, ended_order(batch, order))
+
+
+def _put_position(leaves: Leaves, place: str, *values: Any) -> None:
+    for name, value in zip(("epoch", "batch", "order"), values, strict=True):
+        leaves[join_key(place, name)] = scalar_leaf(value)

@@ -7,15 +7,19 @@ functions of (seed, epoch, batch, rank). Workers, prefetching and interruptions 
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 import operator
 import random
 import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count, islice
+from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
@@ -25,12 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from perdure.errors import DataError
-from perdure.state.epoch_ends import (
-    ended_order,
-    is_lightning,
-    warn_of_cycle,
-    warn_of_empty_loop,
-)
+from perdure.state.extra_members import ended_order
 
 _END = object()
 _MOST_COMPARED = 2**14
@@ -141,10 +140,10 @@ class ResumableLoader:
         other indices than before, or another loop over this loader has begun."""
         if self._is_at_last_batch():
             self._end_epoch()  # a loop that is kept has received the last batch
-        is_empty_after_resume = self._taken == self._step and not is_lightning(sys._getframe(1))
+        is_empty_after_resume = self._taken == self._step and not _is_lightning(sys._getframe(1))
         if is_empty_after_resume and not self._has_warned:
             self._has_warned = True
-            warn_of_empty_loop(self._step, self._epoch - 1)
+            _warn_of_empty_loop(self._step, self._epoch - 1)
         self._taken = -1
         # Loops that are left at the last batch of a whole epoch (by `zip`) resume rightly.
         self._is_part = self._batch > 0 and self._step != self._loaded
@@ -173,7 +172,7 @@ class ResumableLoader:
                     self._taken = -1
                     if not self._has_ended:
                         self._has_ended = True
-                        warn_of_cycle(self._loop())
+                        _warn_of_cycle(self._loop())
                     return
                 if not self._order.ahead:
                     raise _own_iterator(self._loader)
@@ -213,7 +212,7 @@ class ResumableLoader:
         self._seed, self._step, self._taken = stored.seed, stored.step, -1
         self._loaded = self._step
         self._go_to(stored.epoch, stored.batch, stored.order)
-        if stored.batch == stored.batches_per_epoch and is_lightning(sys._getframe(1)):
+        if stored.batch == stored.batches_per_epoch and _is_lightning(sys._getframe(1)):
             self._end_epoch()  # an empty rest makes no batches
 
     def _is_at_last_batch(self) -> bool:
@@ -447,3 +446,37 @@ def _other_order(epoch: int, batch: int, found: str) -> DataError:
         f"epoch {epoch}: expected from the sampler the {batch} batches that were used before the "
         f"interruption, found {found}. {_ORDER_RULE}"
     )
+
+
+def _is_lightning(frame: FrameType) -> bool:
+    """Whether a frame is that of Lightning's Trainer, which loads the states of its loaders."""
+    return frame.f_globals.get("__name__", "").endswith("pytorch.utilities.combined_loader")
+
+
+def _warn_of_empty_loop(step: int, epoch: int) -> None:
+    """A loop over `islice` has left `epoch` at its last batch, with a checkpoint from within."""
+    warnings.warn(
+        f"step {step}: the state of this ResumableLoader was saved inside a loop that was "
+        f"left at the last batch of epoch {epoch}, and the program goes on with the next "
+        f"epoch. A checkpoint of that step resumes with the end of that epoch: its first loop is "
+        f"empty. If the loop is one of a number of batches (`itertools.islice`, `break`) and not "
+        f"of an epoch, save after that loop.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _warn_of_cycle(batches: Any) -> None:
+    """Warn if an `itertools.cycle` has received all of `batches`, the iterator of a loader.
+
+    It takes some milliseconds, because all objects of the process are searched.
+    """
+    if any(type(referrer) is itertools.cycle for referrer in gc.get_referrers(batches)):
+        warnings.warn(
+            "itertools.cycle keeps the batches of its first pass over this ResumableLoader and gives "
+            "them again. The position does not count those, so that a resumed run gets other "
+            "batches. Iterate the loader again instead, in a generator: "
+            "`while True: yield from loader`.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

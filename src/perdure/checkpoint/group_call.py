@@ -41,15 +41,8 @@ class SentError(Struct):
         )
         return cls(next(public).__name__, str(error))
 
-    @property
-    def is_damage(self) -> bool:
-        return self._is_of(CorruptionError)
-
-    @property
-    def is_of_store(self) -> bool:
-        return self._is_of(StoreError)
-
-    def _is_of(self, public: type[Exception]) -> bool:
+    def is_a(self, public: type[Exception]) -> bool:
+        """Whether its class is `public` or derived from it."""
         kind = getattr(errors, self.kind, None)
         return isinstance(kind, type) and issubclass(kind, public)
 
@@ -65,7 +58,7 @@ class SentError(Struct):
 class _Outcome(Struct):
     """How a call ended in the chief: with an error, or with an answer for all processes."""
 
-    error: SentError | None
+    error: SentError | None = None
     answer: Any = None
 
 
@@ -74,13 +67,6 @@ class _Message(Struct):
 
     call: str
     data: bytes
-
-
-class _Answer(Struct):
-    """What process 0 decided, or the calls of the processes if they differ."""
-
-    data: bytes = b""
-    differing: str = ""
 
 
 class GroupCall(ByAgreement):
@@ -101,25 +87,27 @@ class GroupCall(ByAgreement):
         def answer(sent: list[bytes]) -> bytes:
             messages = [_message(part) for part in sent]
             differ = [n for n, message in enumerate(messages) if message.call != messages[0].call]
-            if not differ:
-                decided = decide([message.data for message in messages])
-                return msgspec.msgpack.encode(_Answer(decided))
-            calls = [f"process {number} {messages[number].call}" for number in (0, *differ)]
-            return msgspec.msgpack.encode(_Answer(differing=", ".join(calls[:_MOST_CALLS])))
+            outcome = _Outcome()
+            if differ:
+                calls = [f"process {number} {messages[number].call}" for number in (0, *differ)]
+                outcome.error = SentError("StoreError", ", ".join(calls[:_MOST_CALLS]))
+            else:
+                outcome.answer = decide([message.data for message in messages])
+            return msgspec.msgpack.encode(outcome)
 
         sent = self._processes.agree(msgspec.msgpack.encode(_Message(self._call, data)), answer)
         try:
-            answered = decoded(sent, _Answer)
+            outcome = decoded(sent, _Outcome)
         except msgspec.MsgspecError:
             calls = f"process 0 {_message(b'').call}, process {self.index} {self._call}"
-            answered = _Answer(differing=calls)
-        if answered.differing:
+            outcome = _Outcome(SentError("StoreError", calls))
+        if outcome.error is not None:
             raise StoreError(
-                f"the processes of the group made different calls: {answered.differing}. Nothing was "
+                f"the processes of the group made different calls: {outcome.error.text}. Nothing was "
                 f"changed. In a group every process makes the same calls with the same arguments, in "
                 f"the same order."
             )
-        return answered.data
+        return outcome.answer
 
     def collect(self, data: bytes) -> list[bytes]:
         return self._processes.collect(data)
@@ -211,7 +199,7 @@ def gather_failures(processes: Processes, error: BaseException | None) -> dict[i
     def decide(sent: list[bytes]) -> bytes:
         found = enumerate(decoded(data, SentError | None) for data in sent)
         failed.update((number, error) for number, error in found if error is not None)
-        others = (number for number, error in failed.items() if not error.is_damage)
+        others = (number for number, error in failed.items() if not error.is_a(CorruptionError))
         shared = {*list(failed)[:1], *itertools.islice(others, 1)}
         return msgspec.msgpack.encode({number: failed[number] for number in shared})
 

@@ -88,8 +88,8 @@ def load_in_group(
         if not failed and loaded is not None:
             loaded = replace(loaded, skipped=tuple(copies.skipped.items()))
             return RestoreSource(loaded, copies.notes), copies.readable
-        is_damaged = all(sent.is_damage for sent in failed.values())
-        if not is_damaged and not (0 in failed and failed[0].is_of_store):
+        is_damaged = all(sent.is_a(CorruptionError) for sent in failed.values())
+        if not is_damaged and not (0 in failed and failed[0].is_a(StoreError)):
             raise_first(processes, failed, error)
         del loaded  # before the next one takes as much memory
         if processes.is_chief:

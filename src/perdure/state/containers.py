@@ -19,23 +19,12 @@ from perdure.store.format import escape, unescape
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import MAPPINGS, Container
 
-_SEQUENCES: dict[type, str] = {
-    list: "list",
-    tuple: "tuple",
-    deque: "deque",
-    set: "set",
-    frozenset: "frozenset",
-}
+_SEQUENCES = (list, tuple, deque, set, frozenset)
 _FACTORIES: dict[Any, str] = {
     factory: factory.__name__ for factory in (bool, dict, float, int, list, set, str, tuple)
 }
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
+    kind.__name__: kind for kind in (OrderedDict, Counter, list, tuple, set, frozenset)
 }
 SORTED_DICT = Container("dict")
 """A dict whose keys are strings in code point order. It needs no entry."""
@@ -67,7 +56,7 @@ def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]
                 "a set of values other than Python scalars has no exact form; use a list."
             ) from None
     if kind in _SEQUENCES:
-        entry = Container(_SEQUENCES[kind], maxlen=getattr(value, "maxlen", None))  # type: ignore[arg-type]
+        entry = Container(kind.__name__, maxlen=getattr(value, "maxlen", None))  # type: ignore[arg-type]
         return entry, [(str(i), child) for i, child in enumerate(value)]
     if kind.__qualname__ == "Size" and kind.__module__ == "torch":
         return Container("torch.Size"), [(str(i), child) for i, child in enumerate(value)]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from perdure.state import process_random
-from perdure.state.program_code import is_program_file
+from perdure.state.program_code import is_program_file, is_program_module
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _DEEPEST = 6
@@ -144,11 +144,7 @@ def _of_process() -> Iterator[Held]:
     yield Held("os.environ", _changed_environment, _set_environment)
     for name, (library, get, put) in _DEFAULTS.items():
         if (module := sys.modules.get(library)) is not None and hasattr(module, "__version__"):
-            yield Held(
-                name,
-                functools.partial(get, module),
-                functools.partial(put, module),
-            )
+            yield Held(name, functools.partial(get, module), functools.partial(put, module))
 
 
 def _changed_environment() -> dict[str, str | None]:
@@ -170,9 +166,7 @@ def _program_modules() -> list[ModuleType]:
     return [
         module
         for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType)
-        and (name == "__main__" or is_program_file(getattr(module, "__file__", None) or ""))
-        and not name.startswith("perdure")
+        if isinstance(module, ModuleType) and is_program_module(name)
     ]
 
 
@@ -253,12 +247,7 @@ def _attributes(value: Any) -> list[str] | None:
     owner = value if isinstance(value, type) else type(value)
     if isinstance(value, threading.local):
         return list(vars(value))
-    module = sys.modules.get(owner.__module__)
-    if owner.__module__.startswith("perdure.") or module is None:
-        return None
-    if owner.__module__ != "__main__" and not is_program_file(
-        getattr(module, "__file__", None) or ""
-    ):
+    if not is_program_module(owner.__module__):
         return None
     names: list[str] = list(getattr(value, "__dict__", ()))
     for base in owner.__mro__ if owner is not value else ():

@@ -31,9 +31,13 @@ def is_of_program(kind: type) -> bool:
         return True
     if issubclass(kind, (enum.Enum, type)) or kind.__module__ == "builtins":
         return False
-    if kind.__module__ == "__main__":
-        return True
-    return is_program_file(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+    return is_program_module(kind.__module__)
+
+
+def is_program_module(name: str) -> bool:
+    """Whether a module that is imported is the program's."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return name == "__main__" or (is_program_file(file) and not name.startswith("perdure."))
 
 
 @cache

@@ -66,18 +66,17 @@ class Renaming:
                     f"the object itself."
                 )
         sources: dict[str, str] = {}
+        meeting = ""
         for old in leaves:
             if (other := sources.setdefault(self(old), old)) != old:
-                raise MismatchError(
-                    f"rename: {other!r} and {old!r} of the checkpoint would both become "
-                    f"{self(old)!r}; nothing was changed. Rename one of them to another path."
-                )
+                meeting = f"{other!r} and {old!r} of the checkpoint would both become {self(old)!r}"
         for new, old in sources.items():
             if above := [path for path in ancestors(new) if path != new and path in sources]:
-                raise MismatchError(
-                    f"rename: {old!r} would become {new!r}, below {above[0]!r}, which is a leaf; "
-                    f"nothing was changed. Rename one of them to another path."
-                )
+                meeting = f"{old!r} would become {new!r}, below {above[0]!r}, which is a leaf"
+        if meeting:
+            raise MismatchError(
+                f"rename: {meeting}; nothing was changed. Rename one of them to another path."
+            )
 
 
 class RestoreRequest(NamedTuple):

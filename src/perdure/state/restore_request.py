@@ -66,16 +66,16 @@ class Renaming:
                     f"the object itself."
                 )
         sources: dict[str, str] = {}
-        meeting = ""
+        meeting: list[str] = []
         for old in leaves:
             if (other := sources.setdefault(self(old), old)) != old:
-                meeting = f"{other!r} and {old!r} of the checkpoint would both become {self(old)!r}"
+                meeting.append(f"{other!r} and {old!r} would both become {self(old)!r}")
         for new, old in sources.items():
             if above := [path for path in ancestors(new) if path != new and path in sources]:
-                meeting = f"{old!r} would become {new!r}, below {above[0]!r}, which is a leaf"
+                meeting.append(f"{old!r} would become {new!r}, below {above[0]!r}, which is a leaf")
         if meeting:
             raise MismatchError(
-                f"rename: {meeting}; nothing was changed. Rename one of them to another path."
+                f"rename: {meeting[0]}; nothing was changed. Rename one of them to another path."
             )
 
 

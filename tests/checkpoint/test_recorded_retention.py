@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
-from perdure.checkpoint.retention import RecordedRetention, recorded_retention
+from perdure.checkpoint.retention import (
+    RecordedRetention,
+    execute_prune,
+    plan_prune,
+    recorded_retention,
+)
 from perdure.errors import CorruptionError
 from perdure.store import PruneRequest, Run, repair, verify_run
 from perdure.store.run_log import LOG_FILE, line_references
@@ -206,3 +213,31 @@ def test_a_metric_that_no_save_has_is_a_warning(
     assert [metric in str(warning.message) for warning in caught] == [True] * warns
     if warns:
         assert all(f"found '{name}'" in str(caught[0].message) for name in sorted(rows[1])[:1])
+
+
+def with_packs(where: Path) -> None:
+    with CheckpointManager(where, max_to_keep=None) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": np.arange(100.0) * step})
+
+
+@pytest.mark.parametrize("size", [0, 100, None], ids=["empty", "cut", "deleted"])
+def test_a_checkpoint_whose_pack_is_cut_is_neither_counted_nor_deleted(
+    tmp_path: Path, size: int | None
+) -> None:
+    with_packs(tmp_path)
+    *_, newest = sorted((tmp_path / "packs").iterdir())
+    if size is None:
+        newest.unlink()
+    else:
+        os.truncate(newest, size)
+    with Run(tmp_path) as run:
+        execute_prune(run, plan_prune(run, 1, Retention()))
+    assert verify_run(Run(tmp_path)).good == (2,), "a good one stays"
+
+
+def test_a_whole_newest_checkpoint_is_the_one_that_stays(tmp_path: Path) -> None:
+    with_packs(tmp_path)
+    with Run(tmp_path) as run:
+        execute_prune(run, plan_prune(run, 1, Retention()))
+    assert verify_run(Run(tmp_path)).good == (3,)

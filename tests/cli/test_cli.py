@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from perdure import CheckpointManager
+from perdure import CheckpointManager, ManagerOptions, Retention
 from perdure.cli import main
 from perdure.cli.main import COMMANDS
 
@@ -407,3 +407,23 @@ def test_the_shell_completes_commands_options_and_values(
     page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
     assert f"_PERDURE_COMPLETE={shell}_source perdure" in page
     assert "_perdure_completion" in script.output
+
+
+def test_prune_keeps_what_the_recorded_rules_keep_unless_it_is_given_others(tmp_path: Path) -> None:
+    best = ManagerOptions(retention=Retention(best_metric="loss", best_mode="min"))
+    with CheckpointManager(tmp_path, max_to_keep=None, options=best) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, {"w": step}, {"loss": abs(step - 2.0)})
+
+    def kept(*options: str) -> list[int]:
+        result = perdure("prune", tmp_path, "--dry-run", "--json", *options)
+        assert result.exit_code == 0, result.output
+        return [row["step"] for row in json.loads(result.output)["checkpoints"] if row["keep"]]
+
+    assert kept("--max-to-keep", "1") == [2, 4]
+    assert kept("--max-to-keep", "1", "--keep-period", "3") == [3, 4]
+    assert kept("--max-to-keep", "1", "--best-metric", "loss", "--best-mode", "max") == [4]
+    for options in (["--best-metric", "los"], ["--best-mode", "min"], ["--best-to-keep", "2"]):
+        result = perdure("prune", tmp_path, "--max-to-keep", "1", *options)
+        assert result.exit_code == 2, options
+    assert len(json.loads(perdure("ls", tmp_path, "--json").output)["checkpoints"]) == 4

@@ -17,8 +17,9 @@ from perdure.cli.options import (
     run_argument,
 )
 from perdure.cli.output import document, say, table
+from perdure.errors import ArgumentError
 from perdure.look.tables import size_text
-from perdure.text import counted
+from perdure.text import counted, few
 
 if TYPE_CHECKING:
     from perdure.checkpoint.retention import PrunePlan
@@ -110,10 +111,9 @@ def _print_report(report: VerifyReport, repaired: bool) -> None:
 @click.option(
     "--best-mode",
     type=click.Choice(["max", "min"]),
-    default="max",
-    help="Whether the largest or the smallest value is best.",
+    help="Whether the largest (max, the default) or the smallest value is best.",
 )
-@click.option("--best-to-keep", type=COUNT, default=1, help="How many of the best to keep.")
+@click.option("--best-to-keep", type=COUNT, help="How many of the best to keep (1 by default).")
 @click.option("--rolled-back", is_flag=True, help="Also remove what rollbacks set aside.")
 @dry_run_option
 def prune(
@@ -122,24 +122,39 @@ def prune(
     """Delete the checkpoints of the run directory RUN that the policy does not keep.
 
     The plan is printed and carried out at once; --dry-run only prints it. Pinned checkpoints stay.
-    Without --max-to-keep every checkpoint stays, and only unneeded space is freed.
+    Without --max-to-keep every checkpoint stays, and only unneeded space is freed. Without
+    another rule, those that the run has recorded keep what they keep beside the newest.
 
     \b
     Example:
       perdure prune runs/a --max-to-keep 3 --keep-period 1000 --dry-run
     """
     from perdure.checkpoint.address import open_run
-    from perdure.checkpoint.retention import Retention, execute_prune, plan_prune
+    from perdure.checkpoint.retention import (
+        Retention,
+        execute_prune,
+        plan_prune,
+        recorded_retention,
+    )
     from perdure.store.garbage_collection import stopped
     from perdure.store.run_events import Dropped
 
-    kept = rules["keep_every_n_hours"] or rules["keep_period"] or rules["best_metric"]
-    if max_to_keep is None and kept:
+    given = {name: value for name, value in rules.items() if value is not None}
+    if max_to_keep is None and given:
         raise click.UsageError("without --max-to-keep every checkpoint stays; give it as well.")
-    retention = Retention(**rules)
+    if "best_metric" not in given and given.keys() & {"best_mode", "best_to_keep"}:
+        raise click.UsageError("--best-mode and --best-to-keep need --best-metric.")
     with open_run(run) as opened:
         if not dry_run:
             opened.begin_writing()
+        recorded = None if given else recorded_retention(opened)
+        retention = Retention(**given) if recorded is None else recorded.retention
+        known = {name for row in opened.contents().readable.values() for name in row.metrics}
+        if "best_metric" in given and given["best_metric"] not in known:
+            raise ArgumentError(
+                f"{run}: expected --best-metric to name a metric of a checkpoint, found "
+                f"{given['best_metric']!r}; they have {few(sorted(known)) or 'none'}."
+            )
         plan = plan_prune(opened, max_to_keep, retention, rolled_back=rolled_back)
         lines = opened.log.view.journal.steps_aside() if rolled_back else []
         if not as_json:

@@ -50,21 +50,21 @@ class ManifestSummary(Struct, frozen=True, array_like=True, gc=False):
         head: The first `HEAD_BYTES` of its file, which hold its digest.
         created: As in the manifest.
         metrics: As in the manifest.
-        packs: Names of the packs that it reads from.
+        packs: The sizes of the packs that it reads from, by name.
         version: The version of its file, where that is known.
     """
 
     head: str
     created: str
     metrics: dict[str, Metric]
-    packs: tuple[str, ...]
+    packs: dict[str, int]
     version: str = ""
 
 
 def summarize(manifest: Manifest, data: bytes) -> ManifestSummary:
     """The summary of a manifest; `data` are the first bytes of its file."""
     head = data[:HEAD_BYTES].decode()
-    packs = tuple([pack.name for pack in manifest.packs])
+    packs = {pack.name: pack.size for pack in manifest.packs}
     return ManifestSummary(head, manifest.created, manifest.metrics, packs)
 
 

@@ -171,17 +171,17 @@ class View:
 
     @cached_property
     def summaries(self) -> Mapping[int, ManifestSummary]:
-        """The summaries of the checkpoints that lack nothing, as far as names tell."""
+        """The summaries of the checkpoints that lack nothing, as far as names and sizes tell."""
         return _others(self.readable, self.missing)
 
     @cached_property
     def missing(self) -> Mapping[int, str]:
-        """Why each checkpoint with a readable manifest that lacks a pack cannot be read."""
+        """Why each checkpoint with a readable manifest cannot be read: a pack is missing or cut."""
         return {
-            step: f"{self._storage.where}: step {step} needs {pack}, which is missing."
+            step: f"{self._storage.where}: step {step} needs {pack}, {why}."
             for step, summary in self.readable.items()
-            for pack in summary.packs
-            if pack not in self._pack_names
+            for pack, size in summary.packs.items()
+            if (why := self._fault(pack, size)) is not None
         }
 
     @property
@@ -433,6 +433,18 @@ class View:
                 names.discard(pack)
                 self._unsized.append(f"{PACKS}{pack}: {error}")
         return frozenset(names)
+
+    def _fault(self, pack: str, size: int) -> str | None:
+        """Why no checkpoint can read from a pack, as far as its name and its size tell."""
+        try:
+            found = self.pack_size(pack) if pack in self._pack_names else None
+        except FileNotFoundError:
+            found = None
+        except OSError:
+            return None  # that may pass; who reads the pack will see
+        if found is None:
+            return "which is missing"
+        return None if found == size else f"which has {found} bytes and not {size}"
 
     def pack_size(self, pack: str) -> int:
         """Bytes of a pack. They are remembered, because packs never change."""

@@ -18,6 +18,7 @@ from perdure import CheckpointManager
 from perdure.errors import CorruptionError, MismatchError, UnsupportedLeafError
 from perdure.state import differences, flatten, snapshot, template_of
 from perdure.state.restore_check import RestoreCheck
+from perdure.state.walk import Walk
 from perdure.store import Run
 from perdure.store.format import hash_bytes, manifest_name
 
@@ -135,7 +136,7 @@ def test_an_unchanged_structure_is_not_compared_again(monkeypatch: pytest.Monkey
     state = {"w": np.zeros(2)}
     check = RestoreCheck()
     check.expect(state)
-    check.check_first("here", state, flatten(state))
+    check.check_first("here", Walk(state), flatten(state))
     for _ in range(3):
         assert check.changed("here", flatten(state)) is None
     assert len(compared) == 1
@@ -232,7 +233,7 @@ def test_a_structure_that_changes_between_saves_and_back_is_compared_each_time()
     check = RestoreCheck()
     state: dict[str, Any] = {"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32)}
     check.expect(state)
-    check.check_first("here", state, flatten(state))
+    check.check_first("here", Walk(state), flatten(state))
     assert check.changed("here", flatten(state)) is None
     for other in (
         {**state, "b": np.zeros(4, np.float32)},

@@ -19,6 +19,7 @@ from perdure.checkpoint.retention import HOUR, Candidate, decide
 from perdure.cli import main
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError
 from perdure.store import Run
+from perdure.store.format import Metric
 
 
 def kept(candidates: list[Candidate], max_to_keep: int | None, **rules: Any) -> list[int]:
@@ -31,8 +32,12 @@ def hourly(times: list[float]) -> list[Candidate]:
     return [Candidate(step, hours * HOUR) for step, hours in enumerate(times)]
 
 
+def loss_of(value: float | None) -> dict[str, Metric]:
+    return {} if value is None else {"loss": value}
+
+
 def scored(*values: float | None) -> list[Candidate]:
-    return [Candidate(step, 0, {"loss": value}) for step, value in enumerate(values)]
+    return [Candidate(step, 0, loss_of(value)) for step, value in enumerate(values)]
 
 
 def test_the_newest_checkpoints_stay() -> None:
@@ -104,7 +109,7 @@ def test_pruning_after_every_save_keeps_what_the_rules_promise(
     clock = 1000.0
     for step, (hours, loss, pinned) in enumerate(history):
         clock += hours
-        held.append(Candidate(step, clock * HOUR, {"loss": loss}, pinned and step % 5 == 0))
+        held.append(Candidate(step, clock * HOUR, loss_of(loss), pinned and step % 5 == 0))
         stay = set(kept(held, newest, **rules))
         before, held = held, [candidate for candidate in held if candidate.step in stay]
         assert {c.step for c in before[-newest:]} <= stay

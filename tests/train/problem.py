@@ -11,6 +11,7 @@ import numpy as np
 
 from perdure import ArrayDataset, RunConfig, Trainer
 from perdure.store import Run
+from perdure.store.format import Metric
 from perdure.train import Hook, OutputConfig
 from perdure.train.summaries import METRICS, read
 
@@ -64,7 +65,7 @@ def prints(where: Path) -> dict[int, str]:
     return {step: run.manifest(step).fingerprint for step in run.steps()}
 
 
-def rows(where: Path) -> list[tuple[int, Mapping[str, float | None]]]:
+def rows(where: Path) -> list[tuple[int, Mapping[str, Metric]]]:
     """The rows of `metrics.jsonl` without the times."""
     return [(row.step, row.metrics) for row in read(where / METRICS)]
 

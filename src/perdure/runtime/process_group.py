@@ -14,12 +14,8 @@ import msgspec
 from perdure.errors import ArgumentError
 
 
-class Processes(Protocol):
-    """A group of processes that run the same program on one run directory.
-
-    All but `channel` are collectives: every process calls them, and they raise `WorkerLostError` if a
-    process is gone.
-    """
+class Rank(Protocol):
+    """The place of this process in a group."""
 
     @property
     def index(self) -> int:
@@ -35,6 +31,14 @@ class Processes(Protocol):
     def is_chief(self) -> bool:
         """Whether this is process 0, which commits."""
         ...
+
+
+class Processes(Rank, Protocol):
+    """A group of processes that run the same program on one run directory.
+
+    All but `channel` are collectives: every process calls them, and they raise `WorkerLostError` if a
+    process is gone.
+    """
 
     def barrier(self) -> None:
         """Wait until every process has called this."""
@@ -137,7 +141,7 @@ def group_of(processes: Processes | None) -> Processes:
     kind = type(processes)
     missing = [
         name
-        for name, declared in vars(Processes).items()
+        for name, declared in {**vars(Rank), **vars(Processes)}.items()
         if not name.startswith("_")
         and (not hasattr(processes, name) or getattr(kind, name, None) is declared)
     ]

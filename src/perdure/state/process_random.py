@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from perdure.errors import CorruptionError, UnsupportedLeafError
-from perdure.runtime.process_group import Processes
+from perdure.runtime.process_group import Rank
 from perdure.state.extra_members import ExtraMember, Restoring, Saving
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
@@ -66,9 +66,7 @@ class ProcessRandom(ExtraMember):
         data = msgspec.msgpack.encode(by_name)
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
 
-    def restore(
-        self, process_leaves: Mapping[str, Leaf], group: Processes, where: str
-    ) -> list[str]:
+    def restore(self, process_leaves: Mapping[str, Leaf], group: Rank, where: str) -> list[str]:
         """Restore the generators of this process; returns a warning about those that were drawn
         from and could not be restored. In a group of another size, only those that were equal in
         all processes are."""

@@ -42,6 +42,7 @@ from perdure.errors import (
     StoreError,
     UnsupportedLeafError,
 )
+from perdure.runtime.process_group import Rank
 from perdure.store import Run
 from perdure.store.format import MAX_STEP
 
@@ -519,7 +520,9 @@ def test_a_trainer_does_not_call_a_module_either(tmp_path: Path) -> None:
 def test_a_group_that_lacks_an_operation_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     """A class that was written for an earlier release, which did not ask for `agree`."""
 
-    names = {name for name in vars(Processes) if not name.startswith("_")} - {"agree"}
+    names = {name for name in (*vars(Rank), *vars(Processes)) if not name.startswith("_")} - {
+        "agree"
+    }
     members = {name: getattr(SingleProcess, name) for name in names}
     kinds: list[Any] = [type("Older", bases, members) for bases in ((), (Processes,))]
     for kind in kinds:

@@ -36,6 +36,7 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store import LocalStorage, Run
+from perdure.store.copy import copy_run
 from perdure.store.format import manifest_name
 from perdure.testing import check_run
 from perdure.train import CheckpointConfig
@@ -757,13 +758,13 @@ def test_a_mirror_that_does_not_answer_is_an_error_only_if_the_run_is_empty(
     with warned() as texts, CheckpointManager(tmp_path / "run", mirror=remote) as manager:
         assert manager.restore().step == 1
     assert sum("does not answer, so only" in text for text in texts) == 1
-    with CheckpointManager(tmp_path / "new", mirror=remote) as manager:
-        with pytest.warns(UserWarning, match="does not answer"):
-            manager.wait_until_finished()
-        with pytest.raises(UnreachableError, match="found none, and the mirror"):
-            manager.restore_or_initialize(lambda: state(0))
-        with pytest.raises(UnreachableError, match="of step 1, found none, and the mirror"):
-            manager.restore(1)
+    with warned(), CheckpointManager(tmp_path / "run", mirror=remote) as manager:
+        with pytest.raises(UnreachableError, match="of step 2, found none, and the mirror"):
+            manager.restore(2)
+        assert manager.latest_step() == 1
+    with pytest.raises(UnreachableError, match="found none, and the mirror"):
+        CheckpointManager(tmp_path / "new", mirror=remote)
+    assert not (tmp_path / "new").exists()
     remote.error = None
     with CheckpointManager(tmp_path / "new", mirror=MemoryStorage()) as manager:
         assert manager.restore_or_initialize(lambda: state(0)).step == 0, "both are empty"
@@ -775,8 +776,7 @@ def test_a_mirror_with_a_newer_history_is_a_warning_if_nothing_was_restored(
     tmp_path: Path, remote: Remote
 ) -> None:
     mirrored(tmp_path / "a", remote, 1, 3)
-    with CheckpointManager(tmp_path / "b") as manager:
-        save(manager, 1, noise=1)
+    copy_run(tmp_path / "a", tmp_path / "b", [1])
     before = prints(remote)
     manager = CheckpointManager(tmp_path / "b", mirror=remote)
     with pytest.warns(UserWarning, match="holds step 3, .* is step 2.*different histories"):

@@ -47,6 +47,7 @@ def make_checkpoints(storage: Storage, count: int) -> None:
         packs = (PackEntry(name, len(pack)),)
         manifest = Manifest(
             format=1,
+            run=run,
             step=step,
             created=time_text(60 * step),
             fingerprint=checked_fingerprint(packs, entries, name),

@@ -14,7 +14,7 @@ from perdure.store.manifest import plain_metrics
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 
 GOLDEN = "b381e58e"
-GOLDEN_RUN = "dc64e07dace9a1b68eb5ab7af315fb8d3b7dd315fcb5aa1a5daf23164125cf27"
+GOLDEN_RUN = "4d097f5afc501850dc614ff4a0f91480784b6830e2235eef4518774ebf21dc1e"
 
 
 @pytest.fixture

@@ -370,6 +370,10 @@ def test_a_changed_manifest_is_damaged_or_loads_as_it_says() -> None:
         except FormatVersionError:
             outcomes["newer"] += 1
             continue
+        if changed.get("run") != document(copy_of(pristine))["run"]:
+            assert report.bad == (STEP,)
+            outcomes["bad"] += 1
+            continue
         if report.bad == (STEP,):
             outcomes["bad"] += 1
             with suppress(CorruptionError):  # a check additionally finds packs of another size

@@ -35,7 +35,9 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 def manifest_of(entries: list[LeafEntry]) -> Manifest:
     packs = (PackEntry(name=NAME, size=10**6),)
     digest = checked_fingerprint(packs, entries, "here")
-    return Manifest(1, 1, "2026-01-31T23:59:59Z", digest, {'"\0': "\0"}, {}, packs, tuple(entries))
+    return Manifest(
+        1, "a run", 1, "2026-01-31T23:59:59Z", digest, {'"\0': "\0"}, {}, packs, tuple(entries)
+    )
 
 
 def some_entries(count: int) -> list[LeafEntry]:

@@ -62,7 +62,7 @@ def test_a_run_whose_checkpoints_are_not_there_keeps_its_packs_and_does_not_begi
 def test_what_a_rollback_set_aside_does_not_excuse_that_the_others_are_gone(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     train(run, 3)
-    train(other, 1)
+    copy_run(run, other, [2])
     with Run(run) as opened:
         opened.rollback(2)
     before = packs(run)
@@ -72,7 +72,7 @@ def test_what_a_rollback_set_aside_does_not_excuse_that_the_others_are_gone(tmp_
     assert prune(run) != 0
     for arguments in (["prune", str(run), "--rolled-back"], ["verify", str(run), "--repair"]):
         assert CliRunner().invoke(main, arguments).exit_code == 1
-    for begin in (lambda: copy_run(other, run), lambda: fork_run(other, 1, run)):
+    for begin in (lambda: copy_run(other, run), lambda: fork_run(other, 2, run)):
         with pytest.raises(HistoryError, match="Bring it back"):
             begin()
     with Run(run) as opened, pytest.raises(HistoryError, match="Bring it back"):

@@ -18,6 +18,7 @@ from contextlib import suppress
 from perdure.checkpoint.retention import Retention, prune_after_save
 from perdure.errors import (
     CorruptionError,
+    HistoryError,
     NotARunError,
     StepNotFoundError,
     StoreError,
@@ -71,6 +72,8 @@ class Mirror:
         try:
             self._is_run()
         except UnreachableError as error:
+            if not source.is_run_directory:
+                raise self.holds_neither(None, error) from error
             self._note(_cause(error), f"{self.name} does not answer: {error}")
         atexit.register(_report_at_exit, weakref.ref(self))
 
@@ -151,6 +154,7 @@ class Mirror:
         try:
             if self._target is None:
                 self._target = Run(self.storage, create=True, clock=self._clock)
+                self._target.be_copy_of(self._source)
             target = self._target
             target.begin_writing()
             self._tidy(target)
@@ -308,13 +312,28 @@ class Mirror:
         )
 
     def _is_run(self) -> bool:
-        """Whether the mirror holds anything yet; raises `UnreachableError` when that is not known."""
+        """Whether the mirror holds anything yet. A source that is not there yet continues its run.
+
+        Raises `UnreachableError` when that is not known, and `HistoryError` if it is another run.
+        """
         try:
-            return read_marker(self.storage, create=True) is not None
+            marker = read_marker(self.storage, create=True)
         except NotARunError as error:
             if isinstance(error.__cause__, OSError):
                 raise UnreachableError(str(error)) from error
             raise
+        if marker is None:
+            return False
+        source = self._source
+        if not source.is_run_directory:
+            source.log.run = marker.run
+        elif source.log.run != marker.run:
+            raise HistoryError(
+                f"{self.name}: expected run {source.log.run} of {source.where}, or an empty place, "
+                f"found run {marker.run}. Nothing was changed. Name another mirror; or, if that is the "
+                f"run to continue, an empty run directory."
+            )
+        return True
 
 
 def _named(steps: list[int]) -> str:

@@ -139,7 +139,9 @@ def average(
         "sources": [_named(checkpoint) | {"weight": weight} for checkpoint, weight in sources],
         "like": _named(base),
     }
-    with new_run(out, [checkpoint.run.storage for checkpoint in [*opened, base]]) as run:
+    with new_run(
+        out, "an average", [checkpoint.run.storage for checkpoint in [*opened, base]]
+    ) as run:
         manifest = save_streamed(
             run,
             base.step,

@@ -62,7 +62,7 @@ def import_run(
     kind = kind or kind_of(where)
     leaves = _leaves_by_path(read_foreign(where, kind), where, branch, names)
     note = json.dumps({"made_by": "import", "source": os.path.abspath(where), "format": kind})
-    with new_run(out) as run:
+    with new_run(out, f"an import of {where}") as run:
         origin = Leaf("py:str", (), memoryview(note.encode()), frozen=True)
         return run.save(0, leaves, process_leaves={ORIGIN: origin})
 

@@ -201,9 +201,16 @@ class Committer:
             FileExistsError: The step is taken, without `replace`.
             OSError: The storage failed.
         """
+        manifest = msgspec.structs.replace(manifest, run=self._run)
         self._directory.added(manifest, self._store(manifest, replace=replace), located)
         if not replace:
             self._note_commit(manifest.step)
+
+    @property
+    def _run(self) -> str:
+        """The id of the run, which its writer knows."""
+        assert self._log.run is not None, "a writer has written the marker"
+        return self._log.run
 
     def _note_commit(self, step: int) -> None:
         """Tell the log what a later start has to know about a commit. The checkpoint counts without."""
@@ -240,6 +247,7 @@ class Committer:
             metrics = self._merged_metrics(present, metrics)
         return Manifest(
             format=FORMAT,
+            run=self._run,
             step=save.step,
             created=created,
             fingerprint=checked_fingerprint(written.packs, written.leaves, name),
@@ -286,7 +294,7 @@ class Committer:
                 raise HistoryError(self._refused(step, reason, steps))
             return None, False
         try:
-            present = read_manifest(self._storage, step)
+            present = read_manifest(self._storage, step, self._log.run)
         except CorruptionError as error:
             if step < steps[-1]:
                 reason = f"step {step} is older than step {steps[-1]}, and damaged ({error})"

@@ -85,6 +85,7 @@ def copy_run(
     Raises:
         StepNotFoundError: A step of `steps` is not in the source; nothing was copied.
         CorruptionError: A line of the journal that the copy needs is damaged; nothing was copied.
+        HistoryError: The target is another run; nothing was copied.
         LockedError: Another process writes to the target.
         SaveError: The target cannot be written to (disk full, permission, ...).
         UnreachableError: The source did not answer.
@@ -92,6 +93,7 @@ def copy_run(
     reader = Run(source)
     writer = Run(target, create=True)
     refuse_same_place(reader.storage, writer.storage)
+    writer.be_copy_of(reader)
     wanted = sorted(set(reader.steps() if steps is None else steps))
     for step in set(wanted) - set(reader.steps()):
         reader.manifest(step)  # raises, and names the steps that are there
@@ -155,6 +157,7 @@ def fork_run(
             f"directory."
         )
     lines_to_carry(origin, step, fork)  # raises before anything is created
+    fork.log.made_from = f"{origin.where}@{step}"
     with fork:
         fork.begin_writing()
         if not steps:

@@ -76,7 +76,7 @@ class DamageHandler:
         while self.deferred:
             step = self.deferred.pop()
             try:
-                verify_leaves(self._storage, read_manifest(self._storage, step))
+                verify_leaves(self._storage, read_manifest(self._storage, step, self._log.run))
             except CorruptionError as error:
                 self._directory.distrust(error)
                 self.quarantine(step, str(error))

@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from perdure.errors import CorruptionError, LeafNotFoundError, StepNotFoundError
+from perdure.errors import CorruptionError, HistoryError, LeafNotFoundError, StepNotFoundError
 from perdure.store.directory import Directory
 from perdure.store.failures import read_error
 from perdure.store.format import CHUNK_BYTES, QUARANTINE, manifest_name, steps_text
@@ -37,6 +37,7 @@ from perdure.store.reader import (
     wanted_chunk,
 )
 from perdure.store.run_log import LogView
+from perdure.store.run_marker import other_run
 from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.shard_plan import Region
 from perdure.store.shard_reader import SharedReads, load_shards
@@ -87,10 +88,11 @@ def _listing(storage: Storage, what: str) -> Iterator[None]:
         raise read_error(error, f"{storage.where}: the list of its {what}") from error
 
 
-def read_manifest(storage: Storage, step: int) -> Manifest:
-    """The checked manifest of `step`.
+def read_manifest(storage: Storage, step: int, run: str | None) -> Manifest:
+    """The checked manifest of `step`, of the run with the id `run` (None for any).
 
     Raises:
+        HistoryError: It is that of another run.
         StepNotFoundError: There is no such checkpoint.
         CorruptionError: The bytes of the manifest are damaged.
         UnreachableError: The manifest cannot be read.
@@ -98,11 +100,16 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
     name = manifest_name(step)
     where = f"{storage.where}/{name}"
     try:
-        return confirmed(storage, name, lambda: decode_manifest(storage.read(name), where, step))
+        manifest = confirmed(
+            storage, name, lambda: decode_manifest(storage.read(name), where, step)
+        )
     except FileNotFoundError:
         raise StepNotFoundError(_no_such_step(storage, step)) from None
     except (OSError, MemoryError) as error:
         raise read_error(error, f"{storage.where}: step {step}: {name}") from error
+    if (problem := other_run(manifest, run, where)) is not None:
+        raise HistoryError(f"{problem} Nothing was changed.")
+    return manifest
 
 
 class Needs(NamedTuple):
@@ -177,7 +184,7 @@ def load_step(directory: Directory, step: int, needs: Needs = EVERYTHING) -> Loa
     Damage is noted in `directory`. Raises as `read_manifest` does.
     """
     storage, wanted = directory.storage, needs.wanted
-    manifest = read_manifest(storage, step)
+    manifest = read_manifest(storage, step, directory.log.run)
     while True:
         try:
             regions = {} if needs.regions is None else needs.regions(manifest)
@@ -190,7 +197,7 @@ def load_step(directory: Directory, step: int, needs: Needs = EVERYTHING) -> Loa
             return Loaded(manifest, leaves, process_leaves=process_leaves)
         except CorruptionError as error:
             # A prune may have moved the chunks since the manifest was read; then it has changed.
-            renewed = read_manifest(storage, step)
+            renewed = read_manifest(storage, step, manifest.run)
             if renewed == manifest:
                 directory.distrust(error)
                 raise
@@ -251,7 +258,7 @@ def _streamed(
             return data
         except CorruptionError:
             # A prune may have moved the chunks since the manifest was read; then it has changed.
-            renewed = read_manifest(storage, manifest.step)
+            renewed = read_manifest(storage, manifest.step, manifest.run)
             if renewed == manifest or renewed.fingerprint != manifest.fingerprint:
                 raise
             manifest = renewed

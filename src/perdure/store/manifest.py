@@ -134,6 +134,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
     Attributes:
         format: `FORMAT` of the writer.
+        run: The id of the run, as in its marker. A copy has that of its source, a fork has its own.
         step: The step of the checkpoint.
         created: When it was saved, in UTC.
         fingerprint: The hash of paths, dtypes, shapes and chunk hashes of all `leaves`.
@@ -150,6 +151,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """
 
     format: Natural
+    run: str
     step: Natural
     created: Time
     fingerprint: Hash

@@ -59,6 +59,11 @@ def repair(run: Run) -> Repaired:
     actions += [f"removed {name}: left by a writer that did not finish" for name in found]
     run.begin_writing()
     try:
+        if (why := run.contents().foreign) is not None:
+            raise PruneError(
+                f"{why} If {MARKER} is the wrong one, remove it: the repair writes it again. Nothing "
+                f"was moved."
+            )
         actions += _repair_log(run)  # first: every other repair writes a line
         findings = examine(run)
         if findings.bad and not run.contents().packs:

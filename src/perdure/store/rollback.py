@@ -58,7 +58,7 @@ def forget_lines(storage: Storage, log: LogView) -> None:
     for name in filter(log.is_rolled_back, quarantined(storage)):
         with suppress(CorruptionError):  # it cannot return in any case
             manifest = decode_aside(storage, name)
-            if log.is_foreign(name, manifest):
+            if manifest.log is not None and log.lost({manifest.step: manifest.log}):
                 storage.replace(name, encode_manifest(msgspec.structs.replace(manifest, log=None)))
 
 
@@ -83,7 +83,7 @@ def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: b
     steps = list_steps(storage)
     newer = [other for other in steps if other > step]
     try:
-        verify_leaves(storage, read_manifest(storage, step))
+        verify_leaves(storage, read_manifest(storage, step, log.run))
     except CorruptionError as error:
         raise CorruptionError(f"{error} Nothing was moved; go back to another step.") from error
     view = log.view
@@ -115,7 +115,7 @@ def _put_aside(storage: Storage, log: RunLog, steps: Iterable[int], target: int,
             name = free_name(taken, f"{step:012d}", ".json")
             moved.append(RolledBackCheckpoint(step, name, predecessor))
         with suppress(CorruptionError):
-            predecessor = step, read_manifest(storage, step).fingerprint
+            predecessor = step, read_manifest(storage, step, log.run).fingerprint
     log.append(RolledBack(step=target, checkpoints=tuple(moved), time=when))
     for checkpoint in reversed(moved):
         storage.move(manifest_name(checkpoint.step), checkpoint.to)
@@ -137,7 +137,7 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
         CorruptionError: The log is damaged, which says what is set aside.
     """
     steps = list_steps(storage)
-    newest = read_manifest(storage, steps[-1]) if steps else None
+    newest = read_manifest(storage, steps[-1], log.run) if steps else None
     view = View(storage, log)
     view.log.require(line_references([newest] if newest else []))
     candidates = rolled_back(view)

@@ -134,8 +134,9 @@ class Run:
 
         Raises:
             StepNotFoundError, CorruptionError, UnreachableError: It is absent, damaged, not readable.
+            HistoryError: It is that of another run.
         """
-        return read_manifest(self.storage, step)
+        return read_manifest(self.storage, step, self.log.run)
 
     def load(self, step: int, needs: Needs | Callable[[str], bool] | None = None) -> Loaded:
         """Read and verify one checkpoint.
@@ -241,6 +242,19 @@ class Run:
                 self.log.append(Removed(step=step, fingerprint=fingerprint))
         self.execute(plan)
         return list(plan.steps)
+
+    def be_copy_of(self, source: Run) -> None:
+        """Let its first writer make it a copy of the run `source`, with the same id.
+
+        Raises `HistoryError` if it is a run already, and another one.
+        """
+        if not self.is_run_directory:
+            self.log.run, self.log.made_from = source.log.run, source.where
+        elif source.log.run not in (None, self.log.run):
+            raise HistoryError(
+                f"{self.where}: expected an empty directory or a copy of {source.where}, which is run "
+                f"{source.log.run}; found run {self.log.run}. Nothing was changed. Name another one."
+            )
 
     def start_over(self) -> None:
         """Let this object write into a run that has lost its checkpoints."""

@@ -89,6 +89,8 @@ class LogView:
         """Why nothing may be decided by the log; None if all is well."""
         self.last: Line | None = None
         self.run: str | None = None
+        self.made_from: str | None = None
+        """What a command began to make the run from."""
         self.saved: int | None = None
         """The first step that was committed; None if none was, or all were deleted on purpose."""
         self.knows_saves = True
@@ -148,7 +150,7 @@ class LogView:
     def _apply(self, event: Event, number: int) -> None:
         match event:
             case Started():
-                self.run = event.run
+                self.run, self.made_from = event.run, event.made_from
             case Saved():
                 self.saved, self.knows_saves = event.step, True
             case Rules():
@@ -211,12 +213,6 @@ class LogView:
         why = self.aside.get(name)
         return why is not None and why.rolled_back_to is not None
 
-    def is_foreign(self, name: str, manifest: Manifest) -> bool:
-        """Whether a rollback set `name` aside, and what lies there is a manifest of another run."""
-        if manifest.log is None or self.problem is not None:
-            return False
-        return self.is_rolled_back(name) and not self._has(manifest.log)
-
     def _has(self, line: LineReference) -> bool:
         size = len(line.hash) // 2
         end = line.number * size
@@ -249,10 +245,12 @@ class RunLog:
 
     Attributes:
         run: The id of the run, once it is known.
+        made_from: What this process makes the run from, if a command makes it and no training.
     """
 
     def __init__(self, storage: Storage, run: str | None = None) -> None:
         self.run = run
+        self.made_from: str | None = None
         self._storage = storage
         self._view: LogView | None = None
         self._writer: LogWriter | None = None
@@ -292,7 +290,8 @@ class RunLog:
         view = self._view
         assert view is not None, "only the writer asks"
         if not self._is_checked and view.problem is None:
-            references = _newest_reference(self._storage)
+            newest = newest_manifest(self._storage, self.run)
+            references = line_references([newest] if newest else [])
             view.problem = view.problem_with(references)
             self._lost = next(iter(references.values()), None)
         self._is_checked = True
@@ -428,15 +427,18 @@ def _salvaged(texts: Sequence[bytes]) -> dict[int, Event | None]:
     return events
 
 
-def _newest_reference(storage: Storage) -> dict[int, LineReference]:
-    """The line to which the newest readable checkpoint refers."""
+def newest_manifest(storage: Storage, run: str | None = None) -> Manifest | None:
+    """The newest readable manifest of the run with the id `run`, by default of any; None for none."""
     for step in reversed(committed_steps(storage)):
         name = manifest_name(step)
         try:
-            return line_references([decode_manifest(storage.read(name), name, step)])
+            manifest = decode_manifest(storage.read(name), name, step)
         except CorruptionError:
             continue
         except OSError as error:
             if not is_gone(error):
                 raise
-    return {}
+            continue
+        if run in (None, manifest.run):
+            return manifest
+    return None

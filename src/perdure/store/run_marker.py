@@ -25,9 +25,11 @@ from perdure.store.format import (
     Natural,
     check_version,
     decode_json,
+    hash_bytes,
     manifest_name,
 )
 from perdure.store.local import LocalStorage
+from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
 from perdure.store.names import committed_steps
 from perdure.store.storage import Storage
@@ -44,6 +46,12 @@ class Marker(Struct, frozen=True):
     format: Natural
     created: str
     run: str
+    digest: str = ""
+
+    def sealed(self) -> Marker:
+        """The marker with the hash of its other fields."""
+        text = f"{self.format} {self.created} {self.run}"
+        return msgspec.structs.replace(self, digest=hash_bytes(text.encode()))
 
 
 class FolderMark(Struct, frozen=True):
@@ -55,7 +63,7 @@ class FolderMark(Struct, frozen=True):
 
 def write_marker(storage: Storage, created: str, run: str | None = None) -> str:
     """Write the marker of a new run, or of one whose id is known; returns the id. Durable on return."""
-    marker = Marker(FORMAT, created, run or secrets.token_hex(8))
+    marker = Marker(FORMAT, created, run or secrets.token_hex(8)).sealed()
     storage.replace(MARKER, msgspec.json.encode(marker) + b"\n")
     return marker.run
 
@@ -114,6 +122,16 @@ def _read_mark(storage: Storage, folder: str) -> FolderMark | None:
         return None
 
 
+def other_run(manifest: Manifest, run: str | None, where: str) -> str | None:
+    """Why a manifest at `where` is not one of the run with the id `run`; None if it is, or for any."""
+    if run in (None, manifest.run):
+        return None
+    return (
+        f"{where}: is a checkpoint of run {manifest.run}, and {MARKER} says that this is run {run}. "
+        f"One of the two does not belong here: bring back what was in its place."
+    )
+
+
 def read_marker(
     storage: Storage, *, create: bool, repair: bool = False, again: bool = False
 ) -> Marker | None:
@@ -135,7 +153,10 @@ def read_marker(
     try:
         data = storage.read(MARKER)
         check_version(data, where)
-        return decode_json(data, Marker, where)
+        marker = decode_json(data, Marker, where)
+        if marker != marker.sealed():
+            raise CorruptionError(f"{where}: its fields do not have the hash that it states")
+        return marker
     except FileNotFoundError:
         pass
     except NotADirectoryError:

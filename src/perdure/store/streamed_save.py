@@ -48,10 +48,13 @@ def text_leaf(path: str, dtype: str, text: str) -> StreamedLeaf:
     return StreamedLeaf(path, dtype, (), 0, lambda: iter(()), text)
 
 
-def new_run(directory: str | os.PathLike[str] | Storage, apart_from: Iterable[Storage] = ()) -> Run:
+def new_run(
+    directory: str | os.PathLike[str] | Storage, made_from: str, apart_from: Iterable[Storage] = ()
+) -> Run:
     """Become the writer of a new run directory, which must be empty or missing.
 
-    What an earlier call left that was interrupted is removed.
+    What an earlier call left that was interrupted is removed. Until the first commit no training begins
+    there; its error says what the run is `made_from`.
 
     Raises:
         StoreError: `directory` is one of `apart_from`, or inside it or around it.
@@ -60,6 +63,7 @@ def new_run(directory: str | os.PathLike[str] | Storage, apart_from: Iterable[St
         LockedError, SaveError: As `Run.begin_writing`.
     """
     run = Run(directory, create=True)
+    run.log.made_from = made_from
     for other in apart_from:
         refuse_same_place(other, run.storage)
     if steps := run.steps():

@@ -98,7 +98,9 @@ def transfer(
     )
     # The log of the target is another chain.
     target.committer.commit_manifest(
-        msgspec.structs.replace(moved, log=None), new | copied, replace=replace
+        msgspec.structs.replace(moved, log=None),
+        new | copied,
+        replace=replace,
     )
     return sum(place.length for place in copied.values())
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from perdure.errors import (
     CorruptionError,
     FormatVersionError,
+    HistoryError,
     StepNotFoundError,
     StoreError,
     UnreachableError,
@@ -27,7 +28,7 @@ from perdure.store.reader import Wanted, check_each, grouped, packed
 from perdure.store.rollback import decode_aside
 from perdure.store.run import Run
 from perdure.store.run_log import LOG, REPAIR_ADVICE, line_references, read_journal
-from perdure.store.run_marker import FOLDER_MARK, folder_problem
+from perdure.store.run_marker import FOLDER_MARK, folder_problem, other_run
 from perdure.store.storage import confirmed
 
 
@@ -275,7 +276,7 @@ def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreErr
             again = run.manifest(step)
         except StepNotFoundError:
             return None, None
-        except (CorruptionError, UnreachableError) as error:
+        except (CorruptionError, HistoryError, UnreachableError) as error:
             if isinstance(error.__cause__, ConnectionError):
                 raise  # the next file could not be read either
             return None, error
@@ -297,8 +298,8 @@ def _judge_aside(run: Run, packs: Packs) -> Iterator[tuple[str, StoreError]]:
         what = f"{view.aside[name].reason}, and does not return"
         try:
             manifest = decode_aside(run.storage, name)
-            if view.is_foreign(name, manifest):
-                raise CorruptionError(f"{name} is of another run.")
+            if (problem := other_run(manifest, run.log.run, name)) is not None:
+                raise CorruptionError(problem)
             packs.require(manifest)
         except FileNotFoundError:
             continue  # a prune removed it

@@ -20,7 +20,7 @@ from perdure.store.manifest_index import INDEX_FROM, ManifestIndex, ManifestSumm
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest
 from perdure.store.names import committed_steps, pinned_steps, step_aside
 from perdure.store.run_log import LogView, RunLog, line_references
-from perdure.store.run_marker import folder_problem
+from perdure.store.run_marker import folder_problem, other_run
 from perdure.store.storage import Storage
 from perdure.text import few
 
@@ -72,6 +72,7 @@ class _Manifests(NamedTuple, Generic[K]):
         unreadable: Why each of the others cannot be read.
         unknown: Those of `unreadable` whose bytes nobody saw.
         misread: Those that are not what their summary says: the next look reads them.
+        foreign: Those of `unreadable` that are of another run.
     """
 
     readable: dict[K, ManifestSummary]
@@ -79,6 +80,7 @@ class _Manifests(NamedTuple, Generic[K]):
     unreadable: dict[K, str]
     unknown: dict[K, str]
     misread: set[K]
+    foreign: set[K]
 
     def without(self, keys: Collection[K]) -> _Manifests[K]:
         """A copy without these."""
@@ -88,6 +90,7 @@ class _Manifests(NamedTuple, Generic[K]):
             dict(self.unreadable),
             dict(self.unknown),
             self.misread.difference(keys),
+            self.foreign.difference(keys),
         )
         for key in keys:
             for mapping in (after.readable, after.read, after.unreadable, after.unknown):
@@ -96,7 +99,7 @@ class _Manifests(NamedTuple, Generic[K]):
 
 
 def _nothing() -> _Manifests[Any]:
-    return _Manifests({}, {}, {}, {}, set())
+    return _Manifests({}, {}, {}, {}, set(), set())
 
 
 class View:
@@ -224,9 +227,17 @@ class View:
 
     @cached_property
     def frozen(self) -> str | None:
-        """Why nothing at all may be deleted: the log lacks lines, or a folder is another run's."""
+        """Why nothing at all may be deleted: the log lacks lines, or something is another run's."""
+        if self.foreign is not None:
+            return self.foreign
         problem = self.log.problem_with(line_references(self.read.values()))
         return problem or folder_problem(self._storage, self._run_log.run)
+
+    @property
+    def foreign(self) -> str | None:
+        """Why a checkpoint here is another run's; None if none is."""
+        found = self._committed
+        return found.unreadable[min(found.foreign)] if found.foreign else None
 
     @cached_property
     def log(self) -> LogView:
@@ -263,6 +274,11 @@ class View:
             why = lost
         elif self._aside_names:
             why = f"{where}: no checkpoint is left, and {few(self._aside_names)} are set aside"
+        elif self.log.made_from not in (None, self._run_log.made_from):
+            return (
+                f"{where}: was to be made from {self.log.made_from}, which did not end. Nothing was "
+                f"changed. Repeat that command, or use another run directory. {START_OVER}"
+            )
         else:
             return None
         return (
@@ -342,9 +358,6 @@ class View:
         for name, entry in sorted(self._storage.entries(QUARANTINE).items()):
             if name.endswith(".json"):
                 self._read(name, step_aside(name), name, entry.version, before, found)
-                if name in found.read and self.log.is_foreign(name, found.read[name]):
-                    del found.read[name], found.readable[name]
-                    found.unreadable[name] = "of another run"
         self._aside_before = found
         return found
 
@@ -376,6 +389,10 @@ class View:
                     return
             data = storage.read(name)
             manifest = decode_manifest(data, where, step)
+            if (problem := other_run(manifest, self._run_log.run, where)) is not None:
+                found.unreadable[key] = problem
+                found.foreign.add(key)
+                return
             # The version was listed before the read, so it may be that of older bytes: it is not kept.
             found.readable[key] = summarize(manifest, data)
             found.read[key] = manifest

@@ -19,6 +19,7 @@ from perdure.store.loading import list_steps, read_manifest
 from perdure.store.names import committed_steps, leftovers
 from perdure.store.rollback import finish_moves
 from perdure.store.run_events import Removed, Saved, Started
+from perdure.store.run_log import newest_manifest
 from perdure.store.run_marker import (
     claim_folders,
     require_folders,
@@ -84,7 +85,9 @@ class WriterSession:
         storage, log = self._storage, self._log
         if not self.marked:
             log.begin()
-            log.run = write_marker(storage, self.now(), log.view.run)
+            newest = newest_manifest(storage)
+            known = newest.run if newest is not None else log.view.run
+            log.run = write_marker(storage, self.now(), known or log.run)
             self.marked = True
         log.begin()
         assert log.run is not None
@@ -99,7 +102,7 @@ class WriterSession:
                 raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
         storage.make_folder(MANIFESTS)
         if log.view.last is None and log.view.problem is None:
-            log.append(Started(run=log.run))
+            log.append(Started(run=log.run, made_from=log.made_from))
         if steps and log.view.saved is None and log.view.problem is None:
             # Whoever committed the first one was killed before this line.
             with suppress(OSError, CorruptionError):
@@ -110,7 +113,7 @@ class WriterSession:
         if not any(step == removed for removed, _ in self._log.view.removed):
             return
         with suppress(OSError, StoreError):
-            fingerprint = read_manifest(self._storage, step).fingerprint
+            fingerprint = read_manifest(self._storage, step, self._log.run).fingerprint
             if (step, fingerprint) in self._log.view.removed:
                 self._log.append(Removed(step=step, fingerprint=fingerprint, again=True))
 

@@ -1,0 +1,210 @@
+"""Each file names its run: what is of another run is refused, and nothing beside it is deleted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from perdure import CheckpointManager
+from perdure.cli import main
+from perdure.convert import average, import_run
+from perdure.errors import CorruptionError, HistoryError, PruneError, StoreError
+from perdure.store import Run, verify_run
+from perdure.store.copy import copy_run, fork_run
+from perdure.store.format import MARKER, manifest_name
+from perdure.store.repair import repair
+
+
+def train(where: Path, last: int, begin: float = 0.0, **options: Any) -> dict[int, str]:
+    """Resume and save up to a step; returns the fingerprints by step."""
+    with CheckpointManager(where, max_to_keep=3, **options) as manager:
+        state = {"w": np.full(50, begin)}
+        start = manager.restore_or_initialize(lambda: state)
+        for step in range(start.step + 1, last + 1):
+            start.state["w"] = start.state["w"] + 1
+            manager.save(step, start.state)
+    return prints(where)
+
+
+def prints(where: Path) -> dict[int, str]:
+    run = Run(where)
+    return {step: run.manifest(step).fingerprint for step in run.steps()}
+
+
+def files(where: Path) -> dict[str, bytes]:
+    kept = [path for path in where.rglob("*") if path.is_file() and path.name != "lock"]
+    return {str(path.relative_to(where)): path.read_bytes() for path in kept}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs whose states differ."""
+    train(tmp_path / "mine", 3)
+    train(tmp_path / "theirs", 2, begin=100.0)
+    return tmp_path / "mine", tmp_path / "theirs"
+
+
+def test_a_mirror_that_is_another_run_is_refused_and_keeps_its_checkpoints(
+    runs: tuple[Path, Path],
+) -> None:
+    mine, theirs = runs
+    before = files(theirs), files(mine)
+    with pytest.raises(HistoryError, match=r"the mirror .*theirs: expected run .* found run"):
+        train(mine, 5, mirror=theirs)
+    assert (files(theirs), files(mine)) == before
+    train(mine, 5, mirror=mine.parent / "copy")  # the control
+    assert prints(mine.parent / "copy")[5] == prints(mine)[5]
+
+
+def test_a_run_that_was_lost_continues_its_mirror_as_the_same_run(tmp_path: Path) -> None:
+    train(tmp_path / "run", 2, mirror=tmp_path / "mirror")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.warns(UserWarning, match="step 2 is restored from the mirror"):
+        train(tmp_path / "run", 4, mirror=tmp_path / "mirror")
+    assert prints(tmp_path / "mirror")[4] == prints(tmp_path / "run")[4]
+    ids = {Run(tmp_path / name).log.run for name in ("run", "mirror")}
+    assert len(ids) == 1
+    assert verify_run(Run(tmp_path / "run")).ok
+
+
+def test_a_copy_into_another_run_that_is_behind_is_refused(runs: tuple[Path, Path]) -> None:
+    mine, theirs = runs
+    before = files(theirs)
+    for dry_run in (True, False):
+        with pytest.raises(HistoryError, match="expected an empty directory or a copy"):
+            copy_run(mine, theirs, dry_run=dry_run)
+    assert files(theirs) == before
+    copy_run(mine, mine.parent / "copy", [1])
+    copy_run(mine, mine.parent / "copy")  # the control
+    assert prints(mine.parent / "copy") == prints(mine)
+
+
+def test_beside_a_manifest_of_another_run_nothing_is_moved_or_deleted(
+    runs: tuple[Path, Path],
+) -> None:
+    mine, theirs = runs
+    good = (mine / manifest_name(2)).read_bytes()
+    shutil.copy(theirs / manifest_name(2), mine / manifest_name(2))
+    before = files(mine)
+    (problem,) = [each for each in verify_run(Run(mine)).problems if each.harmful]
+    assert "is a checkpoint of run" in problem.what
+    with Run(mine) as run:
+        with pytest.raises(PruneError, match="One of the two does not belong here"):
+            repair(run)
+        with pytest.raises(CorruptionError, match="is a checkpoint of run"):
+            run.delete([1])
+    with pytest.raises(HistoryError, match=r"000002.json: is a checkpoint of run"):
+        Run(mine).load(2)
+    assert CliRunner().invoke(main, ["prune", str(mine), "--max-to-keep", "1"]).exit_code == 1
+    assert files(mine) == before
+    (mine / manifest_name(2)).write_bytes(good)  # the control
+    assert verify_run(Run(mine)).ok
+    with Run(mine) as run:
+        assert run.delete([1]) == [1]
+
+
+def test_no_training_continues_with_the_checkpoints_of_another_run(
+    runs: tuple[Path, Path],
+) -> None:
+    mine, theirs = runs
+    for folder in ("checkpoints", "packs"):
+        (mine / folder).rename(mine / f"{folder}-away")
+        shutil.copytree(theirs / folder, mine / folder)
+    before = files(mine)
+    with pytest.raises(HistoryError, match="is a checkpoint of run"):
+        train(mine, 5)
+    assert files(mine) == before
+    for folder in ("checkpoints", "packs"):
+        shutil.rmtree(mine / folder)
+        (mine / f"{folder}-away").rename(mine / folder)
+    assert 5 in train(mine, 5)  # the control
+
+
+def test_every_flipped_bit_of_the_marker_is_found_and_repaired(tmp_path: Path) -> None:
+    train(tmp_path / "run", 1)
+    marker, log = tmp_path / "run" / MARKER, tmp_path / "run" / "log.jsonl"
+    data, lines = marker.read_bytes(), log.read_bytes()
+    run = Run(tmp_path / "run").log.run
+    harmless = 0
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        marker.write_bytes(changed)
+        try:
+            harmless += Run(tmp_path / "run").log.run == run
+        except StoreError:
+            continue
+    assert harmless <= 16, "white space at the end"
+    changed = bytearray(data)
+    changed[data.index(run.encode() if run else b"") + 3] ^= 1
+    marker.write_bytes(changed)
+    with Run(tmp_path / "run", repair=True) as opened:
+        repair(opened)
+        assert opened.log.run == run
+    assert log.read_bytes() == lines
+    assert verify_run(Run(tmp_path / "run")).ok
+
+
+def test_a_marker_of_another_run_is_written_again_once_it_is_removed(
+    runs: tuple[Path, Path],
+) -> None:
+    mine, theirs = runs
+    run = Run(mine).log.run
+    shutil.copy(theirs / MARKER, mine / MARKER)
+    before = files(mine)
+    with Run(mine) as opened, pytest.raises(PruneError, match=r"If perdure.json is the wrong one"):
+        repair(opened)
+    assert files(mine) == before
+    (mine / MARKER).unlink()
+    with Run(mine, repair=True) as opened:
+        repair(opened)
+        assert opened.log.run == run
+    assert 5 in train(mine, 5)
+
+
+def forked(source: Path, out: Path) -> object:
+    return fork_run(source, 3, out)
+
+
+def copied(source: Path, out: Path) -> object:
+    return copy_run(source, out, [3])
+
+
+def averaged(source: Path, out: Path) -> object:
+    return average([f"{source}@2", f"{source}@3"], out)
+
+
+def imported(source: Path, out: Path) -> object:
+    np.savez(source.parent / "w.npz", w=np.zeros(50))
+    return import_run(source.parent / "w.npz", out)
+
+
+@pytest.mark.parametrize("make", [forked, copied, averaged, imported])
+def test_no_training_begins_in_what_a_command_did_not_finish(
+    make: Callable[[Path, Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "run", tmp_path / "out"
+    train(source, 3)
+
+    def fail(*arguments: object, **keywords: object) -> None:
+        failed.append(arguments)
+        raise KeyboardInterrupt
+
+    failed: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("perdure.store.committer.create_whole", fail)
+        with pytest.raises(KeyboardInterrupt):
+            make(source, out)
+    assert len(failed) == 1
+    assert (out / MARKER).exists()
+    with pytest.raises(HistoryError, match=r"was to be made from .*, which did not end"):
+        train(out, 1)
+    make(source, out)  # repeated
+    train(out, 5)
+    assert 5 in prints(out)

@@ -11,7 +11,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import equinox
 import jax
@@ -530,3 +530,26 @@ def test_a_group_that_lacks_an_operation_is_refused_before_anything_is_made(tmp_
             with pytest.raises(ArgumentError, match="without agree"):
                 use(processes=kind())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (
+            lambda: CheckpointManager("run", options=cast(Any, 5)),
+            "options: expected a ManagerOptions, found 5",
+        ),
+        (
+            lambda: ManagerOptions(retention=cast(Any, {})),
+            "retention: expected a Retention, found {}",
+        ),
+        (lambda: ManagerOptions(clock=cast(Any, 5)), "clock: expected a function, found 5"),
+        (
+            lambda: Retention(best_metric=cast(Any, 5)),
+            "best_metric: expected strings as names, found 5",
+        ),
+    ],
+)
+def test_options_of_another_kind_are_refused_by_name(make: Any, found: str) -> None:
+    with pytest.raises(ArgumentError, match=found):
+        make()

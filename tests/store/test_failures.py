@@ -497,6 +497,38 @@ def make_socket(path: Path) -> None:
         os.close(folder)
 
 
+def make_dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [Path.mkdir, make_pipe, make_dangling])
+def test_a_repair_sets_aside_what_has_the_place_of_the_log(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+    (tmp_path / LOG_FILE).unlink()
+    make(tmp_path / LOG_FILE)
+    assert not verify_run(Run(tmp_path)).ok
+    with run_on(tmp_path) as run:
+        repair(run)
+        assert verify_run(run).ok
+        run.save(2, make_leaves(2))
+    assert os.path.lexists(tmp_path / "quarantine" / "log-0.jsonl")
+
+
+def test_beside_a_directory_in_place_of_a_manifest_others_are_deleted(tmp_path: Path) -> None:
+    with run_on(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.save(step, make_leaves(step))
+        (tmp_path / manifest_name(2)).unlink()
+        (tmp_path / manifest_name(2)).mkdir()
+        packs = sorted((tmp_path / "packs").iterdir())
+        assert run.delete([1]) == [1]
+        assert sorted((tmp_path / "packs").iterdir()) == packs
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", [make_pipe, make_socket])
 @pytest.mark.parametrize("name", ["checkpoints/000000000002.json", "packs/000000000002-*", "lock"])

@@ -396,6 +396,24 @@ def test_a_manifest_that_was_exchanged_in_quarantine_returns_to_no_wrong_place(
         assert run.steps() == [1]
 
 
+@pytest.mark.parametrize("damage", ["gone", "empty"])
+def test_lines_do_not_return_without_their_checkpoints(tmp_path: Path, damage: str) -> None:
+    with CheckpointManager(tmp_path, options=ManagerOptions(journal_every=1)) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": float(step)})
+        manager.rollback(1)
+    aside = tmp_path / "quarantine" / "000000000002-0.json"
+    held = aside.read_bytes()
+    aside.write_bytes(b"")
+    if damage == "gone":
+        aside.unlink()
+    with Run(tmp_path) as run:
+        with pytest.raises(HistoryError, match="nothing was brought back: quarantine/"):
+            run.undo_rollback()
+        aside.write_bytes(held)
+        assert run.undo_rollback() == [2]  # the control
+
+
 def test_a_log_that_is_a_link_is_an_error_that_says_so(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with CheckpointManager(run, options=ManagerOptions(journal_every=1)) as manager:

@@ -208,3 +208,15 @@ def test_no_training_begins_in_what_a_command_did_not_finish(
     make(source, out)  # repeated
     train(out, 5)
     assert 5 in prints(out)
+
+
+def test_an_unreadable_mark_of_a_folder_says_what_to_do(tmp_path: Path) -> None:
+    train(tmp_path / "run", 2)
+    (tmp_path / "run" / "packs").rename(tmp_path / "disk")
+    (tmp_path / "run" / "packs").symlink_to(tmp_path / "disk")
+    train(tmp_path / "run", 3)
+    (tmp_path / "disk" / ".run").write_bytes(b"?")
+    with pytest.raises(CorruptionError, match="If no other run uses it, remove the file"):
+        train(tmp_path / "run", 4)
+    (tmp_path / "disk" / ".run").unlink()
+    assert 4 in train(tmp_path / "run", 4)

@@ -51,6 +51,10 @@ def test_a_run_whose_checkpoints_are_not_there_keeps_its_packs_and_does_not_begi
     with Run(run) as opened, pytest.raises(HistoryError, match="Bring it back"):
         opened.save(1, {})
     assert not verify_run(Run(run)).ok
+    for arguments in (["ls", str(run)], ["copy", str(run), str(tmp_path / "copy")]):
+        shown = CliRunner().invoke(main, arguments)
+        assert shown.exit_code == 1
+        assert "may be moved or not mounted" in shown.output
     assert packs(run) == before
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
     (tmp_path / "away").rename(run / "checkpoints")

@@ -67,6 +67,12 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         )
 
 
+def require_kind(name: str, value: Any, kind: type, *, optional: bool = False) -> None:
+    """Raise unless `value` is an instance of the class, or None where it is `optional`."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        raise ArgumentError(f"{name}: expected a {kind.__name__}, found {shown(value)}.")
+
+
 def real_number(value: Any) -> Any:
     """`value`, or the item of a 0-d array, if that is a real number; None for a bool and all else."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, NoReturn, overload
 
 from perdure.checkpoint.address import step_or_name
-from perdure.checkpoint.arguments import Metrics, integer, step_number
+from perdure.checkpoint.arguments import Metrics, integer, require_kind, step_number
 from perdure.checkpoint.checkpoint import Checkpoint, makes_state, managers, takes_tensorflow_order
 from perdure.checkpoint.group_call import GroupCall, require_group, together
 from perdure.checkpoint.journal import Journal
@@ -102,6 +102,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         checkpoint: Checkpoint | None = None,
         step_counter: Any = None,
     ) -> None:
+        require_kind("options", options, ManagerOptions, optional=True)
         self._options = options = options or ManagerOptions()
         rules, clock = options.retention, options.clock
         max_to_keep = integer("max_to_keep", max_to_keep, optional=True)
@@ -299,7 +300,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                 the restore. A module is a state, though it can be called: only a function, a
                 method, a class, a `functools.partial` or a callable that cannot be saved is called.
                 None: the `Checkpoint` that the manager was made for.
-            start_over: Begin at step 0 although the run has had checkpoints, which were all set
+            start_over: Begin, with what the mirror has or else at step 0, although the run has had
+                checkpoints, which were all set
                 aside or are gone.
 
         Raises:

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
-from perdure.checkpoint.arguments import integer, require_choice, require_number
+from perdure.checkpoint.arguments import (
+    integer,
+    require_choice,
+    require_kind,
+    require_number,
+    shown,
+)
 from perdure.checkpoint.preemption import SIGNALS
 from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError
@@ -99,6 +105,9 @@ class ManagerOptions:
     journal_every: int | None = None
 
     def __post_init__(self) -> None:
+        require_kind("retention", self.retention, Retention, optional=True)
+        if not callable(self.clock):
+            raise ArgumentError(f"clock: expected a function, found {shown(self.clock)}.")
         require_number("mirror_wait", self.mirror_wait, lambda s: s >= 0, "at least 0 seconds")
         require_choice("on_error", self.on_error, ("raise", "continue"))
         every = integer("journal_every", self.journal_every, optional=True)

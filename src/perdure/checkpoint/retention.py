@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from perdure.checkpoint.arguments import integer, require_choice, require_number
+from perdure.checkpoint.arguments import integer, require_choice, require_name, require_number
 from perdure.errors import ArgumentError, CorruptionError, UnreachableError
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
 from perdure.store.format import MAX_STEP, Metric, seconds_of, steps_text
@@ -60,6 +60,8 @@ class Retention:
         hours = self.keep_every_n_hours
         require_number("keep_every_n_hours", hours, lambda h: h > 0, "None or more than 0")
         integer("keep_period", self.keep_period, optional=True)
+        if self.best_metric is not None:
+            require_name("best_metric", self.best_metric)
         require_choice("best_mode", self.best_mode, ("max", "min"))
         integer("best_to_keep", self.best_to_keep)
 

@@ -154,10 +154,12 @@ def list_run(where: Where, *, now: float | None = None) -> RunListing:
         now: Seconds since 1970 to count ages from; by default those of the clock.
 
     Raises:
+        HistoryError: The run has lost its checkpoints.
         NotARunError: There is no run directory.
         UnreachableError: Its checkpoints cannot be listed.
     """
     run = open_run(where)
+    run.require_not_lost()
     manifests, damaged, unread = read_manifests(run)
     rolled_back = tuple(run.rolled_back())
     names = {aside.name for aside in rolled_back}

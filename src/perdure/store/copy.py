@@ -94,6 +94,7 @@ def copy_run(
     writer = Run(target, create=True)
     refuse_same_place(reader.storage, writer.storage)
     writer.be_copy_of(reader)
+    reader.require_not_lost()
     wanted = sorted(set(reader.steps() if steps is None else steps))
     for step in set(wanted) - set(reader.steps()):
         reader.manifest(step)  # raises, and names the steps that are there

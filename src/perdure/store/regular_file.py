@@ -26,7 +26,7 @@ def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
     """Open the regular file at `path` without waiting; returns the descriptor.
 
     Raises:
-        NotAFile: A pipe, a socket or a device is there.
+        NotAFile: A directory, a pipe, a socket or a device is there.
         OSError: It cannot be opened for another reason.
     """
     wanted = flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -37,7 +37,7 @@ def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
             raise _other(path, os.stat(path).st_mode) from error
         raise
     found = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(found) or stat.S_ISDIR(found):  # reading a directory fails by itself
+    if stat.S_ISREG(found):
         return descriptor
     os.close(descriptor)
     raise _other(path, found)

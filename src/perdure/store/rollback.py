@@ -143,10 +143,15 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
     candidates = rolled_back(view)
     if newest is None and not candidates:
         return UndoPlan(None)
-    line = _returning(candidates, (newest.step, newest.fingerprint) if newest else None)
+    place = (newest.step, newest.fingerprint) if newest else None
+    line = _returning(candidates, place)
     before = newest.step if newest else -1
     lines = view.log.journal.returning(before, [checkpoint.manifest for checkpoint in line])
-    if line or (lines is not None and lines.replaced is None):
+    names = set(filter(view.log.is_rolled_back, quarantined(storage)))
+    if lines is not None:  # these come with checkpoints, of which none may be there any more
+        names |= {name for name, why in view.log.aside.items() if why.after == place is not None}
+    damaged = sorted(names.difference(each.name for each in candidates))
+    if line or (lines is not None and lines.replaced is None and not damaged):
         return UndoPlan(newest, tuple(line), lines)
     refused = f"{storage.where}: nothing was brought back:"
     if lines is not None and lines.replaced is not None:
@@ -154,25 +159,24 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
             f"{refused} the lines of steps {lines.steps[0]} to {lines.steps[1]} were set aside, and "
             f"those of steps {lines.replaced[0]} to {lines.replaced[1]} were recorded since."
         )
-    names = set(filter(view.log.is_rolled_back, quarantined(storage)))
-    if damaged := sorted(names.difference(each.name for each in candidates)):
+    if damaged:
         raise HistoryError(
-            f"{refused} {few(damaged)} cannot be read, or is not what the rollback set aside. `perdure "
-            f"verify {storage.where}` says more."
+            f"{refused} {few(damaged)} is missing, cannot be read, or is not what the rollback set "
+            f"aside. `perdure verify {storage.where}` says more."
         )
-    place = f"the newest checkpoint is {f'step {before}' if newest else 'gone'}"
+    now = f"the newest checkpoint is {f'step {before}' if newest else 'gone'}"
     if candidates:
         places = {candidate.place for candidate in candidates}
         starts = {candidate.why.after for candidate in candidates} - places
         known = sorted({after[0] for after in starts if after is not None})
         follows = f"step {steps_text(known)}" if known else "a checkpoint that is not there"
         raise HistoryError(
-            f"{refused} {place}, and what rollbacks set aside continues {follows}. Go back there first "
+            f"{refused} {now}, and what rollbacks set aside continues {follows}. Go back there first "
             f"(`perdure rollback {storage.where}@STEP`)."
         )
     if aside := view.log.journal.steps_aside():
         raise HistoryError(
-            f"{refused} {place}, and the lines of steps "
+            f"{refused} {now}, and the lines of steps "
             f"{', '.join(f'{first} to {last}' for first, last in aside)}, which are set aside, do not "
             f"continue it."
         )

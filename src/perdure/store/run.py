@@ -265,6 +265,11 @@ class Run:
         if why := View(self.storage, self.log).refusal_to_begin():
             raise HistoryError(why)
 
+    def require_not_lost(self) -> None:
+        """Raise `HistoryError` if no checkpoint is there because the run has lost them."""
+        if not self.steps() and (why := View(self.storage, self.log).lost_checkpoints()):
+            raise HistoryError(f"{why}. Bring it back; `perdure verify {self.where}` says more.")
+
     def contents(self, *, fresh: bool = True) -> View:
         """A view of what is there now. Every manifest that changed is read, and no pack.
 

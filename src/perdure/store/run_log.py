@@ -7,6 +7,7 @@ checkpoint refers. The line that says why an object lies in quarantine is durabl
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -344,8 +345,16 @@ class RunLog:
         assert self.run is not None, "a writer has written the marker"
         is_other = view.run not in (None, self.run)
         kept = 0 if view.last is None or is_other else view.last.number
-        texts, aside, rules = log_texts(storage, LOG), None, True
+        texts, aside, rules = [], None, True
         events: list[Event] = [] if kept else [Started(run=self.run)]
+        try:
+            texts = log_texts(storage, LOG)
+        except OSError as error:
+            if not is_gone(error) and error.errno != errno.ENOLINK:
+                raise
+            # A directory, a pipe or a link to nothing has the place of the log.
+            aside = free_name([*storage.list(QUARANTINE)], "log", ".jsonl")
+            storage.move(LOG_FILE, aside)
         if texts[kept:]:
             aside = free_name([*storage.list(QUARANTINE)], "log", ".jsonl")
             storage.replace(aside, b"".join(texts))

@@ -116,10 +116,16 @@ def _outside(storage: Storage) -> list[str]:
 
 def _read_mark(storage: Storage, folder: str) -> FolderMark | None:
     name = f"{folder}{FOLDER_MARK}"
+    where = f"{storage.where}/{name}"
     try:
-        return decode_json(storage.read(name), FolderMark, f"{storage.where}/{name}")
+        return decode_json(storage.read(name), FolderMark, where)
     except FileNotFoundError:
         return None
+    except (CorruptionError, IsADirectoryError) as error:
+        raise CorruptionError(
+            f"{where}: says which run uses that folder, and cannot be read: {error}. Nothing was "
+            f"changed. If no other run uses it, remove the file: the next writer makes it again."
+        ) from None
 
 
 def other_run(manifest: Manifest, run: str | None, where: str) -> str | None:

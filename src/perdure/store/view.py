@@ -28,8 +28,8 @@ READ_NEWEST = 8
 """So many of the newest manifests are read whatever the index says: retention counts on them."""
 
 START_OVER = (
-    "To begin this run again from step 0 on purpose, call `restore_or_initialize(..., "
-    "start_over=True)`, or use another run directory."
+    "To begin this run again on purpose, from what its mirror has or else from step 0, call "
+    "`restore_or_initialize(..., start_over=True)`, or use another run directory."
 )
 """What to do about a run that has lost its checkpoints."""
 

@@ -200,7 +200,6 @@ def step_or_name(step: Any, run: Run) -> int | None:
 
 
 def _is_of(name: str, run: Run) -> bool:
-    """Whether a name is that of the run: its URL, or any path of its directory."""
     return name == run.where or os.path.realpath(name) == os.path.realpath(run.where)
 
 

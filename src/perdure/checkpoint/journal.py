@@ -134,7 +134,6 @@ class Journal:
             self._record(step, state, None, metrics)
 
     def _record(self, step: int, state: Any, batch: Any, metrics: Metrics) -> bool:
-        """`record` of a step that was reported and checked; False if it is skipped."""
         with self._guard:
             if self._is_closed:
                 raise StoreError(

@@ -275,7 +275,6 @@ class ManagedDirectory:
         return together(self._processes, change_step, by_chief=list[int], call=f"{call}({step})")
 
     def _step(self, step: int | str) -> int:
-        """The step of a number or a name."""
         if not isinstance(step, str):
             return step_number(step)
         number = step_or_name(step, self._run)

@@ -87,8 +87,6 @@ class Mirror:
         """Whether another process made this object."""
         return os.getpid() != self._pid
 
-    # ------------------------------------------------------------ writing
-
     def notify(self) -> None:
         """Copy the checkpoints that the mirror lacks, in the background; returns at once."""
         with self._changed:
@@ -215,7 +213,6 @@ class Mirror:
             target.close()
 
     def _next(self, target: Run) -> int | None:
-        """The oldest step that is newer than everything in the mirror."""
         self._reached = max(target.steps(), default=-1)
         steps = (step for step in self._source.steps() if step > self._reached)
         return next((step for step in steps if step not in self._unreadable), None)
@@ -280,8 +277,6 @@ class Mirror:
             if cause not in self._warned:
                 self._warned.add(cause)
                 self._notes.append(text)
-
-    # ------------------------------------------------------------ reading
 
     def readable_steps(self) -> tuple[Run | None, list[int], str | None]:
         """The mirror as a run (None while it is empty), the steps that a restore may take from it,
@@ -368,7 +363,6 @@ def _cause(error: BaseException) -> str:
 
 
 def _report_at_exit(mirror: weakref.ref[Mirror]) -> None:
-    """Finish, within a bound, the mirror of a manager that nobody closed; log what is missing."""
     # `notes` takes a lock that another thread may have held when this process was forked.
     if (alive := mirror()) is not None and not alive.in_forked_child:
         alive.close(EXIT_WAIT_S)

@@ -47,8 +47,6 @@ def note_strategy_in_use(strategy: Any) -> None:
 
 
 class _NamedRecipe(msgspec.Struct):
-    """A recipe, and whose it is."""
-
     name: str
     recipe: Recipe
 
@@ -226,7 +224,6 @@ def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> 
 
 
 def _differences(one: _NamedRecipe, other: _NamedRecipe) -> dict[str, str]:
-    """A line for each field with two values, and the field."""
     lines: dict[str, str] = {}
     for field in sorted(one.recipe.keys() | other.recipe.keys()):
         values = [side.recipe.get(field) for side in (one, other)]
@@ -243,7 +240,6 @@ def _differences(one: _NamedRecipe, other: _NamedRecipe) -> dict[str, str]:
 def _require_allowed(
     differing: Mapping[str, str], allow: frozenset[str], problem: str, remedy: str
 ) -> None:
-    """Raise `RecipeMismatchError` for the lines whose field may not differ."""
     # `threads` allows `torch.threads` too.
     refused = {line: f for line, f in differing.items() if not allow & {f, _bare(f)}}
     if refused:
@@ -265,10 +261,8 @@ def _same(one: RecipeValue | None, other: RecipeValue | None) -> bool:
 
 
 def _is_setting(field: str) -> bool:
-    """Whether a field is one of `of_process`."""
     return field.partition(".")[0] in ("jax", "tensorflow", "torch") and "." in field
 
 
 def _bare(field: str) -> str:
-    """`threads` for `torch.threads`."""
     return field.partition(".")[2] if _is_setting(field) else field

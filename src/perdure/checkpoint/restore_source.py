@@ -132,7 +132,6 @@ class _Copies:
                 failure = error
 
     def load(self, picked: Picked, needs: Needs) -> Loaded:
-        """The checkpoint that the chief has picked, with what this process needs of it."""
         step = picked.step
         assert step is not None
         if self._group.is_chief:

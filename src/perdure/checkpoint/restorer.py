@@ -115,7 +115,6 @@ class Restorer:
         self._extras.begin()
 
     def _regions(self, like: Any, request: RestoreRequest) -> Any:
-        """Finds what this process needs of arrays that are sharded over the group; None for all."""
         if self._processes.count == 1 or like is None or request.cast:
             return None
 
@@ -159,7 +158,6 @@ class Restorer:
             return state, report, rank.has_shards
 
     def _warn_of_one_device(self, state: Any) -> None:
-        """Warn of leaves that were sharded in the run and are whole on one device in the target."""
         jax_state: Any = sys.modules.get("perdure.state.jax_state")
         if jax_state is not None and (paths := jax_state.whole_on_one_device(state)):
             warn_caller(

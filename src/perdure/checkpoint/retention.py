@@ -367,7 +367,6 @@ class RetentionRules:
 
 
 def _text(rules: Retention) -> str:
-    """The rules as a program writes them."""
     given = [
         f"{row.name}={value!r}"
         for row in fields(Retention)

@@ -269,7 +269,6 @@ class Saver:
             self._prune(step, metrics)
 
     def _prune(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Apply the retention, and then bring the mirror up to date in any case."""
         rules, mirror = self._rules, self.mirror
         try:
             self._notes += rules.check(step, metrics)
@@ -301,14 +300,12 @@ class Saver:
         return is_new
 
     def _tolerate(self, error: StoreError) -> None:
-        """Raise `error`, or warn if the user wants to continue."""
         if self._options.on_error == "raise":
             raise error
         warn_caller(f"{error} Training continues; the next save tries again.")
 
 
 def _refuse_own_shards(rank: RankContext, leaves: Mapping[str, Leaf]) -> None:
-    """Raise `UnsupportedLeafError` for a sharded array that is wrapped in `PerRank`."""
     for path, leaf in leaves.items() if rank.members and rank.count > 1 else ():
         if leaf.shards is not None and rank.owns(path):
             raise UnsupportedLeafError(

@@ -114,9 +114,6 @@ def _whole(tree: Any) -> Leaves:
     return leaves
 
 
-# ---------------------------------------------------------------- the parts of a step
-
-
 def is_tracing() -> bool:
     """Whether this process replays a step that is compared with that of another run."""
     hook = drill_hook()

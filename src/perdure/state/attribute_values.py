@@ -268,7 +268,6 @@ def _enumeration(name: str) -> Any:
 
 
 def _like(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> Any:
-    """A dict of the same class with other pairs."""
     if isinstance(value, defaultdict):
         return type(value)(value.default_factory, pairs)
     return type(value)(dict(pairs))
@@ -357,9 +356,6 @@ def _is_kept(value: Any) -> bool:
         return value.grad_fn is None
     except RuntimeError:  # a view of a parameter, which an optimizer has changed since
         return False
-
-
-# ---------------------------------------------------------------- static fields
 
 
 _MODES = ("training", "deterministic", "use_running_average")

@@ -265,7 +265,6 @@ class _Known:
 
     @cached_property
     def _named(self) -> dict[str, Any]:
-        """The parameters and modules of the state by name."""
         torch, named = sys.modules["torch"], dict[str, Any]()
         for path, node in self._walk.objects.items():
             if isinstance(module := node.target, torch.nn.Module):
@@ -385,7 +384,6 @@ def _is_pruned(module: Any, name: str) -> bool:
 
 @cache
 def _of_modules() -> frozenset[str]:
-    """The attributes of every module."""
     return frozenset(vars(sys.modules["torch"].nn.Module()))
 
 

@@ -148,8 +148,6 @@ class Builtin(Adapter):
 
 
 class _PositionedIterator(Stateful):
-    """An iterator with `get_state` and `set_state`."""
-
     def read(self) -> Any:
         return position(self.target)
 
@@ -169,7 +167,6 @@ def _attributes_node(value: Any) -> Node:
 
 
 def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:
-    """The names of the dtypes of NumPy arrays, None for other values and dtypes."""
     if set(map(type, arrays)) != {ndarray}:
         return None
     names = list(map(BUFFER_DTYPES.get, map(_DTYPE, arrays)))
@@ -208,7 +205,6 @@ def _sequence_node(value: list[Any] | tuple[Any, ...]) -> Node:
 
 
 def _check_rebuilt(value: Any, rebuild: Callable[[Any], Any], items: Any) -> None:
-    """Raise `UnsupportedLeafError` if a container of a subclass holds more than its items."""
     try:
         copy = rebuild(items)
         same = type(copy) is type(value) and len(copy) == len(value)
@@ -284,11 +280,7 @@ def _rebuild_mapping(like: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
     return type(like)(new)  # type: ignore[call-arg]
 
 
-# ---------------------------------------------------------------- random generators
-
-
 def _generator_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
-    """The node of a generator; None for a value that is no generator."""
     if isinstance(value, random.Random):
         return Node([("", _python_state(value))], lambda new: _restore_python(value, new[0]), True)
     if isinstance(value, np.random.RandomState):

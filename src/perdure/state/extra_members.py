@@ -125,16 +125,12 @@ class ExtraMembers:
         return [note for member in self._members() for note in member.put(restoring, walk)]
 
     def _members(self) -> list[ExtraMember]:
-        """Those whose framework is imported."""
         for place in self._places:
             framework = _MEMBERS[place]
             if place not in self._made and (framework is None or framework in sys.modules):
                 module, _, name = place.partition(":")
                 self._made[place] = getattr(import_module(module), name)()
         return [self._made[place] for place in self._places if place in self._made]
-
-
-# ---------------------------------------------------------------- members that are one object
 
 
 _MUTABLE = (dict, list, deque, set, bytearray)
@@ -191,9 +187,6 @@ def shared_groups(restoring: Restoring) -> dict[str, int]:
 def _is_mutable(kind: type) -> bool:
     torch = sys.modules.get("torch")
     return issubclass(kind, np.ndarray) or (torch is not None and issubclass(kind, torch.Tensor))
-
-
-# ---------------------------------------------------------------- ends of epochs
 
 
 _ENDED = re.compile(rf"process/[0-9]+/{EPOCH_ENDS}")

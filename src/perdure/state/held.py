@@ -60,9 +60,6 @@ class Held:
     bind: Callable[[Any], object]
 
 
-# ---------------------------------------------------------------- the code of the program
-
-
 def is_program_frame(frame: FrameType) -> bool:
     """Whether the code of the program runs in `frame`."""
     named = frame.f_globals.get("__name__", "")
@@ -86,9 +83,6 @@ def frames_of_threads() -> list[FrameType]:
     here = threading.get_ident()
     others = [frame for thread, frame in sys._current_frames().items() if thread != here]
     return [each for frame in others for each in program_frames(frame)]
-
-
-# ---------------------------------------------------------------- names
 
 
 def held_values(frames: Sequence[FrameType], *, unnamed: bool = True) -> dict[str, Held]:
@@ -179,7 +173,6 @@ def _attribute(owner: Any, key: str, name: str) -> Held:
 
 
 def _fixed(name: str, value: Any) -> Held:
-    """A value that can be changed in place only."""
     return Held(name, lambda: value, lambda _: None)
 
 
@@ -243,7 +236,6 @@ def _of_function(function: types.FunctionType, name: str) -> Iterator[Held]:
 
 
 def _attributes(value: Any) -> list[str] | None:
-    """The names of the attributes of an object or class of the program; None for anything else."""
     owner = value if isinstance(value, type) else type(value)
     if isinstance(value, threading.local):
         return list(vars(value))
@@ -261,9 +253,6 @@ def _attributes(value: Any) -> list[str] | None:
 def is_whole(value: Any) -> bool:
     """Whether an object of the program is put back as a whole, as a module of PyTorch is."""
     return hasattr(value, "load_state_dict") and not isinstance(value, type)
-
-
-# ---------------------------------------------------------------- generators
 
 
 @dataclass(frozen=True)

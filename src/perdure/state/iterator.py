@@ -99,9 +99,6 @@ def _decode(value: dict[str, Any]) -> Any:
     return value
 
 
-# ---------------------------------------------------------------- Grain
-
-
 def _order_of(iterator: Any) -> Order | None:
     """The seeds and lengths below an iterator of Grain; None for any other.
 
@@ -127,7 +124,6 @@ def _order_of(iterator: Any) -> Order | None:
 
 
 def _require_same_order(saved: Order, iterator: Any) -> None:
-    """Raise `StateError` if the datasets below `iterator` have other seeds or lengths."""
     present = _order_of(iterator) or {}
     for name, expected in saved.items():
         found = present.get(name)
@@ -169,7 +165,6 @@ def _restore_texts(state: bytes, iterator: Any) -> bytes:
 
 
 def _loader_position(state: bytes) -> dict[str, Any] | None:
-    """The fields of a `grain.DataLoader`'s position; None for the position of another iterator."""
     try:
         position = json.loads(state)
     except ValueError:

@@ -216,7 +216,6 @@ def _shards(array: Any) -> Shards:
 
 
 def _require_equal_copies(array: Any) -> None:
-    """Raise `UnsupportedLeafError` if devices of this process have copies with different bits."""
     if len(array.sharding.device_set) == 1:
         return
     copies: dict[Region, tuple[Any, memoryview]] = {}
@@ -265,7 +264,6 @@ def _of_rank(sharding: Any, axes: int) -> Any:
 
 
 def _require_processes(sharding: Any) -> None:
-    """Raise `UnsupportedLeafError` unless every process of the group has devices of a sharding."""
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         return  # it has no devices
     if sharding is None or _is_local(sharding):
@@ -285,12 +283,10 @@ def _require_processes(sharding: Any) -> None:
 
 @lru_cache(256)
 def _is_local(sharding: Any) -> bool:
-    """Whether all devices of a sharding are those of this process."""
     return sharding.is_fully_addressable
 
 
 def _require_group(value: Any) -> None:
-    """Raise `UnsupportedLeafError` for an array over several processes if this one saves alone."""
     if current_rank_context().count == 1:
         raise UnsupportedLeafError(
             f"an array with the sharding {value.sharding}, which has parts in other processes, and "
@@ -330,7 +326,6 @@ def _place_shards(like: Any, leaf: Leaf, shards: Shards) -> Any:
 
 
 def _weakly_typed(array: Any, sharding: Any = None) -> Any:
-    """A weakly typed array with the same bits."""
     dtype = array.dtype.name
     with jax.enable_x64(dtype in _WIDE), jax.debug_nans(False):
         if sharding is None:
@@ -387,7 +382,6 @@ def _x64() -> bool:
 
 @cache
 def _key_shape(impl: str) -> tuple[int, ...]:
-    """The shape of the `uint32` words of one key."""
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
 
 

@@ -267,7 +267,6 @@ class _ComparedLeaves(Leaves):
 
 
 def _same_library(first: str, second: str) -> bool:
-    """Whether two array classes differ at most in the device."""
     return first.partition("@")[0] == second.partition("@")[0]
 
 

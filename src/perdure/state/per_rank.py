@@ -136,7 +136,6 @@ def per_rank_node(member: PerRank, stored: Mapping[str, LeafSpec] | None, path: 
 
 
 def _rank(path: str, member: str) -> int | None:
-    """The rank of a leaf that belongs to `member`; None for any other leaf."""
     prefix = f"{member}/" if member else ""
     match = _RANK.match(path, len(prefix)) if path.startswith(prefix) else None
     return int(match[1]) if match else None

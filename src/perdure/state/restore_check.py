@@ -133,7 +133,6 @@ class ReplacedMembers:
         return None
 
     def _path_of(self, value: Any) -> str:
-        """The path of a value in the target, if it is one of its containers."""
         path, keys = self._containers.get(id(value), ("", []))
         is_same = type(value) is dict and list(value) == keys
         return path if is_same or (type(value) is list and [len(value)] == keys) else ""
@@ -185,7 +184,6 @@ class ReplacedMembers:
 
 
 def _version(value: Any) -> Any:
-    """The number of changes of a PyTorch tensor; None for any other value."""
     try:
         return getattr(value, "_version", None)
     except RuntimeError:  # of an inference tensor
@@ -319,7 +317,6 @@ class RestoreCheck:
 
 
 def _require_values(walk: Walk) -> None:
-    """Raise `UnsupportedLeafError` for an abstract array: a program cannot begin with it."""
     abstract = {kind for kind in walk.takers if kind.__name__ == "ShapeDtypeStruct"}
     for path, value in walk.pairs() if abstract else ():
         if type(value) in abstract:

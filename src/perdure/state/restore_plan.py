@@ -192,11 +192,9 @@ class RestorePlan:
         return path not in self.expected and not selection.matches(path)
 
     def _owner(self, path: str) -> str | None:
-        """The path of the object that the leaf at `path` is in."""
         return nearest(path, self._parts)
 
     def _check_patterns(self, selection: Selection) -> None:
-        """Raise `MismatchError` for a pattern that fits nothing."""
         strict = self._request.strict
         inside = [path for path in self.specs if self._owner(path) is not None]
         not_in_target = selection.unused([*self.expected, *self._parts, *inside])
@@ -342,9 +340,6 @@ class RestorePlan:
         return values
 
 
-# ---------------------------------------------------------------- arrays that are sharded
-
-
 def needed_regions(
     like: Any, request: RestoreRequest, stored: Mapping[str, LeafSpec]
 ) -> dict[str, tuple[Region, ...]]:
@@ -386,15 +381,11 @@ def sharded_targets(
 
 
 def _misplaced(values: Mapping[str, Any]) -> Iterator[Difference]:
-    """The arrays of a target whose sharding does not fit their shape."""
     for adapter in loaded_adapters():
         if type(adapter).misplaced is not Adapter.misplaced:
             for path, value in values.items():
                 if reason := adapter.misplaced(value):
                     yield Difference(path, reason=reason)
-
-
-# ---------------------------------------------------------------- what stays whole
 
 
 def is_abstract(value: Any) -> bool:

@@ -91,7 +91,6 @@ class ObjectFlattener:
         self._array_classes = outer
 
     def _describe_arrays(self, path: str) -> str | None:
-        """Set the most frequent class of arrays in the entry of the whole state, and return it."""
         entry = self._leaves.containers.get(path)
         if path in self._array_classes or entry is None or entry.type is not None:
             return None
@@ -157,9 +156,6 @@ def _without_bytes(value: Any) -> Leaf | None:
     return None if taken is None else Leaf(taken[1].dtype, taken[1].shape, b"")
 
 
-# ---------------------------------------------------------------- objects inside of objects
-
-
 def inner_objects(objects: Mapping[str, Stateful]) -> set[str]:
     """The paths of values in states of objects that are neither leaves nor plain containers."""
     flattener = ObjectFlattener(Leaves(), loaded_adapters(), enters=True, takers=[_without_bytes])
@@ -188,9 +184,6 @@ def lost_objects(
         )
         for (_, kind), paths in lost.items()
     ]
-
-
-# ---------------------------------------------------------------- what a run has made of its target
 
 
 class FreshTarget:
@@ -252,9 +245,6 @@ def _described(value: Any, path: str) -> dict[str, Container]:
 
 def _class_of(value: Any) -> Any:
     return array_class_name(value) if hasattr(value, "dtype") else None
-
-
-# ---------------------------------------------------------------- snapshots
 
 
 def flatten(

@@ -171,7 +171,6 @@ def _optimizers(walk: Walk) -> Iterator[tuple[str, Any]]:
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:
-    """The parameters of an optimizer, in the order in which its `state_dict` numbers them."""
     for group in getattr(optimizer, "param_groups", ()):
         yield from group["params"]
 

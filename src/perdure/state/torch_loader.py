@@ -367,7 +367,6 @@ def _whole_number(name: str, value: Any, least: int = 0) -> int:
 
 
 def _position_of(state: Any) -> _Position:
-    """The position that `state_dict` has returned; raises `DataError` if `state` is none."""
     try:
         position = msgspec.convert(state, _Position)
         if -1 < position.batches_per_epoch < position.batch:
@@ -426,7 +425,6 @@ def _default_seed(loader: DataLoader[Any]) -> int:
 
 
 def _rank(loader: DataLoader[Any]) -> tuple[int, int]:
-    """The rank of a distributed sampler and the number of its ranks."""
     part: Any
     for part in (loader.sampler, loader.batch_sampler):
         if hasattr(part, "num_replicas") and hasattr(part, "rank"):
@@ -449,7 +447,6 @@ def _other_order(epoch: int, batch: int, found: str) -> DataError:
 
 
 def _is_lightning(frame: FrameType) -> bool:
-    """Whether a frame is that of Lightning's Trainer, which loads the states of its loaders."""
     return frame.f_globals.get("__name__", "").endswith("pytorch.utilities.combined_loader")
 
 

@@ -283,7 +283,6 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _meta_reasons(module: torch.nn.Module) -> list[Difference]:
-    """The tensors of a module on the meta device, with what a restore needs for them."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     on_meta = [(name, tensor) for name, tensor in tensors if tensor.is_meta]
     if not on_meta:

@@ -152,7 +152,6 @@ class SchedulerState(Stateful):
 
 
 def _tensor_states(state: Any) -> dict[int, dict[Any, Any]]:
-    """The state of each parameter of an optimizer by its place, as `load_state_dict` gets it."""
     return {
         place: dict(values)
         for place, number in enumerate(_parameters(state["param_groups"]))
@@ -204,9 +203,6 @@ def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:
             for value, other in zip(stored, loaded, strict=True)
         )
     return stored
-
-
-# ---------------------------------------------------------------- checkpoints of others
 
 
 def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -276,7 +272,6 @@ def _order_differences(now: list[str], before: list[str]) -> list[Difference]:
 
 
 def _plain_name(name: str) -> str:
-    """The name of a parameter without the parts of wrappers."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name

@@ -177,8 +177,6 @@ def _is_plain_tensor(value: torch.Tensor) -> bool:
 
 
 class _TrainedTensor(Stateful):
-    """A parameter outside of a module, which is changed in place."""
-
     arrays = "torch"
     can_fail = False
 

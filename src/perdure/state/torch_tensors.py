@@ -53,9 +53,6 @@ def copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
 
 
-# ---------------------------------------------------------------- shards
-
-
 ALIGNMENT = 64
 """The memory of PyTorch's tensors begins at a multiple of this."""
 

@@ -241,7 +241,6 @@ class _Restore:
         return like
 
     def _state(self, node: Stateful, path: str) -> Any:
-        """The state to load into the object at `path`."""
         try:
             state = self._objects.state(node, path)
         except StateError:
@@ -260,7 +259,6 @@ class _Restore:
         return self._build(walk, walk.root)
 
     def _below(self, path: str) -> dict[str, Leaf]:
-        """The leaves of the checkpoint at `path` and below it."""
         return {inside: self._leaves[inside] for inside in self._objects.leaf_paths(path)}
 
     def _load_as(self, array_class: str | None, like: Any, path: str) -> Any:
@@ -355,7 +353,6 @@ class _Restore:
         return is_undone
 
     def _compare(self, change: _Change) -> None:
-        """Raise `MismatchError` if an object does not return the state that it was given."""
         path, node, _ = change
         if isinstance(node, Stateful) and (lines := self._objects.differences(node, path)):
             raise MismatchError(

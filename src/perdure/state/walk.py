@@ -232,7 +232,6 @@ class Walk:
         return branch
 
     def _add(self, paths: Sequence[str], values: Sequence[Any]) -> int:
-        """Add leaves of one type; returns the number of the first."""
         first = len(self.paths)
         if not first or type(self.values[-1]) is not type(values[0]):
             self._starts.append(first)

@@ -476,8 +476,8 @@ def test_a_grain_dataset_with_another_seed_or_source_is_refused(tmp_path: Path) 
             manager.restore(like={"data": target})
             after = read(target)
             assert after == read(live) != before
-            # A position of a checkpoint from before has no seeds and lengths.
-            assert read(reposition(made(dataset()), 'j{"next_index": 4}')) == after
+            # A position may have no seeds and lengths.
+            assert read(reposition(made(dataset()), {"next_index": 4})) == after
 
 
 def test_a_sharded_grain_loader_resumes_in_every_process(tmp_path: Path) -> None:

@@ -574,9 +574,9 @@ class Iterator:
         {1: (2, 3)},
         {"1": [2, 3], "nested": {"a": (1, [b"\xff", None]), 2: {}}},
         {(1, b"a"): {True: 1.5, 2.5: ()}},
-        {"!tuple": [1]},
-        {"!dict": [], 1: {"!bytes": "00"}},
-        (-0.0, math.inf, 2**80, "größe", "\ud800", True, None),
+        {"!listed": [1], "in": {}},
+        {"!listed": {}, 1: {"in": "00"}},
+        (-0.0, math.inf, 2**80, "größe", True, None, {1, 2}),
         b"grain",
         b"\xff\x00",
         [],
@@ -596,8 +596,8 @@ def test_a_position_without_an_exact_form_is_refused_by_path() -> None:
     deep: Any = []
     for _ in range(10_000):
         deep = [deep]
-    for place in ({1, 2}, {"a": np.int64(3)}, object(), 10**5000, Colour.RED, deep):
-        with pytest.raises(StateError, match=r"^data: the position of a Iterator has no exact"):
+    for place in (object(), {"a": [object()]}, "\ud800", deep):
+        with pytest.raises(StateError, match=r"^data[:/]"):
             flatten({"data": Iterator(place)})
 
 

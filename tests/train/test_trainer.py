@@ -262,7 +262,7 @@ def test_a_grain_iterator_continues_at_the_step_of_the_state(tmp_path: Path) -> 
         trainer(where, [Spy(fail_after=6)], data=batches()).train(STEPS)
     trainer(where, data=batches()).train(STEPS)
     assert prints(where)[STEPS] == prints(tmp_path / "whole")[STEPS]
-    assert load_checkpoint(tmp_path / "whole")["data"].endswith(', {"next_index": 12}]')
+    assert load_checkpoint(tmp_path / "whole")["data"]["state"] == {"next_index": 12}
 
 
 class Countdown:

@@ -196,10 +196,10 @@ def stored_form(value: Any) -> Any:
             return {_GENERATOR: _class_of_generator(value), "state": state}
         state = node.read()
         return dict(state) if isinstance(state, Mapping) else state
-    return _with_pairs(value)
+    return with_pairs(value)
 
 
-def _with_pairs(value: Any) -> Any:
+def with_pairs(value: Any) -> Any:
     """A container whose keys without a text, and whose values of enumerations, have one."""
     if isinstance(value, enum.Enum) and _enumeration(type_name(value)) is type(value):
         return {_LISTED: value.name, "in": type_name(value)}
@@ -212,18 +212,19 @@ def _with_pairs(value: Any) -> Any:
         if all(type(part) in _SCALARS for part in value):
             return value
         return {
-            _LISTED: [_with_pairs(part) for part in sorted(value, key=repr)],
+            _LISTED: [with_pairs(part) for part in sorted(value, key=repr)],
             "in": type(value)(),
         }
     if not isinstance(value, dict):
-        parts = [_with_pairs(part) for part in value]
+        parts = [with_pairs(part) for part in value]
         if all(map(operator.is_, parts, value)):
             return value
         if isinstance(value, deque):
             return deque(parts, value.maxlen)
         return type(value)._make(parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[attr-defined]
-    pairs = [(key, _with_pairs(part)) for key, part in value.items()]
+    pairs = [(key, with_pairs(part)) for key, part in value.items()]
     is_named = all(type(key) in (str, int) and key != "" for key in value)
+    is_named = is_named and value.keys() != {_LISTED, "in"}
     if is_named and len(set(map(str, value))) == len(value):
         if all(map(operator.is_, [part for _, part in pairs], value.values())):
             return value
@@ -232,7 +233,7 @@ def _with_pairs(value: Any) -> Any:
 
 
 def plain_form(stored: Any) -> Any:
-    """What a container was before `_with_pairs`."""
+    """What a container was before `with_pairs`."""
     if isinstance(stored, dict):
         if stored.keys() == {_LISTED, "in"}:
             parts, like = stored[_LISTED], stored["in"]

@@ -1,24 +1,27 @@
 """Iterators with a position: `get_state` and `set_state`, as in Grain.
 
-A position is stored as one string, because its structure may change while the iterator runs. Invariant:
-it is restored equal, with all types, or the save is refused. That of Grain also says what decides the
+A position is stored as any plain value is, with all types. That of Grain also says what decides the
 order of the elements.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
 from typing import Any
 
 from perdure.errors import StateError
+from perdure.state.attribute_values import plain_form, with_pairs
 from perdure.store.format import hash_bytes
 
 _PARENTS = ("_map_parent", "_iter_parent", "_maybe_nonnative_parent")
 _SEEDS = ("_seed_rng_seed", "_seed")
 _COMPARED = ("sampler", "data_source")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_ORDER, _STATE = "!order", "state"
+"""The keys of the position of an iterator of Grain."""
 
 Order = dict[str, list[int]]
 """The seeds and the lengths of the datasets below an iterator."""
@@ -31,72 +34,23 @@ def is_positioned(value: Any) -> bool:
     )
 
 
-def position(iterator: Any) -> str:
-    """The position of an iterator as text; raises `StateError` for a value without an exact form."""
+def position(iterator: Any) -> Any:
+    """The position of an iterator, which later steps of it do not change, as plain values."""
     state = iterator.get_state()
     if isinstance(state, bytes):
-        state = _hash_texts(state)
-        try:
-            return f"b{state.decode()}"
-        except UnicodeDecodeError:
-            return f"x{state.hex()}"
-    order = _order_of(iterator)
-    try:
-        text = json.dumps(_encode(state), sort_keys=True)
-        return f"j{text}" if order is None else f"g[{json.dumps(order, sort_keys=True)}, {text}]"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise StateError(
-            f"the position of a {type(iterator).__qualname__} has no exact form in a checkpoint: "
-            f"expected from `get_state` bytes, or dicts, lists, tuples, numbers, strings, bytes and "
-            f"None; found {error}."
-        ) from None
+        return _hash_texts(state)
+    plain, order = with_pairs(copy.deepcopy(state)), _order_of(iterator)
+    return plain if order is None else {_ORDER: order, _STATE: plain}
 
 
-def reposition(iterator: Any, text: str) -> Any:
+def reposition(iterator: Any, stored: Any) -> Any:
     """Set an iterator to a position and return it; `StateError` if Grain would give other elements."""
-    kind, rest = text[:1], text[1:]
-    if kind == "g":
-        order, state = json.loads(rest, object_hook=_decode)
-        _require_same_order(order, iterator)
-        iterator.set_state(state)
-    elif kind == "j":
-        iterator.set_state(json.loads(rest, object_hook=_decode))
-    else:
-        state = rest.encode() if kind == "b" else bytes.fromhex(rest)
-        iterator.set_state(_restore_texts(state, iterator))
+    if isinstance(stored, dict) and stored.keys() == {_ORDER, _STATE}:
+        _require_same_order(stored[_ORDER], iterator)
+        stored = stored[_STATE]
+    is_bytes = isinstance(stored, bytes)
+    iterator.set_state(_restore_texts(stored, iterator) if is_bytes else plain_form(stored))
     return iterator
-
-
-# A value that JSON has no type for is an object with one of these keys and no other.
-_TUPLE, _BYTES, _DICT = "!tuple", "!bytes", "!dict"
-
-
-def _encode(value: Any) -> Any:
-    kind = type(value)
-    if kind in (type(None), bool, int, float, str):
-        return value
-    if kind is list:
-        return [_encode(part) for part in value]
-    if kind is tuple:
-        return {_TUPLE: [_encode(part) for part in value]}
-    if kind is bytes:
-        return {_BYTES: value.hex()}
-    if kind is dict:
-        if all(type(key) is str for key in value) and not value.keys() & {_TUPLE, _BYTES, _DICT}:
-            return {key: _encode(part) for key, part in value.items()}
-        pairs = [[_encode(key), _encode(part)] for key, part in value.items()]
-        return {_DICT: sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))}
-    raise TypeError(f"a value of type {kind.__module__}.{kind.__qualname__}")
-
-
-def _decode(value: dict[str, Any]) -> Any:
-    if value.keys() == {_TUPLE}:
-        return tuple(value[_TUPLE])
-    if value.keys() == {_BYTES}:
-        return bytes.fromhex(value[_BYTES])
-    if value.keys() == {_DICT}:
-        return dict(value[_DICT])
-    return value
 
 
 def _order_of(iterator: Any) -> Order | None:

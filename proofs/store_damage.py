@@ -19,7 +19,7 @@ from helpers import Failing, contents, run_on, sharing_states
 from damage import files
 from damage import flip as flip_bit
 from perdure import CheckpointManager
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.errors import NoGoodCheckpointError, UnreachableError
 from perdure.store import Manifest, Run, verify_run
 from perdure.store.format import MANIFESTS, PACKS, manifest_name, pack_step, step_of

@@ -11,7 +11,7 @@ from call_counts import calls
 from perdure.errors import UnsupportedLeafError
 from perdure.state import StateWithExtras, flatten
 from perdure.state.builtin import Builtin
-from perdure.state.template import Template, differences, template_of
+from perdure.state.walk import Template, differences, template_of
 
 COUNT = 1000
 OTHERS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from many_checkpoints import leaves_of, make_checkpoints
 
 from http_proxy import Fault, Proxy, Request, proxy_to
 from object_stores import ObjectServer
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.checkpoint.retention import Retention, prune_after_save
 from perdure.errors import (
     LockedError,

@@ -18,7 +18,7 @@ from test_format import resealed
 
 from damage import flip
 from perdure import Checkpoint, CheckpointManager, ManagerOptions
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.errors import CorruptionError, NoGoodCheckpointError, StoreError
 from perdure.store import (
     Leaf,

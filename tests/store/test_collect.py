@@ -10,7 +10,7 @@ import pytest
 from helpers import Operations, contents, local_leaves, make_leaves, run_on, sharing_states
 
 from damage import flip
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.errors import CorruptionError, PruneError, StoreError
 from perdure.store import (
     Leaf,

@@ -19,7 +19,7 @@ from helpers import Failing, contents, make_leaves, run_on, sharing_states
 
 from damage import files, flip
 from perdure import CheckpointManager, load_checkpoint
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.cli import main
 from perdure.errors import CorruptionError, PruneError, SaveError, StoreError, UnreachableError
 from perdure.store import LocalStorage, PruneRequest, Run, repair, verify_run

@@ -13,8 +13,7 @@ from crash_cases import CASES, assert_whole, prepared
 from disks import NoMount, fill, mounted, small_disk
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
-from perdure.checkpoint.restore_source import load_good
-from perdure.checkpoint.restorer import quarantine_skipped
+from perdure.checkpoint.restorer import load_good, quarantine_skipped
 from perdure.errors import PruneError, SaveError, UnreachableError
 from perdure.store import LocalStorage, MemoryStorage, PruneRequest, Run, repair, verify_run
 from perdure.store.format import MAX_STEP

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
 from perdure import CheckpointManager, ManagerOptions
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.checkpoint.retention import Retention, execute_prune, plan_prune
 from perdure.cli import main
 from perdure.errors import (

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 )
 
 from object_stores import ObjectServer
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.errors import CorruptionError, HistoryError, StepNotFoundError
 from perdure.store import Leaf, LocalStorage, MemoryStorage, Run, Storage, verify_run
 

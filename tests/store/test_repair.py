@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from helpers import contents, local_leaves, make_leaves, run_on, sharing_states
 
 from damage import flip
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import MemoryStorage, PruneRequest, Run, repair, verify_run

@@ -11,7 +11,7 @@ from helpers import Crash, Operations, contents, make_leaves, repeated, run_on
 
 from damage import flip
 from perdure import CheckpointManager
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.errors import CorruptionError, NoGoodCheckpointError
 from perdure.store import Leaf, LocalStorage, Run, verify_run
 from perdure.store.damage import PASS_SAVES

@@ -12,7 +12,7 @@ import pytest
 from helpers import Operations, contents, make_leaves, run_on
 from lock_cases import writer_process
 
-from perdure.checkpoint.restore_source import load_good
+from perdure.checkpoint.restorer import load_good
 from perdure.errors import (
     CorruptionError,
     HistoryError,

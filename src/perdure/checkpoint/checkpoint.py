@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary, ref
 from perdure.checkpoint.address import find_step
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.checkpoint.restore_source import load_good
-from perdure.checkpoint.restorer import warn_of_skipped
+from perdure.checkpoint.restorer import load_good, warn_of_skipped
 from perdure.checkpoint.retention import Retention
 from perdure.errors import (
     ArgumentError,

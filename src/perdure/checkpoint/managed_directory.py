@@ -19,7 +19,7 @@ from perdure.checkpoint.retention import Retention, candidates, ranked, recorded
 from perdure.checkpoint.saver import Saver
 from perdure.errors import ArgumentError, StepNotFoundError, StoreError
 from perdure.runtime.process_group import Processes
-from perdure.state.template import metadata_tree
+from perdure.state.snapshots import metadata_tree
 from perdure.store import Run
 from perdure.store.drill_hook import drill_hook
 from perdure.store.manifest import RecipeValue

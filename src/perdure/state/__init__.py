@@ -4,8 +4,8 @@ from perdure.state.builtin import AttributeState, StateWithExtras
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.state.leaf_spec import format_differences
 from perdure.state.snapshots import flatten, is_state, snapshot, unflatten
-from perdure.state.template import Template, differences, template_of
 from perdure.state.tree_restore import restore
+from perdure.state.walk import Template, differences, template_of
 
 __all__ = [
     "AttributeState",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perdure.state.containers import build_container, describe_container
-from perdure.state.leaf_spec import Check, Difference, LeafSpec
+from perdure.state.leaf_spec import Check, LeafSpec
 from perdure.state.paths import join_key
 from perdure.store.leaf import Leaf
 from perdure.store.shard_plan import Region
@@ -101,10 +101,6 @@ class Stateful:
     def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
         """The arrays that decide how stored leaves of the object are sharded, by path."""
         return {}
-
-    def misfits(self, state: Any) -> list[Difference]:
-        """Why the object cannot take the `state` that was built for it, if that is known before."""
-        return []
 
     def depends_on(self) -> Iterable[Any]:
         """The objects that this state belongs to, such as the parameters of an optimizer."""

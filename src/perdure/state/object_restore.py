@@ -102,7 +102,7 @@ class ObjectStates:
             return self._rebuild(present, path)  # the state is itself a live object
         if self._is_stored(path):
             return self._value(path, present, stateful.arrays, root=True)
-        if _has_leaves(present):
+        if has_leaves(present):
             expected = f"the state of a {type_name(stateful.target)}"
             self.missing.append(Difference(path, expected))
         return present
@@ -114,10 +114,6 @@ class ObjectStates:
     def named_values(self, path: str, arrays: str) -> dict[str, Any]:
         """The values of the module at `path` by dotted name, without the module."""
         return self._module_values(ModuleValues(), path, arrays)
-
-    def is_missing(self, stateful: Stateful, path: str) -> bool:
-        """Whether the checkpoint has no state at all for an object that has one."""
-        return not self._is_stored(path) and _has_leaves(read_state(stateful, path))
 
     def _is_stored(self, path: str) -> bool:
         return path in self.leaves or path in self.containers or path in self._parts
@@ -277,9 +273,10 @@ def _child(like: Any, key: Any) -> Any:
         return _MISSING
 
 
-def _has_leaves(value: Any) -> bool:
+def has_leaves(value: Any) -> bool:
+    """Whether the state of an object has anything to store."""
     described = describe_container(value)
-    return described is None or any(_has_leaves(child) for _, child in described[1])
+    return described is None or any(has_leaves(child) for _, child in described[1])
 
 
 def module_tensors(leaves: Leaves, branch: str) -> dict[str, Any]:

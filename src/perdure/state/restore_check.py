@@ -20,13 +20,14 @@ from perdure.state.leaf_values import SCALARS, same_bits
 from perdure.state.paths import below, is_below, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import FreshTarget, inner_objects, lost_objects
-from perdure.state.template import (
+from perdure.state.walk import (
+    Branch,
     Template,
+    Walk,
     differences,
     same_specs,
     template_of,
 )
-from perdure.state.walk import Branch, Walk
 from perdure.store.leaf import Leaf, containers_of
 
 _LOOKS = 3

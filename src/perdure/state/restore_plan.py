@@ -16,12 +16,12 @@ from perdure.errors import MismatchError, StateError
 from perdure.state.adapter import Adapter, loaded_adapters
 from perdure.state.leaf_spec import Difference, LeafSpec, fits, format_differences, type_name
 from perdure.state.leaf_values import cast_leaf
-from perdure.state.object_restore import ObjectStates
-from perdure.state.paths import ancestors, below, join_part, nearest
+from perdure.state.object_restore import has_leaves
+from perdure.state.paths import ancestors, join_part, nearest
 from perdure.state.per_rank import current_rank_context, rank_context
 from perdure.state.restore_request import RestoreReport, RestoreRequest
-from perdure.state.template import differences, template_of
-from perdure.state.walk import SpecsBelow, Walk
+from perdure.state.snapshots import read_state
+from perdure.state.walk import SpecsBelow, Walk, differences, leaves_of_objects, template_of
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
 from perdure.store.selection import Selection
@@ -273,20 +273,18 @@ class RestorePlan:
 
     def _compare_objects(self, refusals: Mapping[str, str]) -> None:
         """Keep the objects that are restored as a whole and cannot take what was stored."""
-        states = ObjectStates(self.leaves, lambda value, _: value)
-        for path, parts in self._parts.items():
-            if parts is not None or self._is_kept(path):
+        objects = [path for path, parts in self._parts.items() if parts is None]
+        inside, _ = leaves_of_objects(objects, self.leaves)
+        for path in objects:
+            if self._is_kept(path):
                 continue
-            node = self.walk.objects[path]
-            entry = states.containers.get(path)
-            inside = Leaves({}, {} if entry is None else {"": entry})
-            for leaf in states.leaf_paths(path):
-                inside[below(leaf, path)] = self.leaves[leaf]
+            node, stored = self.walk.objects[path], inside[path]
+            is_stored = stored or stored.containers
             if path in refusals:
                 self._mismatched[path] = Difference(path, reason=refusals[path])
-            elif states.is_missing(node, path):
+            elif not is_stored and has_leaves(read_state(node, path)):
                 self._missing[path] = Difference(path, f"the state of a {type_name(node.target)}")
-            elif lines := self._template.objects[path](inside):
+            elif lines := self._template.objects[path](stored):
                 self._mismatched[path] = lines[0]._replace(path=path)
             else:
                 continue

@@ -7,14 +7,22 @@ value where the target has None.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from perdure.errors import StateError, UnsupportedLeafError
-from perdure.state.adapter import Adapter, ModuleValues, Stateful, leaf_adapter, loaded_adapters
+from perdure.state.adapter import (
+    Adapter,
+    ModuleValues,
+    Stateful,
+    adapter,
+    leaf_adapter,
+    loaded_adapters,
+)
 from perdure.state.containers import (
     SORTED_DICT,
     array_class_name,
@@ -23,6 +31,7 @@ from perdure.state.containers import (
 )
 from perdure.state.leaf_spec import (
     Difference,
+    LeafSpec,
     PathInErrors,
     add_path,
     duplicate_path,
@@ -34,10 +43,10 @@ from perdure.state.paths import join_dotted, join_key, nearest, nested
 from perdure.state.per_rank import current_rank_context
 from perdure.state.walk import ANY_LENGTH, GROWING, Unwalked, Walk, node_of
 from perdure.store.aligned_buffers import COPIED_TOGETHER, CopyBuffer
-from perdure.store.format import SCALAR_PREFIX
+from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
-from perdure.store.manifest import Container
+from perdure.store.manifest import Container, LeafEntry
 from perdure.text import counted
 
 TakeLeaf = Callable[[Any], Leaf | None]
@@ -337,6 +346,21 @@ def snapshot(
 def unflatten(leaves: Mapping[str, Leaf]) -> Any:
     """Leaves as nested dicts of NumPy arrays and Python scalars, for use without a target."""
     return nested((path, plain_value(leaf)) for path, leaf in leaves.items())
+
+
+def metadata_tree(entries: Iterable[LeafEntry]) -> Any:
+    """Nested dicts of `jax.ShapeDtypeStruct` (without JAX: `LeafSpec`) and Python scalars."""
+    return nested((entry.path, _describe(entry)) for entry in entries)
+
+
+def _describe(entry: LeafEntry) -> Any:
+    if entry.text is not None:
+        return plain_value(Leaf(entry.dtype, (), memoryview(entry.text.encode())))
+    spec = LeafSpec.of(entry)
+    if "jax" not in sys.modules:
+        return spec
+    jax: Any = adapter("jax")
+    return jax.abstract(spec, is_weak=entry.dtype.startswith(WEAK_PREFIX))
 
 
 def is_state(value: Any) -> bool:

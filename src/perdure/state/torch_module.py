@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from perdure.state.torch_tensors import (
     sharded_parts,
     tensor_spec,
 )
-from perdure.store.leaf import Leaf
+from perdure.store.leaf import Leaf, containers_of
 
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 _MODULE_VERBS = (
@@ -97,30 +97,23 @@ class ModuleState(Stateful):
         self.target.load_state_dict(values)
 
     def check(self) -> Check:
+        whole, cuts, expected = not self.can_fail, _cuts(self.target), dict(self.parts())
         reasons = _meta_reasons(self.target)
-        if reasons and not self.can_fail:
-            reasons = [line for line in reasons if line.path not in self.parts()]
-        state, cuts = self.read(), _cuts(self.target)
-        resized = {
-            _without(cuts, f"{prefix}.{name}" if prefix else name)
-            for prefix, part in self.target.named_modules()
-            if type(part)._load_from_state_dict not in (*_MODULE_CODE, *_COPYING_CODE)
-            for name in part._buffers
-        }
-        check = _check_module(state, resized, whole=not self.can_fail)
-        return lambda stored: [*reasons, *check(stored)]
-
-    def misfits(self, state: Mapping[str, Any]) -> list[Difference]:
-        if self.can_fail:  # then the module's own code decides
-            return []
-        present = self.read()
-        names = [name for name in (*present, *state) if (name in present) != (name in state)]
-        return [
-            Difference(join_dotted("", name), "a tensor", None)
-            if name in present
-            else Difference(join_dotted("", name), None, f"a {type(state[name]).__name__}")
-            for name in names
-        ]
+        if whole:
+            reasons = [line for line in reasons if line.path not in expected]
+        for prefix, part in self.target.named_modules():
+            if type(part)._load_from_state_dict not in (*_MODULE_CODE, *_COPYING_CODE):
+                for name in part._buffers:  # may get another shape (observers of quantization)
+                    path = join_dotted("", _without(cuts, f"{prefix}.{name}" if prefix else name))
+                    expected |= {path: None} if path in expected else {}
+        tied: dict[tuple[Any, ...], list[str]] = {}
+        for path, value in self.part_values().items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, LAZY):
+                local = local_tensor(value)
+                if local.numel() and not value.is_meta:
+                    tied.setdefault(_view(local), []).append(path)
+        groups = [paths for paths in tied.values() if len(paths) > 1]
+        return lambda stored: [*reasons, *_differences(expected, groups, stored, whole=whole)]
 
     @property
     def comes_first(self) -> bool:  # type: ignore[override]
@@ -309,53 +302,34 @@ def _give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
     torch.utils.swap_tensors(tensor, new)
 
 
-def _check_module(state: Mapping[str, Any], resized: Collection[str], *, whole: bool) -> Check:
-    """Compares names, dtypes and shapes of the tensors; with `whole`, the names have to be equal.
-    The buffers in `resized` may get another shape (observers of quantization)."""
-    expected: dict[str, LeafSpec | None] = {}  # None for a lazy tensor
-    tied: dict[tuple[Any, ...], list[str]] = {}
-    for name, value in state.items():
-        path = join_dotted("", name)
-        if isinstance(value, torch.Tensor) and not isinstance(value, LAZY):
-            expected[path] = None if name in resized else tensor_spec(value)
-            local = local_tensor(value)
-            if local.numel() and not value.is_meta:
-                tied.setdefault(_view(local), []).append(path)
-        elif isinstance(value, torch.Tensor):
-            expected[path] = None
-    tied_groups = [paths for paths in tied.values() if len(paths) > 1]
-
-    def check(stored: Mapping[str, Leaf]) -> list[Difference]:
-        lines = _spec_differences(expected, stored, whole=whole)
-        for first, *others in tied_groups:
-            for path in others:
-                are_stored = first in stored and path in stored
-                if are_stored and not same_bits(stored[first], stored[path]):
-                    reason = (
-                        f"is one tensor with {first} in the target, the checkpoint has two that "
-                        f"differ; name with `leaves` what to restore, and only one of these two"
-                    )
-                    lines.append(Difference(path, reason=reason))
-        return lines
-
-    return check
-
-
-def _spec_differences(
-    expected: Mapping[str, LeafSpec | None], stored: Mapping[str, Leaf], *, whole: bool
+def _differences(
+    expected: Mapping[str, LeafSpec | None],
+    tied: Iterable[list[str]],
+    stored: Mapping[str, Leaf],
+    *,
+    whole: bool,
 ) -> list[Difference]:
+    """Compares dtypes and shapes (None for any) and, with `whole`, the names; and tied tensors."""
     lines = []
     for path, spec in expected.items():
-        leaf = stored.get(path)
-        if leaf is None:
+        if (leaf := stored.get(path)) is None:
             if whole:
                 lines.append(Difference(path, "a tensor" if spec is None else spec.describe()))
         elif spec is not None and spec != LeafSpec.of(leaf):
             lines.append(Difference(path, spec.describe(), leaf.describe()))
     if whole:
-        lines += [
-            Difference(path, None, leaf.describe())
-            for path, leaf in stored.items()
-            if path not in expected
-        ]
+        unknown = {path: leaf.describe() for path, leaf in stored.items()}
+        unknown |= {
+            path: f"a {entry.kind}" for path, entry in containers_of(stored).items() if path
+        }
+        lines += [Difference(p, None, text) for p, text in unknown.items() if p not in expected]
+    for first, *others in tied:
+        for path in others:
+            are_stored = first in stored and path in stored
+            if are_stored and not same_bits(stored[first], stored[path]):
+                reason = (
+                    f"is one tensor with {first} in the target, the checkpoint has two that "
+                    f"differ; name with `leaves` what to restore, and only one of these two"
+                )
+                lines.append(Difference(path, reason=reason))
     return lines

@@ -25,13 +25,11 @@ from perdure.state.leaf_spec import (
 )
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
-from perdure.state.paths import join_part
 from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_plan import RestorePlan, StoredState
 from perdure.state.restore_request import RestoreReport, RestoreRequest
 from perdure.state.snapshots import unflatten
-from perdure.state.template import differences, template_of
-from perdure.state.walk import Branch, Described, Walk
+from perdure.state.walk import Branch, Described, Walk, differences, template_of
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
 
@@ -153,7 +151,6 @@ class _Restore:
         self._shared = shared
         self._built: dict[int, Any] = {}  # by the number of a shared object
         self._replaced = replaced
-        self._misfits: list[Difference] = []
         self._refused: tuple[str, Stateful] | None = None
         self._adapters = loaded_adapters()
         self._objects = ObjectStates(
@@ -164,7 +161,7 @@ class _Restore:
     def run(self) -> Any:
         walk = self._plan.walk
         restored = self._build(walk, walk.root)
-        if lines := self._objects.missing + self._misfits + self._conflicts():
+        if lines := self._objects.missing + self._conflicts():
             raise mismatch_error(lines)
         self._apply_changes()
         return restored
@@ -242,14 +239,10 @@ class _Restore:
 
     def _state(self, node: Stateful, path: str) -> Any:
         try:
-            state = self._objects.state(node, path)
+            return self._objects.state(node, path)
         except StateError:
             self._refused = path, node
             raise
-        self._misfits += [
-            line._replace(path=join_part(path, line.path)) for line in node.misfits(state)
-        ]
-        return state
 
     def _build_inside_object(self, like: Any, path: str) -> Any:
         """The new value for a live object inside the state of another one, compared as strictly."""

@@ -1,4 +1,4 @@
-"""One walk of a live state, from which a save, a template, a digest and every check are read.
+"""One walk of a live state, from which a save, a digest and every check are read; and templates.
 
 Leaves are in columns, because there may be very many; containers and objects are `Branch`es. Invariant:
 a value is looked at once. Whoever needs the same state again is given the `Walk` in its place.
@@ -7,25 +7,30 @@ a value is looked at once. Whoever needs the same state again is given the `Walk
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter, eq
 from types import NoneType
 from typing import Any
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful, leaf_adapter, loaded_adapters
 from perdure.state.leaf_spec import (
+    Check,
+    Difference,
     LeafSpec,
     add_path,
     duplicate_path,
+    fits,
     nested_too_deeply,
     type_name,
 )
-from perdure.state.paths import join_keys, join_part
+from perdure.state.paths import below, join_keys, join_part, nearest
 from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
 from perdure.store.json_blocks import blocks
-from perdure.store.leaf import Leaves
+from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
 from perdure.store.selection import Selection
 
@@ -36,6 +41,7 @@ _FEW = 4
 """Fewer leaves are asked for one by one."""
 
 _BUILTIN = (dict, list, tuple)
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 ANY_LENGTH = (deque, set, frozenset)
 GROWING = (list, tuple, dict, *ANY_LENGTH)
 """Containers whose size or kind a run may change."""
@@ -310,3 +316,82 @@ class SpecsBelow(Mapping[str, LeafSpec]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+@dataclass(frozen=True)
+class Template:
+    """The leaves of a target, and the checks of its objects with `load_state_dict`. Holds no array."""
+
+    paths: list[str] = field(default_factory=list)
+    specs: list[LeafSpec] = field(default_factory=list)
+    """The specs of the leaves, in the order of `paths`."""
+
+    objects: dict[str, Check] = field(default_factory=dict)
+
+    @cached_property
+    def leaves(self) -> dict[str, LeafSpec]:
+        """The specs by path. There may be very many, and they are not always needed."""
+        return dict(zip(self.paths, self.specs, strict=True))
+
+
+def template_of(like: Any) -> Template:
+    """The template of a target, or of the target that was walked."""
+    walk = like if isinstance(like, Walk) else Walk(like)
+    checks = {path: node.check() for path, node in walk.objects.items()}
+    return Template(walk.paths, walk.specs, checks)
+
+
+def same_specs(
+    paths: Collection[str], specs: Collection[LeafSpec], leaves: Mapping[str, Leaf]
+) -> bool:
+    """Whether leaves have these paths, dtypes and shapes in this order; no Python code for each."""
+    return (
+        len(paths) == len(leaves)
+        and all(map(eq, paths, leaves))
+        and all(map(eq, map(_DTYPE, specs), map(_DTYPE, leaves.values())))
+        and all(map(eq, map(_SHAPE, specs), map(_SHAPE, leaves.values())))
+    )
+
+
+def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Difference]:
+    """Every path at which the leaves do not fit the template, sorted; objects decide themselves."""
+    if not template.objects and same_specs(template.paths, template.specs, leaves):
+        return []
+    missing = dict(template.leaves)
+    lines: list[Difference] = []
+    containers = containers_of(leaves)
+    inside, outside = leaves_of_objects(template.objects, leaves)
+    for path, leaf in outside.items():
+        expected = missing.pop(path, None)
+        if expected is None or (expected.dtype, expected.shape) != (leaf.dtype, leaf.shape):
+            present = LeafSpec.of(leaf)
+            if expected is not None and expected.dtype == "py:none" and path in containers:
+                continue
+            if expected is None or not fits(expected, present):
+                text = expected and expected.describe()
+                lines.append(Difference(path, text, present.describe()))
+    lines += [Difference(path, spec.describe()) for path, spec in missing.items()]
+    for parent, check in template.objects.items():
+        lines += [
+            line._replace(path=join_part(parent, line.path) if line.path else parent)
+            for line in check(inside[parent])
+        ]
+    return sorted(lines, key=lambda line: line.path)
+
+
+def leaves_of_objects(
+    objects: Collection[str], leaves: Mapping[str, Leaf]
+) -> tuple[dict[str, Leaves], Mapping[str, Leaf]]:
+    """The leaves and containers of each object by their paths in it, and the leaves of none."""
+    if not objects:
+        return {}, leaves
+    inside, outside = {path: Leaves() for path in objects}, dict[str, Leaf]()
+    for path, entry in containers_of(leaves).items():
+        if (parent := nearest(path, inside)) is not None:
+            inside[parent].containers[below(path, parent)] = entry
+    for path, leaf in leaves.items():
+        if (parent := nearest(path, inside)) is None:
+            outside[path] = leaf
+        else:
+            inside[parent][below(path, parent)] = leaf
+    return inside, outside

@@ -109,8 +109,9 @@ class Restorer:
         self._check.replaced = replaced
         if report.has_differences:
             warn_caller(f"{where}: the target and the checkpoint differ; {report}")
+        accepted = None if like is None else request.renaming.rename(loaded.leaves)
+        self._check.restored(step, accepted, exactly=report.is_exact)
         if report.is_exact:
-            self._check.restored_exactly(step)
             self._saver.journal.resume(step)
             self._saver.recipe.resumed(where, loaded.manifest.recipe)
             with rank_context(self._processes.index, self._processes.count):
@@ -119,8 +120,6 @@ class Restorer:
                 warn_caller(note)
             if has_shards:
                 self._warn_of_other_group(loaded)
-        else:
-            self._check.restored_in_part(step)
         return Restored(state, step, report).watch(replaced)
 
     def _restoring(self, where: str, loaded: Loaded, request: RestoreRequest) -> Restoring:
@@ -177,8 +176,6 @@ class Restorer:
                     raise MismatchError(f"{error} {where} {_SAVED_BY_DCP}") from error
                 raise
             self._warn_of_one_device(state)
-            if report.is_exact:
-                self._check.restored(request.renaming.rename(leaves))
             return state, report, rank.has_shards
 
     def _warn_of_one_device(self, state: Any) -> None:

@@ -7,7 +7,7 @@ asked only if the framework is imported already: otherwise no value of it can ex
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -20,20 +20,6 @@ from perdure.store.leaf import Leaf
 from perdure.store.shard_plan import Region
 
 
-class Pairs:
-    """Keys and values as pairs that are made when they are asked for: there may be very many."""
-
-    def __init__(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        self._keys = keys
-        self._values = values
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        return zip(self._keys, self._values, strict=True)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
 class Node(NamedTuple):
     """An interior value: its children by key, and the function that rebuilds it from new children.
 
@@ -42,7 +28,7 @@ class Node(NamedTuple):
     last.
     """
 
-    children: Collection[tuple[str, Any]] | Pairs
+    children: Collection[tuple[str, Any]]
     rebuild: Callable[[list[Any]], Any]
     in_place: bool = False
     can_undo: bool = False

@@ -17,7 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Adapter, Node, Pairs, Stateful
+from perdure.state.adapter import Adapter, Node, Stateful
 from perdure.state.containers import describe_container
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.state.leaf_spec import LeafSpec, type_name
@@ -187,7 +187,7 @@ def _mapping_node(value: Mapping[Any, Any]) -> Node:
             f"and its text. Rename all but one of them."
         )
     return Node(
-        Pairs(names, list(value.values())),
+        dict(zip(names, value.values(), strict=True)).items(),
         lambda new: _rebuild_mapping(value, dict(zip(keys, new, strict=True))),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError, warn_caller
 from perdure.state.adapter import Stateful, leaf_of
@@ -37,25 +37,16 @@ _LOOKS = 3
 _GROWN = " A dict that gains keys belongs in an object with `state_dict` and `load_state_dict`."
 
 
-class _Tensor(NamedTuple):
-    """A PyTorch tensor in whose place a restore returned another one, with the version of each."""
-
-    old: weakref.ref[Any]
-    old_version: int
-    new: weakref.ref[Any]
-    new_version: int
-
-
 class ReplacedMembers:
     """The members of a target in whose place a restore returned others, kept alive until `forget`."""
 
     def __init__(self) -> None:
         self._new: dict[str, Any] = {}
-        self._numbers: set[str] = set()
         # By the `id` of a member, which is kept alive so that nothing else gets the same.
         self._old: dict[int, tuple[str, Any]] = {}
-        # By the `id` of the returned tensor: PyTorch code changes tensors in place.
-        self._tensors: dict[int, _Tensor] = {}
+        # By the `id` of a returned PyTorch tensor, which code changes in place: the one of the target
+        # and the returned one, each with its version.
+        self._tensors: dict[int, tuple[weakref.ref[Any], int, weakref.ref[Any], int]] = {}
         # By the `id` of a dict or a list, which is not kept alive, its path and its keys.
         self._containers: dict[int, tuple[str, list[Any]]] = {}
         self._marks: dict[str, Any] = {}
@@ -63,16 +54,13 @@ class ReplacedMembers:
 
     def add_leaf(self, path: str, old: Any, new: Any) -> None:
         """`new` was returned in place of the number or array `old`."""
-        if type(old) in SCALARS:
-            if type(old) is type(new) and _same(old, new):
-                return
-            self._numbers.add(path)
-        else:
+        if type(old) not in SCALARS:
             self._old[id(old)] = path, old
-            versions = _version(old), _version(new)
-            if None not in versions:
-                before, after = versions
-                self._tensors[id(new)] = _Tensor(weakref.ref(old), before, weakref.ref(new), after)
+            before, after = _version(old), _version(new)
+            if before is not None and after is not None:
+                self._tensors[id(new)] = weakref.ref(old), before, weakref.ref(new), after
+        elif type(old) is type(new) and _same(old, new):
+            return
         self._new[path] = new
 
     def add_container(self, path: str, old: Any) -> None:
@@ -90,7 +78,6 @@ class ReplacedMembers:
     def forget(self) -> None:
         """The program has taken the returned state. Tensors and containers are watched further."""
         self._new.clear()
-        self._numbers.clear()
         self._old.clear()
 
     def clear(self) -> None:
@@ -163,18 +150,18 @@ class ReplacedMembers:
     def _is_fine(self, value: Any, target_path: str, step: int) -> bool:
         """Whether a leaf of the target has the value that it should have. A counter that began
         again may have reached the restored number once more; a constant array is equal."""
-        if target_path in self._numbers:
+        if type(value) in SCALARS:
             return type(value) is int and value == step
         return _same(value, self._new[target_path])
 
     def _check_tensors(self, walk: Walk) -> None:
         for path, new in walk.pairs():
-            if (tensor := self._tensors.get(id(new))) is None or tensor.new() is not new:
+            if (tensor := self._tensors.get(id(new))) is None or tensor[2]() is not new:
                 continue
-            old = tensor.old()
-            if old is None or _version(new) != tensor.new_version:
+            (_, old_version, _, new_version), old = tensor, tensor[0]()
+            if old is None or _version(new) != new_version:
                 del self._tensors[id(new)]
-            elif _version(old) != tensor.old_version and not _same(old, new):
+            elif _version(old) != old_version and not _same(old, new):
                 raise StateError(
                     f"{path or '(the state itself)'}: the restore returned a new tensor here, and the "
                     f"program has changed the tensor that it gave to the restore instead, so that "
@@ -237,18 +224,14 @@ class RestoreCheck:
                 raise
         return walk
 
-    def restored(self, leaves: Mapping[str, Leaf]) -> None:
-        """The target accepted `leaves`: another structure is only a warning from now on. An error
-        would stop an interrupted run at a step that an uninterrupted one passes."""
-        self._known = _structure(leaves)
-
-    def restored_exactly(self, step: int) -> None:
-        """A restore gave the program the whole state of `step`, perhaps without a target."""
-        self._exact, self._partial = step, None
-
-    def restored_in_part(self, step: int) -> None:
-        """A restore gave the program another state than that of `step`, or parts of it for objects."""
-        if step != self._exact:
+    def restored(self, step: int, leaves: Mapping[str, Leaf] | None, *, exactly: bool) -> None:
+        """A restore gave the program the state of `step` (`exactly`), or another one or parts of it.
+        A target has accepted `leaves`, if there was one: another structure is only a warning from now
+        on. An error would stop an interrupted run at a step that an uninterrupted one passes."""
+        if exactly:
+            self._exact, self._partial = step, None
+            self._known = self._known if leaves is None else _structure(leaves)
+        elif step != self._exact:
             self._partial = step
 
     def check_used(self, where: str, state: Walk, step: int) -> None:

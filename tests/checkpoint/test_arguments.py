@@ -33,7 +33,7 @@ from perdure import (
 )
 from perdure.checkpoint import Processes, SingleProcess
 from perdure.checkpoint.checkpoint import makes_state
-from perdure.checkpoint.state_digest import state_digest
+from perdure.checkpoint.journal import state_digest
 from perdure.errors import (
     ArgumentError,
     MismatchError,

@@ -16,7 +16,7 @@ import pytest
 from damage import Stop
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage
 from perdure.checkpoint import PerRank
-from perdure.checkpoint.state_digest import share_digests, state_digest
+from perdure.checkpoint.journal import share_digests, state_digest
 from perdure.errors import (
     CorruptionError,
     JournalMismatchError,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from perdure import CheckpointManager, ManagerOptions
 from perdure.checkpoint import SingleProcess
-from perdure.checkpoint.state_digest import batch_digest, state_digest
+from perdure.checkpoint.journal import batch_digest, state_digest
 from perdure.errors import JournalMismatchError, UnsupportedLeafError
 from perdure.store import LocalStorage, Run
 from perdure.store.run_events import JournalEntry
@@ -184,7 +185,8 @@ def test_a_drilled_program_is_not_stopped_by_its_journal(
 ) -> None:
     """`perdure drill` compares what it saves, and names the cause."""
     play(1, lambda _: loop(tmp_path, None, 9).close())
-    monkeypatch.setattr("perdure.checkpoint.journal.drill_hook", lambda: object())
+    hook = Mock(is_doctor=False, is_tracing=lambda: False, traces=lambda _: False)
+    monkeypatch.setattr("perdure.checkpoint.journal.drill_hook", lambda: hook)
     loop(tmp_path, None, 10, wrong=8).close()
     assert Run(tmp_path).steps() == [5, 10]
     monkeypatch.undo()

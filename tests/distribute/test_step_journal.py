@@ -10,7 +10,7 @@ import pytest
 from numpy_engine import NumpyEngine
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions
-from perdure.checkpoint.state_digest import state_digest
+from perdure.checkpoint.journal import state_digest
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
 from perdure.errors import ArgumentError, JournalMismatchError

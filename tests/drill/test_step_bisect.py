@@ -185,7 +185,7 @@ def test_only_the_traced_step_leaves_the_fused_one(monkeypatch: pytest.MonkeyPat
 
     strategy = OneDeviceStrategy(replicas=2)
     data = ArrayDataset({"x": np.ones(8, np.float32)}, 8, shuffle=False)
-    monkeypatch.setattr("perdure.checkpoint.state_digest.drill_hook", Hook)
+    monkeypatch.setattr("perdure.checkpoint.journal.drill_hook", Hook)
     step, state = strategy.step(grad, update), {"w": np.float32(1)}
     fast = []
     for number in (2, 3, 4):

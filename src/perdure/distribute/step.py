@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from perdure.checkpoint.group_save import require_same
-from perdure.checkpoint.journal import Journal
-from perdure.checkpoint.state_digest import is_computing_traced, is_tracing, trace_part
+from perdure.checkpoint.journal import Journal, is_computing_traced, is_tracing, trace_part
 from perdure.digests import leaf_digests
 from perdure.distribute.arrays import namespace
 from perdure.distribute.audit import Audit, AuditedStep, AuditOptions

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from perdure.checkpoint import CheckpointManager, Processes, SingleProcess
-from perdure.checkpoint.journal import Journal
-from perdure.checkpoint.state_digest import trace_recorded
+from perdure.checkpoint.journal import Journal, trace_recorded
 from perdure.errors import StateError, TrainError
 from perdure.train.config import RunConfig
 from perdure.train.progress import Progress

@@ -42,7 +42,7 @@ def _frozen(value: Any, depth: int) -> Frozen | None:
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else ("numpy", value.copy())
     if (generator := generator_state(value)) is not None:
-        return ("generator", copy.deepcopy(generator))
+        return ("generator", generator)
     kind = type(value).__module__.partition(".")[0]
     if kind == "torch" and hasattr(value, "detach") and hasattr(value, "untyped_storage"):
         return ("torch", value.detach().clone())
@@ -174,18 +174,18 @@ def have_one_seed(one: tuple[str, Any], other: tuple[str, Any]) -> bool | None:
     (kind, a), (other_kind, b) = one, other
     if kind != other_kind:
         return None
-    if kind in ("keras", "torch"):  # both begin with the seed
+    if kind in ("keras", "torch", "torch.Generator"):  # all begin with the seed
         return bytes(a[:8]) == bytes(b[:8])
-    if kind == "numpy" and "inc" in (state := a["state"]):  # PCG64: the stream
+    if kind != "random.Random" and "inc" in (state := a["state"]):  # PCG64: the stream
         return state["inc"] == b.get("state", {}).get("inc")
-    if kind == "numpy" and a["bit_generator"] != "MT19937":
+    if kind != "random.Random" and a["bit_generator"] != "MT19937":
         return None
-    return _follows(_words(kind, a), _words(kind, b)) or _follows(_words(kind, b), _words(kind, a))
+    return _follows(_words(a), _words(b)) or _follows(_words(b), _words(a))
 
 
-def _words(kind: str, state: Any) -> np.ndarray[Any, Any]:
+def _words(state: Any) -> np.ndarray[Any, Any]:
     """The words of a state of the Mersenne Twister."""
-    return np.array(state[1][:-1], "uint32") if kind == "python" else state["state"]["key"]
+    return state["words"][:-1] if "words" in state else state["state"]["key"]
 
 
 def _follows(first: np.ndarray[Any, Any], later: np.ndarray[Any, Any]) -> bool:

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import itertools
 import operator
-import random
 import sys
 import weakref
 from collections import defaultdict, deque
@@ -22,6 +21,13 @@ import numpy as np
 from perdure.errors import UnsupportedLeafError
 from perdure.state import bits
 from perdure.state.adapter import Node, loaded_adapters
+from perdure.state.generators import (
+    generator_name,
+    is_generator,
+    new_generator,
+    read_generator,
+    write_generator,
+)
 from perdure.state.leaf_spec import type_name
 from perdure.state.paths import join_key
 from perdure.state.program_code import is_of_program
@@ -93,13 +99,6 @@ def _kind_of_container(value: Any) -> Kind:
         elif type(part) not in _SCALARS and not isinstance(part, _PLAIN):
             return Kind.MIXED
     return Kind.PLAIN
-
-
-def is_generator(value: Any) -> bool:
-    """Whether a value is a random generator of Python, NumPy or PyTorch."""
-    torch = sys.modules.get("torch")
-    kinds = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
-    return isinstance(value, kinds) or (torch is not None and isinstance(value, torch.Generator))
 
 
 def items_of(
@@ -189,11 +188,10 @@ def stored_form(value: Any) -> Any:
     """The plain containers and arrays that stand for a value in a checkpoint."""
     if isinstance(value, enum.Enum):
         return value.name
-    if is_generator(value) or kind_of(value) is Kind.OBJECT:
-        node = node_of(value, "", loaded_adapters(), None)
-        if isinstance(node, Node):
-            ((_, state),) = [*node.children]
-            return {_GENERATOR: _class_of_generator(value), "state": state}
+    if is_generator(value):
+        return {_GENERATOR: generator_name(value), "state": read_generator(value)}
+    if kind_of(value) is Kind.OBJECT:
+        node: Any = node_of(value, "", loaded_adapters(), None)
         state = node.read()
         return dict(state) if isinstance(state, Mapping) else state
     return with_pairs(value)
@@ -278,13 +276,12 @@ def put_value(present: Any, stored: Any) -> Any:
     """The stored value, if possible in the object `present`, which others may have too."""
     if isinstance(stored, dict) and stored.keys() == {_GENERATOR, "state"}:
         kind = stored[_GENERATOR]
-        has_one = is_generator(present) and _class_of_generator(present) == kind
-        generator = present if has_one else _new_generator(kind)
-        node: Any = node_of(generator, "", loaded_adapters(), None)
-        node.rebuild([stored["state"]])
+        has_one = is_generator(present) and generator_name(present) == kind
+        generator = present if has_one else new_generator(kind)
+        write_generator(generator, stored["state"])
         return generator
     if present is not None and kind_of(present) is Kind.OBJECT:
-        node = node_of(present, "", loaded_adapters(), None)
+        node: Any = node_of(present, "", loaded_adapters(), None)
         node.load(stored)
         return present
     if isinstance(present, enum.Enum) and isinstance(stored, str):
@@ -328,23 +325,6 @@ def _put_container(present: Any, stored: Any) -> Any:
         present.extend(stored)
         return present
     return stored
-
-
-def _class_of_generator(value: Any) -> str:
-    if isinstance(value, np.random.Generator):
-        return f"numpy.random.{type(value.bit_generator).__name__}"
-    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
-
-
-def _new_generator(name: str) -> Any:
-    if name == "torch.Generator":
-        return sys.modules["torch"].Generator()
-    if name.startswith("numpy.random."):
-        kind = getattr(np.random, name.rpartition(".")[2])
-        return np.random.Generator(kind())
-    if name == "random.Random":
-        return random.Random()
-    raise ValueError(f"the program has no generator there, and a {name} cannot be made")
 
 
 def _is_kept(value: Any) -> bool:

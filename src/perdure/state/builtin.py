@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -19,6 +17,7 @@ from numpy import ndarray
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
 from perdure.state.containers import describe_container
+from perdure.state.generators import SEED_SEQUENCE, is_generator, read_generator, write_generator
 from perdure.state.iterator import is_positioned, position, reposition
 from perdure.state.leaf_spec import LeafSpec, type_name
 from perdure.state.leaf_values import (
@@ -34,10 +33,6 @@ from perdure.state.leaf_values import (
 from perdure.state.paths import key_text
 from perdure.state.program_code import is_of_program
 from perdure.store.leaf import Leaf
-
-_SEED_SEQUENCE = "seed_sequence"
-# Older releases of NumPy cannot restore the seed sequence of a generator.
-_RESTORES_SEED = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
 
 _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 
@@ -136,8 +131,9 @@ class Builtin(Adapter):
                 [("", value.main), *value.extras.items()],
                 lambda new: StateWithExtras(new[0], dict(zip(value.extras, new[1:], strict=True))),
             )
-        if (node := _generator_node(value, stored)) is not None:
-            return node
+        if is_generator(value):
+            state = read_generator(value, has_seed=stored is None or SEED_SEQUENCE in stored)
+            return Node([("", state)], lambda new: write_generator(value, new[0]), in_place=True)
         if type(value) is np.ma.MaskedArray:
             return _masked_array_node(value, stored)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -278,71 +274,6 @@ def _rebuild_mapping(like: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
     if hasattr(like, "default_factory"):
         return type(like)(like.default_factory, new)  # type: ignore[call-arg]
     return type(like)(new)  # type: ignore[call-arg]
-
-
-def _generator_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
-    if isinstance(value, random.Random):
-        return Node([("", _python_state(value))], lambda new: _restore_python(value, new[0]), True)
-    if isinstance(value, np.random.RandomState):
-        children = value.get_state(legacy=False)
-        return Node([("", children)], lambda new: value.set_state(new[0]), True)
-    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
-        bits = value if isinstance(value, np.random.BitGenerator) else value.bit_generator
-        children = dict(bits.state)
-        # What `spawn` returns depends on the seed, and on how often it was called.
-        seed = bits.seed_seq
-        has_seed = _RESTORES_SEED and (stored is None or _SEED_SEQUENCE in stored)
-        if has_seed and isinstance(seed, np.random.SeedSequence):
-            children[_SEED_SEQUENCE] = _seed_text(seed)
-        return Node([("", children)], lambda new: _restore_numpy(bits, new[0]), True)
-    return None
-
-
-def _python_state(value: random.Random) -> dict[str, Any]:
-    plain = type(value).getstate is random.Random.getstate
-    if not plain or not vars(value).keys() <= {"gauss_next"}:
-        raise UnsupportedLeafError(
-            f"a {type(value).__qualname__} has no state that can be restored exactly; expected a "
-            f"random.Random. Use one, or leave it out of the state."
-        )
-    version, words, gauss = value.getstate()
-    # `gauss` is the second of two normal numbers that are drawn together, or None. It is stored as a
-    # float in both cases, so that the structure of the state does not change.
-    return {
-        "version": version,
-        "words": np.array(words, np.uint32),
-        "has_gauss": gauss is not None,
-        "gauss": 0.0 if gauss is None else gauss,
-    }
-
-
-def _restore_python(target: random.Random, state: Any) -> None:
-    gauss = state["gauss"] if state["has_gauss"] else None
-    target.setstate((state["version"], tuple(np.asarray(state["words"]).tolist()), gauss))
-
-
-def _restore_numpy(bits: np.random.BitGenerator, state: Any) -> None:
-    state = dict(state)
-    seed = state.pop(_SEED_SEQUENCE, None)
-    if seed is not None:
-        bits.__setstate__((state, _seed_sequence(seed)))  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        bits.state = state
-
-
-def _seed_text(seed: np.random.SeedSequence) -> str:
-    entropy = seed.entropy
-    if entropy is not None and not isinstance(entropy, int):
-        entropy = [int(word) for word in np.asarray(entropy).reshape(-1)]
-    key = [int(part) for part in seed.spawn_key]
-    return json.dumps([entropy, key, int(seed.pool_size), int(seed.n_children_spawned)])
-
-
-def _seed_sequence(text: str) -> np.random.SeedSequence:
-    entropy, key, pool_size, spawned = json.loads(text)
-    return np.random.SeedSequence(
-        entropy, spawn_key=tuple(key), pool_size=pool_size, n_children_spawned=spawned
-    )
 
 
 ADAPTER = Builtin()

@@ -6,6 +6,7 @@ compares the values of two processes, and puts back what a resumed one lacks.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import io
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from perdure.state import process_random
+from perdure.state.generators import generator_name, is_generator, read_generator, write_generator
 from perdure.state.program_code import is_program_file, is_program_module
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
@@ -266,26 +268,14 @@ def generator_state(value: Any) -> tuple[str, Any] | None:
     """The kind of a random generator and a copy of its state; None for any other value."""
     if isinstance(value, GlobalGenerator):
         return value.name.partition(" ")[0], process_random.capture()[value.name]
-    if isinstance(value, np.random.Generator):
-        return "numpy", value.bit_generator.state
-    if isinstance(value, np.random.RandomState):
-        return "legacy", value.get_state(legacy=False)
-    if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else ("python", value.getstate())
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, getattr(torch, "Generator", ())):
-        return "torch", value.get_state().clone()
-    return None
+    if not is_generator(value):
+        return None
+    return generator_name(value), copy.deepcopy(read_generator(value))
 
 
 def set_generator_state(value: Any, state: tuple[str, Any]) -> None:
     """Give a generator the state that `generator_state` returned for one of its kind."""
-    kind, data = state
     if isinstance(value, GlobalGenerator):
-        process_random.restore_generator(value.name, data)
-    elif kind == "numpy":
-        value.bit_generator.state = data
-    elif kind == "python":
-        value.setstate(data)
+        process_random.restore_generator(value.name, state[1])
     else:
-        value.set_state(data)
+        write_generator(value, state[1])

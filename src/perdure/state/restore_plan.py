@@ -5,7 +5,6 @@ Invariant: a plan changes nothing, and what a plan without `differences` restore
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import numpy as np
 
 from perdure.errors import MismatchError, StateError
 from perdure.state.adapter import Adapter, loaded_adapters
+from perdure.state.generators import is_generator
 from perdure.state.leaf_spec import Difference, LeafSpec, fits, format_differences, type_name
 from perdure.state.leaf_values import cast_leaf
 from perdure.state.object_restore import has_leaves
@@ -26,15 +26,6 @@ from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
 from perdure.store.selection import Selection
 from perdure.store.shard_plan import Region
-
-_WHOLE = (
-    random.Random,
-    np.random.RandomState,
-    np.random.Generator,
-    np.random.BitGenerator,
-    np.ma.MaskedArray,
-)
-"""Classes whose values are never restored in part, although each of their leaves has a path."""
 
 Lines = dict[str, Difference]
 
@@ -394,7 +385,8 @@ def is_abstract(value: Any) -> bool:
 def _is_whole(value: Any) -> bool:
     """Whether `value` is the state of an optimizer (optax, Flax, Keras), a random generator or a masked
     array: half of it would be a state that no run ever had."""
-    return isinstance(value, _WHOLE) or _is_optax(value) or _is_optimizer(type(value))
+    is_whole = isinstance(value, np.ma.MaskedArray) or is_generator(value)
+    return is_whole or _is_optax(value) or _is_optimizer(type(value))
 
 
 def _is_optax(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The adapter of PyTorch: tensors, parameters, modules, optimizers, schedulers, generators."""
+"""The adapter of PyTorch: tensors, parameters, modules, optimizers, schedulers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Adapter, Node, Stateful
+from perdure.state.adapter import Adapter, Stateful
 from perdure.state.leaf_spec import LeafSpec, type_name
 from perdure.state.leaf_values import BUFFER_DTYPES
 from perdure.state.per_rank import current_rank_context
@@ -152,17 +152,13 @@ class TorchState(Adapter):
             return None
         return _TrainedTensor(value)
 
-    def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | Stateful | None:
+    def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Stateful | None:
         if isinstance(value, torch.nn.Module):
             return ModuleState(value)
         if isinstance(value, torch.optim.Optimizer):
             return OptimizerState(value)
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
             return SchedulerState(value)
-        if isinstance(value, torch.Generator):
-            return Node(
-                [("", value.get_state())], lambda new: value.set_state(new[0]), in_place=True
-            )
         if isinstance(value, torch.utils.data.DataLoader) and not hasattr(value, "state_dict"):
             raise UnsupportedLeafError(
                 "a DataLoader has no position. Save `perdure.torch.ResumableLoader(loader)`, and "

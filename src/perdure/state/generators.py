@@ -1,0 +1,97 @@
+"""Random generators of Python, NumPy and PyTorch: their states as plain values, and back."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+from perdure.errors import UnsupportedLeafError
+
+SEED_SEQUENCE = "seed_sequence"
+"""The key of what `spawn` depends on: the seed, and how often it was called."""
+
+# Older releases of NumPy cannot restore the seed sequence of a generator.
+_RESTORES_SEED = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
+_KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a random generator of Python, NumPy or PyTorch."""
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(value, getattr(torch, "Generator", ()))
+    return is_torch or isinstance(value, _KINDS)
+
+
+def generator_name(value: Any) -> str:
+    """What `new_generator` makes a generator of the same kind from."""
+    if isinstance(value, np.random.Generator):
+        return f"numpy.random.{type(value.bit_generator).__name__}"
+    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+
+
+def new_generator(name: str) -> Any:
+    """A generator of the kind that `generator_name` has named; raises `ValueError` for others."""
+    if name == "torch.Generator":
+        return sys.modules["torch"].Generator()
+    if name.startswith("numpy.random."):
+        return np.random.Generator(getattr(np.random, name.rpartition(".")[2])())
+    if name == "random.Random":
+        return random.Random()
+    raise ValueError(f"the program has no generator there, and a {name} cannot be made")
+
+
+def read_generator(value: Any, *, has_seed: bool = True) -> Any:
+    """The state of a generator; `has_seed` includes the seed sequence of one of NumPy."""
+    if isinstance(value, random.Random):
+        plain = type(value).getstate is random.Random.getstate
+        if not plain or not vars(value).keys() <= {"gauss_next"}:
+            raise UnsupportedLeafError(
+                f"a {type(value).__qualname__} has no state that can be restored exactly; expected a "
+                f"random.Random. Use one, or leave it out of the state."
+            )
+        version, words, gauss = value.getstate()
+        # `gauss` is the second of two normal numbers that are drawn together, or None. It is stored
+        # as a float in both cases, so that the structure of the state does not change.
+        return {
+            "version": version,
+            "words": np.array(words, np.uint32),
+            "has_gauss": gauss is not None,
+            "gauss": 0.0 if gauss is None else gauss,
+        }
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    if not isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+        return value.get_state()
+    bits = getattr(value, "bit_generator", value)
+    state, seed = dict(bits.state), bits.seed_seq
+    if _RESTORES_SEED and has_seed and isinstance(seed, np.random.SeedSequence):
+        entropy = seed.entropy
+        if entropy is not None and not isinstance(entropy, int):
+            entropy = [int(word) for word in np.asarray(entropy).reshape(-1)]
+        key = [int(part) for part in seed.spawn_key]
+        spawned = int(seed.n_children_spawned)
+        state[SEED_SEQUENCE] = json.dumps([entropy, key, int(seed.pool_size), spawned])
+    return state
+
+
+def write_generator(value: Any, state: Any) -> None:
+    """Give a generator a state of its kind, which is not changed."""
+    if isinstance(value, random.Random):
+        gauss = state["gauss"] if state["has_gauss"] else None
+        value.setstate((state["version"], tuple(np.asarray(state["words"]).tolist()), gauss))
+    elif not isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+        value.set_state(state)
+    else:
+        bits, state = getattr(value, "bit_generator", value), dict(state)
+        if (seed := state.pop(SEED_SEQUENCE, None)) is None:
+            bits.state = state
+            return
+        entropy, key, pool_size, spawned = json.loads(seed)
+        sequence = np.random.SeedSequence(
+            entropy, spawn_key=tuple(key), pool_size=pool_size, n_children_spawned=spawned
+        )
+        bits.__setstate__((state, sequence))

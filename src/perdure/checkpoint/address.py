@@ -189,7 +189,9 @@ def step_or_name(step: Any, run: Run) -> int | None:
     """The step of a number, or of a name such as `RUN@STEP`; None for the newest good checkpoint."""
     if not isinstance(step, str):
         return None if step is None else step_number(step)
-    if (match := _parse(step)) and _is_of(match["run"], run):
+    match = _parse(step)
+    name = match["run"] if match else ""
+    if match and (name == run.where or os.path.realpath(name) == os.path.realpath(run.where)):
         address = Address(run, run.where, match["which"])
         return None if address.which == "latest" else address.step()
     raise ArgumentError(
@@ -197,10 +199,6 @@ def step_or_name(step: Any, run: Run) -> int | None:
         f"@best, @best:max:METRIC or @best:min:METRIC for a step), found {step!r}. For another run "
         f"directory use `perdure.load_checkpoint`."
     )
-
-
-def _is_of(name: str, run: Run) -> bool:
-    return name == run.where or os.path.realpath(name) == os.path.realpath(run.where)
 
 
 def read_manifests(run: Run) -> tuple[dict[int, Manifest], dict[int, str], dict[int, str]]:

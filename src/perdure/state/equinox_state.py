@@ -39,18 +39,22 @@ class EquinoxState(Adapter):
                 treedef.unflatten,
             )
         if isinstance(value, eqx.Module):
-            leaves, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_state)
+            leaves, treedef = jax.tree_util.tree_flatten_with_path(
+                value, is_leaf=lambda part: isinstance(part, eqx.nn.State)
+            )
             nested: dict[str, Any] = {}
             keys_by_position: dict[int, tuple[str, ...]] = {}
+            taken = set[tuple[str, ...]]()
             for position, (path, leaf) in enumerate(leaves):
                 if not callable(leaf) and type(leaf) is not _TIED:
                     keys = tuple(key_entry_text(entry) for entry in path)
-                    if _contains(nested, keys):
+                    if keys in taken:
                         raise UnsupportedLeafError(
                             f"a mapping in this module has several keys that are {keys[-1]!r} in a "
                             f"leaf path, such as a number and its text. Rename all but one of them."
                         )
                     insert(nested, keys, leaf)
+                    taken |= {keys[: length + 1] for length in range(len(keys))}
                     keys_by_position[position] = keys
 
             def rebuild(new: list[Any]) -> Any:
@@ -61,18 +65,6 @@ class EquinoxState(Adapter):
 
             return Node([("", nested)], rebuild)
         return None
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, eqx.nn.State)
-
-
-def _contains(tree: dict[str, Any], keys: tuple[str, ...]) -> bool:
-    try:
-        lookup(tree, keys)
-    except KeyError:
-        return False
-    return True
 
 
 def _marker(marker: object, position: int) -> str:

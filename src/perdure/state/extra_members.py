@@ -145,7 +145,9 @@ class SharedMembers(ExtraMember):
         containers = {kind for kind in walk.kinds if issubclass(kind, _MUTABLE)}
         branches = [each for each in walk.branches if type(each.value) in containers]
         found = [(id(each.value), each.path) for each in branches]
-        if arrays := {kind for kind in walk.takers if _is_mutable(kind)}:
+        torch = sys.modules.get("torch")
+        kinds = (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor)
+        if arrays := {kind for kind in walk.takers if issubclass(kind, kinds)}:
             found += [(id(value), path) for path, value in walk.pairs() if type(value) in arrays]
         for path, node in walk.objects.items():
             if isinstance(shared := getattr(node.target, "param_groups", None), list):
@@ -182,11 +184,6 @@ def shared_groups(restoring: Restoring) -> dict[str, int]:
     """The number of the object that is at a path and at others, by the path in the state."""
     groups = restoring.stored("shared", _groups_of_paths) or []
     return {restoring.renamed(path): n for n, paths in enumerate(groups) for path in paths}
-
-
-def _is_mutable(kind: type) -> bool:
-    torch = sys.modules.get("torch")
-    return issubclass(kind, np.ndarray) or (torch is not None and issubclass(kind, torch.Tensor))
 
 
 _ENDED = re.compile(rf"process/[0-9]+/{EPOCH_ENDS}")

@@ -100,7 +100,7 @@ class ObjectStates:
             return self._module_values(present, path, stateful.arrays)
         if leaf_adapter(present, self._adapters) is None and describe_container(present) is None:
             return self._rebuild(present, path)  # the state is itself a live object
-        if self._is_stored(path):
+        if path in self.leaves or path in self.containers or path in self._parts:
             return self._value(path, present, stateful.arrays, root=True)
         if has_leaves(present):
             expected = f"the state of a {type_name(stateful.target)}"
@@ -114,9 +114,6 @@ class ObjectStates:
     def named_values(self, path: str, arrays: str) -> dict[str, Any]:
         """The values of the module at `path` by dotted name, without the module."""
         return self._module_values(ModuleValues(), path, arrays)
-
-    def _is_stored(self, path: str) -> bool:
-        return path in self.leaves or path in self.containers or path in self._parts
 
     def digests(self, stateful: Stateful, path: str) -> dict[str, list[str]] | None:
         """dtype, shape and chunk hashes of the present leaves; None for a state without exact form."""
@@ -224,8 +221,8 @@ class ObjectStates:
                 chosen = leaf_adapter(target, self._adapters)
                 assert chosen is not None
                 return load_leaf(chosen[0], target, leaf)
-            target, chosen = like, None
-            if like is not _MISSING and _same_library(array_class_name(like), arrays):
+            target, chosen, base = like, None, arrays.partition("@")[0]
+            if like is not _MISSING and array_class_name(like).partition("@")[0] == base:
                 with suppress(StateError, ValueError, TypeError):  # `like` cannot be a target
                     chosen = leaf_adapter(like, self._adapters)
             if chosen is None or chosen[1] != LeafSpec.of(leaf):
@@ -260,10 +257,6 @@ class _ComparedLeaves(Leaves):
             after = "other bits" if before == after else after
             reason = f"stored {before}, the object has {after} after the load"
             self.differences.append(Difference(path, reason=reason))
-
-
-def _same_library(first: str, second: str) -> bool:
-    return first.partition("@")[0] == second.partition("@")[0]
 
 
 def _child(like: Any, key: Any) -> Any:

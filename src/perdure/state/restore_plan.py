@@ -386,19 +386,19 @@ def _is_whole(value: Any) -> bool:
     """Whether `value` is the state of an optimizer (optax, Flax, Keras), a random generator or a masked
     array: half of it would be a state that no run ever had."""
     is_whole = isinstance(value, np.ma.MaskedArray) or is_generator(value)
-    return is_whole or _is_optax(value) or _is_optimizer(type(value))
+    return (
+        is_whole
+        or _is_optax(value)
+        or any(
+            base.__name__ in ("Optimizer", "BaseOptimizer")
+            and base.__module__.partition(".")[0]
+            in ("flax", "keras")  # by name: maybe not imported
+            for base in type(value).__mro__
+        )
+    )
 
 
 def _is_optax(value: Any) -> bool:
     if type(value) is tuple:  # what `optax.chain` makes
         return bool(value) and all(map(_is_optax, value))
     return type(value).__module__.partition(".")[0] == "optax"
-
-
-def _is_optimizer(kind: type) -> bool:
-    """By name, because a framework may not be imported."""
-    return any(
-        base.__name__ in ("Optimizer", "BaseOptimizer")
-        and base.__module__.partition(".")[0] in ("flax", "keras")
-        for base in kind.__mro__
-    )

@@ -310,7 +310,9 @@ class _Order:
         """
         sampler = self._sampler
         parts = (sampler, getattr(sampler, "sampler", None))
-        own = [part for part in parts if not _is_built_in(part)]
+        # Of a sampler or a list of indices without code of the user's.
+        built_in = ("torch.", "builtins")
+        own = [part for part in parts if not type(part).__module__.startswith(built_in)]
         if own and self._whole_order() != self._whole_order():
             raise DataError(
                 f"{type(own[-1]).__qualname__} gives another order when it is iterated again with the "
@@ -377,11 +379,6 @@ def _position_of(state: Any) -> _Position:
             f"{error}. Give `load_state_dict` what `state_dict` returned."
         ) from error
     return position
-
-
-def _is_built_in(part: Any) -> bool:
-    """Whether a sampler, or a list of indices, has no code of the user's."""
-    return type(part).__module__.startswith(("torch.", "builtins"))
 
 
 def _own_iterator(loader: Any) -> DataError:

@@ -145,9 +145,9 @@ class ModuleState(Stateful):
     @property
     def can_fail(self) -> bool:  # type: ignore[override]
         """False if only code of PyTorch takes part in a load, and copies nothing but tensors."""
-        return not _has_standard_load(self.target) or not _have_separate_memory(
-            self.target.state_dict()
-        )
+        return not all(
+            map(_is_from_torch, _special_code(self.target))
+        ) or not _have_separate_memory(self.target.state_dict())
 
 
 def _full_names(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
@@ -190,11 +190,6 @@ def _inner_name(kind: type[torch.nn.Module]) -> str | None:
     # Compared by name, because the import of `torch._dynamo` is slow.
     compiled = kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
     return "_orig_mod" if compiled else None
-
-
-def _has_standard_load(module: torch.nn.Module) -> bool:
-    """Whether a load runs only code of PyTorch: no methods, attributes or hooks of the user's."""
-    return all(map(_is_from_torch, _special_code(module)))
 
 
 def _only_copies(module: torch.nn.Module) -> bool:
@@ -264,15 +259,8 @@ def _undo_of(tensor: torch.Tensor) -> Callable[[], None]:
 
         return undo
     if tensor.is_meta:
-        return lambda: torch.utils.swap_tensors(tensor, _on_meta(tensor))
+        return lambda: _give_memory(tensor, torch.empty_like(tensor, device="meta"))
     return partial(copy_into, tensor, tensor.detach().clone())
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty.requires_grad_(tensor.requires_grad)
 
 
 def _meta_reasons(module: torch.nn.Module) -> list[Difference]:
@@ -296,9 +284,9 @@ def _meta_reasons(module: torch.nn.Module) -> list[Difference]:
 
 def _give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Turn a tensor on the meta device into `value`; modules and optimizers keep the same object."""
-    new = value.detach()
+    new = value.detach().requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
-        new = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+        new = torch.nn.Parameter(new.detach(), requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, new)
 
 

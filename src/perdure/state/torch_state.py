@@ -66,7 +66,7 @@ class TorchState(Adapter):
             return tensor_spec(value)
         if is_dtensor(value):
             require_restorable(value)
-        elif not _is_plain_tensor(value):
+        elif getattr(type(value), "__torch_dispatch__", None) not in _NO_DISPATCH or vars(value):
             raise UnsupportedLeafError(
                 f"a tensor of the class {type_name(value)} has more than its elements. Save a plain "
                 f"tensor and the other attributes."
@@ -165,11 +165,6 @@ class TorchState(Adapter):
                 "iterate that instead of the loader."
             )
         return None
-
-
-def _is_plain_tensor(value: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass has no attributes and no dispatch of its own."""
-    return getattr(type(value), "__torch_dispatch__", None) in _NO_DISPATCH and not vars(value)
 
 
 class _TrainedTensor(Stateful):

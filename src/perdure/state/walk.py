@@ -51,11 +51,6 @@ class Described(Stateful):
     """A value of a target in whose place a restore builds what the checkpoint describes."""
 
 
-def is_described(like: Any, entry: Container | None) -> bool:
-    """Whether a restore builds the value of `entry` in the place of `like`, which is no object."""
-    return entry is not None and entry.grown and (like is None or type(like) in GROWING)
-
-
 class Branch:
     """A container with its parts (numbers of leaves, or `Branch`es), an object, or a value not
     entered."""
@@ -195,7 +190,9 @@ class Walk:
             if not is_selected and not (selection and selection.may_hold(path)):
                 self.pruned.add(path)
                 return Branch(path, value, None)
-        if is_selected and is_described(value, self._containers.get(path)):
+        entry = self._containers.get(path)
+        is_grown = is_selected and entry is not None and entry.grown
+        if is_grown and (value is None or type(value) in GROWING):
             self.objects[path] = described = Described(value)
             return Branch(path, value, described)
         try:

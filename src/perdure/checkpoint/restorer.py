@@ -75,12 +75,9 @@ class Restorer:
         self._check = saver.restore_check
         self._extras = saver.extras
 
+    @gc_paused()  # one pause for all of it, because each one ends in a collection
     def restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None."""
-        with gc_paused():  # one pause for all of it, because each one ends in a collection
-            return self._restore(step, like, request)
-
-    def _restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         wanted = request.wanted()
         run, mirror = self._saver.run, self._saver.mirror
         needs = Needs(wanted, self._regions(like, request))
@@ -293,7 +290,7 @@ def load_in_group(
     copies = _Copies(run, mirror, step, processes)
     failure: StoreError | None = None
     while True:
-        picked = together(processes, partial(copies.pick, failure), by_chief=Picked)
+        picked = together(processes, partial(copies.in_order.send, failure), by_chief=Picked)
         if picked.step is None:
             return RestoreSource(None, copies.notes)
         loaded, error = caught(partial(copies.load, picked, needs))
@@ -330,22 +327,8 @@ class _Copies:
         """The error of a mirror that does not answer for a step that only it may have undamaged."""
         self._target: Run | None = None
         self._mirrored: list[int] = []
-        self._order = self._in_order()
-
-    def pick(self, failure: StoreError | None) -> Picked:
-        """The copy to load, after the one before gave `failure`; without a step if there is none.
-        In the chief."""
-        while True:
-            try:
-                step, mirrored = self._order.send(failure) if failure else next(self._order)
-            except StopIteration:
-                return Picked()
-            try:
-                if self._group.count == 1:  # nobody compares the fingerprint
-                    return Picked(step, mirrored=mirrored)
-                return Picked(step, self._source(mirrored).manifest(step).fingerprint, mirrored)
-            except StoreError as error:
-                failure = error
+        self.in_order = self._in_order()
+        """The copies to load, the last without a step. It is sent why one was not taken."""
 
     def load(self, picked: Picked, needs: Needs) -> Loaded:
         step = picked.step
@@ -394,8 +377,7 @@ class _Copies:
         assert source is not None
         return source
 
-    def _in_order(self) -> Generator[tuple[int, bool], StoreError, None]:
-        """Steps, and whether to read them from the mirror. It is sent why a copy was not taken."""
+    def _in_order(self) -> Generator[Picked, StoreError | None, None]:
         if self._step is not None:
             if self._mirror is not None:
                 self._find()
@@ -421,10 +403,23 @@ class _Copies:
                 f"{reasons}\nNothing was changed. Run `perdure verify {where}`, bring back the files "
                 f"from a copy, or start in another run directory."
             )
+        yield Picked()
 
-    def _of_step(self, step: int) -> Generator[tuple[int, bool], StoreError, StoreError]:
+    def _copy(self, step: int, mirrored: bool) -> Generator[Picked, StoreError | None, StoreError]:
+        """One copy; returns why it was not taken."""
+        try:
+            # Alone, nobody compares the fingerprint.
+            is_alone = self._group.count == 1
+            found = "" if is_alone else self._source(mirrored).manifest(step).fingerprint
+        except StoreError as error:
+            return error
+        error = yield Picked(step, found, mirrored)
+        assert error is not None
+        return error
+
+    def _of_step(self, step: int) -> Generator[Picked, StoreError | None, StoreError]:
         """The copies of one step; returns why none was taken."""
-        error = yield step, False
+        error = yield from self._copy(step, False)
         reason = str(error)
         if isinstance(error, CorruptionError):
             self.skipped[step] = reason
@@ -435,7 +430,7 @@ class _Copies:
         if (mirror := self._mirror) is None or step not in self._mirrored:
             return error
         self.notes.append(f"step {step} is restored from {mirror.name}: {reason}")
-        other = yield step, True
+        other = yield from self._copy(step, True)
         self.notes.pop()
         if isinstance(other, UnreachableError):
             if isinstance(error, (StepNotFoundError, CorruptionError)):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +20,7 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node
 from perdure.state.jax_state import key_entry_text
 from perdure.state.leaf_spec import LeafSpec
-from perdure.state.paths import insert, lookup
+from perdure.state.paths import insert
 
 # The placeholder that `eqx.nn.Shared` puts in place of a tied weight.
 _TIED = getattr(sys.modules[eqx.nn.Shared.__module__], "SharedNode", None)
@@ -60,7 +62,7 @@ class EquinoxState(Adapter):
             def rebuild(new: list[Any]) -> Any:
                 values = [leaf for _, leaf in leaves]
                 for position, keys in keys_by_position.items():
-                    values[position] = lookup(new[0], keys)
+                    values[position] = reduce(getitem, keys, new[0])
                 return treedef.unflatten(values)
 
             return Node([("", nested)], rebuild)

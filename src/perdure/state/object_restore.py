@@ -33,7 +33,7 @@ from perdure.state.containers import (
 )
 from perdure.state.leaf_spec import Difference, LeafSpec, PathInErrors, type_name
 from perdure.state.leaf_values import cut, plain_value, same_bits
-from perdure.state.paths import below, is_below, join_dotted, join_part, nearest
+from perdure.state.paths import below, join_dotted, join_part, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import ObjectFlattener, read_state
 from perdure.store.format import children_of, escape, unescape
@@ -144,7 +144,7 @@ class ObjectStates:
         differences += [
             Difference(leaf_path, None, self.leaves[leaf_path].describe())
             for leaf_path in self.leaf_paths(path)
-            if leaf_path not in present and not is_below(leaf_path, flattener.live_paths)
+            if leaf_path not in present and nearest(leaf_path, flattener.live_paths) is None
         ]
         return sorted(differences, key=lambda line: line.path)
 

@@ -91,11 +91,6 @@ def nearest(path: str, paths: Container[str]) -> str | None:
     return path
 
 
-def is_below(path: str, ancestors: Sequence[str]) -> bool:
-    """Whether `path` is one of `ancestors` or lies below one."""
-    return any(path == ancestor or path.startswith(f"{ancestor}/") for ancestor in ancestors)
-
-
 def below(path: str, ancestor: str) -> str:
     """`path` as it is relative to a path above it; "" for that itself."""
     return path[len(ancestor) :].removeprefix("/")
@@ -115,13 +110,6 @@ def nested(values: Iterable[tuple[str, Any]]) -> Any:
     for path, value in values:
         insert(tree, split_path(path), value)
     return tree[""] if tree.keys() == {""} else tree
-
-
-def lookup(tree: Any, keys: Sequence[str]) -> Any:
-    """The value at `keys` in nested mappings."""
-    for key in keys:
-        tree = tree[key]
-    return tree
 
 
 def unflatten_dict(values: Mapping[str, Any]) -> dict[str, Any]:

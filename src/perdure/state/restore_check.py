@@ -17,7 +17,7 @@ from perdure.state.attribute_values import mark_of
 from perdure.state.held import held_values, program_frames
 from perdure.state.leaf_spec import Difference, LeafSpec, format_differences, state_dict_advice
 from perdure.state.leaf_values import SCALARS, same_bits
-from perdure.state.paths import below, is_below, nearest
+from perdure.state.paths import below, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import FreshTarget, inner_objects, lost_objects
 from perdure.state.walk import (
@@ -72,7 +72,7 @@ class ReplacedMembers:
 
     def drop(self, path: str) -> None:
         """The value at `path` was changed in place, so that the program has its new members."""
-        for inside in [inside for inside in self._new if is_below(inside, [path]) or not path]:
+        for inside in [inside for inside in self._new if nearest(inside, (path,)) is not None]:
             del self._new[inside]
 
     def forget(self) -> None:

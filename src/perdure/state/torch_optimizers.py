@@ -4,6 +4,7 @@ a checkpoint names the class, and the shapes of the state are compared with thos
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from perdure.store.format import unescape
 from perdure.store.leaf import Leaf, containers_of
 
 _EXACT = (torch.Tensor, torch.nn.Parameter)
-_WRAPPERS = ("module.", "_orig_mod.")
+_WRAPPER = re.compile(r"module\.|_orig_mod\.")
 _OTHER_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
 Shape = tuple[int, ...]
 
@@ -263,18 +264,12 @@ def _optimizer_check(state: OptimizerState) -> Check:
 def _order_differences(now: list[str], before: list[str]) -> list[Difference]:
     """The same names in another order: every parameter would get the state of another one."""
     if sorted(before) != sorted(now):  # one of them was taken from a wrapped module
-        before, now = (list(map(_plain_name, names)) for names in (before, now))
+        before, now = ([_WRAPPER.sub("", name) for name in names] for names in (before, now))
     if before == now or sorted(before) != sorted(now):
         return []
     number = next(n for n, (old, new) in enumerate(zip(before, now, strict=True)) if old != new)
     reason = f"expected {now[number]} as parameter {number}, the checkpoint has {before[number]}"
     return [Difference("param_groups", reason=reason)]
-
-
-def _plain_name(name: str) -> str:
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
 
 
 def _shape_differences(

@@ -66,7 +66,7 @@ def read_generator(value: Any, *, has_seed: bool = True) -> Any:
         return value.get_state(legacy=False)
     if not isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         return value.get_state()
-    bits = getattr(value, "bit_generator", value)
+    bits: Any = getattr(value, "bit_generator", value)
     state, seed = dict(bits.state), bits.seed_seq
     if _RESTORES_SEED and has_seed and isinstance(seed, np.random.SeedSequence):
         entropy = seed.entropy
@@ -86,7 +86,8 @@ def write_generator(value: Any, state: Any) -> None:
     elif not isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         value.set_state(state)
     else:
-        bits, state = getattr(value, "bit_generator", value), dict(state)
+        bits: Any = getattr(value, "bit_generator", value)
+        state = dict(state)
         if (seed := state.pop(SEED_SEQUENCE, None)) is None:
             bits.state = state
             return

@@ -22,7 +22,7 @@ from perdure.errors import (
     StoreError,
     WorkerLostError,
 )
-from perdure.state.iterator import reposition
+from perdure.state import PositionedIterator
 from perdure.store import Run, pack_part, pack_writer
 from perdure.store.format import hash_bytes
 from pretend import Pretend, World, play
@@ -477,7 +477,9 @@ def test_a_grain_dataset_with_another_seed_or_source_is_refused(tmp_path: Path) 
             after = read(target)
             assert after == read(live) != before
             # A position may have no seeds and lengths.
-            assert read(reposition(made(dataset()), {"next_index": 4})) == after
+            target = made(dataset())
+            PositionedIterator(target).load({"next_index": 4})
+            assert read(target) == after
 
 
 def test_a_sharded_grain_loader_resumes_in_every_process(tmp_path: Path) -> None:

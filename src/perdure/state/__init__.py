@@ -1,7 +1,7 @@
 """Live objects as trees of leaves, and back. Each framework has one adapter, loaded only when used."""
 
 from perdure.state.builtin import AttributeState, StateWithExtras
-from perdure.state.iterator import is_positioned, position, reposition
+from perdure.state.iterator import PositionedIterator, is_positioned
 from perdure.state.leaf_spec import format_differences
 from perdure.state.snapshots import flatten, is_state, snapshot, unflatten
 from perdure.state.tree_restore import restore
@@ -9,6 +9,7 @@ from perdure.state.walk import Template, differences, template_of
 
 __all__ = [
     "AttributeState",
+    "PositionedIterator",
     "StateWithExtras",
     "Template",
     "differences",
@@ -16,8 +17,6 @@ __all__ = [
     "format_differences",
     "is_positioned",
     "is_state",
-    "position",
-    "reposition",
     "restore",
     "snapshot",
     "template_of",

@@ -18,7 +18,7 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
 from perdure.state.containers import describe_container
 from perdure.state.generators import SEED_SEQUENCE, is_generator, read_generator, write_generator
-from perdure.state.iterator import is_positioned, position, reposition
+from perdure.state.iterator import PositionedIterator, is_positioned
 from perdure.state.leaf_spec import LeafSpec, type_name
 from perdure.state.leaf_values import (
     BUFFER_DTYPES,
@@ -125,7 +125,7 @@ class Builtin(Adapter):
         if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
             return Stateful(value)
         if is_positioned(value):
-            return _PositionedIterator(value)
+            return PositionedIterator(value)
         if isinstance(value, StateWithExtras):
             return Node(
                 [("", value.main), *value.extras.items()],
@@ -141,14 +141,6 @@ class Builtin(Adapter):
         if hasattr(value, "__dict__") and is_of_program(type(value)) and not callable(value):
             return _attributes_node(value)
         return None
-
-
-class _PositionedIterator(Stateful):
-    def read(self) -> Any:
-        return position(self.target)
-
-    def load(self, state: Any) -> None:
-        reposition(self.target, state)
 
 
 def _attributes_node(value: Any) -> Node:

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from perdure.errors import StateError
+from perdure.state.adapter import Stateful
 from perdure.state.attribute_values import plain_form, with_pairs
 from perdure.store.format import hash_bytes
 
@@ -34,23 +35,24 @@ def is_positioned(value: Any) -> bool:
     )
 
 
-def position(iterator: Any) -> Any:
-    """The position of an iterator, which later steps of it do not change, as plain values."""
-    state = iterator.get_state()
-    if isinstance(state, bytes):
-        return _hash_texts(state)
-    plain, order = with_pairs(copy.deepcopy(state)), _order_of(iterator)
-    return plain if order is None else {_ORDER: order, _STATE: plain}
+class PositionedIterator(Stateful):
+    """An iterator with `get_state` and `set_state`."""
 
+    def read(self) -> Any:
+        """The position as plain values, which later steps of the iterator do not change."""
+        state = self.target.get_state()
+        if isinstance(state, bytes):
+            return _hash_texts(state)
+        plain, order = with_pairs(copy.deepcopy(state)), _order_of(self.target)
+        return plain if order is None else {_ORDER: order, _STATE: plain}
 
-def reposition(iterator: Any, stored: Any) -> Any:
-    """Set an iterator to a position and return it; `StateError` if Grain would give other elements."""
-    if isinstance(stored, dict) and stored.keys() == {_ORDER, _STATE}:
-        _require_same_order(stored[_ORDER], iterator)
-        stored = stored[_STATE]
-    is_bytes = isinstance(stored, bytes)
-    iterator.set_state(_restore_texts(stored, iterator) if is_bytes else plain_form(stored))
-    return iterator
+    def load(self, state: Any) -> None:
+        """Set the iterator to a position; `StateError` if Grain would give other elements."""
+        if isinstance(state, dict) and state.keys() == {_ORDER, _STATE}:
+            _require_same_order(state[_ORDER], self.target)
+            state = state[_STATE]
+        is_bytes = isinstance(state, bytes)
+        self.target.set_state(_restore_texts(state, self.target) if is_bytes else plain_form(state))
 
 
 def _order_of(iterator: Any) -> Order | None:

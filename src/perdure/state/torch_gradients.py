@@ -12,15 +12,20 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import TensorWeakRef
 
 from perdure.state.adapter import adapter
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.paths import join_part
+from perdure.state.torch_tensors import local_tensor, with_local
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 
@@ -96,7 +101,7 @@ def accumulated_leaves(path: str, optimizer: Any, process: int) -> dict[str, Lea
         gradient = _gradient(value)
         if gradient is None or gradient.is_meta or gradient._version == version:
             continue
-        leaf = adapter("torch").leaf(_tensors().local_tensor(gradient))
+        leaf = adapter("torch").leaf(local_tensor(gradient))
         # By the bits: a sum with -0.0 is another one than a sum with 0.0.
         if leaf is not None and np.frombuffer(leaf.data, np.uint8).any():
             leaves[join_part(f"process/{process}/accumulated/{number}", path)] = leaf.copy()
@@ -109,8 +114,6 @@ def give_gradients(optimizer: Any, kept: list[str] | None, written: Mapping[int,
     Those in `kept` (ranges) get zeros: the program calls `zero_grad` before the next `backward`.
     `written` has what had been accumulated.
     """
-    import torch
-
     parameters = list(_parameters(optimizer))
     for text in kept or ():
         start, _, end = text.partition("-")
@@ -118,10 +121,10 @@ def give_gradients(optimizer: Any, kept: list[str] | None, written: Mapping[int,
             if value.grad is None and not value.is_meta:
                 value.grad = torch.zeros_like(value, requires_grad=False)
     for number, value in enumerate(parameters):
-        local = _tensors().local_tensor(value.detach())
+        local = local_tensor(value.detach())
         if (leaf := written.get(number)) is not None and leaf.shape == tuple(local.shape):
             gradient = adapter("torch").load(torch.empty_like(local), leaf)
-            value.grad = _tensors().with_local(value, gradient)
+            value.grad = with_local(value, gradient)
     unused = _Step(None, [], is_kept=False)
     if kept is not None:
         unused = _now(optimizer, is_kept=True)._replace(versions=[-1] * len(parameters))
@@ -130,16 +133,12 @@ def give_gradients(optimizer: Any, kept: list[str] | None, written: Mapping[int,
 
 def _now(optimizer: Any, *, is_kept: bool) -> _Step:
     """The present gradients of an optimizer. Takes 0.25 µs for each."""
-    from torch.utils.weak import TensorWeakRef
-
     first = _first_gradient(optimizer)
     versions = [-1 if (g := value.grad) is None else g._version for value in _parameters(optimizer)]
     return _Step(None if first is None else TensorWeakRef(first), versions, is_kept)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    from torch.compiler import is_compiling
-
     # The versions would be constants of a program that is compiled.
     if not is_compiling() and optimizer in _steps:
         _steps[optimizer] = _now(optimizer, is_kept=keeps_gradients(optimizer))
@@ -155,15 +154,11 @@ def _watch(walk: Walk) -> None:
 
 @cache
 def _watch_steps() -> None:
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
     register_optimizer_step_post_hook(_after_step)
 
 
 def _optimizers(walk: Walk) -> Iterator[tuple[str, Any]]:
     """The optimizers of a state by path; of one that wraps another, that one, which makes the steps."""
-    from torch.optim import Optimizer
-
     for path, node in walk.objects.items():
         if isinstance(optimizer := node.target, Optimizer):
             inner = getattr(optimizer, "optimizer", None)
@@ -189,7 +184,3 @@ def _ranges(numbers: Iterable[int]) -> list[str]:
     runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     members = ([number for _, number in group] for _, group in runs)
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in members]
-
-
-def _tensors() -> Any:
-    return import_module("perdure.state.torch_tensors")

@@ -18,7 +18,8 @@ from typing import Any
 from perdure.data.pipelines import by_index, gives_batch_of_step, refuse_pipeline
 from perdure.data.sources import is_grain
 from perdure.errors import DataError
-from perdure.state import is_positioned, position, reposition
+from perdure.state import PositionedIterator, is_positioned
+from perdure.state.adapter import Stateful
 
 
 @dataclass
@@ -38,24 +39,23 @@ class IteratorBatchSource(BatchSource):
         super().__init__(self._next, recipe, ends)
         self._iterator = iterator
         self._before: Any = None
-        has_own = is_positioned(iterator)
-        self._position = partial(position, iterator) if has_own else iterator.state_dict
-        self._reposition = partial(reposition, iterator) if has_own else iterator.load_state_dict
+        kind = PositionedIterator if is_positioned(iterator) else Stateful
+        self._place = kind(iterator)
 
     def used(self) -> None:
         """The batches that were fetched are in the state now."""
         self._before = None
 
     def state_dict(self) -> Any:
-        return self._position() if self._before is None else self._before
+        return self._place.read() if self._before is None else self._before
 
     def load_state_dict(self, state: Any) -> None:
         self._before = None
-        self._reposition(state)
+        self._place.load(state)
 
     def _next(self, step: int) -> Any:
         if self._before is None:
-            self._before = self._position()
+            self._before = self._place.read()
         return self._fetch()
 
     def _fetch(self) -> Any:

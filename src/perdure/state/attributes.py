@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from perdure.errors import StateError
-from perdure.state.adapter import Stateful, loaded_adapters
 from perdure.state.attribute_values import (
     CONTAINERS,
     Kind,
@@ -35,7 +34,7 @@ from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_lea
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import decides_its_state, is_owner
-from perdure.state.snapshots import ObjectFlattener
+from perdure.state.snapshots import described
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container
@@ -395,13 +394,11 @@ def _path(path: str, key: Key) -> str:
 
 def _add(leaves: Leaves, value: Any, path: str) -> bool:
     """Add the leaves of a value; False if it has no exact form."""
-    found = Leaves()
     try:
-        flattener = ObjectFlattener(found, loaded_adapters())
-        flattener.add(Stateful(value), path, stored_form(value))
+        found, is_plain = described(stored_form(value), path)
     except StateError:
         return False
-    if flattener.live_paths or any(leaf.shards is not None for leaf in found.values()):
+    if not is_plain or any(leaf.shards is not None for leaf in found.values()):
         return False
     leaves.update(found)
     leaves.containers.update(found.containers)

@@ -214,9 +214,11 @@ class FreshTarget:
         """Add to `leaves` what a restore into the target could not know from the target."""
         containers: dict[str, Container] = {}
         for path, value in self._changed(walk, leaves):
-            if nearest(path, containers) is None and (found := _described(value, path)):
-                found[path] = msgspec.structs.replace(found[path], grown=True)
-                containers |= found
+            if nearest(path, containers) is None:
+                found, is_plain_value = described(value, path, [_without_bytes])
+                entry = found.containers.get(path, Container("array"))  # of a number
+                found.containers[path] = msgspec.structs.replace(entry, grown=True)
+                containers |= found.containers if is_plain_value else {}
         for path in self._none & leaves.keys():
             if leaves[path].dtype[:3] != SCALAR_PREFIX and path not in containers:
                 containers[path] = Container("array", arrays=_class_of(walk.by_path[path]))
@@ -241,15 +243,14 @@ class FreshTarget:
             yield path, walk.by_path[path]
 
 
-def _described(value: Any, path: str) -> dict[str, Container]:
-    """The entries of a value and of all in it; empty if only its target could rebuild it."""
+def described(
+    value: Any, path: str, takers: Sequence[TakeLeaf] | None = None
+) -> tuple[Leaves, bool]:
+    """The leaves and the entries of a plain value and of all in it, and whether they can rebuild it."""
     found = Leaves()
-    flattener = ObjectFlattener(found, loaded_adapters(), takers=[_without_bytes])
+    flattener = ObjectFlattener(found, loaded_adapters(), takers=takers)
     flattener.add(Stateful(value), path, value)
-    if flattener.live_paths:
-        return {}
-    found.containers.setdefault(path, Container("array"))  # of a number
-    return found.containers
+    return found, not flattener.live_paths
 
 
 def _class_of(value: Any) -> Any:

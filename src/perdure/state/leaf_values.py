@@ -215,9 +215,11 @@ def cast_leaf(leaf: Leaf, spec: LeafSpec) -> Leaf:
     source: Any = np.asarray(plain_value(leaf)) if leaf.is_scalar else leaf_array(leaf)
     dtype = numpy_dtype(spec.dtype)
     if kind == "int":
-        least, most = _int_limits(dtype)
+        import ml_dtypes
+
+        limits = ml_dtypes.iinfo(dtype)
         values = (int(source.min()), int(source.max())) if source.size else (0, 0)
-        if values[0] < least or values[1] > most:
+        if values[0] < limits.min or values[1] > limits.max:
             raise StateError(f"{refused}: it has values from {values[0]} to {values[1]}")
     with np.errstate(all="ignore"):
         result = source.astype(dtype)
@@ -235,13 +237,3 @@ def _kind(dtype: str) -> str | None:
     name = dtype.removeprefix(WEAK_PREFIX).removeprefix(SCALAR_PREFIX)
     kinds = {"float": "float", "bfloat": "float", "int": "int", "uint": "int", "complex": "complex"}
     return kinds.get(name.partition("_")[0].rstrip("0123456789"))
-
-
-def _int_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-    else:
-        import ml_dtypes
-
-        limits = ml_dtypes.iinfo(dtype)
-    return int(limits.min), int(limits.max)

@@ -83,26 +83,25 @@ class RankContext:
 _context: ContextVar[RankContext | None] = ContextVar("rank_context", default=None)
 
 
-@contextmanager
 def rank_context(
     index: int, count: int, *, keeps_shards: bool = False, compares_copies: bool = False
-) -> Iterator[RankContext]:
+) -> AbstractContextManager[RankContext]:
     """States that are flattened or restored inside are those of process `index` of `count`."""
-    context = RankContext(index, count, keeps_shards=keeps_shards, compares_copies=compares_copies)
-    with _entered(context):
-        yield context
+    return _entered(
+        RankContext(index, count, keeps_shards=keeps_shards, compares_copies=compares_copies)
+    )
 
 
-def own_shards_only() -> AbstractContextManager[None]:
+def own_shards_only() -> AbstractContextManager[RankContext]:
     """Inside, leaves of sharded arrays have only the elements of this process."""
     return _entered(replace(current_rank_context(), compares_shards=True))
 
 
 @contextmanager
-def _entered(context: RankContext) -> Iterator[None]:
+def _entered(context: RankContext) -> Iterator[RankContext]:
     token = _context.set(context)
     try:
-        yield
+        yield context
     finally:
         _context.reset(token)
 

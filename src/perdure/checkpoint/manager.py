@@ -39,6 +39,7 @@ from perdure.runtime.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
 from perdure.state.walk import Unwalked
 from perdure.store import Run, Storage
+from perdure.store.gc_pause import gc_paused
 from perdure.store.manifest import RecipeValue
 from perdure.store.urls import name_at_step
 from perdure.tensorflow_names import TensorFlowNames
@@ -444,7 +445,9 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self._saver.settle(wait=True)
         self._saver.forget_highest()
         # After the wait for the save: a name is then the same step in every process.
-        restored = self._restorer.restore(step_or_name(step, self._run), like, request)
+        number = step_or_name(step, self._run)
+        with gc_paused():  # one pause for all of it, because each one ends in a collection
+            restored = self._restorer.restore(number, like, request)
         if restored is not None and restored.report.is_exact:
             self._interval.record(restored.step)
         return restored

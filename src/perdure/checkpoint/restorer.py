@@ -51,7 +51,6 @@ from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.state.walk import Walk
 from perdure.store import Loaded, Manifest, Run
 from perdure.store.format import DCP_LAYOUT
-from perdure.store.gc_pause import gc_paused
 from perdure.store.loading import EVERYTHING, Needs
 from perdure.store.shard_plan import Region
 from perdure.text import counted, few
@@ -75,7 +74,6 @@ class Restorer:
         self._check = saver.restore_check
         self._extras = saver.extras
 
-    @gc_paused()  # one pause for all of it, because each one ends in a collection
     def restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None."""
         wanted = request.wanted()

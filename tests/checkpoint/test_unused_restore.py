@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import perdure
 from perdure import CheckpointManager
@@ -218,3 +219,15 @@ def test_an_average_that_keeps_the_dict_from_before_the_restore_is_named(
     named = [str(line.message) for line in caught if "average.shadow" in str(line.message)]
     assert len(named) == (not is_rebound)
     assert all("ema: the program has changed" in text for text in named)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_list_of_modules_under_its_old_name_is_no_reason_for_a_warning(tmp_path: Path) -> None:
+    for steps in (range(1, 3), range(3, 7)):
+        models = [torch.nn.Linear(2, 2) for _ in range(2)]
+        with CheckpointManager(tmp_path, recipe={}) as manager:
+            state, _ = manager.restore_or_initialize({"models": models})
+            for step in steps:
+                with torch.no_grad():
+                    models[0].weight += 1
+                manager.save(step, state)

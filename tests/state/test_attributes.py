@@ -146,6 +146,13 @@ class Agent(torch.nn.Module):
         return out * (scale + sum(self.logs[0]) + len(self.visited))
 
 
+class Forgetful(Queue):
+    """Leaves its average and its place out of its own `state_dict`."""
+
+    def state_dict(self, *args: Any, **keywords: Any) -> Any:
+        return dict(super().state_dict(*args, **keywords))
+
+
 def parametrized() -> torch.nn.Module:
     """A module whose class PyTorch replaces by one that it makes."""
     net = Counted()
@@ -205,7 +212,7 @@ def run(
 
 
 @pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent, Agent, parametrized])
+@pytest.mark.parametrize("kind", [Codebook, Queue, Forgetful, Recurrent, Agent, parametrized])
 def test_a_resume_continues_with_what_the_module_holds(kind: Any, interval: int) -> None:
     whole = run(kind, MemoryStorage(), 6, interval)
     for stop in (2, 4):
@@ -214,7 +221,7 @@ def test_a_resume_continues_with_what_the_module_holds(kind: Any, interval: int)
         assert run(kind, where, 6, interval) == whole
 
 
-@pytest.mark.parametrize("kind", [Codebook, Queue, Recurrent, Agent, parametrized])
+@pytest.mark.parametrize("kind", [Codebook, Queue, Forgetful, Recurrent, Agent, parametrized])
 def test_without_the_attributes_a_resume_differs(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -50,6 +51,24 @@ class Notes:
         self.best = float("inf")
         self.epsilon = 1.0
         self.hidden: Any = None
+        self.counts: Counter[str] = Counter()
+        self.returns: defaultdict[int, list[float]] = defaultdict(list)
+        self.order: OrderedDict[str, int] = OrderedDict()
+        self.waiting = {str(step): step for step in range(9)}
+        self.table = np.zeros(0)
+        self.visits: dict[Any, int] = {}
+        self.rate = Fraction(1, 3)
+
+    def __call__(self, step: int) -> None:
+        """As early stopping has it."""
+        self.counts[f"{step % 3}"] += 1
+        self.returns[step // 2].append(step / 3)
+        self.order[str(step)] = step
+        self.order.move_to_end("1")
+        del self.waiting[str(step)]
+        self.table = np.append(self.table, step)
+        self.visits[(step, "a")] = self.visits[""] = step
+        self.rate *= 2
 
 
 def fresh() -> State:
@@ -82,6 +101,7 @@ def change(state: State, step: int) -> None:
     progress.log.append(step / 2)
     state["notes"].best, state["notes"].hidden = step / 5, [array, step]
     state["notes"].epsilon *= 0.9
+    state["notes"](step)
     state["namespace"].count += 1
     state["named"].append(Transition(array, step))
 
@@ -106,6 +126,7 @@ def test_a_resume_has_the_containers_that_the_run_had(interval: int) -> None:
     assert type(state["memory"].items[0]) is type(state["named"][0]) is Transition
     for path in ("replay", "history", "metrics", "seen", "named", "progress"):
         assert repr(state[path]) == repr(expected[path])
+    assert repr(vars(state["notes"])) == repr(vars(expected["notes"]))
 
 
 def test_objects_of_the_program_are_changed_in_place() -> None:
@@ -215,3 +236,17 @@ def test_the_generators_of_a_member_continue(is_member: bool) -> None:
     first = train(where := MemoryStorage(), 3)
     is_same = first + train(where, 6) == whole
     assert is_same == is_member  # the negative control
+
+
+def test_a_shape_or_a_dtype_changes_in_objects_of_the_program_only() -> None:
+    for make in (lambda value: value, lambda value: SimpleNamespace(inside=value)):
+        with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+            state, _ = manager.restore_or_initialize({"a": make(np.zeros(2, np.float32))})
+            state["a"] = make(np.zeros(3))
+            if isinstance(state["a"], SimpleNamespace):
+                assert manager.save(1, state)
+            else:
+                with pytest.raises(
+                    MismatchError, match=r"expected float32\[2\], found float64\[3\]"
+                ):
+                    manager.save(1, state)

@@ -199,7 +199,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
 
     def _save(self, step: int, state: Any, metrics: Any, force: bool) -> bool:
         beat("step", step)
-        self._saver.recipe.check_settings()
+        self._saver.recipe.check_settings(self.directory)
         state = Unwalked(state)
         self._saver.begin_save(state)
         self.journal.record_saved(step, state, metrics)
@@ -354,7 +354,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     def _save_and_exit(self, step: int, state: Any, metrics: Metrics) -> None:
         step = step_number(step)
         beat("save", step)
-        self._saver.recipe.check_settings()
+        self._saver.recipe.check_settings(self.directory)
         self._saver.settle_before_next()
         state = Unwalked(state)
         self.journal.record_saved(step, state, metrics)

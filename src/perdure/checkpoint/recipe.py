@@ -23,6 +23,7 @@ from perdure.checkpoint.group_call import GroupCall, SentError, caught, decoded,
 from perdure.errors import ArgumentError, RecipeMismatchError, warn_caller
 from perdure.runtime.environment import of_process
 from perdure.runtime.process_group import Processes
+from perdure.store.drill_hook import drill_hook
 from perdure.store.manifest import RecipeValue
 from perdure.text import few
 
@@ -76,12 +77,14 @@ class RecipeCheck:
         """The run resumes from the checkpoint `where`, whose recipe is `saved`."""
         self._resumed = where, {name: v for name, v in saved.items() if _is_setting(name)}
 
-    def check_settings(self) -> None:
+    def check_settings(self, directory: str) -> None:
         """Compare the settings of the chief with those of the checkpoint that the run resumed from,
         at the first `save`: by then the program has made its settings. A collective, if the run has
         resumed."""
         if self.settings is None:
             self.settings = {} if "engine" in self.given else of_process()
+            if (hook := drill_hook()) is not None:
+                hook.recipe(directory, self.recorded)
         if self._resumed is None:
             return
         where, saved = self._resumed

@@ -33,7 +33,7 @@ from perdure.state.attribute_values import (
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
-from perdure.state.program_code import decides_its_state, is_owner
+from perdure.state.program_code import is_owner
 from perdure.state.snapshots import described
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
@@ -196,16 +196,11 @@ def _owners(walk: Walk) -> Iterator[_Owner]:
     for path, node in walk.objects.items():
         value = node.target
         if isinstance(value, torch.nn.Module):
-            left_out: list[str] = []
             for name, part in parts_by_name(value):
-                if id(part) in seen or any(name.startswith(f"{other}.") for other in left_out):
+                if id(part) in seen:
                     continue
                 seen.add(id(part))
-                if decides_its_state(type(part)):
-                    left_out.append(name)
-                    if not name:
-                        break
-                elif is_owner(type(part)):
+                if is_owner(type(part)):
                     yield _Owner(join_dotted(path, name) if name else path, part, value)
         elif isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
             seen.add(id(value))
@@ -314,7 +309,7 @@ def _values(owner: _Owner, known: _Known) -> Iterator[tuple[Key, Any]]:
     else:
         if known.has_stepped:
             yield from ((key, value) for key, value in _stepped(part) if not known.has(value))
-        if decides_its_state(type(part)) or not is_owner(type(part)):
+        if not is_owner(type(part)):
             return
     skipped = _of_modules() if is_module else _OF_OPTIMIZERS
     for name, value in list(vars(part).items()):

@@ -138,17 +138,31 @@ class Builtin(Adapter):
             return _masked_array_node(value, stored)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return _dataclass_node(value)
-        if hasattr(value, "__dict__") and is_of_program(type(value)) and not callable(value):
+        if is_plain_object(value):
             return _attributes_node(value)
         return None
 
 
+def is_plain_object(value: Any) -> bool:
+    """Whether the attributes of an object are its state, unless a framework takes it."""
+    if hasattr(value, "load_state_dict") or dataclasses.is_dataclass(value):
+        return False
+    return hasattr(value, "__dict__") and is_of_program(type(value))
+
+
 def _attributes_node(value: Any) -> Node:
     """An object whose attributes are its state, changed in place."""
+    from perdure.state.attribute_values import CONTAINERS, plain_form, with_pairs
+
     names = list(vars(value))
+
+    def rebuild(new: Sequence[Any]) -> None:
+        plain = [plain_form(each) if isinstance(each, CONTAINERS) else each for each in new]
+        vars(value).update(zip(names, plain, strict=True))
+
     return Node(
-        [(name, vars(value)[name]) for name in names],
-        lambda new: vars(value).update(zip(names, new, strict=True)),
+        [(name, with_pairs(vars(value)[name])) for name in names],
+        rebuild,
         in_place=True,
         can_undo=True,
     )

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
-_SAVING = ("state_dict", "get_extra_state", "_save_to_state_dict")
 
 
 def is_program_file(path: str) -> bool:
@@ -50,10 +49,3 @@ def is_owner(kind: type) -> bool:
     if is_made and not is_of_program(kind):
         return any(is_owner(base) for base in kind.__bases__)
     return is_of_program(kind) or kind.__module__.startswith("torch.nn.modules.")
-
-
-@cache
-def decides_its_state(kind: type) -> bool:
-    """Whether a class of the program says itself what is saved of a module or an optimizer."""
-    own = [vars(base) for base in kind.__mro__ if is_of_program(base)]
-    return any(name in attributes for attributes in own for name in _SAVING)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import (
@@ -23,6 +24,7 @@ from perdure.state.adapter import (
     leaf_adapter,
     loaded_adapters,
 )
+from perdure.state.builtin import is_plain_object
 from perdure.state.containers import (
     SORTED_DICT,
     array_class_name,
@@ -41,7 +43,8 @@ from perdure.state.leaf_spec import (
 from perdure.state.leaf_values import is_plain, plain_value
 from perdure.state.paths import join_dotted, join_key, nearest, nested
 from perdure.state.per_rank import current_rank_context
-from perdure.state.walk import ANY_LENGTH, GROWING, Unwalked, Walk, node_of
+from perdure.state.program_code import is_of_program
+from perdure.state.walk import ANY_LENGTH, GROWING, MAPPINGS, Unwalked, Walk, node_of
 from perdure.store.aligned_buffers import COPIED_TOGETHER, CopyBuffer
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
 from perdure.store.gc_pause import gc_paused
@@ -196,19 +199,23 @@ def lost_objects(
 
 
 class FreshTarget:
-    """What the target of a program had at first: its numbers, NumPy arrays and None, and its sizes."""
+    """What the target of a program had at first: its numbers, arrays and None, sizes and keys."""
 
     def __init__(self, walk: Walk | None = None) -> None:
         pairs = [] if walk is None else [*walk.pairs()]
         self._plain = {path for path, value in pairs if value is None or is_plain(value)}
         self._none = {path for path, value in pairs if value is None}
-        self._sizes = {
-            branch.path: len(branch.value)
-            for branch in (walk.branches if walk else ())
-            if type(branch.value) in (list, tuple)
-            or (type(branch.value) is dict and not branch.value)
+        branches = [] if walk is None else walk.branches
+        self._sizes = {b.path: len(b.value) for b in branches if type(b.value) in (list, tuple)}
+        self._keys = {
+            b.path: list(b.value) for b in branches if type(b.value) in MAPPINGS and b.path
         }
-        self._has_empty = 0 in self._sizes.values()
+        objects = {b.path for b in branches if is_of_program(type(b.value)) and b.path}
+        self._shapes = {
+            path: (value.dtype, value.shape)
+            for path, value in (pairs if objects else ())
+            if _may_change_shape(value) and nearest(path, objects) is not None
+        }
 
     def describe(self, walk: Walk, leaves: Leaves) -> None:
         """Add to `leaves` what a restore into the target could not know from the target."""
@@ -216,9 +223,17 @@ class FreshTarget:
         for path, value in self._changed(walk, leaves):
             if nearest(path, containers) is None:
                 found, is_plain_value = described(value, path, [_without_bytes])
-                entry = found.containers.get(path, Container("array"))  # of a number
-                found.containers[path] = msgspec.structs.replace(entry, grown=True)
-                containers |= found.containers if is_plain_value else {}
+                entries = found.containers
+                entry = entries.get(path, Container("array"))  # of a number
+                entries[path] = msgspec.structs.replace(entry, grown=True)
+                if is_plain_value and not (self._keys.get(path) and _has_jax(entries)):
+                    containers |= entries
+        for path, before in self._shapes.items():
+            now = walk.by_path.get(path)
+            if now is None or not _may_change_shape(now) or (now.dtype, now.shape) == before:
+                continue
+            grown = Container("array", arrays=_class_of(now), grown=True)
+            containers.setdefault(path, grown)
         for path in self._none & leaves.keys():
             if leaves[path].dtype[:3] != SCALAR_PREFIX and path not in containers:
                 containers[path] = Container("array", arrays=_class_of(walk.by_path[path]))
@@ -232,14 +247,18 @@ class FreshTarget:
         leaves.containers |= containers
 
     def _changed(self, walk: Walk, leaves: Leaves) -> Iterator[tuple[str, Any]]:
-        may_grow = {list, *ANY_LENGTH} & walk.kinds or self._none or self._has_empty
-        for branch in walk.branches if may_grow else ():
-            value, size = branch.value, self._sizes.get(branch.path)
-            is_larger = type(value) in (list, dict) and size not in (None, len(value))
-            was_none = type(value) in GROWING and branch.path in self._none
-            if is_larger or was_none or type(value) in ANY_LENGTH:
-                yield branch.path, value
-        for path in self._sizes.keys() & leaves.keys():
+        for branch in walk.branches:
+            path, value, kind = branch.path, branch.value, type(branch.value)
+            if kind is list:
+                is_other = self._sizes.get(path, len(value)) != len(value)
+            elif kind in MAPPINGS:
+                keys = self._keys.get(path)
+                is_other = keys is not None and keys != list(value)
+            else:
+                is_other = kind in ANY_LENGTH
+            if is_other or (kind in GROWING and path in self._none):
+                yield path, value
+        for path in (self._sizes.keys() | self._keys.keys()) & leaves.keys():
             yield path, walk.by_path[path]
 
 
@@ -251,6 +270,17 @@ def described(
     flattener = ObjectFlattener(found, loaded_adapters(), takers=takers)
     flattener.add(Stateful(value), path, value)
     return found, not flattener.live_paths
+
+
+def _has_jax(found: Mapping[str, Container]) -> bool:
+    """Whether there is an array of JAX, whose place on devices only a target says."""
+    return any(entry.arrays == "jax" for entry in found.values())
+
+
+def _may_change_shape(value: Any) -> bool:
+    """Whether a leaf of an object of the program may get another shape: no parameter of a module."""
+    torch = sys.modules.get("torch")
+    return type(value) is np.ndarray or (torch is not None and type(value) is torch.Tensor)
 
 
 def _class_of(value: Any) -> Any:
@@ -365,8 +395,13 @@ def _describe(entry: LeafEntry) -> Any:
 
 
 def is_state(value: Any) -> bool:
-    """Whether `value` itself is a leaf or a container of leaves."""
+    """Whether `value` itself is a leaf or a container of leaves.
+
+    An object of the program that can be called is none, unless a framework takes it.
+    """
     adapters = loaded_adapters()
+    if callable(value) and is_plain_object(value):
+        adapters = adapters[:-1]
     try:
         return leaf_adapter(value, adapters) is not None or bool(node_of(value, "", adapters, None))
     except StateError:

@@ -6,7 +6,7 @@ a value is looked at once. Whoever needs the same state again is given the `Walk
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,12 +43,19 @@ _FEW = 4
 _BUILTIN = (dict, list, tuple)
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 ANY_LENGTH = (deque, set, frozenset)
-GROWING = (list, tuple, dict, *ANY_LENGTH)
+MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+GROWING = (list, tuple, *MAPPINGS, *ANY_LENGTH)
 """Containers whose size or kind a run may change."""
 
 
 class Described(Stateful):
     """A value of a target in whose place a restore builds what the checkpoint describes."""
+
+
+def _gives_way(like: Any, entry: Container) -> bool:
+    """Whether a restore builds the value of an entry in the place of `like`, which is no object."""
+    is_array = entry.kind == "array" and hasattr(like, "shape") and hasattr(like, "dtype")
+    return like is None or type(like) in GROWING or is_array
 
 
 class Branch:
@@ -191,8 +198,7 @@ class Walk:
                 self.pruned.add(path)
                 return Branch(path, value, None)
         entry = self._containers.get(path)
-        is_grown = is_selected and entry is not None and entry.grown
-        if is_grown and (value is None or type(value) in GROWING):
+        if is_selected and entry is not None and entry.grown and _gives_way(value, entry):
             self.objects[path] = described = Described(value)
             return Branch(path, value, described)
         try:

@@ -81,6 +81,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name in ("jax", "keras", "torch"):  # as `tf.keras`, without an import of its own
+        return import_module(f"perdure.{name}")
     raise missing("perdure", name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import random
 import re
 import warnings
@@ -246,3 +247,12 @@ def test_the_page_for_people_has_every_name() -> None:
     table = page.partition("## All names")[2].partition("\n## ")[0]
     shown = {word for code in re.findall(r"`[^`]*`", table) for word in re.findall(r"\w+", code)}
     assert {name for names in FORMS.values() for name in names} - shown == set()
+
+
+def test_first_steps_that_fingers_type_from_habit() -> None:
+    assert (
+        perdure.keras.BackupAndRestore is importlib.import_module("perdure.keras").BackupAndRestore
+    )
+    unnamed: Any = ({"w": 1},)
+    with pytest.raises(ArgumentError, match=r"such as Checkpoint\(model=model\), found"):
+        perdure.Checkpoint(*unnamed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from perdure.checkpoint.address import find_step
-from perdure.checkpoint.arguments import step_number
+from perdure.checkpoint.arguments import shown, step_number
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.restorer import load_good, warn_of_skipped
 from perdure.checkpoint.retention import Retention
@@ -101,7 +101,12 @@ class Checkpoint(AttributeState, TensorFlowNames):
     for it, in TensorFlow's order: `CheckpointManager(checkpoint, directory, max_to_keep=3)`.
     """
 
-    def __init__(self, **members: Any) -> None:
+    def __init__(self, *unnamed: Any, **members: Any) -> None:
+        if unnamed:
+            raise ArgumentError(
+                f"Checkpoint: expected members by name, such as Checkpoint(model=model), found "
+                f"{shown(unnamed[0])} without one."
+            )
         for name, member in members.items():
             if hasattr(type(self), name):
                 raise AttributeError(

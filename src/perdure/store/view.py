@@ -175,7 +175,7 @@ class View:
     @cached_property
     def summaries(self) -> Mapping[int, ManifestSummary]:
         """The summaries of the checkpoints that lack nothing, as far as names and sizes tell."""
-        return _others(self.readable, self.missing)
+        return {step: row for step, row in self.readable.items() if step not in self.missing}
 
     @cached_property
     def missing(self) -> Mapping[int, str]:
@@ -487,10 +487,6 @@ class View:
         index.write(readable, {step: read.get(step) for step in lacking})
         for step in sorted(read)[:-INDEX_FROM]:
             del read[step]
-
-
-def _others(mapping: Mapping[K, V], keys: Collection[K]) -> dict[K, V]:
-    return {key: value for key, value in mapping.items() if key not in keys}
 
 
 def is_same_file(storage: Storage, name: str, version: str, summary: ManifestSummary) -> bool:

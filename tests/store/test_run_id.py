@@ -220,3 +220,15 @@ def test_an_unreadable_mark_of_a_folder_says_what_to_do(tmp_path: Path) -> None:
         train(tmp_path / "run", 4)
     (tmp_path / "disk" / ".run").unlink()
     assert 4 in train(tmp_path / "run", 4)
+
+
+def test_a_first_start_that_was_killed_names_the_run_in_the_mirror(tmp_path: Path) -> None:
+    """Two machines with one mirror: the first is killed before its first copy."""
+    mirror = tmp_path / "mirror"
+    with CheckpointManager(tmp_path / "a", mirror=mirror) as manager:
+        manager.restore_or_initialize({"w": np.zeros(50)})
+    train(tmp_path / "b", 2, mirror=mirror)
+    with pytest.warns(UserWarning, match="step 2 is restored from the mirror"):
+        train(tmp_path / "a", 3, mirror=mirror)
+    assert prints(tmp_path / "a")[3] == prints(mirror)[3]
+    assert len({Run(tmp_path / name).log.run for name in ("a", "b", "mirror")}) == 1

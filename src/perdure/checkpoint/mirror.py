@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import threading
 import time
 import weakref
@@ -75,7 +76,9 @@ class Mirror:
             if not source.is_run_directory:
                 raise self.holds_neither(None, error) from error
             self._note(_cause(error), f"{self.name} does not answer: {error}")
-        atexit.register(_report_at_exit, weakref.ref(self))
+        this: weakref.ref[Mirror] = weakref.ref(self)
+        source.before_new(lambda: (mirror := this()) and mirror.begin())
+        atexit.register(_report_at_exit, this)
 
     @property
     def name(self) -> str:
@@ -86,6 +89,24 @@ class Mirror:
     def in_forked_child(self) -> bool:
         """Whether another process made this object."""
         return os.getpid() != self._pid
+
+    def begin(self) -> None:
+        """Name the run in an empty mirror before a source that is not there yet is made.
+
+        So whoever begins again on another machine, before the first copy, continues the same run.
+        """
+        source = self._source
+        try:
+            if source.is_run_directory or self._is_run():
+                return
+            source.log.run = secrets.token_hex(8)
+            with Run(self.storage, create=True, clock=self._clock) as target:
+                target.be_copy_of(source)
+                target.begin_writing()
+        except HistoryError:
+            raise
+        except StoreError as error:
+            self._note(_cause(error), f"{self.name} cannot be written to: {error}")
 
     def notify(self) -> None:
         """Copy the checkpoints that the mirror lacks, in the background; returns at once."""

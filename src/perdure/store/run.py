@@ -256,6 +256,10 @@ class Run:
                 f"{source.log.run}; found run {self.log.run}. Nothing was changed. Name another one."
             )
 
+    def before_new(self, call: Callable[[], object]) -> None:
+        """Let the first writer of a new run directory call this before the run is there."""
+        self._session.before_new = call
+
     def start_over(self) -> None:
         """Let this object write into a run that has lost its checkpoints."""
         self._session.starts_over = True

@@ -46,6 +46,8 @@ class WriterSession:
         """Whether the user said that a run without a checkpoint begins again on purpose."""
         self.refusal: str | None = None
         """Why a save into the run as the writer found it would begin it again by accident."""
+        self.before_new: Callable[[], object] = lambda: None
+        """Is called before the marker of a new run is written."""
         self._ready = False
         self._pid = os.getpid()
         self._turn = threading.RLock()
@@ -84,6 +86,7 @@ class WriterSession:
         """Make sure that the place is this run, before anything in it changes; make a new run of it."""
         storage, log = self._storage, self._log
         if not self.marked:
+            self.before_new()
             log.begin()
             newest = newest_manifest(storage)
             known = newest.run if newest is not None else log.view.run

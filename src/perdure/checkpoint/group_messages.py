@@ -103,11 +103,10 @@ class SaveOrder(Struct):
 class SaveAnswer(Struct):
     """What one process answers to an order for a step, or why it cannot.
 
-    For BEGIN, which needs no order: its `LocalLeaves` by their hashes, because the fingerprint covers
-    some; the `digest_of` its shards, and that of the layouts that it knows from an earlier save; where
-    it answers requests for slices, if it has shards. For LAYOUT its shards; for HASH the hashes of the
-    chunks of sharded arrays that it would write; for WRITE what it has written; for COMPARE the hashes
-    of its leaves, and of its shards that others have too.
+    For BEGIN, which needs no order: its `LocalLeaves` by hashes, the `digest_of` its shards and
+    that of the layouts that it knows, and where it answers requests for slices. For LAYOUT its
+    shards; for HASH hashes of the chunks that it would write; for WRITE what it has written; for
+    COMPARE hashes.
     """
 
     step: int

@@ -99,12 +99,10 @@ def save_in_group(
     metrics: Mapping[str, float],
     cache: SaveCache | None = None,
 ) -> Iterator[None]:
-    """Save one checkpoint by all processes, each with its copy of the state, and run the block
-    after the commit.
+    """Save one checkpoint by all processes, each with its copy of the state; then run the block.
 
-    The block is for work of the chief (retention). An error of the save, or of the block in the
-    chief, is raised in all processes. One that has no state calls `decline_save` instead. `cache`
-    is that of the last save. Raises `StateError` if the copies of the state differ, and as
+    The block is work of the chief (retention). An error of either is raised in all processes; one
+    that has no state calls `decline_save` instead. Raises `StateError` if copies differ, and as
     `Run.save`.
     """
     with ExitStack() as stack:

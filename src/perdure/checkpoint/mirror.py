@@ -91,9 +91,8 @@ class Mirror:
         return os.getpid() != self._pid
 
     def begin(self) -> None:
-        """Name the run in an empty mirror before a source that is not there yet is made.
-
-        So whoever begins again on another machine, before the first copy, continues the same run.
+        """Name the run in an empty mirror before its source is there, so that whoever begins again
+        on another machine before the first copy continues the same run.
         """
         source = self._source
         try:
@@ -328,9 +327,9 @@ class Mirror:
         )
 
     def _is_run(self) -> bool:
-        """Whether the mirror holds anything yet. A source that is not there yet continues its run.
+        """Whether the mirror holds anything yet; HistoryError if it is another run.
 
-        Raises `UnreachableError` when that is not known, and `HistoryError` if it is another run.
+        A new source continues it.
         """
         try:
             marker = read_marker(self.storage, create=True)

@@ -266,9 +266,9 @@ def load_good(
 ) -> RestoreSource:
     """Read and verify `step`, or the newest good checkpoint, of `run` or else of its mirror.
 
-    Raises `StepNotFoundError` or `CorruptionError` for `step`; `NoGoodCheckpointError` if there are
-    checkpoints and all are damaged (a fresh start would silently throw a run away);
-    `UnreachableError` if one cannot be read now, or `run` holds none and the mirror does not answer.
+    If there are checkpoints and all are damaged, a fresh start would silently throw a run away:
+    `NoGoodCheckpointError`. `UnreachableError` if one cannot be read now, or the mirror does not
+    answer.
     """
     return load_in_group(run, SingleProcess(), step, needs, mirror)
 
@@ -280,10 +280,8 @@ def load_in_group(
     needs: Needs = EVERYTHING,
     mirror: Mirror | None = None,
 ) -> RestoreSource:
-    """`load_good` of the same checkpoint in every process.
-
-    The chief picks a copy, and all read it at the same time. If its bytes are damaged for some
-    process, or the chief cannot read it, the chief picks the next one.
+    """`load_good` of the same checkpoint in every process: the chief picks, and picks the next one
+    if its bytes are damaged for some process.
     """
     copies = _Copies(run, mirror, step, processes)
     failure: StoreError | None = None

@@ -1,8 +1,7 @@
-"""Moves slices of chunks from the processes that have them to those that write them.
+"""Moves slices of chunks, when they are needed, from processes that have them to those that write.
 
-A process asks for the slices when it puts a chunk together, so that few are in memory at a time.
-The chief hands out the addresses with a key. Processes of one machine answer in memory that they
-share; through the network every answer carries its hash.
+The chief hands out the addresses with a key. Processes of one machine answer in shared memory;
+through the network every answer carries its hash.
 """
 
 from __future__ import annotations

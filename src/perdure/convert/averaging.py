@@ -46,16 +46,8 @@ _Weighted = Sequence[tuple[StoredCheckpoint, float]]
 
 @dataclass(frozen=True, repr=False)
 class Averaged(Shown):
-    """What `average` made.
-
-    Attributes:
-        run: The new run directory.
-        manifest: Its checkpoint.
-        sources: (checkpoint, weight), in the order of the sum.
-        averaged: Paths of the leaves that were averaged.
-        equal: Paths of selected leaves that are equal in all sources, and were taken as they are.
-        taken: Paths of the leaves that were taken from `like`.
-        like: The checkpoint that other leaves come from.
+    """What `average` made: (checkpoint, weight) in the order of the sum, and the paths of leaves
+    that were averaged, are `equal` in all sources, or were taken from `like`.
     """
 
     run: str
@@ -306,9 +298,8 @@ def _by_path(checkpoint: StoredCheckpoint) -> dict[str, LeafEntry]:
 def round_once(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """`values` (float64) in a real floating-point dtype; every NaN becomes the positive quiet one.
 
-    ml_dtypes converts float64 by way of float32 and so rounds twice. Here the first conversion rounds
-    to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008): the last bit of
-    the float32 is 1 if it is not exact, which cannot end in a wrong tie.
+    ml_dtypes converts by way of float32 and so rounds twice: the first conversion rounds to odd
+    (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
     """
     values = np.where(np.isnan(values), np.nan, values)  # processors differ in the sign of new NaNs
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -327,11 +318,8 @@ def round_once(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray
 def ema_weights(count: int, decay: float) -> list[float]:
     """The weights of an exponential moving average that starts with the first checkpoint.
 
-    `average = decay * average + (1 - decay) * checkpoint` for each later one (PMA, arXiv 2505.12082,
-    writes alpha for 1 - decay).
-
-    Raises:
-        ArgumentError: `decay` is not between 0 and 1.
+    `average = decay * average + (1 - decay) * checkpoint` (PMA, arXiv 2505.12082). ArgumentError
+    for a `decay` that is not between 0 and 1.
     """
     if not 0 <= decay < 1:
         raise ArgumentError(f"ema: expected a decay from 0 to below 1, found {decay}.")
@@ -342,16 +330,11 @@ def ema_weights(count: int, decay: float) -> list[float]:
 
 
 def schedule_weights(count: int, schedule: str) -> list[float]:
-    """The weights of a schedule by its name, the oldest checkpoint first.
+    """The weights of a schedule by its name, the oldest checkpoint first, or ArgumentError.
 
-    "uniform" is the simple moving average of PMA (arXiv 2505.12082), and "linear" its weighted one:
-    checkpoint i of n has weight i. "cosine" and "sqrt" are schedules of WSM (arXiv 2507.17634): the
-    average is what a decaying learning rate would have reached, under which the update between
-    checkpoints i - 1 and i counts w(i / n) times. For "cosine", w(t) = (1 + cos(pi t)) / 2, for "sqrt"
-    w(t) = 1 - sqrt(t). A learning rate that decays linearly, w(t) = 1 - t, gives uniform weights.
-
-    Raises:
-        ArgumentError: There is no such schedule.
+    "uniform" and "linear" (checkpoint i has weight i) are of PMA (arXiv 2505.12082); "cosine" and
+    "sqrt" of WSM (arXiv 2507.17634): under a decaying learning rate the update between checkpoints
+    i - 1 and i counts w(i / n) times, w(t) = (1 + cos(pi t)) / 2 or 1 - sqrt(t).
     """
     if schedule == "uniform":
         return [1.0] * count

@@ -40,17 +40,9 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, repr=False)
 class Exported(Shown):
-    """What `export` wrote.
+    """What `export` wrote: the name in the file by path, and scalars or seeds that were left out.
 
-    Attributes:
-        out: The file or folder.
-        to: Its format.
-        checkpoint: Where it was taken from.
-        names: The name in the file of each leaf that was written, by its path.
-        left_out: Paths of Python scalars, or of seeds of a model, that the format cannot hold.
-        nbytes: Bytes of the arrays.
-        files: The files, in order.
-        verified: Whether all arrays were read back and compared with the hashes of the manifest.
+    `verified`: all arrays were read back and compared with the hashes of the manifest.
     """
 
     out: str
@@ -195,9 +187,8 @@ def _model_branch(to: str, out: str, patterns: list[str] | None, names: NameMap 
 def new_output(out: str | os.PathLike[str]) -> Iterator[str]:
     """A temporary name for a file or folder, which is synced and becomes `out` after the block.
 
-    Raises:
-        ArgumentError: `out` exists, or is no path in a directory.
-        SaveError: It cannot be written.
+    Raises ArgumentError if `out` exists or is no path in a directory, SaveError if it cannot be
+    written.
     """
     path = os.path.abspath(os.fspath(out))
     folder, name = os.path.split(path)
@@ -268,12 +259,7 @@ def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
 
 
 def _check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: str) -> None:
-    """Compare the arrays of an export with the checkpoint of this name.
-
-    Raises:
-        CorruptionError: It cannot be read, an array is missing, or its dtype, shape or hash differs
-            from the manifest.
-    """
+    """Compare the arrays of an export with the checkpoint, or raise CorruptionError."""
     try:
         found = read_foreign(path, to).leaves
     except DataError as error:

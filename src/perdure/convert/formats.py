@@ -42,11 +42,8 @@ _ENDS |= dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")
 
 
 class LeafNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a file of another tool cannot say of a leaf, noted in it by an export.
-
-    Attributes:
-        dtype: The dtype of the leaf; of a scalar that the file has nowhere else also its text.
-        path: The path of the leaf inside the exported branch.
+    """What a file of another tool cannot say of a leaf: its dtype (and text), its path in the
+    branch.
     """
 
     dtype: str | None = None
@@ -54,28 +51,17 @@ class LeafNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ForeignFile(NamedTuple):
-    """What a file of another tool holds.
-
-    Attributes:
-        leaves: Its arrays and scalars by name.
-        paths: The paths that it notes for some of the names.
-    """
+    """What a file of another tool holds: leaves by name, and the paths that it notes for some."""
 
     leaves: dict[str, Leaf]
     paths: dict[str, str]
 
 
 class NamedLeaf(NamedTuple):
-    """A leaf of a checkpoint, and how a file has it.
+    """A leaf of a checkpoint, and how a file has it; random keys end in the words of one key.
 
-    Attributes:
-        name: Its name in the file.
-        entry: The leaf.
-        dtype: Of an array the NumPy or ml_dtypes name of its elements.
-        shape: Of an array the shape of its elements; of random keys it ends in the words of one key.
-        note: The path inside the branch, if the name would be imported as another path; and of an
-            array the dtype, if that is a weak type or one of keys.
-        value: Of a Python scalar its value.
+    `note`: the path inside the branch, if the name means another one, and a weak dtype or one of
+    keys.
     """
 
     name: str
@@ -92,15 +78,10 @@ def format_module(kind: str) -> Any:
 
 
 def read_foreign(path: str, kind: str) -> ForeignFile:
-    """The arrays and scalars of a file or folder. Each can be saved, and restored from a checkpoint.
+    """The arrays and scalars of a file or folder, mapped where the format allows it.
 
-    Where the format allows it, the bytes are mapped: they are read when they are used, and the system
-    may drop them from memory at any time.
-
-    Raises:
-        DataError: It cannot be read, is not of this kind, or holds what cannot be a leaf.
-        ArgumentError: Two leaves of it have one name.
-        MissingExtraError: The library of the format is not installed.
+    Raises DataError if it holds what cannot be a leaf, ArgumentError for a name twice,
+    MissingExtraError.
     """
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise DataError(f"{path}: expected a file or folder, found a pipe or a device.")
@@ -108,12 +89,7 @@ def read_foreign(path: str, kind: str) -> ForeignFile:
 
 
 def kind_of(path: str) -> str:
-    """The format of a file or folder, from what is there.
-
-    Raises:
-        DataError: There is nothing.
-        ArgumentError: It is not known; the caller names the format.
-    """
+    """The format of a file or folder; DataError if there is nothing, ArgumentError if unknown."""
     if os.path.isdir(path):
         names = os.listdir(path)
         if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
@@ -130,9 +106,8 @@ def kind_of(path: str) -> str:
 
 
 def noted_file(leaves: dict[str, Leaf], notes: Mapping[str, LeafNote]) -> ForeignFile:
-    """The leaves of a file that were written as `leaves` with these notes by name.
-
-    Raises `ValueError` if a note does not fit, or a leaf could not be restored from a checkpoint.
+    """The leaves of a file that were written as `leaves`; `ValueError` if a note or a leaf does not
+    fit.
     """
     paths: dict[str, str] = {}
     for name, note in notes.items():

@@ -73,10 +73,7 @@ class NameMap:
 
 
 def branch_of(leaves: Iterable[str] | None) -> str:
-    """The branch that is left out of names: that of the only pattern, if it is a plain path.
-
-    `model` and `model/**` select one branch, and a file with it has the names inside that branch.
-    """
+    """The branch that is left out of names: that of the only pattern, if it is a plain path."""
     patterns = list(leaves or ())
     branch = patterns[0].removesuffix("/**") if len(patterns) == 1 else ""
     return "" if "*" in branch else branch
@@ -85,12 +82,9 @@ def branch_of(leaves: Iterable[str] | None) -> str:
 def named_leaves(
     entries: Iterable[LeafEntry], dotted: bool, branch: str, names: NameMap | None
 ) -> list[NamedLeaf]:
-    """The leaves with their names in a file.
+    """The leaves with their names: of `names`, or the path inside `branch`, `dotted` or not.
 
-    A name is that of `names`, or else the path inside `branch`; if `dotted`, the keys of that path with
-    dots between them.
-
-    Raises `ArgumentError` if two leaves have one name, or a pattern of `names` matches nothing.
+    Raises `ArgumentError` if two have one name, or a pattern of `names` matches nothing.
     """
     named: dict[str, NamedLeaf] = {}
     for entry in entries:
@@ -118,10 +112,8 @@ def named_leaves(
 
 
 def path_of(name: str) -> str:
-    """The path that a name in a file means.
-
-    A name with `/` is a path, in which `%2F` stands for a `/` in a key; other names are split at their
-    dots. The name without a character, of a file that is one array, is the path of a whole state.
+    """The path that a name in a file means: one with `/` is a path (`%2F` for `/`), others split at
+    dots.
     """
     if "/" in name:
         return "/".join(escape(unescape(part)) for part in name.split("/"))

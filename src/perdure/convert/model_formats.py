@@ -26,12 +26,8 @@ def write_model(
 ) -> list[str]:
     """Write the Keras model that `model` returns with the values of the checkpoint at `branch`.
 
-    Returns the paths of leaves that the format does not hold: the states of random generators.
-
-    Raises:
-        ArgumentError: `model` cannot be used, or `verify` is asked for in another format than "keras".
-        MismatchError: The model does not fit the checkpoint; the text lists each leaf.
-        MissingExtraError, StateError: As `perdure.keras.model_export.write_model`.
+    Returns the paths of generators, which the format does not hold. Raises ArgumentError,
+    MismatchError (each leaf that does not fit), and as `perdure.keras.model_export.write_model`.
     """
     if verify and to != "keras":
         raise ArgumentError(
@@ -87,11 +83,7 @@ def _built(model: str | Callable[[], Any]) -> Any:
 
 
 def load_function(text: str) -> Callable[[], Any]:
-    """The function that `file.py:function` names. Runs the file.
-
-    Raises:
-        ArgumentError: There is no such file, or no such function in it.
-    """
+    """The function that `file.py:function` names, or ArgumentError. Runs the file."""
     file, colon, name = text.rpartition(":")
     if not (colon and name and os.path.isfile(file)):
         raise ArgumentError(

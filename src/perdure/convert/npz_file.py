@@ -47,8 +47,8 @@ def write(
 ) -> None:
     """Write arrays, and Python scalars as arrays without axes.
 
-    bfloat16 and the other dtypes of ml_dtypes are written as NumPy writes them, as raw elements
-    (`|V2`): `array.view(ml_dtypes.bfloat16)` gives them back.
+    The dtypes of ml_dtypes are written as NumPy does, as raw elements (`|V2`):
+    `array.view(ml_dtypes.bfloat16)`.
     """
     _refuse_names([*arrays, *scalars])
     chunks_of = chunks_in_order(checkpoint, [leaf.entry for leaf in arrays])
@@ -141,10 +141,7 @@ def _note_of(info: zipfile.ZipInfo) -> LeafNote:
 
 
 def _leaf(file: IO[bytes], note: str | None) -> Leaf:
-    """The leaf of a member, whose checksum is compared when it has been read to its end.
-
-    Raises `ValueError` or `UnsupportedLeafError` if it is no leaf, or has not the bytes of its header.
-    """
+    """The leaf of a member, whose checksum is compared when it has been read to its end."""
     version = np.lib.format.read_magic(file)
     is_first = version == (1, 0)
     headers = np.lib.format

@@ -79,9 +79,8 @@ def write(
     *,
     shard_bytes: int | None = None,
 ) -> None:
-    """Write one file, or with `shard_bytes` a folder of files of at most so many bytes of arrays each.
-
-    Python scalars are notes in the header of the first file.
+    """Write one file, or a folder of files of at most `shard_bytes`; scalars are notes in the
+    first.
     """
     shards = _shards(arrays, shard_bytes or sum(leaf.entry.nbytes for leaf in arrays))
     chunks_of = chunks_in_order(checkpoint, [leaf.entry for shard in shards for leaf in shard])
@@ -107,10 +106,8 @@ def write(
 
 
 def _shards(leaves: Sequence[NamedLeaf], most: int) -> list[list[NamedLeaf]]:
-    """Arrays by shard, as `huggingface_hub.split_torch_state_dict_into_shards` splits them.
-
-    Greedy in the order of `leaves`: a shard is closed when the next array would make it larger than
-    `most` bytes. An array that is larger by itself has a shard of its own.
+    """Arrays by shard, as `huggingface_hub.split_torch_state_dict_into_shards` splits them:
+    greedily.
     """
     shards: list[list[NamedLeaf]] = []
     current: list[NamedLeaf] = []
@@ -160,11 +157,7 @@ def _write_file(
 
 
 def read(path: str) -> ForeignFile:
-    """The arrays of a file, or of a folder with one file or an index.
-
-    Their bytes are mapped, and read when they are used. Raises `DataError` for a file that is not what
-    it should be.
-    """
+    """The arrays, mapped, of a file, or of a folder with one file or an index; or `DataError`."""
     if not os.path.isdir(path):
         return _read_file(path)
     index = os.path.join(path, INDEX)

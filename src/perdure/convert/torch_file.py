@@ -41,9 +41,8 @@ def write(
     arrays: Sequence[NamedLeaf],
     scalars: Sequence[NamedLeaf],
 ) -> None:
-    """Write a state dict: arrays in the order in which they are read, and values of Python.
+    """Write a state dict; all arrays are in memory. A whole state is written without a dict.
 
-    All arrays are in memory. A leaf without a name, which is a whole state, is written without a dict.
     The notes stand in a member of their own, which PyTorch skips.
     """
     torch = _torch()
@@ -70,10 +69,7 @@ def write(
 def read(path: str) -> ForeignFile:
     """The tensors and Python scalars of a file of `torch.save`, with dots between nested keys.
 
-    Raises:
-        DataError: It cannot be read, or has anything else in it.
-        ArgumentError: Two of them would have one name.
-        MissingExtraError: PyTorch is not installed.
+    Raises DataError, ArgumentError (two of one name), MissingExtraError.
     """
     try:
         found = flatten(_load(_torch(), path))

@@ -31,20 +31,10 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def permute(index: npt.ArrayLike, length: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The images of some indices under a permutation of `range(length)`.
+    """The images (int64) of indices from 0 to `length - 1` under a permutation that `key` chooses.
 
-    Time and memory grow with the number of indices, not with `length`.
-
-    Args:
-        index: integers from 0 to `length - 1`, of any shape.
-        length: 1 to 2**40.
-        key: integers that choose the permutation, such as (seed, epoch).
-
-    Returns:
-        int64, with the shape of `index`.
-
-    Raises:
-        DataError: `length` or an index is out of range.
+    `length` is at most 2**40; memory grows with the number of indices. DataError for one out of
+    range.
     """
     if not 1 <= length <= MAX_LENGTH:
         raise DataError(f"length of a permutation: expected from 1 to 2**40, found {length}.")

@@ -1,9 +1,8 @@
-"""Input pipelines of other libraries, whose `batch(n)` sets a batch size instead of returning a batch.
+"""Input pipelines of other libraries, whose `batch(n)` sets a batch size instead of returning a
+batch.
 
-tf.data, Grain and Hugging Face datasets have a method with the same name as the datasets here. They are
-recognized by their method `map`, and refused, except for a `tf.data` pipeline over arrays: that is a
-dataset by index, which is read from what the pipeline is made of, its arrays and the arguments of
-`shuffle`, `batch` and `repeat`, without TensorFlow's iterators. No framework is imported here.
+They are recognized by their method `map`, and refused, but for a `tf.data` pipeline over arrays: a
+dataset by index, read from its arrays and the arguments of `shuffle`, `batch` and `repeat`.
 """
 
 from __future__ import annotations
@@ -63,13 +62,10 @@ def refuse_pipeline(data: Any) -> None:
 
 
 def by_index(data: Any) -> Any:
-    """The dataset by index of a `tf.data` pipeline; other data as they are.
+    """The dataset by index of a `tf.data` pipeline; other data as they are; DataError for other
+    forms.
 
     The order of a shuffled epoch is that of `ArrayDataset`, a function of the seed and the epoch.
-
-    Raises:
-        DataError: The pipeline has another form than `from_tensor_slices`, `shuffle` with a seed,
-            `batch` and `repeat`.
     """
     if not type(data).__module__.startswith("tensorflow.python.data."):
         return data

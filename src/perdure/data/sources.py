@@ -34,8 +34,7 @@ SAMPLED_EXAMPLES = 32
 class ArraySource:
     """Arrays with one common leading length, in memory or mapped from files.
 
-    `take` returns the examples with the numbers `index` (int64[rows]), stacked, in new memory;
-    `fingerprint` identifies the examples, of which large data are sampled.
+    `take` returns the examples `index` (int64[rows]), stacked; `fingerprint` samples large data.
     """
 
     def __init__(self, arrays: Any) -> None:
@@ -197,17 +196,9 @@ def _common_length(arrays: dict[str, npt.NDArray[Any]]) -> int:
 def stack(
     examples: Sequence[Any], reference: Any, name: Callable[[int], str], path: str = ""
 ) -> Any:
-    """One tree of arrays with a leading axis over the examples.
+    """One tree of arrays with a leading axis over the examples, which must be like `reference`.
 
-    Args:
-        examples: one example per row.
-        reference: the example whose structure, dtypes and shapes all others must have.
-        name: returns a name for the example of a row, for errors.
-        path: that of the examples in a larger tree.
-
-    Raises:
-        DataError: an example differs from the reference, or has a leaf that is no array or number. The
-            message names the example and the leaf.
+    `name` returns the name of a row for errors. Raises DataError for an example that differs.
     """
 
     def differs(row: int, expected: Any, found: Any, advice: str) -> DataError:
@@ -276,13 +267,8 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def add_weight(batch: Any, weight: npt.NDArray[np.float32]) -> Any:
-    """The batch with the weights of its rows.
-
-    They become the entry "weight" of a dict and the last member of a tuple or list; anything else
-    becomes the pair (batch, weight).
-
-    Raises:
-        DataError: a dict has an entry "weight" already.
+    """The batch with its weights: entry "weight" of a dict, last member of a tuple, or (batch,
+    weight).
     """
     if isinstance(batch, dict):
         if WEIGHT in batch:

@@ -142,9 +142,8 @@ class StreamDataset(DatasetBase):
 
 
 class _Shard:
-    """One virtual shard: its stream, opened at the first read, and the position of the stream.
-
-    The position is (epoch, number of the next example); None if the stream is closed.
+    """One virtual shard: its stream, opened at the first read, and (epoch, number of the next
+    example).
     """
 
     def __init__(self, open: Open, name: Any, length: int | None) -> None:

@@ -22,16 +22,10 @@ class Digits(NamedTuple):
 
 
 def load_digits(path: str | os.PathLike[str] | None = None) -> Digits:
-    """Load digits: the first 80% for training, the rest for testing.
+    """Load digits: the first 80% for training, the rest for testing; DataError, MissingExtraError.
 
-    Args:
-        path: MNIST or Fashion-MNIST files. None for the 1,797 scans of scikit-learn (UCI "Optical
-            Recognition of Handwritten Digits", 8x8 pixels), each pixel enlarged to 3x3, with a margin
-            of two pixels.
-
-    Raises:
-        DataError: If the files cannot be read.
-        MissingExtraError: If there are none and scikit-learn is not installed.
+    Without `path` the 1,797 scans of scikit-learn (UCI "Optical Recognition of Handwritten Digits",
+    8x8 pixels), each pixel enlarged to 3x3, with a margin of two pixels.
     """
     images, labels = _scans() if path is None else load_images(path)
     if images.shape[1:] != (SIDE, SIDE):
@@ -45,11 +39,7 @@ def load_digits(path: str | os.PathLike[str] | None = None) -> Digits:
 
 
 def save_scans(path: str | os.PathLike[str]) -> None:
-    """Write scikit-learn's scans to an .npz file that `load_digits` reads.
-
-    Raises:
-        MissingExtraError: If scikit-learn is not installed.
-    """
+    """Write scikit-learn's scans to an .npz file that `load_digits` reads."""
     images, labels = _scans()
     np.savez(path, images=images, labels=labels)
 

@@ -124,13 +124,9 @@ def run_group(
     environment: Mapping[str, str] | None = None,
     on_event: OnEvent = lambda *_: None,
 ) -> GroupEnd:
-    """Run a command once as a group of processes, as `perdure run` does, and hear its events.
+    """Run a command that prints events once as a group of processes, as `perdure run` does.
 
-    Args:
-        command: A program that prints events, each as one line of JSON.
-        processes: How many to start.
-        environment: Variables on top of those of this process.
-        on_event: Is called with each event; it may kill the group or send it a signal.
+    `on_event` is called with each event; it may kill the group or send it a signal.
     """
     with tempfile.TemporaryDirectory(prefix="perdure-") as directory:
         logs = Path(directory, "logs")
@@ -190,18 +186,9 @@ class _Events(Console):
 
 
 def run_demo(options: DemoOptions, examples: int, console: rich_console.Console) -> dict[str, Any]:
-    """Run every phase of the demo, with a progress bar for each.
+    """Run every phase of the demo, with a progress bar for each; returns the document of `--json`.
 
-    Args:
-        options: What to run, and where.
-        examples: How many training examples there are.
-        console: Shows the progress.
-
-    Returns:
-        The document that `--json` prints.
-
-    Raises:
-        ClusterError: If a phase ends otherwise than planned; the error has the log of the worker.
+    Raises ClusterError, with the log of the worker, if a phase ends otherwise than planned.
     """
     steps_per_epoch = -(-examples // BATCH)
     total = steps_per_epoch * options.epochs

@@ -23,11 +23,7 @@ KEEP = 3
 
 
 def main(program: Any) -> None:
-    """Train up to `--steps`, from the newest checkpoint in `--run`.
-
-    Args:
-        program: The module with the functions that differ between the engines.
-    """
+    """Train up to `--steps` from the newest checkpoint; `program` has what differs between engines."""
     options = _options()
     try:
         _train(program, options)

@@ -125,9 +125,8 @@ def _hashed(fields: list[Any]) -> Digest:
 
 
 class LeafSums(NamedTuple):
-    """What the digest of a leaf is made of, besides its path.
-
-    `sums` is a function of an array whose sums a device, or another process, has still to deliver.
+    """What the digest of a leaf is made of, besides its path; a function gives sums that are still
+    to come.
     """
 
     dtype: str

@@ -1,9 +1,8 @@
 """The two sums of a digest over bytes in the memory of this process, with NumPy.
 
-Each word of an array is multiplied by a 64-bit key, a function of its position alone: the word at
-`position` has the key `row_key[position // LANES] * lane_key[position % LANES]` in each of the sums.
-All keys are odd, so that a product is zero only if the word is. The sums are linear: those of an array
-are the sums of its parts, added modulo 2**64, in any order.
+Each word is multiplied by an odd 64-bit key, a function of its position alone: `row_key[position //
+LANES] * lane_key[position % LANES]`. The sums are linear: those of an array are the sums of its
+parts modulo 2**64, in any order.
 """
 
 from __future__ import annotations
@@ -94,13 +93,7 @@ def small_sums(parts: Sequence[memoryview | bytes]) -> list[tuple[int, int]]:
 
 
 def region_sums(part: np.ndarray[Any, Any], region: Region, shape: tuple[int, ...]) -> Sums:
-    """The sums of the elements of an array of `shape` that lie in `region`.
-
-    Args:
-        part: the elements, as an array of the size of `region`.
-        region: their indices in the whole array.
-        shape: the shape of the whole array.
-    """
+    """The sums of `part`, the elements of an array of `shape` at the indices `region`."""
     part = np.ascontiguousarray(part).reshape(part.shape)
     return sums_by_slabs(
         part,
@@ -121,7 +114,7 @@ def sums_by_slabs(
     zeros: Callable[[tuple[int, ...]], Any],
     offset: int = 0,
 ) -> Any:
-    """The sums of a part of an array, from the sums of contiguous arrays; for NumPy and PyTorch.
+    """The sums of a part of an array, from those of contiguous arrays; for NumPy and PyTorch.
 
     A part that is not contiguous in its array is copied into slabs of zeros, which add nothing.
     """

@@ -60,10 +60,7 @@ class TorchTaker(ArrayTaker):
 
 
 def tensor_sums(part: torch.Tensor, indices: Region, shape: tuple[int, ...]) -> torch.Tensor:
-    """The sums of the elements of a tensor of `shape` at `indices`, `int64[2]` on the device of `part`.
-
-    PyTorch computes with `int64` modulo 2**64, so that these are the bits of the `uint64` sums.
-    """
+    """The sums of the elements at `indices`, `int64[2]` on the device: modulo 2**64 as in `uint64`."""
     if not part.numel():
         return torch.zeros(2, dtype=torch.int64, device=part.device)
     plain = part.detach().resolve_conj().resolve_neg().contiguous()

@@ -1,8 +1,7 @@
 """The audit: in some steps contributions of logical replicas are computed a second time.
 
-Another device computes them if there is one. The bits of the two have to agree before `update` changes
-the state. If they differ, further computations decide which device was wrong; two alone cannot tell.
-What is audited is a function of (seed, step), so that every process knows it and no bit changes.
+Another device computes them if there is one, and the bits have to agree before `update` changes the
+state. What is audited is a function of (seed, step), so that every process knows it.
 """
 
 from __future__ import annotations
@@ -41,23 +40,14 @@ Compute = Callable[[int, Any, int, Any], Any]
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What share of the steps is audited, and what follows a difference.
-
-    Attributes:
-        rate: From 0 to 1.
-        excludes: Whether the device is reported to `perdure run` before the error is raised.
-    """
+    """What share of the steps is audited, and whether a wrong device is reported to `perdure run`."""
 
     rate: float = 0.0
     excludes: bool = False
 
 
 def audit_options(rate: Any, on_corruption: Any) -> AuditOptions:
-    """The options of a step; None leaves them to the variables that `perdure run --audit` sets.
-
-    Raises:
-        TopologyError: A value cannot be used.
-    """
+    """The options of a step; None leaves them to the variables that `perdure run --audit` sets."""
     name = "audit"
     if rate is None and (text := os.environ.get(AUDIT)):
         name = AUDIT
@@ -77,13 +67,7 @@ def audit_options(rate: Any, on_corruption: Any) -> AuditOptions:
 
 
 class Audit:
-    """Chooses the steps; one for each `TrainStep` that is audited.
-
-    Args:
-        plan: The replicas and devices.
-        seed: That of the strategy.
-        options: The share of the steps, and what follows a difference.
-    """
+    """Chooses the steps; one for each `TrainStep` that is audited."""
 
     def __init__(self, plan: Plan, seed: int, options: AuditOptions) -> None:
         self.plan = plan
@@ -106,15 +90,8 @@ class Audit:
 class _Case:
     """One contribution that is computed several times.
 
-    Attributes:
-        replica: The logical replica.
-        devices: Those of the draw.
-        pair: The device that runs the replica, and the first that is asked; of a single device, both.
-        share: The share of the replica, where it is known.
-        sent: The share as a message, in all processes once one of them needs it.
-        computed: What all processes know.
-        kept: The arrays of the local computations, by the number of the computation.
-        leaves: The same on the host.
+    `pair` is the device that runs the replica and the first that is asked; `sent` is the share as a
+    message, once a process needs it; `kept` are the arrays of local computations by their number.
     """
 
     def __init__(self, drawn: Draw) -> None:
@@ -153,15 +130,8 @@ class AuditedStep:
     ) -> None:
         """Compute again, and compare, before anything of the step reaches the state. A collective.
 
-        Args:
-            run: Runs work on all local devices, as in `Engine.runner`.
-            compute: Computes one contribution.
-            states: The state before the step, as `Engine.place` returned it.
-            shares: Those of the local replicas.
-
-        Raises:
-            SilentCorruptionError: The bits differ. Raised in every process.
-            StateError: A contribution could not be computed again. Raised in every process.
+        Raises in every process SilentCorruptionError if bits differ, StateError if a contribution
+        could not be computed again.
         """
         self._shares = shares
         cases = list(self._cases.values())

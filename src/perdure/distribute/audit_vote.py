@@ -12,12 +12,8 @@ ASKED = 3
 
 
 class Draw(NamedTuple):
-    """One contribution that is computed again.
-
-    Attributes:
-        replica: The logical replica.
-        devices: Numbers of devices in the group: that which runs the replica, and at most two others in
-            the order in which they are asked.
+    """One contribution that is computed again: by its own device, then by at most two others, in
+    order.
     """
 
     replica: int
@@ -37,15 +33,9 @@ def draw(
 ) -> tuple[Draw, ...]:
     """What is computed again in `step`; nothing in a share of 1 - `rate` of the steps.
 
-    One replica of each device of a process with several devices, by another device of that process.
-    Their shares need not travel. Of the processes with one device, one is drawn, whose replica another
-    process computes.
-
-    Args:
-        seed: That of the strategy.
-        step: The step.
-        rate: From 0 to 1.
-        parts: For each process, the range of the replicas of each of its devices.
+    One replica of each device of a process with several devices, by another device of that process,
+    so that shares need not travel. Of the processes with one device, one is drawn, whose replica
+    another process computes. `parts` are the replicas of each device of each process.
     """
     words = blake3(f"perdure audit {seed} {step}".encode()).digest(32)
     chance, turn, other_turn, alone = (int.from_bytes(words[i : i + 8]) for i in (0, 8, 16, 24))
@@ -77,12 +67,8 @@ def further(devices: Sequence[int]) -> tuple[int, ...]:
 
 
 class Judgement(NamedTuple):
-    """What several computations of one contribution say.
-
-    Attributes:
-        wrong: Numbers of the devices that were wrong; empty if the computations do not decide.
-        right: Number of a computation that is right, or the first one.
-        other: Number of a computation that differs from it.
+    """What several computations say: the devices that were `wrong` (empty if undecided), a right
+    one, another.
     """
 
     wrong: tuple[int, ...]
@@ -93,9 +79,8 @@ class Judgement(NamedTuple):
 def judge(computed: Sequence[ComputedContribution]) -> Judgement:
     """Which devices were wrong, of computations that do not all agree.
 
-    A device that contradicts itself is wrong, and so is one that contradicts two others that agree. A
-    device alone was wrong if two of its three computations agree. Nothing is decided if no two
-    computations agree: then `grad` itself may give other bits at every call.
+    A device is wrong that contradicts itself, or two others that agree. Nothing is decided if no
+    two computations agree: then `grad` itself may give other bits at every call.
     """
     results: dict[tuple[str, ...], list[int]] = {}
     devices: dict[int, set[tuple[str, ...]]] = {}

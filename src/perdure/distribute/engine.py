@@ -67,16 +67,9 @@ class FusedStep(Protocol):
     ) -> tuple[Any, Any] | None:
         """(state, logs) of a step; None if it does not apply, and the verbs are to be used.
 
-        If it has called `reference`, `state` may be gone: what that returned is the result.
-
-        Args:
-            state: The state before the step.
-            shares: Those of all replicas.
-            step: The number of the step.
-            donate: Whether the memory of `state` may be used for the result; with None only if `state`
-                is what the last call returned, and that of a copy otherwise.
-            reference: Computes the step by the verbs, for a comparison where fused steps have not been
-                measured. Without it nothing is compared.
+        `donate`: whether the memory of `state` may be used; None only if it is what the last call
+        returned. `reference` computes the step by the verbs, where fused steps have not been
+        measured; if it was called, `state` may be gone, and what it returned is the result.
         """
         ...
 
@@ -144,9 +137,8 @@ class EagerRun:
         kwargs: Mapping[str, Any],
         stream: Stream | None = None,
     ) -> Any:
-        """fn(*args, **kwargs), eagerly, with the arrays on `device`.
-
-        With `stream`, the numbers of the framework's global generators are a function of it.
+        """fn(*args, **kwargs), eagerly, on `device`; `stream` decides the global generators'
+        numbers.
         """
         return fn(*args, **kwargs)
 
@@ -175,7 +167,7 @@ class EagerRun:
 class Engine(Protocol):
     """One framework, on the local devices of one process.
 
-    A *value* is a tree of arrays on one device. Values and states are opaque to the caller.
+    A *value* is a tree of arrays on one device.
     """
 
     @property
@@ -203,10 +195,7 @@ class Engine(Protocol):
         ...
 
     def place(self, state: Any) -> list[Any]:
-        """The user's state as one value per memory, without a copy of what is there already.
-
-        One value for each local device, or a single one where the devices share their memory.
-        """
+        """The user's state as a value for each memory, without a copy of what is there already."""
         ...
 
     def replicate(self, values: list[Any]) -> Any:
@@ -234,13 +223,9 @@ class Engine(Protocol):
     ) -> Any:
         """The total of the partial sums of every process, on the first local device.
 
-        Only bytes move between processes: whole values to all, or, of large ones that are to be
-        merged, a slice to each process and then the slices of the total to all.
-
-        Args:
-            roots: The partial sums of this process. Their leaves may be NumPy arrays, too.
-            counts: The number of partial sums of every process.
-            merge: Adds values with `add`. Without it, the values of every process are the result.
+        Only bytes move: whole values to all, or of large ones that are to be merged a slice to each
+        process and then the slices of the total. `counts` are the partial sums of every process.
+        Without `merge` the values of every process are the result.
         """
         ...
 
@@ -249,10 +234,7 @@ class Engine(Protocol):
         ...
 
     def runner(self) -> Callable[[Work, list[Any]], None]:
-        """A function that runs the work of the local devices on placed states; one per TrainStep.
-
-        As much at once as the framework can, with the same bits as one device after another.
-        """
+        """A function that runs the work of the local devices on placed states; one per TrainStep."""
         ...
 
     def fused_step(self, grad: Grad, update: Update, replicas: int, seed: int) -> FusedStep | str:

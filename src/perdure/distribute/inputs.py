@@ -21,10 +21,7 @@ from perdure.runtime.process_group import Processes, gather_values
 
 
 class StepDataset(Protocol):
-    """The part of a dataset that a strategy uses; perdure.data.ArrayDataset is one.
-
-    A dataset that also has `steps_per_epoch` can be iterated over by epochs.
-    """
+    """The part of a dataset that a strategy uses; with `steps_per_epoch` it has epochs."""
 
     @property
     def batch_size(self) -> int: ...
@@ -194,14 +191,9 @@ _END = object()
 
 
 class Pipelines:
-    """One sequence, or one stream, of shares for each local replica.
+    """One sequence, or one stream, of shares for each `local` replica of V, made by `dataset_fn`.
 
-    Args:
-        dataset_fn: Makes the pipeline of a replica.
-        local: The local replicas.
-        replicas: V.
-        recipe: Of the data, if it is known.
-        processes: The pipelines of all of them have the same length. A collective.
+    The pipelines of all `processes` have the same length. A collective.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """Barriers, broadcasts and votes of a group of processes, outside of the training step.
 
-The operations go through a key-value store in process 0 (JAX's coordination service, torch's
-TCPStore), not through the devices' collectives. So a save in the background may wait for the others on
-a channel of its own while the main thread runs steps; with collectives the two threads could call them
-in different orders in different processes, and hang. Process 0 reads what all send, and answers with
-one value that all read: a fixed number of requests for each process.
+They go through a key-value store in process 0 and not through collectives, so that a save in the
+background may wait for the others while the main thread runs steps; two threads could call
+collectives in different orders, and hang. Process 0 reads what all send, and answers with one
+value.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ LOST = (
 class KeyValueStore(Protocol):
     """A framework's client of a store that all processes of a group reach.
 
-    Attributes:
-        error: What its requests raise.
-        timeout: A word in the text of the error for a key that did not come in time.
+    Its requests raise `error`, with `timeout` in its text for a key that did not come in time.
     """
 
     error: type[Exception]
@@ -65,15 +62,8 @@ class KeyValueStore(Protocol):
 class KeyValueProcesses(ByAgreement):
     """A group that communicates through a key-value store.
 
-    Args:
-        connect: Opens a connection to the store. Each channel has its own, because a store's client may
-            hold a lock while it waits.
-        index: The number of this process.
-        count: The number of processes.
-        limit: The seconds after which a process counts as hung.
-        lifeline: Notices that a process is gone, for a store that does not.
-        channel: A name for the keys.
-        members: Their numbers in the group that `lifeline` knows.
+    Each channel has a connection of its own, because a store's client may hold a lock while it
+    waits. A process counts as hung after `limit` seconds; `lifeline` notices that one is gone.
     """
 
     def __init__(
@@ -170,10 +160,7 @@ class KeyValueProcesses(ByAgreement):
         self._round += 1
 
     def _leave(self, error: BaseException) -> None:
-        """Let the others raise the error of process 0 in the next round, in which they wait for it.
-
-        The operation cannot be taken up again, whatever the error was.
-        """
+        """Let the others raise the error of process 0 in the next round, in which they wait for it."""
         lost = error
         if not isinstance(lost, WorkerLostError):
             what = f"process 0 left an operation of the group ({type(error).__name__}: {error})"

@@ -1,9 +1,8 @@
 """Notices that a process of a group is gone, by the connection that it keeps to process 0.
 
-A connection closes with its process, however that ends. Process 0 then sends the number of that process
-to all others. Only a closed connection counts, and one to a machine that does not answer any more,
-because no process there could close its own. The kernel of a process that is stopped, hangs or is busy
-still answers, so that such a process is never taken for gone.
+A connection closes with its process, and process 0 tells all others. Only a closed connection
+counts, and one to a machine that does not answer: a process that is stopped or busy is never taken
+for gone.
 """
 
 from __future__ import annotations
@@ -36,23 +35,12 @@ _UNANSWERED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Lifeline:
-    """This process's end, with a thread for each connection.
+    """This process's end, with a thread for each connection; `OSError` if process 0 cannot be
+    reached.
 
-    A machine that has not answered for about `silence` seconds is gone: all connections of this process
-    to it are closed then.
-
-    Args:
-        index: The number of this process.
-        host: Where process 0 listens, and the others reach it.
-        silence: The limit for a machine.
-        address: That of the lifeline of process 0, in the others.
-
-    Attributes:
-        gone: The numbers of the processes that are gone.
-        address: In process 0, what the others are given.
-        end_wait: Stores `GONE` for a key that has no value, which ends the waits for it.
-
-    Raises `OSError` if process 0 cannot listen, or be reached.
+    All connections to a machine that has not answered for about `silence` seconds are closed.
+    `gone` are the numbers of lost processes; `end_wait` stores `GONE` for a key without a value,
+    which ends waits for it.
     """
 
     def __init__(
@@ -210,8 +198,7 @@ def _close_in_child(lifeline: Lifeline | None) -> None:
 def probe(connection: socket.socket, seconds: float) -> None:
     """Let the connection fail when the other machine has not answered for about `seconds`.
 
-    For a connection of few bytes: one whose other end is merely stopped, and does not read, would fail
-    too once the memory for what it has not read is full.
+    For few bytes: one whose other end is merely stopped would fail, too, once its buffer is full.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # The kernel takes whole seconds, up to 32767.

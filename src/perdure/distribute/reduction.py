@@ -1,11 +1,8 @@
 """One reduction over the contributions of all logical replicas.
 
-Contributions are added on each device, then in each process, then in the group. Every addition is an
-edge of `perdure.distribute.reduction_tree`, whatever the devices, and is made by the engine's `add`.
-
-What the processes of a group add is compared, because a process may fail, leave a step out, or
-contribute another structure. With every partial sum travels a digest of its step and structure, and the
-sum of these digests shows every process whether they are equal, without another message.
+They are added on each device, then in each process, then in the group, each time along an edge of
+the tree. A process may fail, leave a step out, or contribute another structure: so a digest of step
+and structure travels with every partial sum, and the sum of these shows whether they are equal.
 """
 
 from __future__ import annotations
@@ -53,9 +50,8 @@ class Reduction:
         self._nodes: list[tuple[TreeNode, Any]] | None = None
 
     def push(self, device: int, replica: int, value: Any) -> None:
-        """Add the contribution of `replica`; those of one device come in their order.
-
-        Devices may be pushed to from different threads.
+        """Add the contribution of `replica`; those of one device come in order, devices from any
+        thread.
         """
         here, plan = self._devices[device], self._plan
         form = None
@@ -93,9 +89,8 @@ class Reduction:
     def total(self, agreement: Agreement | None = None, at: str = "") -> Any:
         """The sum over all replicas of the group, on the first local device. A collective.
 
-        The processes compare where they are (`at`) and the structures of what they are about to add,
-        because a difference would otherwise be a hang or a wrong sum: with the `agreement` of earlier
-        calls without a message of its own.
+        The processes compare where they are (`at`) and the structures that they add, because a
+        difference would be a hang or a wrong sum.
         """
         plan = self._plan
         if self._nodes is None:
@@ -116,10 +111,7 @@ _ALIKE = (
 
 
 class Agreement:
-    """The exchange of partial sums for one function, which nearly always gives the same structure.
-
-    `check` is a collective that all processes call before each exchange.
-    """
+    """The exchange of partial sums for one function; `check` is a collective before each exchange."""
 
     def __init__(self, plan: Plan, check: Callable[[], None] | None = None) -> None:
         self._plan = plan
@@ -136,13 +128,8 @@ class Agreement:
     def exchange(self, at: str, roots: list[Any]) -> Any:
         """The sum of the partial sums of all processes, on the first local device. A collective.
 
-        Args:
-            at: What all processes are at, such as "step 3".
-            roots: The partial sums of this process.
-
-        Raises:
-            StateError: The processes are at different steps, one of them has failed in this one, or
-                their values have different structures. Raised in all processes.
+        Raises StateError in all if they are at different steps, one has failed, or structures
+        differ.
         """
         form = signature(self._engine.trees, roots[0])
         is_new = form != self._form

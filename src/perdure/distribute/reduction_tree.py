@@ -1,9 +1,8 @@
 """The reduction tree, a pure function of the number of leaves.
 
-Over V leaves there is one binary tree, and the bracketing of the total is the same whichever device or
-process adds which part. A node is (level, number) and covers the leaves [number * 2**level, (number +
-1) * 2**level) below V. A node whose sibling would lie beyond V is promoted to its parent as it is.
-Zeros are never added: -0.0 + 0.0 loses the sign.
+Over V leaves there is one binary tree. A node is (level, number) and covers the leaves [number *
+2**level, (number + 1) * 2**level) below V. A node whose sibling would lie beyond V is promoted as
+it is. Zeros are never added: -0.0 + 0.0 loses the sign.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ class TreeNode(NamedTuple):
 
 
 class TreeSum(Generic[T]):
-    """Adds contributions that arrive in the order of the leaves.
-
-    At most about log2(V) + 1 partial sums are alive at any time, because two siblings are added as
-    soon as both are there.
-    """
+    """Adds contributions in the order of the leaves, siblings at once: log2(V) + 1 sums are alive."""
 
     def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
         if leaves < 1:
@@ -81,10 +76,7 @@ class TreeSum(Generic[T]):
 def merge(
     nodes: Iterable[tuple[TreeNode, T]], leaves: int, add: Callable[[T, T], T]
 ) -> list[tuple[TreeNode, T]]:
-    """Partial sums over adjacent ranges, added as far as the tree allows; returns what remains.
-
-    The nodes may come in any order and are added in the order of their leaves.
-    """
+    """Partial sums over adjacent ranges in any order, added as far as the tree allows."""
     reduce = TreeSum(leaves, add)
     for node, value in sorted(nodes, key=lambda item: item[0].span(leaves)[0]):
         reduce.push(node, value)

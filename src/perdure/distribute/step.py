@@ -272,10 +272,7 @@ class TrainStep:
 
 
 class _FiniteCheck:
-    """Finds the replica whose contributions are not finite, before `update` changes the state.
-
-    Flags are computed with the contributions and read once in a step, so that devices need not wait.
-    """
+    """Finds the replica whose contributions are not finite, by flags that are read once in a step."""
 
     def __init__(self, plan: Plan) -> None:
         self._engine = plan.engine
@@ -319,8 +316,7 @@ def _require_same_state(processes: Processes, state: Any) -> None:
 class _StepCheck:
     """`perdure doctor -- python train.py`: the first step computed several times, on every device.
 
-    Only digests leave this class; the doctor compares them. The program is ended afterwards, so that
-    nothing of it is continued.
+    Only digests leave this class. The program is ended afterwards.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The plan: which device of which process runs which of V logical replicas.
 
-The parts are contiguous, in the order of (process, device), differ in size by at most one, and none is
-empty.
+The parts are contiguous, in the order of (process, device), differ in size by at most one, and none
+is empty.
 """
 
 from __future__ import annotations

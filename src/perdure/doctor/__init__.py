@@ -10,15 +10,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Computed:
-    """One result.
-
-    Attributes:
-        group: What it belongs to, such as "jax on cpu, as it is". Results are compared inside of it.
-        what: The computation: "matmul bfloat16", "replica 3".
-        device: Where it was computed.
-        process: The number of the process that computed it.
-        leaves: The digest of each leaf by its path.
-    """
+    """One result: digests by leaf of computation `what` on a device; compared within its `group`."""
 
     group: str
     what: str
@@ -33,15 +25,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Results of one device in one process that are not those of most devices.
-
-    Attributes:
-        device: The device.
-        process: The number of the process.
-        count: How many of its results differ.
-        of: How many results it gave.
-        leaves: The paths of the leaves that differ.
-    """
+    """Results of one device in one process that are not those of most devices."""
 
     device: str
     process: int
@@ -52,19 +36,11 @@ class Deviation:
 
 @dataclass(frozen=True)
 class ResultComparison:
-    """All results of one computation.
+    """All results of one computation, and those that differ from the result of most devices.
 
-    Attributes:
-        group: What it belongs to.
-        what: The computation.
-        results: How many there are.
-        devices: The devices that gave them.
-        processes: How many processes gave them.
-        deviations: Those that differ from the result of most devices; of equally many, from that which
-            was found more often, or first. With two devices this does not say which is wrong.
-        problem: Why there is nothing to compare; empty if there is.
-        is_refusal: The problem is no failure. The framework refuses this computation because it has no
-            deterministic form, which is a promise kept; or the program ended before `--steps` states.
+    Of equally many counts that which was found first: two devices do not say which is wrong.
+    `problem` is why there is nothing to compare; a refusal, for want of a deterministic form, keeps
+    the promise.
     """
 
     group: str
@@ -133,13 +109,8 @@ class Check(NamedTuple):
 
 @dataclass
 class FrameworkResult:
-    """What was found out about a framework.
-
-    Attributes:
-        name: The framework.
-        settings: Its versions and settings, by name.
-        comparisons: One for each kernel and condition.
-        by_threads: Kernels whose bits are others with one thread; None if that could not be compared.
+    """A framework's settings and comparisons; `by_threads` are kernels with other bits on one
+    thread.
     """
 
     name: str
@@ -150,14 +121,7 @@ class FrameworkResult:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All that was found.
-
-    Attributes:
-        machine: Processor, cores, memory, versions and variables.
-        file_system: What was tried where a run directory is; empty if none was named.
-        frameworks: The results of their kernels; empty if a program was checked.
-        program: The results of a program; empty if none was given.
-    """
+    """All that was found: the machine, the file system of a run, kernels or a program."""
 
     machine: Mapping[str, str]
     file_system: Sequence[Check] = ()

@@ -62,12 +62,8 @@ Inputs = Callable[[np.random.Generator], tuple[Any, ...]]
 
 
 class Kernel(NamedTuple):
-    """A computation, apart from its function, which is that of a framework.
-
-    Attributes:
-        inputs: Makes the arguments as NumPy arrays.
-        dtypes: What the float inputs are converted to, one after the other.
-        has_gradients: Gradients by all arguments are computed, too.
+    """A computation but for its function, which is that of a framework; `inputs` makes NumPy
+    arrays.
     """
 
     inputs: Inputs
@@ -130,8 +126,7 @@ KERNELS: dict[str, Kernel] = {
 def main() -> None:
     """Do what the JSON in the first argument says: module, condition, repeats, only, file.
 
-    A line of JSON is written before and after each computation, so that a crash leaves what was found
-    before and names the kernel that was under way.
+    A line of JSON is written before and after each computation, so that a crash names its kernel.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asked = json.loads(sys.argv[1])
@@ -160,14 +155,7 @@ def compute_kernels(
     note: Callable[[dict[str, Any]], None],
     only: Collection[str] = (),
 ) -> None:
-    """Compute each kernel `repeats` times on each device, and `note` the digests.
-
-    Args:
-        framework: The module of the framework.
-        repeats: How often a kernel is computed on a device.
-        note: Takes an event: "begin", "computed", "refused" or "failed".
-        only: Names of kernels; empty for all.
-    """
+    """Compute each kernel `repeats` times on each device, and `note` the digests and events."""
     for name in framework.FUNCTIONS:
         for dtype in KERNELS[name].dtypes if name in (only or [name]) else ():
             event = {"what": f"{name} {dtype}"}
@@ -229,15 +217,9 @@ def check_framework(
     conditions: Sequence[str] | None = None,
     limit_s: float = LIMIT_S,
 ) -> FrameworkResult:
-    """Compute the kernels of a framework in several processes, and compare the bits.
+    """Compute the kernels of a framework in several processes, one for each condition, and compare.
 
-    Args:
-        name: A key of `FRAMEWORKS`.
-        repeats: How often each kernel is computed on each device of each process.
-        progress: Is called at the beginning of each process.
-        only: Names of kernels; empty for all.
-        conditions: The condition of each process; by default `CONDITIONS`.
-        limit_s: Seconds after which a process counts as hung.
+    `only` are names of kernels, empty for all; a process counts as hung after `limit_s` seconds.
     """
     conditions = CONDITIONS if conditions is None else conditions
     result = FrameworkResult(name)
@@ -303,9 +285,8 @@ def _run(request: Mapping[str, Any], limit_s: float) -> tuple[list[dict[str, Any
 
 
 def _by_threads(computed: list[Computed]) -> tuple[str, ...] | None:
-    """The computations whose result with one thread is not that of the environment as it is.
-
-    Those that give several results as it is are left out: threads may not be the reason.
+    """The computations with other results on one thread; those that give several anyway are left
+    out.
     """
     by_key: dict[tuple[str, str], dict[str, set[Any]]] = {}
     for result in computed:

@@ -26,14 +26,7 @@ Result = Computed | ResultComparison
 
 @dataclass(frozen=True)
 class ProgramOptions:
-    """How a program is run.
-
-    Attributes:
-        steps: It is ended once it has saved or recorded so many steps.
-        workers: Processes of its group.
-        devices: Devices of each; None leaves them to the framework.
-        read_only: Run directories that the program only reads.
-    """
+    """How a program is run: it is ended once it has saved or recorded `steps` states."""
 
     steps: int = 2
     workers: int = 1
@@ -49,18 +42,9 @@ def check_program(
 ) -> list[ResultComparison]:
     """Run the first steps of a program twice from its beginning, and compare the bits.
 
-    A program that calls `strategy.step(grad, update)` is ended in its first step, after contributions,
-    sum and update were computed several times on every device. Another one is ended after
-    `options.steps` recorded states, which are compared.
-
-    Args:
-        command: The program and its arguments.
-        options: How it is run.
-        directory: Holds the runs.
-        progress: Is called at the beginning of each run.
-
-    Raises:
-        LaunchError: The program cannot be started, fails, or computed nothing that can be compared.
+    One that calls `strategy.step(grad, update)` is ended in its first step, after that was computed
+    several times on every device. Raises LaunchError if it fails or computed nothing that can be
+    compared.
     """
     checked_command(command, "perdure doctor --")
     # Without a shared compilation cache: the second process compiles again, and may choose otherwise.

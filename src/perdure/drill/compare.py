@@ -33,15 +33,10 @@ class LeafDifference:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The first checkpoint that differs from the undisturbed run.
+    """The first checkpoint that differs from the undisturbed run; `unreadable` if its bits were
+    right.
 
-    Attributes:
-        what: The difference in one line.
-        run: The run directory that the program named.
-        step: The step of the checkpoint; None if the last checkpoint is missing.
-        attempt: The attempt that wrote it.
-        leaves: The leaves that differ.
-        unreadable: Why the last checkpoint, committed with the right bits, cannot be read any more.
+    `step` is None if the last checkpoint is missing. `attempt` wrote it.
     """
 
     what: str
@@ -125,8 +120,7 @@ def _retained_by(outcome: Outcome) -> dict[str, dict[str, Any]]:
 def compare_best(plain: Path, faulted: Path, expected: Outcome) -> RunDifference | None:
     """Compare which checkpoints two drilled runs have kept at their ends because of a metric.
 
-    A checkpoint that only the faulted run made, when it was preempted, may be among the best: then the
-    two are not comparable.
+    If one that only a preempted run made may be among the best, the two are not comparable.
     """
     known = reference(expected)
     for run, rule in _retained_by(expected).items():
@@ -166,16 +160,8 @@ def read_back(
 ) -> RunDifference | None:
     """Read every byte of the newest checkpoints that the drilled run in `directory` has left.
 
-    The copy of a manifest shows what was committed; only reading shows that it can be restored. Older
-    checkpoints and those in quarantine may be damaged by the faults.
-
-    Args:
-        directory: The directory of the drilled run.
-        wanted: The step that each run directory should end with.
-        expected: The undisturbed run, whose fingerprints the checkpoints must have.
-
-    Returns:
-        The first checkpoint that is missing, unreadable or different; None if there is none.
+    Returns the first that is missing, unreadable or not as `expected`; None for none. Only reading
+    shows that it can be restored; older ones and those in quarantine may be damaged by the faults.
     """
     known, newest = reference(expected), newest_steps(directory)
     for run, step in wanted.items():

@@ -44,20 +44,9 @@ def run_drill(
 ) -> DrillReport:
     """Run `command` undisturbed and under faults, and compare every checkpoint.
 
-    Args:
-        command: The program and its arguments.
-        options: What to try.
-        directory: Holds all runs; those that differ are kept with their checkpoints.
-        progress: Is called at the beginning of each part and after every faulted run.
-
-    Returns:
-        The report; `passed` is True only if all bits are equal and every fault fired.
-
-    Raises:
-        LaunchError: If the command does not exist, fails without a fault, saves nothing or never
-            restores; if a requested fault cannot happen to it; if a directory of `read_only` does not
-            exist; if `directory` cannot be written to or holds an earlier drill.
-        DrillStopped: If this process got a signal that asked it to end; holds the report so far.
+    `directory` holds all runs; those that differ are kept. Raises LaunchError if the command fails
+    without a fault, saves nothing or never restores, if a fault cannot happen to it, or a directory
+    cannot be used; DrillStopped, with the report so far, if this process was asked to end.
     """
     _check_arguments(command, options)
     directory = directory.absolute()  # the program runs elsewhere
@@ -184,9 +173,8 @@ class _Drill:
         return outcome
 
     def _try_topologies(self, probes: Probes, observed: Observed, report: DrillReport) -> Observed:
-        """Try other numbers of devices and workers without a fault.
-
-        A number that the program refuses is no failure of a restart.
+        """Try other numbers of devices and workers without a fault; one that is refused is no
+        failure.
         """
         may: dict[str, tuple[int, ...]] = {}
         for what, counts in other_topologies(observed).items():

@@ -27,19 +27,11 @@ LIMIT_OF_CLOCKS = (
 
 @dataclass(frozen=True)
 class DrillOptions:
-    """What a drill tries.
+    """What a drill tries; LaunchError for values that cannot be.
 
-    Attributes:
-        faults: Names of `KINDS`; empty for all that can happen to the program.
-        runs: How many faulted runs to try, besides the restores that every drill tries.
-        seed: Decides the places and times of all faults.
-        workers: Processes of the group.
-        read_only: Run directories that the program only reads; they are left where they are.
-        environment: Variables for the program, on top of those of this process.
-        fail_fast: Stop at the first run that differs or fails.
-
-    Raises:
-        LaunchError: If a fault is not known, or `runs` or `workers` is below 1.
+    `faults` are names of `KINDS` (all that can happen if empty), `runs` those besides the restores
+    that every drill tries. Run directories in `read_only` are left where they are. `environment`
+    comes on top of this process's.
     """
 
     faults: tuple[str, ...] = ()
@@ -168,9 +160,8 @@ class DrillReport:
         }
 
     def _tried(self) -> dict[str, list[int]]:
-        """How many checkpoints, phases and kinds of faults were tried, and how many there are.
-
-        A checkpoint or phase counts as tried if the program was started again from it.
+        """How many checkpoints, phases and kinds were tried (started again from), and how many
+        there are.
         """
         seen = self.observed
         restored = {a.restored for row in self.rows for a in row.outcome.attempts if a.restored}
@@ -270,10 +261,8 @@ class TextReporter:
         self._done = 0
 
     def progress(self, what: str, row: DrillRow | None) -> None:
-        """Print what begins now, or a faulted run that is over.
-
-        The first number of a line counts the runs that are over, with the restores that every drill
-        tries.
+        """Print what begins now, or a faulted run that is over, with the number of those that are
+        over.
         """
         if row is None:
             self._console.print(f"[dim]{escape(what)} ...[/dim]")

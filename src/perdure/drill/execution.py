@@ -1,7 +1,7 @@
 """Runs a program once, to its end, with the supervisor of `perdure run`.
 
-Every run of a program goes through `execute`: in a drill, a search for a cause, a replay, a bisection
-and under the doctor. It works in a copy of the working directory, and leaves its events beside it.
+Every run of a program goes through `execute`: in a drill, a search for a cause, a replay, a
+bisection and under the doctor. It works in a copy of the working directory.
 """
 
 from __future__ import annotations
@@ -47,15 +47,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class DrilledProgram:
-    """The program that is drilled.
+    """The program that is drilled, and the working directory of which each run gets a copy.
 
-    Attributes:
-        command: The program and its arguments.
-        working: The working directory, of which each run gets a copy.
-        workers: Processes of the group.
-        environment: Variables on top of those of this process.
-        read_only: Real paths of run directories that the program only reads.
-        cache: Where JAX keeps compiled programs; None leaves that to the environment.
+    `read_only` are real paths of run directories that it only reads; `cache` is where JAX keeps
+    compiled programs.
     """
 
     command: tuple[str, ...]
@@ -77,8 +72,7 @@ class DrilledProgram:
     ) -> DrilledProgram:
         """A program that runs in copies of the present working directory, without `directory`.
 
-        If `is_cached`, the compiled programs are kept in there: the first run compiles, and the others
-        show that the cache is exact.
+        If `is_cached`, the first run compiles, and the others show that the cache is exact.
         """
         real = tuple(os.path.realpath(path) for path in read_only)
         return DrilledProgram(
@@ -106,21 +100,11 @@ def execute(
 ) -> Outcome:
     """Run `program` to its end in `directory` under the faults of `attempts`.
 
-    Args:
-        program: What to run.
-        directory: Is created, and holds all that the run writes.
-        attempts: Topology and faults of the first attempts; later ones have no faults.
-        limits: When a silent program counts as hung.
-        probes: Names of `probes` under which every attempt runs.
-        put: What the probe "resume" puts back.
-        devices: Devices of each worker; None leaves them to the framework.
-        restarts: Failures that may be followed by another attempt; by default a few more than faults.
-        asked: What the fault injector does besides: `phases`, `traced`, `doctor`.
-        prepare: Is called once the copy of the working directory is there.
-
-    Raises:
-        LaunchError: If `directory` exists or cannot be written to.
-        KeyboardInterrupt: If this process got a signal that asked it to end.
+    Later attempts have no faults. `limits` say when a silent program counts as hung; `probes`
+    (names) hold for every attempt, and `put` is what "resume" puts back; `restarts` are allowed
+    failures, by default a few more than faults; `asked` is what the injector does besides;
+    `prepare` is called once the copy is there. Raises LaunchError if `directory` exists or cannot
+    be written to, KeyboardInterrupt if this process is asked to end.
     """
     options = RunOptions(
         workers=program.workers,
@@ -323,12 +307,8 @@ def _infer_restore(done: LaunchOutcome, commits: Sequence[int], earlier: int) ->
 def written_files(
     directory: Path, source: str, events: Sequence[Mapping[str, Any]]
 ) -> dict[str, WrittenFile]:
-    """The files that a run has written and left: by path in its working directory, or the whole path.
-
-    Args:
-        directory: The directory of the drilled run.
-        source: The working directory of which the run has a copy.
-        events: What its processes recorded.
+    """The files that a run has written and left: by path in its working directory, or the whole
+    path.
     """
     steps = [number for number, event in enumerate(events) if event["e"] == "step"]
     last, found = (steps or [0])[-1], {}
@@ -374,8 +354,7 @@ def writable(directory: Path) -> Iterator[None]:
 def log_tail(logs: Path, attempts: Sequence[AttemptRecord]) -> str:
     """The last lines of the log of a worker that failed by itself, or else of the newest log.
 
-    The newest log alone would not do: after a failure the other workers are killed, and theirs may end
-    within a line.
+    After a failure the other workers are killed, and their logs may end within a line.
     """
     paths = sorted(logs.glob("attempt-*.log"), key=lambda p: p.stat().st_mtime, reverse=True)
     failed = [
@@ -398,13 +377,8 @@ def log_tail(logs: Path, attempts: Sequence[AttemptRecord]) -> str:
 def damage(runs: Path, how: str, place: float) -> str | None:
     """Damage the newest checkpoint of the run directory below `runs` that has the most checkpoints.
 
-    Args:
-        runs: The parent of the run directories.
-        how: "flip" a bit of what the save of the checkpoint wrote, or "delete" its pack.
-        place: Where in it, from 0 to 1.
-
-    Returns:
-        What was done, as text; None, with nothing done, if there is no older checkpoint.
+    "flip" a bit of what its save wrote, at `place` from 0 to 1, or "delete" its pack. Returns what
+    was done, or None, with nothing done, if there is no older checkpoint.
     """
     marked = [path.parent for path in sorted(runs.glob(f"*/{MANIFESTS}")) if path.is_dir()]
     candidates = [(run.steps(), run) for run in map(Run, marked)]

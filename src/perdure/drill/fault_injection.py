@@ -78,10 +78,8 @@ def fault_injector(directory: str) -> FaultInjector:
 
 
 class FaultInjector:
-    """Watches this process for the drilled run in `directory` and carries out the faults of its plan.
-
-    `plan.json` has the number of the attempt, its faults (`scenario.Fault`), the run directories that
-    the program only reads, and what else is asked for: `phases`, `traced`, `doctor`.
+    """Watches this process for the drilled run in `directory`, and carries out the faults of its
+    plan.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -111,9 +109,8 @@ class FaultInjector:
     def storage(self, location: str | os.PathLike[str] | Storage) -> Storage:
         """The storage for a run directory that the program names.
 
-        In the working directory of the run it is the one that is named. Elsewhere, and for a URL, it is
-        one below `runs/`: the drill tests the program and not the network. A storage that is neither
-        local nor named by a path or URL is returned unchanged.
+        Outside of the run's working directory, and for a URL, it is one below `runs/`: the drill
+        tests the program and not the network.
         """
         if isinstance(location, LocalStorage):
             if location.step == self.before:
@@ -183,18 +180,15 @@ class FaultInjector:
         return step == self._traced
 
     def is_computing_traced(self, step: int) -> bool:
-        """Whether the step that is computed now is, or may be, that step.
+        """Whether the step that is computed now is, or may be, the traced one.
 
-        It is the first one after the step before was reported. In a program that does not report that
-        one, it is the one that the strategy counts as `step`.
+        It is the first after the step before was reported, or the one that the strategy counts as
+        `step`.
         """
         return self._traced is not None and self._traced in (step, self._finished + 1)
 
     def trace(self, part: str, number: int | None, digests: Mapping[str, str]) -> None:
-        """Record the digests of the leaves of one part of the traced step.
-
-        What counts is the first time after the step before was reported, or otherwise the first time.
-        """
+        """Record the digests of one part of the traced step, the first time that it is computed."""
         is_after = self._finished + 1 == self._traced
         self._record("trace", part=part, number=number, leaves=dict(digests), is_after=is_after)
 
@@ -330,10 +324,8 @@ class FaultInjector:
 def redirected(directory: Path, path: str) -> tuple[str, str]:
     """The name below `runs/` and the place of a run directory, for the drilled run in `directory`.
 
-    Args:
-        directory: The directory of the drilled run.
-        path: What the program names: a URL, or a real path outside of the drill. The place is the same
-            path in the copy of the working directory if it lies there, otherwise it is below `runs/`.
+    `path` is a URL, or a real path outside of the drill, whose copy is in the working directory or
+    below `runs/`.
     """
     name = quote(path, safe="")
     if len(name) > _LONGEST_NAME:

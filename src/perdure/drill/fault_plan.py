@@ -28,14 +28,7 @@ class Impossible(Exception):
 def plan(observed: Observed, kinds: Sequence[str], runs: int, seed: int) -> list[Scenario]:
     """The restores that every drill tries, then `runs` scenarios that take the `kinds` in turn.
 
-    In its first turn a kind hits after the first commit, so that a restore follows it; in its second
-    anywhere, and so on.
-
-    Args:
-        observed: What an undisturbed run showed.
-        kinds: Names of `KINDS` that can happen to the program, at least one.
-        runs: How many scenarios to draw.
-        seed: Decides the places and times of all faults.
+    In its first turn a kind hits after the first commit, so that a restore follows; then anywhere.
     """
     required = required_restores(observed)
     drawn = [
@@ -54,10 +47,9 @@ def plan(observed: Observed, kinds: Sequence[str], runs: int, seed: int) -> list
 def required_restores(observed: Observed) -> list[Scenario]:
     """One restore from each kind of place, whatever the options say.
 
-    The program is killed right after a commit, which is counted and not timed: after the first one, one
-    in the middle, the last one before the program ends; one of each other phase (of up to
-    `MOST_PHASES`, those with the fewest checkpoints first); and the last one of each run directory (of
-    up to `MOST_LAST`), after which the program has to end as it did.
+    The program is killed right after a commit, which is counted and not timed: the first one, one
+    in the middle, the last one before the end; one of each other phase (up to `MOST_PHASES`, those
+    with the fewest checkpoints first); and the last one of each run directory (up to `MOST_LAST`).
     """
     usable = observed.restorable
     places: dict[str, int] = {}
@@ -103,7 +95,7 @@ def draw_scenario(
     *,
     anywhere: bool = True,
 ) -> Scenario:
-    """One faulted run. A larger `retry` draws earlier places, after a fault that did not fire.
+    """One faulted run; a larger `retry` draws earlier places, after a fault that did not fire.
 
     Without `anywhere`, the fault hits after the first commit if the kind can.
     """
@@ -136,10 +128,8 @@ class _Places:
         self._after_commit = after_commit
 
     def nth(self, *points: str, first: int = 1, late: bool = False) -> tuple[str, int]:
-        """One of the `points`, and which occurrence of it: 1 for the first.
-
-        `late` leaves out everything before the first step, because a program that fails before its
-        first step is not started again.
+        """One of the `points`, and which occurrence of it; `late` leaves out those before the first
+        step.
         """
         seen = self.observed
         if late:

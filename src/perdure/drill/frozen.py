@@ -24,9 +24,8 @@ _BLOCKS = 2000  # of draws from the Mersenne Twister
 
 
 def freeze(value: Any, depth: int = 0) -> Frozen | None:
-    """Copy `value` into plain data; None if it has no such form, or cannot be read at this moment.
-
-    For instance, `fit` on JAX holds the values of Keras's variables itself while it trains.
+    """Copy `value` into plain data; None if it has no such form, or cannot be read now (Keras in
+    `fit`).
     """
     if depth > _DEEPEST:
         return None

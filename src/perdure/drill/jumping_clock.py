@@ -1,7 +1,6 @@
 """Inside a drilled program: clocks that jump, run faster, or only count how often they are read.
 
-The timers (`time.monotonic`, `perf_counter`, `process_time`, `thread_time`) change for the files of the
-program alone: perdure, threads, queues and libraries wait as long as they always do.
+The timers change for the files of the program alone: perdure, queues and libraries wait as always.
 """
 
 from __future__ import annotations

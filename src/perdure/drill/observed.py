@@ -19,22 +19,9 @@ from perdure.supervise.options import Limits
 class Observed:
     """What an undisturbed run showed; the plan of a drill is a function of this and of the seed.
 
-    Attributes:
-        seconds: Duration of the run.
-        first_step_s: Seconds from its start to its first step.
-        steps: The steps that worker 0 reported.
-        points: How often worker 0 reached each point.
-        early: The same up to its first step.
-        silence_s: The longest time between two events after the first step, in seconds.
-        may_devices: Other numbers of devices on which the program was tried successfully.
-        may_workers: Other numbers of workers on which the program was tried successfully.
-        sequence: The step of each commit of worker 0, in their order.
-        first_commit_s: Seconds from the start to the first commit.
-        before_commit: How often worker 0 had reached each point once its first commit was made.
-        runs: The run directory of each commit of `sequence`; empty if there is only one.
-        versions: The releases that the program ran on.
-        recipe: The recipe of its last checkpoint.
-        phases: The phase of each commit of `sequence`; empty if they are not known.
+    `points` count how often worker 0 reached each, `early` up to its first step and `before_commit`
+    up to its first commit. `sequence`, `runs` and `phases` have the step, run directory and phase
+    of each commit. `may_devices` and `may_workers` are other numbers that worked.
     """
 
     seconds: float = 0.0
@@ -75,10 +62,8 @@ class Observed:
 
     @property
     def restorable(self) -> list[int]:
-        """The commits, counted from 1, above step 0 and with something left to do after them.
-
-        That is a later step of the same run directory: one phase of a program may end where the next
-        one begins.
+        """The commits, counted from 1, above step 0, after which the same run directory has later
+        steps.
         """
         runs = self.runs or ("",) * len(self.sequence)
         last = {runs[0]: max(self.steps, default=0)} if len(set(runs)) == 1 else {}
@@ -127,10 +112,8 @@ def observe(program: DrilledProgram, outcome: Outcome) -> Observed:
 
 
 def phases_of(outcome: Outcome) -> dict[tuple[str, int], object]:
-    """The phase of each checkpoint: what ran before and after it, and which leaves changed.
-
-    Two checkpoints are of one phase if the same lines of the program ran in the steps since the
-    checkpoint before, and until the next one, and the same leaves changed.
+    """The phase of each checkpoint: the same lines of the program ran before and after it, and the
+    same leaves changed.
     """
     chief = [event for event in outcome.events if event["w"] == 0]
     lines = [(event["step"], event["lines"]) for event in chief if event.get("lines")]

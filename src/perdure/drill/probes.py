@@ -87,13 +87,11 @@ def probe_environment(
     environment: Mapping[str, str] | None = None,
     put: Sequence[str] = (),
 ) -> Mapping[str, str]:
-    """The variables under which a Python program begins with `probes`.
+    """The variables under which a Python program begins with `probes`; a file goes into
+    `directory`.
 
-    Args:
-        directory: A small file is written there.
-        probes: Their names; see the module.
-        environment: The program's own variables; its PYTHONPATH is kept after that of the probes.
-        put: What the probe "resume" puts back.
+    `environment` are its own, whose PYTHONPATH comes after that of the probes; `put` is what
+    "resume" puts back.
     """
     site = directory / "site"
     site.mkdir(parents=True, exist_ok=True)

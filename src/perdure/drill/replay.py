@@ -52,9 +52,8 @@ _STARTS = 100  # of a program that asks to be started again before the last step
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps after `start` up to `stop`; without a start, from a fresh state.
-
-    The program also reports the parts of the step `traced`, if that is given.
+    """The steps after `start` (None: a fresh state) up to `stop`; parts of step `traced` are
+    reported.
     """
 
     start: int | None
@@ -76,15 +75,7 @@ class Stretch:
 
 @dataclass
 class Recomputed:
-    """What the program recorded and committed when it computed a stretch again.
-
-    Attributes:
-        entries: The lines of its journal after the start, by step.
-        manifests: The checkpoints that it committed.
-        recipe: The recipe that it gave its manager.
-        last: The last step that it reported; None for none.
-        parts: The parts of the traced step.
-    """
+    """What a program recorded and committed when it computed a stretch again."""
 
     entries: dict[int, JournalEntry] = field(default_factory=dict)
     manifests: dict[int, Manifest] = field(default_factory=dict)
@@ -103,20 +94,10 @@ def recompute(
 ) -> Recomputed:
     """Run `program` from the checkpoint of the start until it has computed the last step.
 
-    It may continue from a checkpoint of another recipe: whether that gives the same bits is what the
-    replay finds out.
-
-    Args:
-        program: What to run.
-        run: What is replayed.
-        stretch: The steps.
-        directory: Is created, and holds all that is written.
-        devices: Devices of each worker; None leaves them to the framework.
-        named: The run directory that the program opens; by default `run`. A fork of `run` is there.
-
-    Raises:
-        LaunchError: The program fails before the end of the stretch, or does not open the run.
-        StoreError: The checkpoint cannot be read, or `directory` cannot be written to.
+    It may continue from a checkpoint of another recipe: whether that gives the same bits is what
+    the replay finds out. The program opens `named` (by default `run`), where a fork of `run` is.
+    Raises LaunchError if it fails before, or does not open the run; StoreError if a checkpoint
+    cannot be read.
     """
     named = named or run.where
     named = named if "://" in named else os.path.realpath(named)
@@ -183,15 +164,9 @@ def _recomputed(name: str, place: str, outcome: Outcome, stretch: Stretch) -> Re
 class ReplayOptions:
     """What is replayed, and where.
 
-    Attributes:
-        first: The replay begins from the checkpoint at or before this step, or from a fresh state if
-            there is none. None: from the oldest checkpoint.
-        last: The last step; None for the last one that was recorded.
-        sample: Replay so many stretches between two checkpoints, drawn at random; None replays all.
-        seed: Decides the sample.
-        workers: Processes of the group.
-        devices: Devices of each; None leaves them to the framework.
-        read_only: Run directories that the program only reads, apart from the one that is replayed.
+    From the checkpoint at or before `first` (None: the oldest) to `last` (None: the last recorded
+    step); `sample` draws so many stretches between two checkpoints. `read_only` are other run
+    directories.
     """
 
     first: int | None = None
@@ -205,19 +180,11 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class StretchResult:
-    """What the replay of one stretch gave.
+    """What the replay of one stretch gave: "reproduced", "differs", or "not comparable" (the
+    recipe).
 
-    Attributes:
-        start: The checkpoint that it began from; None for a fresh state.
-        stop: The last step.
-        verdict: "reproduced"; "differs"; or "not comparable", because the recipe is another one.
-        steps: How many lines of the journal were compared.
-        checkpoints: How many fingerprints were compared.
-        step: The first step that differs.
-        what: What differs there: "batch", "total", "state", or "end" if the program ended before it.
-        expected, found: The digests, or the fingerprints.
-        leaves: The leaves that differ, if both have a checkpoint of that step.
-        recipe: The fields of the recipe that differ.
+    `what` differs first at `step`: "batch", "total", "state", or "end" if the program ended before
+    it.
     """
 
     start: int | None
@@ -235,14 +202,7 @@ class StretchResult:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a run recorded.
-
-    Attributes:
-        start: The checkpoint that the replay begins from; None for a fresh state.
-        entries: The lines of its journal after the start.
-        checkpoints: Its steps.
-        last: The last step that was recorded or saved.
-    """
+    """What a run recorded: the start of a replay, and the lines and checkpoints after it."""
 
     start: int | None
     entries: Mapping[int, JournalEntry]
@@ -253,8 +213,8 @@ class Reference:
     def of(run: Run, first: int | None) -> Reference:
         """The lines from the checkpoint at or before `first` on; None for the oldest checkpoint.
 
-        All lines are read, because each checkpoint refers to one of them: a replay says nothing about a
-        run whose journal was exchanged or has lost lines.
+        All are read, because each checkpoint refers to one: a journal that was exchanged proves
+        nothing.
         """
         steps, references = run.steps(), {}
         for step in steps:
@@ -279,24 +239,9 @@ def replay_run(
 ) -> list[StretchResult]:
     """Compute steps of a run again, and compare them with its journal and its checkpoints.
 
-    The run directory is only read, also while it is trained in. The replay ends at the first stretch
-    that is not reproduced.
-
-    Args:
-        command: The program and its arguments, as the run was started.
-        run: The run directory, as the program names it.
-        options: Which steps, and on what.
-        directory: Holds the replays.
-        progress: Is called at the beginning of each stretch.
-
-    Returns:
-        A result for each stretch.
-
-    Raises:
-        ArgumentError: There is nothing to replay in these steps.
-        NotARunError: `run` is no run directory.
-        CorruptionError: The journal of the run was changed, or a checkpoint is damaged.
-        LaunchError: The program cannot be started, fails, or does not open the run.
+    The run is only read. The replay ends at the first stretch that is not reproduced. Raises
+    ArgumentError (nothing to replay), NotARunError, CorruptionError (journal or checkpoint),
+    LaunchError.
     """
     checked_command(command, "perdure replay RUN --")
     source = Run(run)
@@ -440,11 +385,7 @@ def replay_document(
 
 
 def write_record(storage: Storage, document: Mapping[str, Any]) -> str:
-    """Write the record into a run directory, beside a writer that may be at work; returns its name.
-
-    Raises:
-        SaveError: It cannot be written.
-    """
+    """Write the record into a run directory, beside a writer that may be at work; returns its name."""
     name = f"{REPLAYS}{document['created'].replace(':', '')}-{secrets.token_hex(4)}"
     place = log_place(storage, name)
     try:

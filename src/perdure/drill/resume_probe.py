@@ -1,12 +1,10 @@
-"""Inside a program that is being diagnosed: what it holds at a checkpoint is put back after a resume.
+"""Inside a program that is being diagnosed: what it holds at a checkpoint is put back after a
+resume.
 
-The first attempt records everything that the process holds when its loop comes back to its head after
-a save, that is after everything that a step does. A resumed attempt is stopped when it reaches the same
-line for the first time: after everything that it does to begin, and before its first new step. There
-the values that differ are listed, and those that were asked for are put back. Nothing is changed after
-that, so a generator that the loop itself makes from a seed stays as the program made it. A program
-without a loop of its own (Trainer, Keras fit) is recorded and changed when it reports the step or the
-restore. Files of the working directory are put back before a resumed attempt begins.
+The first attempt records what the process holds when its loop comes back to its head after a save.
+A resumed one is stopped at the same line for the first time, before its first new step: there the
+differing values are listed, and those that were asked for are put back. A program without a loop of
+its own (Trainer, Keras fit) is recorded and changed when it reports the step or the restore.
 """
 
 from __future__ import annotations
@@ -54,12 +52,8 @@ _WAIT_S = 5.0
 class ResumeProbe:
     """A listener of the fault injector; see the module.
 
-    Args:
-        directory: The directory of the drilled run.
-        attempt: The number of this attempt.
-        worker: The number of this process in its group.
-        put: Names of the values to put back; `iterators` advances all that the loop reads from,
-            `iterators NAME` one of it, and `file NAME` is a file of the working directory.
+    `put` has names of values; `iterators` advances all that the loop reads from, `iterators NAME`
+    one of it, and `file NAME` is a file of the working directory.
     """
 
     def __init__(self, directory: Path, attempt: int, worker: int, put: Sequence[str]) -> None:

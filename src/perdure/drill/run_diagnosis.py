@@ -183,11 +183,8 @@ def _all_differ(probes: Probes, runs: Sequence[Outcome]) -> str | None:
 
 
 class ResumeDiagnosis:
-    """The diagnosis of one faulted run that differs.
-
-    Attributes:
-        evidence: What was tried, in order, and what came of it.
-        attempts: The faults under which the difference is there each time; None if there are none.
+    """The diagnosis of one faulted run that differs; `attempts` are faults under which it always
+    does.
     """
 
     def __init__(self, probes: Probes, scenario: Scenario) -> None:

@@ -16,17 +16,12 @@ from perdure.store.manifest_json import decode_manifest
 class Fault:
     """A fault inside of the program, carried out by `fault_injection.FaultInjector`.
 
-    The `nth` time that a process reaches `point`, or at the first whose step is at least `step`, `act`
-    happens: "kill", "term", "stop" (a signal to itself), "full", "io" (the operation fails),
-    "torn" (the file written last loses its end, and the process is killed), "clock" (the clock jumps).
-    "exit", the end of a replay, happens at each such point from the first on: `SystemExit` in the
-    program, so that a save under way is finished.
-
-    Attributes:
-        worker: The process to which it happens; None for any.
-        value: Seconds of a "clock"; the share of the file that stays of a "torn".
-        of: Of a "torn": the point whose file loses its end.
-        opened: It happens only once the program has named this run directory.
+    The `nth` time that a process (`worker`; None for any) reaches `point`, or at the first with at
+    least `step`, `act` happens: "kill", "term", "stop" (a signal), "full", "io" (the operation
+    fails), "torn" (the file written last keeps the share `value`, and the process is killed),
+    "clock" (jumps by `value` seconds). "exit", the end of a replay, happens at each such point:
+    `SystemExit`, so that a save under way is finished. Of a "torn", `of` is the point whose file
+    loses its end. `opened`: once the program has named this run directory.
     """
 
     point: str
@@ -58,17 +53,9 @@ class Fault:
 class Launch:
     """One start of the program: its topology and its faults.
 
-    Attributes:
-        injected: Faults that happen inside the program.
-        signal: Name of a signal that is sent from outside; empty for none.
-        after_s: Seconds from the start to the signal.
-        victim: The worker that gets the signal; None for all workers.
-        damage: What happens to the newest checkpoint before the start: "flip" a bit of it, "delete"
-            its pack, or nothing.
-        place: Where in the checkpoint the damage is, from 0 to 1.
-        devices: Another number of devices; None for the same as before.
-        workers: Another number of workers; None for the same as before.
-        plants: What another machine does otherwise; names of `probes.PLANTS`.
+    `signal` is sent from outside `after_s` seconds, to `victim` (None: all). `damage` ("flip" or
+    "delete") hits the newest checkpoint before the start, at `place` from 0 to 1. `plants` are
+    names of `probes.PLANTS`.
     """
 
     injected: tuple[Fault, ...] = ()
@@ -96,14 +83,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One faulted run: its planned attempts. Further attempts run without faults until it finishes.
-
-    Attributes:
-        number: Counts from 1.
-        kind: A name of `fault_plan.KINDS`.
-        attempts: What happens to each attempt.
-        place: For a restore that every drill tries: which place it is; empty for a drawn place.
-    """
+    """One faulted run: its planned attempts; further ones run without faults until it finishes."""
 
     number: int
     kind: str
@@ -118,10 +98,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Commit:
-    """A checkpoint as it was committed; `run` is the directory that the program named.
-
-    `copy` is the path of a copy of its manifest, because retention may delete the checkpoint.
-    """
+    """A checkpoint as it was committed; `copy` is of its manifest, because retention may delete it."""
 
     run: str
     step: int
@@ -140,13 +117,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that a run has written and left.
-
-    Attributes:
-        path: Where it is.
-        is_export: It was made after the last step, and not appended to.
-        is_outside: It is outside of the copy of the working directory.
-    """
+    """A file that a run has left; an export was made after the last step, and not appended to."""
 
     path: str
     is_export: bool
@@ -163,14 +134,7 @@ class FiredFault:
 
 @dataclass
 class LaunchOutcome:
-    """How one attempt ended, and the steps that it reported.
-
-    Attributes:
-        restored: The step of the checkpoint that it continued from; None if it began from nothing.
-        began_s: When it began, in seconds after the start of the run.
-        faults: What hit it, in order.
-        planted: Which plants of another machine changed something that the program read.
-    """
+    """How one attempt ended, the step it continued from (None: nothing), and what hit it, in order."""
 
     ended: str
     seconds: float
@@ -191,16 +155,7 @@ class LaunchOutcome:
 
 @dataclass
 class Outcome:
-    """How one run ended.
-
-    Attributes:
-        began: When it began, on the monotonic clock.
-        fired: The faults that happened.
-        problem: Why it did not end as it should; empty if it did.
-        log: The end of its log if there is a problem.
-        files: What it has written and left, by name.
-        exports: The hashes of the files that are compared at the end, by name.
-    """
+    """How one run ended: faults that happened, why it failed ("" if not), its log and its files."""
 
     began: float = 0.0
     seconds: float = 0.0

@@ -50,13 +50,7 @@ _OF_TOPOLOGY = ("contribution", "total", "update", "state")
 class PartDifference:
     """The first part of a step that differs between two computations of it.
 
-    Attributes:
-        part: A name in `PARTS`.
-        number: The first logical replica that differs; None if the part belongs to none.
-        numbers: All that differ.
-        of: How many replicas were compared.
-        leaves: The leaves of the first one that differ, by path.
-        equal: The parts before it that both have, and that are equal.
+    `numbers` are the logical replicas that differ, of how many; `leaves` those of the first one.
     """
 
     part: str
@@ -81,14 +75,9 @@ class PartDifference:
 
 @dataclass(frozen=True)
 class ReplayedRun:
-    """One of the two runs.
+    """One of the two runs, and what its replay has to do with what it recorded.
 
-    Attributes:
-        run: The run directory.
-        workers: Processes of its replay.
-        devices: Devices of each; None if the framework chose.
-        result: What its replay has to do with what it recorded.
-        is_repeatable: False if two replays of it differ. Asked only if it is not reproduced.
+    `is_repeatable` is False if two replays differ; asked only if it is not reproduced.
     """
 
     run: str
@@ -100,15 +89,10 @@ class ReplayedRun:
 
 @dataclass(frozen=True)
 class BisectOptions:
-    """How the two runs are replayed.
+    """How the two runs are replayed; None of workers or devices for as many as each run had.
 
-    Attributes:
-        command: The program of the first run and its arguments.
-        command2: Those of the second one; None if `command` computed both, which then finds the second
-            run in place of the first.
-        workers: Processes of the group; None for as many as each run had.
-        devices: Devices of each process; None for as many as each run had, if its journal has that.
-        read_only: Run directories that the programs only read.
+    Without `command2`, `command` computed both, and then finds the second run in place of the
+    first.
     """
 
     command: tuple[str, ...]
@@ -120,15 +104,7 @@ class BisectOptions:
 
 @dataclass(frozen=True)
 class StepBisected:
-    """What the replays of the step gave.
-
-    Attributes:
-        step: The first step at which the replays part; if they do not, that of the runs.
-        runs: Both runs.
-        part: The first part of the step that differs between the replays; None for none.
-        wrong: The runs whose own program computes other bits than they have.
-        diagnosis: The likely cause.
-    """
+    """What the replays of the step gave; `wrong` are runs whose own program computes other bits."""
 
     step: int
     runs: tuple[ReplayedRun, ReplayedRun]
@@ -147,17 +123,8 @@ def bisect_step(
 ) -> StepBisected:
     """Replay `step` in both runs, and find the first part of it that differs.
 
-    Args:
-        runs: The run directories. The commands have to open them under these names.
-        step: The first step that both recorded and that differs.
-        last_equal: The last step before it that both recorded with the same bits; None for none.
-        options: The programs, and where they run.
-        directory: Holds the replays.
-        progress: Is called at the beginning of each replay.
-
-    Raises:
-        CorruptionError: A journal was changed, or a checkpoint is damaged.
-        LaunchError: A program cannot be started, fails, or does not open its run.
+    The commands open `runs` under these names. `step` differs first of what both recorded,
+    `last_equal` is the step before it. Raises CorruptionError (journal or checkpoint), LaunchError.
     """
     commands = options.command, options.command2 or options.command
     named = runs[0], runs[0] if options.command2 is None else runs[1]
@@ -195,9 +162,8 @@ def bisect_step(
 
 @dataclass(frozen=True)
 class _Side:
-    """One run, and how it is replayed; `place` holds its replays.
-
-    Without `is_own` the program is that of the other run, and opens the run directory `named`.
+    """One run, and how it is replayed; unless `is_own`, by the other's program, which opens
+    `named`.
     """
 
     run: Run
@@ -299,14 +265,8 @@ def likely_cause(
 ) -> Diagnosis:
     """The cause with its evidence. Only what all replays agree on is named.
 
-    Args:
-        step: The step at which the runs part.
-        runs: Their replays.
-        part: The first part that differs between the replays; None for none.
-        generators: Those that both replays drew from in the step, and that differed before it.
-        is_alike: The replays have the same bits.
-        is_topology: They have them once both run on the same devices and processes.
-        has_step_before: The bits of the step before it are known in both replays.
+    `generators` were drawn from in the step and differed before it; `is_alike`: the replays have
+    the same bits, with `is_topology` once both run on the same devices and processes.
     """
     evidence = [line for each in runs for line in _of_run(each)]
     if not all(each.is_repeatable for each in runs):
@@ -362,10 +322,7 @@ def _of_run(each: ReplayedRun) -> list[str]:
 
 
 def _same_batch(step: int, runs: Sequence[ReplayedRun]) -> tuple[str, str] | None:
-    """The cause, and the text, if one run has in this step the batch of another step of the other.
-
-    The data start again only if it is the first batch that the other has recorded.
-    """
+    """The cause, and the text, if one run has in this step the batch of another step of the other."""
     names = [each.run for each in runs]
     batches = [
         {entry.step: entry.batch for entry in read_journal(Run(name).storage)} for name in names
@@ -385,15 +342,7 @@ def _same_batch(step: int, runs: Sequence[ReplayedRun]) -> tuple[str, str] | Non
 
 
 def first_different_part(one: Parts, two: Parts) -> PartDifference | None:
-    """The first part that both have and that differs; None for none.
-
-    Generators of the process count only in a loop without a strategy, where nothing else says which
-    random numbers a step has.
-
-    Args:
-        one: Digests of the leaves of each part.
-        two: Those of the other computation.
-    """
+    """The first part that both have and that differs; generators count only without a strategy."""
     has_keys = any(part == "key" for part, _ in one.keys() & two.keys())
     equal: list[str] = []
     for part in PARTS:

@@ -120,10 +120,8 @@ def _left_over(probes: Probes, later: Sequence[Outcome], tried: Sequence[str] = 
 
 
 def repeats_for(equal: float) -> int:
-    """How many runs have to be equal to each other so that chance is not the reason.
-
-    Args:
-        equal: The share of pairs of runs that are equal although the cause is there.
+    """How many equal runs rule out chance, if the share `equal` of pairs is equal despite the
+    cause.
     """
     if not 0 < equal < 1:
         return 3 if equal <= 0 else _MOST_REPEATS

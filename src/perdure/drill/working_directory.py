@@ -31,12 +31,8 @@ _LINKED = {".git", ".hg", ".svn", "__pycache__", "node_modules"}
 
 
 class WorkingDirectory:
-    """What the working directory held when the drill began; `make` writes a copy of it.
-
-    Args:
-        source: The working directory.
-        left_out: Paths that are not in the copies, such as the directory of the drill itself.
-        read_only: Real paths of run directories that are linked, because the program only reads them.
+    """What the working directory held when the drill began; `make` writes a copy without
+    `left_out`.
     """
 
     def __init__(
@@ -95,10 +91,10 @@ class WorkingDirectory:
                     self._links.append((entry.path, entry.path))
 
     def _list_contents(self) -> None:
-        """Go through the directory level by level, until so many entries are listed.
+        """Go through the directory level by level, the smallest entries of a level first.
 
-        The smallest ones of a level come first, so that much data does not make links of the others.
-        A directory with a run directory in it is never a link: the program may remove what it finds.
+        A directory with a run directory in it is never a link: the program may remove what it
+        finds.
         """
         level = [self.source]
         while level:

@@ -70,8 +70,7 @@ def watch_files(directory: str) -> None:
 class LineSigns:
     """Which lines of the program ran since they were asked for last, in the thread that made this.
 
-    It begins in the frames that run now. It does nothing under a debugger, and ends in a program that
-    runs very many lines.
+    It does nothing under a debugger, and ends in a program that runs very many lines.
     """
 
     def __init__(self) -> None:

@@ -141,10 +141,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _delete(storage: LocalStorage) -> None:
-    """Delete the files of a run directory that belong to the store.
-
-    If `backup_dir` is a link, the link and its target stay.
-    """
+    """Delete the files of a run directory that belong to the store; a link and its target stay."""
     try:
         for name in (MANIFESTS, PACKS, PINS, QUARANTINE):
             if os.path.isdir(path := os.path.normpath(storage.path(name))):

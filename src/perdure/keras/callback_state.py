@@ -1,10 +1,8 @@
 """The state of the other callbacks of a `fit`: the attributes that changed since training began.
 
-A callback with `state_dict` and `load_state_dict` defines its own state. The state of any other is
-every attribute with a plain value that has changed; settings and paths do not change, so they stay
-those of the program. A warning names attributes that have changed and are not plain. Plain values of
-any structure are packed into leaves, one text and arrays: they grow (a history), so that there is no
-template to restore them into. Floats come back with their bits.
+A callback with `state_dict` defines its own. Of others every plain value that has changed is saved;
+a warning names those that are not plain. They are packed into one text and arrays, because they
+grow and have no template.
 """
 
 from __future__ import annotations
@@ -159,12 +157,9 @@ def is_stateful(value: Any) -> bool:
 
 
 def pack(value: Any) -> dict[str, Any]:
-    """Pack a plain value as `{"json": uint8 text, "arrays": {"0": ...}}`.
+    """Pack a plain value as `{"json": uint8 text, "arrays": {"0": ...}}`, or raise TypeError.
 
-    Plain values are None, booleans, numbers, strings, arrays, and lists, tuples and dicts of them.
-
-    Raises:
-        TypeError: The value is not plain.
+    Plain are None, booleans, numbers, strings, arrays, and lists, tuples and dicts of them.
     """
     arrays: dict[str, Any] = {}
     text = json.dumps(_encode(value, arrays), separators=(",", ":"))

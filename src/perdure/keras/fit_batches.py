@@ -128,8 +128,7 @@ class PyDatasetOrder(DataOrder):
 class TensorFlowShuffle(DataOrder):
     """Shuffles arrays on TensorFlow in an order that NumPy's generator draws.
 
-    `tf.random.shuffle`, which Keras uses, keeps its state inside a compiled pipeline, where nothing can
-    read it. The rest of the pipeline is Keras's.
+    `tf.random.shuffle` keeps its state inside a compiled pipeline, where nothing can read it.
     """
 
     def __init__(self, iterator: FitIterator) -> None:
@@ -179,9 +178,7 @@ def control_order(iterator: FitIterator) -> DataOrder:
 class FitBatches:
     """Follows the epoch iterator of one `fit`, or returns it to a position.
 
-    Attributes:
-        executions: Number of executions of this epoch that have ended.
-        batch: Number of batches of this epoch that they contained.
+    `executions` of this epoch have ended, with `batch` batches.
     """
 
     def __init__(self, iterator: FitIterator) -> None:
@@ -235,8 +232,7 @@ class FitBatches:
     def restore(self, position: dict[str, Any], before_first_batch: Callable[[], Any]) -> None:
         """Let the next epoch begin at `position`.
 
-        `before_first_batch` is called before its first batch, and may return a step that the loop gets
-        before that.
+        `before_first_batch` may return a step that the loop gets before the first batch.
         """
         self._resume_position, self._before_first_batch = position, before_first_batch
         self.executions, self.batch = position["executions"], position["batch"]
@@ -373,8 +369,8 @@ class FitBatches:
 def random_state(generators: Sequence[Any] = ()) -> dict[str, Any]:
     """The generators that `fit` draws the order of data from, as plain values.
 
-    Arrays are shuffled by NumPy's on JAX and by torch's on PyTorch, a `PyDataset` by Python's;
-    `generators` are those that a torch DataLoader owns.
+    NumPy's for arrays on JAX, torch's on PyTorch, Python's for a `PyDataset`; `generators` of a
+    DataLoader.
     """
     shared = process_random.capture()
     return {

@@ -1,8 +1,8 @@
 """All private details of Keras that this package relies on; no other module of it knows any.
 
-A callback sees epochs and batches. How `fit` gets its batches is in the local variables of `fit` and in
-the methods of its epoch iterator. They are read here, and changed only on that iterator, its data
-adapter and the list of callbacks, which end with the call. No class of Keras is replaced.
+How `fit` gets its batches is in its local variables and in the methods of its epoch iterator. They
+are changed only on that iterator, its data adapter and the list of callbacks, which end with the
+call.
 """
 
 from __future__ import annotations
@@ -48,11 +48,8 @@ _ADAPTERS: dict[str, Any] = {
 
 
 class FitData:
-    """The training data of one `fit`, as the data adapter of Keras holds them.
-
-    Attributes:
-        kind: "arrays", "generator", "PyDataset", "tf.data", "DataLoader" or "other".
-        adapter_name: Name of the adapter's class.
+    """The training data of one `fit`; `kind` is "arrays", "generator", "PyDataset", "tf.data",
+    "DataLoader" or "other".
     """
 
     def __init__(self, adapter: Any) -> None:
@@ -105,11 +102,7 @@ class FitData:
 
 
 class FitIterator:
-    """The epoch iterator of one `fit`. A pass is one iteration over the data.
-
-    Raises:
-        TrainError: It is not the iterator that this package knows.
-    """
+    """The epoch iterator of one `fit`, or TrainError; a pass is one iteration over the data."""
 
     def __init__(self, iterator: Any) -> None:
         missing = [name for name in _NEEDED if not hasattr(iterator, name)]
@@ -205,9 +198,8 @@ class RunningFit:
         self.arguments = {name: local[name] for name in names if name in local and name != "self"}
 
     def build(self) -> None:
-        """Make the variables of the optimizer and of the metrics, which TensorFlow makes late.
-
-        Takes no batch from the data: shapes and dtypes are enough.
+        """Make the variables that TensorFlow makes late; shapes and dtypes are enough, no batch is
+        taken.
         """
         model = self.model
         if keras.backend.backend() == "tensorflow":
@@ -242,8 +234,8 @@ class RunningFit:
     def replay_step(self, logs: dict[str, float]) -> tuple[int, int, Any]:
         """What the iterator yields so that the body of the loop runs once and changes nothing.
 
-        `fit` keeps the logs of the last step in a local variable, and an epoch may have no step left.
-        So the training function returns `logs` once, and no callback is called.
+        `fit` keeps the logs of the last step in a local variable, and an epoch may have no step
+        left.
         """
         model, callbacks = self.model, self.callbacks
         train_function = model.train_function
@@ -262,10 +254,8 @@ class RunningFit:
 
 
 def running_fit(model: Any) -> RunningFit:
-    """The `fit` of `model` that the caller is called from.
-
-    Raises:
-        TrainError: There is none, or this package does not know how this version of Keras works.
+    """The `fit` of `model` that the caller is called from; TrainError for none, or an unknown
+    Keras.
     """
     frame = _fit_frame(sys._getframe(1), lambda local: local.get("self") is model)
     if frame is None:
@@ -293,10 +283,9 @@ def has_direction(callback: Any) -> bool:
 
 
 def set_direction(callback: Any) -> None:
-    """Let the callback decide that. It changes the sign of `min_delta`, so this is called once.
+    """Let the callback decide that, once: it changes the sign of `min_delta`.
 
-    Raises:
-        ValueError: The direction cannot be inferred from the metric.
+    ValueError if it cannot.
     """
     callback._set_monitor_op()
 

@@ -46,10 +46,7 @@ def metrics(model: Any) -> dict[str, Any]:
 def attributes(model: Any) -> dict[str, Any]:
     """Optimizers, metrics and seed generators that are not in `model.variables`, by attribute path.
 
-    For example `{"d_optimizer": ..., "discriminator.noise": ...}`.
-
-    Raises:
-        TrainError: An optimizer is not built, so its variables could not be restored.
+    TrainError for an optimizer that is not built, whose variables could not be restored.
     """
     members = dict(_uncounted(model))
     for path, member in members.items():
@@ -111,10 +108,8 @@ def _children(value: Any) -> list[tuple[str, Any]]:
 def open_manager(
     directory: Any, params: Any, options: ManagerOptions | None = None, **arguments: Any
 ) -> CheckpointManager:
-    """A manager for `directory`. The one that an earlier `fit` of this process left is closed first.
-
-    Raises:
-        ArgumentError: Another callback of the same `fit` (the same `params`) has it open.
+    """A manager for `directory`; that of an earlier `fit` is closed, of the same `fit` an
+    ArgumentError.
     """
     # A backup holds the random generators itself, as they are at the batch at which `fit` resumes.
     options = replace(options or ManagerOptions(), save_random_state=False)
@@ -140,10 +135,6 @@ def close_manager(manager: CheckpointManager) -> None:
 
 
 def finish_others(manager: CheckpointManager) -> None:
-    """Wait for the saves of all other managers. Raises what they raised.
-
-    A resume does not repeat what happened before a backup. So a checkpoint that was saved before a
-    backup must be durable before it.
-    """
+    """Wait for the saves of all other managers: a resume does not repeat what came before a backup."""
     for other in [open_ for open_ in _open.values() if open_ is not manager]:
         other.wait_until_finished()

@@ -24,15 +24,8 @@ from perdure.store.leaf import Leaf
 def write_model(model: Any, to: str, path: str) -> None:
     """Write a built model.
 
-    Args:
-        model: The model.
-        to: "keras" (a .keras file), "saved_model" or "onnx" (`Model.export`), or "jax_export" (a file
-            with the serialized `jax.export` of the call for inference, on the JAX backend).
-        path: The new file or folder.
-
-    Raises:
-        MissingExtraError: A package that the format needs is not installed.
-        StateError: Keras cannot write this model in this format; the text says why.
+    `to` is "keras" (a .keras file), "saved_model" or "onnx" (`Model.export`), or "jax_export" (a
+    file with the serialized `jax.export` of inference). Raises MissingExtraError, StateError.
     """
     try:
         if to == "keras":
@@ -70,10 +63,8 @@ def is_seed(name: str) -> bool:
 
 
 def check_keras_file(path: str, expected: dict[str, Leaf]) -> None:
-    """Load a .keras file, and compare its variables with the leaves of the checkpoint, seeds aside.
-
-    Raises:
-        CorruptionError: A variable is missing or has other bits.
+    """Load a .keras file, and compare its variables with the leaves, seeds aside, or
+    CorruptionError.
     """
     found = flatten(keras.saving.load_model(path, compile=False))
     for name, leaf in expected.items():

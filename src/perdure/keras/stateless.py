@@ -1,7 +1,6 @@
 """Turns a Keras model and its optimizer into functions of a state, on JAX and PyTorch.
 
-Invariant: what `Stateless` computes is a function of its arguments. The variables of the model are only
-read by `state` and only written by `write`.
+Invariant: the variables of the model are only read by `state` and only written by `write`.
 """
 
 from __future__ import annotations

@@ -36,23 +36,10 @@ class Rename:
 class CheckpointDiff(Shown):
     """What differs between two checkpoints.
 
-    Attributes:
-        first: The name of the one.
-        second: The name of the other.
-        equal_leaves: Number of leaves with the same bits. No chunk of them was read.
-        equal_nbytes: Their bytes.
-        changed: Leaves on both sides whose bits, dtype or shape differ.
-        only_first: Paths of leaves on that side only, without the likely renames.
-        only_second: Likewise.
-        renames: Leaves that probably have another path.
-        recipe: Fields of the recipe that differ, without those of `environment`.
-        environment: Those that describe software and hardware (see `perdure.checkpoint.recipe`).
-        metrics: Metrics that differ.
-        process_leaves: Paths of leaves that differ and belong to one process, such as its random
-            generators, and `origin`, the note of an average or import. They are no part of the state.
-        containers: Paths whose containers differ, such as a list on one side and a tuple on the other.
-        read_nbytes: Bytes of chunks that were read, on both sides together.
-        common: If runs were compared: their common steps, and how many before this one are equal.
+    No chunk of `equal_leaves` was read. `changed` are on both sides with other bits, dtype or
+    shape; `renames` probably have another path. `environment` are fields of the recipe about
+    software and hardware. `process_leaves` that differ are no part of the state. `common`: if runs
+    were compared, their common steps, and how many before this one are equal.
     """
 
     first: str

@@ -1,7 +1,6 @@
 """`bisect_runs`: the first step at which two runs part, in their journals and their checkpoints.
 
-Every line of both journals is read and checked, and every checkpoint that both have is compared. So no
-step is taken to be equal because another one is, and nothing damaged is believed.
+Every line and every common checkpoint is read and checked: nothing damaged is believed.
 """
 
 from __future__ import annotations
@@ -21,15 +20,8 @@ from perdure.store.run_log import line_references, read_journal
 class Bisected:
     """Where two runs part.
 
-    Attributes:
-        compared: Where the difference is: "journals" or "checkpoints"; without a difference, what both
-            have in common: one of these, or "journals and checkpoints".
-        lines: How many steps are equal in the journals of both before the difference.
-        checkpoints: How many checkpoints of both are equal before the difference.
-        last_equal: The last step that both have before the difference, with the same bits.
-        step: The first step that both have and that differs; None if none does.
-        what: What differs there, as in `JournalMismatchError`.
-        values: The digests (or fingerprints) of the two runs.
+    `compared` says where the difference is, or what both have in common; `lines` and `checkpoints`
+    count what is equal before it; `what` differs first at `step`, with these `values`.
     """
 
     compared: str
@@ -44,18 +36,8 @@ class Bisected:
 def bisect_runs(one: str | os.PathLike[str], two: str | os.PathLike[str]) -> Bisected:
     """Find the first step at which two runs part. Nothing is changed.
 
-    All steps that both journals have are compared, and all checkpoints that both have.
-
-    Args:
-        one: A run directory.
-        two: Another one.
-
-    Raises:
-        NotARunError: One of them is no run directory.
-        ArgumentError: They have no step in common.
-        CorruptionError: A line or a manifest is damaged, lines are missing, or a journal is that of
-            another run.
-        UnreachableError: A journal or a manifest cannot be read.
+    Raises NotARunError, ArgumentError (no step in common), UnreachableError, or CorruptionError:
+    something is damaged, lines are missing, or a journal is that of another run.
     """
     runs = Run(one), Run(two)
     (first, first_lines), (second, second_lines) = _recorded(runs[0]), _recorded(runs[1])

@@ -29,23 +29,10 @@ from perdure.store.manifest import LeafEntry
 class LeafDiff:
     """How a leaf differs. Figures that have no meaning for it are None.
 
-    Attributes:
-        path: The leaf.
-        first, second: dtype and shape on both sides.
-        count: Elements of the leaf; of the first side if the shapes differ.
-        compared: Those in chunks that differ; all others are equal, and were not read.
-        differing: Elements whose bits differ. NaN equals NaN of the same bits; -0.0 is not 0.0.
-        first_index: The place of the first of them.
-        first_values: Their texts on both sides.
-        not_finite: Differing pairs with NaN or an infinity; the next five leave these out. In these six
-            figures a complex number counts as two numbers, its parts.
-        max_ulp: The largest distance in units in the last place (see `numerics.ulp_distance`).
-        max_abs: The largest absolute difference; infinite if it is above the largest float64.
-        max_rel: The largest of: absolute difference divided by the larger absolute value.
-        rel_norm: The norm of the difference divided by the norm of the first side, both over the
-            elements compared.
-        cosine: The cosine of the angle between both sides, over the elements compared.
-        problem: Why the elements were not compared.
+    `compared` are the elements in chunks that differ, `differing` those with other bits (-0.0 is
+    not 0.0). `not_finite` pairs do not count in `max_ulp`, `max_abs`, `max_rel` (by the larger
+    absolute value), `rel_norm` (by the norm of the first side) and `cosine`, where a complex number
+    counts as two. `problem`: why elements were not compared.
     """
 
     path: str

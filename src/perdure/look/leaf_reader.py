@@ -32,12 +32,8 @@ ChunksOf = Callable[[LeafEntry], Iterator[memoryview]]
 
 
 class Elements(NamedTuple):
-    """Elements of one array leaf that follow each other.
-
-    Attributes:
-        entry: The leaf.
-        start: The number of the first element, in row-major order.
-        values: The elements, one-dimensional. The array belongs to the caller.
+    """Elements of an array leaf that follow each other from number `start`, row-major, in own
+    memory.
     """
 
     entry: LeafEntry
@@ -120,12 +116,10 @@ def describe(entry: LeafEntry) -> str:
 
 
 def element_dtype(entry: LeafEntry) -> np.dtype[Any]:
-    """The NumPy dtype of the elements of an array leaf; `uint32` for random keys.
+    """The NumPy dtype of the elements of an array leaf; `uint32` for random keys, a byte for
+    `int4`.
 
-    A sub-byte type such as `int4` takes one byte an element, as in ml_dtypes.
-
-    Raises:
-        UnsupportedLeafError: NumPy has no such dtype, or the leaf is a scalar; the text names it.
+    Raises `UnsupportedLeafError` if there is none.
     """
     if entry.dtype.startswith(KEY_PREFIX):
         return numpy_dtype("uint32")
@@ -205,10 +199,7 @@ def read_array(checkpoint: StoredCheckpoint, entry: LeafEntry) -> np.ndarray[Any
 
 
 def chunks_in_order(checkpoint: StoredCheckpoint, entries: Sequence[LeafEntry]) -> ChunksOf:
-    """A function that yields the chunks of a leaf; it must be called in the order of `entries`.
-
-    Its iterator raises as `read_elements` does, and reads leaves of any dtype.
-    """
+    """A function that yields the chunks of a leaf; it must be called in the order of `entries`."""
 
     numbered = [(entry, number) for entry in entries for number in range(len(entry.chunks))]
     stream = stream_chunks(checkpoint.run.storage, checkpoint.manifest, numbered)

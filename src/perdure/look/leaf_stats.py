@@ -32,19 +32,8 @@ _COUNTS = ("leaf_count", "count", "zeros", "nans", "infinities")
 class Stats:
     """The numbers in one leaf, or in a branch. A complex number counts as two: its parts.
 
-    Attributes:
-        path: The leaf or branch.
-        leaf_count: Number of leaves with numbers in it.
-        count: Numbers.
-        zeros: Those that are 0.0 or -0.0.
-        nans: Those that are NaN.
-        infinities: Those that are infinite.
-        min: Of the finite numbers; None if there are none. So are the next three.
-        max: Likewise.
-        mean: In float64.
-        std: Standard deviation: the root of the mean squared distance from the mean.
-        norm: The root of the sum of the squares of the finite numbers.
-        problem: Why there are no figures: the leaf has no numbers, or its dtype is not known.
+    `min`, `max`, `mean`, `std` and `norm` (float64) are of the finite numbers; None if there are
+    none. `problem`: why there are no figures.
     """
 
     path: str
@@ -63,12 +52,8 @@ class Stats:
 
 @dataclass(frozen=True, repr=False)
 class StatsTable(Shown):
-    """The figures of a checkpoint: a row for each leaf or branch.
-
-    Attributes:
-        name: The checkpoint.
-        rows: The figures, sorted by path.
-        unknown: Errors for leaves whose dtype cannot be read here.
+    """The figures of a checkpoint by path, and an error for each leaf whose dtype is not known
+    here.
     """
 
     name: str

@@ -21,17 +21,9 @@ VALUE_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class LeafTreeNode:
-    """A leaf, or a branch with everything below it.
+    """A leaf, or a branch ("" is the state) with everything below it.
 
-    Attributes:
-        path: Its path; "" for the state itself.
-        depth: The number of parts of the path.
-        leaf_count: Number of leaves in it; 1 for a leaf.
-        nbytes: Their bytes.
-        shared_nbytes: Bytes of them that the step before has too; None without a step before.
-        dtype: The dtype of a leaf; None for a branch.
-        shape: The shape of a leaf; None for a branch.
-        value: The text of a scalar leaf.
+    `shared_nbytes`: those that the step before has too; None without one.
     """
 
     path: str
@@ -52,13 +44,9 @@ class LeafTreeNode:
 
 @dataclass(frozen=True, repr=False)
 class LeafTree(Shown):
-    """The leaves of a checkpoint as a tree.
+    """The leaves of a checkpoint as a tree, each branch before what is below it.
 
-    Attributes:
-        name: The checkpoint.
-        before: The step before it in its run; None if there is none that can be read.
-        nodes: Branches and leaves, each branch before what is below it.
-        unread_before: Why the step before it cannot be read; empty if there is none, or it can.
+    `before` is the step before it; `unread_before` says why that cannot be read.
     """
 
     name: str

@@ -34,21 +34,8 @@ _MOST_METRICS = 4
 class ListedCheckpoint:
     """One committed checkpoint.
 
-    Attributes:
-        step: Its step.
-        created: When it was saved, in UTC.
-        age_s: Seconds since then by this machine's clock.
-        leaf_count: Number of leaves.
-        nbytes: Bytes of its leaves.
-        own_nbytes: Bytes of packs that deleting this checkpoint alone frees, as `perdure prune` does
-            and counts it: without the manifest.
-        shared_nbytes: Bytes of its chunks that stay then, because other checkpoints read them, or
-            others in the same pack.
-        fingerprint: Equal fingerprints are equal bits.
-        metrics: Numbers by name; texts stand for NaN and the infinities.
-        pinned: Whether it is pinned, which is recorded in the run directory.
-        kept: Why it is kept by the rules that its last manager recorded, or that the next save deletes
-            it; "pinned", "the newest" or `NOT_RECORDED` if there are no such rules.
+    `own_nbytes` are bytes of packs that deleting it alone frees; `shared_nbytes` those of its
+    chunks that stay then. `kept`: why, by the rules that its last manager recorded.
     """
 
     step: int
@@ -66,16 +53,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, repr=False)
 class RunListing(Shown):
-    """The checkpoints of a run.
-
-    Attributes:
-        where: Path or URL of the run directory.
-        checkpoints: Those whose manifest can be read, oldest first.
-        damaged: The error of each damaged manifest, by step.
-        unread: The error of each manifest that cannot be read for another reason, by step.
-        rolled_back: The checkpoints that rollbacks set aside.
-        quarantined: The names of all else in quarantine.
-    """
+    """The checkpoints of a run, and why others are damaged or unread, by step."""
 
     where: str
     checkpoints: tuple[ListedCheckpoint, ...]
@@ -252,15 +230,12 @@ class _Pack:
 def freed_bytes(
     manifests: Mapping[int, Manifest], set_aside: Iterable[Manifest] = ()
 ) -> dict[int, tuple[int, int]]:
-    """For each step, the bytes that deleting it alone frees, and those of its chunks that then stay.
+    """For each step, the bytes that deleting it alone frees, and those of its chunks that then
+    stay.
 
-    `perdure prune` deletes a pack that no other checkpoint reads, and copies the needed chunks out of
-    one that is mostly unneeded. What it would free without a deletion does not count. It copies out of
-    several packs into one; here each has its own copy, which is a few bytes more.
-
-    Args:
-        manifests: The checkpoints of a run by step.
-        set_aside: Manifests in quarantine, whose packs stay as they are.
+    As `perdure prune`: a pack that no other checkpoint reads goes, needed chunks are copied out of
+    one that is mostly unneeded. What goes anyway does not count. Packs of manifests `set_aside`
+    stay.
     """
     held = {pack.name for manifest in set_aside for pack in manifest.packs}
     freed = dict.fromkeys(manifests, 0)

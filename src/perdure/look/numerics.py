@@ -1,8 +1,7 @@
 """Elements of leaves as real numbers: their sums in a fixed order, and distances in ULP.
 
-`numpy.sum` and BLAS choose their order by the release and the processor. Here a block is halved again
-and again, and its halves are added element by element; blocks are added in their order. So a sum of
-float64 has the same bits everywhere. One that is above the largest float64 is infinite.
+`numpy.sum` and BLAS choose their order by release and processor. Here a block is halved again and
+again, and its halves are added, so that a sum of float64 has the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -88,9 +87,7 @@ def as_float64(values: Array) -> Array:
 def ulp_distance(first: Array, second: Array) -> int:
     """The largest number of steps between two floats of one dtype, of which none is NaN.
 
-    A step leads from a value to the next one that the dtype can express. Across the sign the steps to
-    zero are added, and -0.0 and 0.0 are the same place, so that they are 0 apart. Infinity is one step
-    beyond the largest finite value.
+    -0.0 and 0.0 are 0 apart; infinity is one step beyond the largest finite value.
     """
     if not first.size:
         return 0

@@ -16,12 +16,8 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 @dataclass(frozen=True)
 class Table:
-    """A header and rows of cells. Columns of numbers are aligned to the right.
-
-    Attributes:
-        header: The name of each column.
-        rows: The cells of each row; None is an empty cell.
-        optional: Columns that a narrow terminal does without, the first one first.
+    """A header and rows of cells (None is empty); a narrow terminal does without `optional`
+    columns.
     """
 
     header: Sequence[str]
@@ -32,7 +28,7 @@ class Table:
         """The table as text.
 
         If a row needs more than `width` characters, optional columns are left out; if that is not
-        enough, each cell has a line, and none is left out.
+        enough, each cell has a line.
         """
         cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

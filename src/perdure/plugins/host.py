@@ -1,7 +1,7 @@
-"""What the plug-ins share: how a run resumes whose training loop belongs to another library, the host.
+"""What the plug-ins share: how a run resumes whose loop belongs to another library, the host.
 
-The host makes its objects itself, and needs to know where it stands before it does. So the newest good
-checkpoint is read first, and the objects are restored once they exist.
+The host makes its objects itself, and needs to know where it stands before it does: the newest good
+checkpoint is read first.
 """
 
 from __future__ import annotations
@@ -30,14 +30,9 @@ _LOADER = "loader"  # beside the generators of the process: the one that shuffle
 class HostRun:
     """The run of a loop that belongs to another library: it resumes, and saves between two steps.
 
-    The host draws the batch of a step before it asks for a save, and a resumed loop draws it again. So
-    the generators that are saved and restored at that moment continue as they would have.
-
-    Args:
-        manager: The manager of the run.
-
-    Attributes:
-        resumed: The newest good checkpoint, until the first step of this process; None for a new run.
+    The host draws the batch of a step before it asks for a save, and a resumed loop draws it again,
+    so the generators of that moment continue. `resumed` is the newest good checkpoint until the
+    first step.
     """
 
     def __init__(self, manager: CheckpointManager) -> None:
@@ -48,14 +43,9 @@ class HostRun:
         self._epoch_began: GeneratorStates = {}
 
     def restore(self, members: Mapping[str, Any], read_only: str) -> None:
-        """Restore the objects of the host in place.
+        """Restore the objects of the host, by name; member `read_only` is only read.
 
-        Args:
-            members: The objects, by their names in the checkpoint.
-            read_only: The name of the member that is only read from `resumed`.
-
-        Raises:
-            MismatchError: An object does not fit, or a member exists only here or in the checkpoint.
+        Raises MismatchError if one does not fit, or exists on one side only.
         """
         assert self.resumed is not None
         names = members.keys() | (self.resumed.state.keys() - {read_only, _EPOCH_BEGAN})
@@ -64,10 +54,7 @@ class HostRun:
     def begin_epoch(self, shuffling: Any = None) -> None:
         """Note the generators with which an epoch begins; those of the interrupted one come back.
 
-        They may decide its order and the seeds of data workers.
-
-        Args:
-            shuffling: A generator of PyTorch that decides the order besides those of the process.
+        `shuffling` is a generator of PyTorch that decides the order besides those of the process.
         """
         if self.resumed is not None:
             states = dict(self.resumed.state[_EPOCH_BEGAN])
@@ -81,12 +68,8 @@ class HostRun:
     def between_steps(
         self, step: int, state: Callable[[], dict[str, Any]], *, may_save: bool = True
     ) -> None:
-        """Save `state()` if it is time, and exit with status 75 after a signal.
-
-        Args:
-            step: The number of finished steps.
-            state: Returns the members.
-            may_save: Whether the step is whole.
+        """Save `state()` if it is time and the step is whole, and exit with status 75 after a
+        signal.
         """
         is_preempted = self.manager.reached_preemption(step)
         if self.resumed is not None:
@@ -146,10 +129,8 @@ def keeps_workers(loaders: Iterable[Any]) -> bool:
 def require_new_workers(is_kept: bool, remedy: str) -> None:
     """Raise `StateError` if a `DataLoader` keeps its workers from one epoch to the next.
 
-    A loader draws a seed for new workers from the generator that may also decide the order of the data.
-    With `persistent_workers` only the first epoch of a process draws one, and the workers keep their
-    generators from epoch to epoch. A resumed process has new workers, so that both its order and the
-    random changes in its workers would differ.
+    A loader draws a seed for new workers from the generator that may also decide the order; a
+    resumed process has new workers, so both would differ.
     """
     if is_kept:
         raise StateError(
@@ -160,9 +141,8 @@ def require_new_workers(is_kept: bool, remedy: str) -> None:
 
 
 def require_version(extra: str, package: str, first: str, before: str) -> None:
-    """Raise `MissingExtraError` unless `package` is installed, from release `first` on, below `before`.
-
-    `extra` is the extra of perdure that installs it.
+    """Raise `MissingExtraError` unless `package` is installed, from release `first` on, below
+    `before`.
     """
     install = f"Install the extra: pip install 'perdure[{extra}]'."
     try:

@@ -92,9 +92,8 @@ def plot(
 def save_plot(panels: Sequence[Panel], path: str | os.PathLike[str]) -> None:
     """Draw panels into a PNG or an SVG, by the end of its name; the same bytes for the same panels.
 
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        ArgumentError: The name has another end, or the file cannot be written.
+    Raises MissingExtraError without matplotlib, ArgumentError for another name or an unwritable
+    file.
     """
     kind = picture_kind(path)
     write_output(Path(path), figure_bytes(draw_figure(panels), kind))
@@ -109,10 +108,7 @@ def picture_kind(path: str | os.PathLike[str]) -> str:
 
 
 def draw_figure(panels: Sequence[Panel]) -> Figure:
-    """The panels as a figure of matplotlib, without its global state.
-
-    Raises `MissingExtraError` if matplotlib is not installed.
-    """
+    """The panels as a figure of matplotlib, without its global state, or MissingExtraError."""
     columns = 1 if len(panels) == 1 else 2 if len(panels) <= 4 else 3
     rows = -(-len(panels) // columns)
     width = 7.0 if columns == 1 else 5.2 * columns
@@ -138,12 +134,7 @@ def figure_bytes(figure: Figure, kind: str) -> bytes:
 
 
 def page_svg(panel: Panel, number: int) -> str:
-    """One panel as an element of a page, in the colours of its style sheet.
-
-    Args:
-        panel: What to draw; its title and the names of its lines are left to the page.
-        number: The number of the drawing in its page, for names that no other drawing has.
-    """
+    """One panel as an element of a page, in its colours; `number` makes names unique in the page."""
     with _matplotlib(_OF_PAGE | {"svg.hashsalt": f"perdure-{number}"}) as figure_class:
         figure = figure_class(figsize=(4.2, 2.1))
         axes: Any = figure.add_axes((0.14, 0.12, 0.84, 0.83))

@@ -1,7 +1,6 @@
 """How much floating-point leaves, and the layers that they form, changed between checkpoints.
 
-Leaves with equal chunk hashes are known to be equal and are not read. The others are streamed. A leaf
-that is damaged or cannot be read has a word in place of numbers, so that the rest is still compared.
+Equal chunk hashes are not read. A leaf that is damaged has a word in place of numbers.
 """
 
 from __future__ import annotations
@@ -57,16 +56,9 @@ def changes_document(
 ) -> dict[str, Any]:
     """The relative change of each layer from one checkpoint to the next, in plain values.
 
-    A layer is the leaves with the same first parts of their path, as many parts as give at most 40
-    layers. Of more than 25 checkpoints, 25 are compared, spread evenly.
-
-    Args:
-        checkpoints: Readable checkpoints of one run, oldest first.
-        leaves: A pattern, or several; all leaves by default.
-        problems: Gets the checkpoints that are found damaged or that cannot be read.
-
-    Raises:
-        ArgumentError: A pattern selects nothing.
+    A layer is the leaves with the same first parts of their path, at most 40 layers; at most 25
+    checkpoints are compared, spread evenly. `problems` gets those that cannot be read.
+    ArgumentError if `leaves` selects nothing.
     """
     last, most = len(checkpoints) - 1, MOST_COLUMNS
     shown = range(last + 1) if last <= most else [n * last // most for n in range(most + 1)]
@@ -94,8 +86,8 @@ def norm_history(
 ) -> tuple[list[dict[str, float]], list[dict[str, Change | str]]]:
     """The squared norms of the leaves of each checkpoint, and the changes from each to the next.
 
-    Values that several checkpoints share are read once. Arguments and errors as for
-    `changes_document`. A leaf that is damaged in a checkpoint has no norm there.
+    Values that several share are read once. A damaged leaf has no norm. As `changes_document`
+    otherwise.
     """
     entries = _float_leaves(checkpoints, leaves)
     changes = list(_changes(checkpoints, entries, problems))
@@ -137,8 +129,7 @@ def grouped(values: Mapping[str, _Value], layers: Mapping[str, str]) -> dict[str
 def change_ratio(changes: Sequence[Change | str]) -> float | str:
     """The relative change of several leaves together: the norm of the differences over that before.
 
-    Only the leaves that changed count. A word where there is no number: `damaged` if any leaf is,
-    `same` if none changed, `from zero` if all values were zero before, `not finite`.
+    A word where there is no number: `damaged` if any is, `same`, `from zero`, `not finite`.
     """
     for word in UNREADABLE:
         if word in changes:
@@ -166,10 +157,7 @@ def _values_of(entry: LeafEntry) -> Any:
 def _float_leaves(
     checkpoints: Sequence[StoredCheckpoint], leaves: str | Iterable[str] | None
 ) -> list[_Entries]:
-    """The floating-point arrays of each checkpoint by path.
-
-    Raises `ArgumentError` only if the patterns select nothing in any of them.
-    """
+    """The floating-point arrays of each checkpoint by path; ArgumentError if nothing is selected."""
     found: list[_Entries] = []
     errors: list[ArgumentError] = []
     for checkpoint in checkpoints:
@@ -237,11 +225,7 @@ def _or_words(
     entries: dict[str, Any],
     note: Callable[[CorruptionError | UnreachableError], None] = lambda _: None,
 ) -> dict[str, _Value | str]:
-    """What `compute` finds of each leaf; a word for one that it cannot read.
-
-    All leaves are read in one stream. If it fails, the rest is read one by one to find the leaf: the
-    stream reads ahead, so its error names no place in it.
-    """
+    """What `compute` finds of each leaf, in one stream; if that fails, leaf by leaf, with words."""
     found: dict[str, _Value | str] = {}
     try:
         found.update(compute(entries))

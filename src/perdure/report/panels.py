@@ -57,15 +57,7 @@ class PlottedAttempt:
 
 @dataclass(frozen=True)
 class PlotLine:
-    """One line of a panel.
-
-    Attributes:
-        label: Its name.
-        points: Its values by step.
-        attempts: The attempts of its run.
-        colour: The number of its colour: that of its run, or of its leaf, in every panel.
-        without_values: What to say of it if it has no value.
-    """
+    """One line of a panel: its values by step, the attempts of its run, the number of its colour."""
 
     label: str
     points: Series
@@ -76,15 +68,10 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: what is drawn in it, and how.
+    """One panel.
 
-    Attributes:
-        title: The metric, or what else is drawn.
-        lines: The lines.
-        logarithmic: Whether its values are drawn on a logarithmic scale.
-        named: Whether the title does not say whose a single line is, because there are other runs.
-        scale_of_each: Whether the lines are of several quantities, which have no scale in common in a
-            graph of text.
+    `named`: the title does not say whose a single line is. `scale_of_each`: the lines are of
+    quantities without a common scale in a graph of text.
     """
 
     title: str
@@ -112,13 +99,8 @@ class Panel:
 
 
 class Drawing(NamedTuple):
-    """What `plot` draws, in plain values.
-
-    Attributes:
-        panels: What is drawn.
-        problems: A sentence on each checkpoint that is damaged or cannot be read, as far as manifests
-            and the leaves that were read tell.
-        notes: A sentence on each run of which nothing is drawn.
+    """What is drawn, in plain values, with a sentence on each damaged checkpoint and each empty
+    run.
     """
 
     panels: list[Panel]
@@ -222,8 +204,7 @@ def _norm_panels(
 ) -> list[Panel]:
     """Two panels for each run: the norm of each layer, and its relative change between checkpoints.
 
-    Up to 12 leaves have a line each; more are put together by the first parts of their paths. A run
-    without a checkpoint has no panel; `problems` gets, by run, the checkpoints that are found damaged.
+    Up to 12 leaves have a line each; more are put together by the first parts of their paths.
     """
     panels: list[Panel] = []
     steps = [run.steps() for _, run in runs]

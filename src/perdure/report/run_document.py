@@ -47,20 +47,11 @@ def read_run(
     leaves: str | Iterable[str] | None = None,
     verified: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Mapping[int, Manifest]]:
-    """Read what a report says about a run, and its readable manifests by step.
+    """What a report says about a run, and its readable manifests by step. Damage raises nothing.
 
-    Damage is reported and raises nothing.
-
-    Args:
-        run: The run.
-        logs: Log directories of `perdure run`; looked for by default.
-        leaves: The leaves that the heat map compares; all by default.
-        verified: The document of `perdure verify --json`; None if there is none.
-
-    Raises:
-        UnreachableError: The run directory cannot be listed.
-        ArgumentError: `leaves` selects nothing.
-        NotARunError: One of `logs` has no record.
+    `logs` of `perdure run` are looked for by default, `verified` is the document of `perdure verify
+    --json`. Raises UnreachableError, ArgumentError (`leaves` selects nothing), NotARunError (of
+    `logs`).
     """
     contents, problems = contents_and_problems(run)
     manifests = contents.manifests
@@ -89,10 +80,7 @@ def read_run(
 
 
 def contents_and_problems(run: Run) -> tuple[View, Problems]:
-    """What the run holds, and which checkpoints are damaged as far as names and sizes tell.
-
-    Raises `UnreachableError` if the run directory cannot be listed.
-    """
+    """What the run holds, and which checkpoints are damaged as far as names and sizes tell."""
     try:
         contents = run.contents()
         problems = _problems(contents)
@@ -163,14 +151,9 @@ def _different(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def compare_runs(
     documents: Sequence[Mapping[str, Any]], manifests: Sequence[Mapping[int, Manifest]]
 ) -> dict[str, Any]:
-    """What several runs have in common and what differs, from their manifests and metrics.
-
-    Returns:
-        `recipe`: by field that differs, the value of each run (None if it has none); `recipe_fields`:
-        all fields that were compared; `metrics`: by metric that differs at a step that all have it of,
-        the first such step and its `values`; `common_steps`: how many steps all runs have a readable
-        checkpoint of; `first_different_step`: the first of them whose fingerprints differ, or None;
-        `leaves`: up to 8 leaves that differ there, of `different_leaves` in all.
+    """What several runs have in common and what differs, from their manifests and metrics: fields
+    of the recipes, metrics at their first different step, and the leaves that differ at the
+    first common step with another fingerprint.
     """
     recipes = [document["recipe"] for document in documents]
     metrics: dict[str, dict[str, Any]] = {}
@@ -202,9 +185,7 @@ def compare_runs(
 def metric_series(run: Run, manifests: Iterable[Manifest]) -> tuple[dict[str, Series], int]:
     """The metrics of a run by name, and how many lines of `metrics.jsonl` cannot be read.
 
-    Where both have a value of one step, that of `metrics.jsonl` is taken. A run in a bucket has no
-    `metrics.jsonl`, and neither has one that no `Trainer` made: their metrics are those that the
-    checkpoints were saved with.
+    Without that file (a bucket, no `Trainer`) they are those that checkpoints were saved with.
     """
     rows: list[tuple[int, Mapping[str, Metric]]] = [(m.step, m.metrics) for m in manifests]
     unread = 0
@@ -243,19 +224,13 @@ def replay_rows(storage: Storage) -> list[dict[str, Any]]:
 
 
 def find_life(run: Run, logs: Sequence[Path]) -> dict[str, Any] | None:
-    """The life of a run in plain values: the totals, and each start with its attempts.
+    """The life of a run in plain values: the totals, and each start with its attempts; None if
+    unknown.
 
-    It is that of the program that saved checkpoints in this run directory, or in one of the same name
-    if none did; of a run without a checkpoint the newest program in `logs`. None if there is none.
-
-    Args:
-        run: The run.
-        logs: Log directories of `perdure run`. If none is given, `perdure-logs` is looked for in
-            the run directory, in the two directories above it, and in the working directory.
-
-    Raises:
-        NotARunError: One of `logs` has no log of `perdure run`.
-        UnreachableError: One of `logs` cannot be read.
+    It is that of the program that saved in this run directory, or in one of the same name; of a run
+    without a checkpoint the newest in `logs`. By default `perdure-logs` is looked for in the run
+    directory, the two above it, and the working directory. Raises NotARunError, UnreachableError
+    (of `logs`).
     """
     least = 0 if logs and not run.steps() else 1
     best: tuple[int, str] = least, ""

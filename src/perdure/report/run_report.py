@@ -145,11 +145,7 @@ def _document(path: Path, fields: set[str], command: str) -> dict[str, Any]:
 def write_output(path: Path, data: bytes) -> None:
     """Write `data` to `path`; an older file of the same kind is replaced in one step.
 
-    An existing file that does not begin with the same bytes is no page, or no picture of this kind: it
-    is kept. A pipe or a device is written to.
-
-    Raises:
-        ArgumentError: The file holds something else, or cannot be written.
+    A file that begins with other bytes is kept: ArgumentError. A pipe or a device is written to.
     """
     try:
         if os.path.lexists(path) and not path.is_file():

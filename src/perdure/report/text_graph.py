@@ -17,13 +17,7 @@ _LEAST_WIDTH = 10
 
 
 def text_graph(panels: Sequence[Panel], width: int, levels: str = BLOCKS) -> list[str]:
-    """The lines of text.
-
-    Args:
-        panels: What to draw.
-        width: Characters of a line.
-        levels: The characters from low to high.
-    """
+    """The lines of text, `width` characters each; `levels` are the characters from low to high."""
     lines: list[str] = []
     for panel in panels:
         steps = [step for line in panel.lines for step, _ in line.points]
@@ -71,9 +65,8 @@ class _Graph(NamedTuple):
         return levels[min(len(levels) - 1, int(share * len(levels)))]
 
     def drawn(self, line: PlotLine, levels: str) -> str:
-        """The mean of the values in each column; one without a step has that of the column before it.
-
-        Columns before the first step of the line and after its last one are empty.
+        """The mean of the values in each column; one without a step has that of the column before
+        it.
         """
         found: dict[int, list[float | None]] = {}
         for step, value in line.points:

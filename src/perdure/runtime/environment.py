@@ -1,10 +1,10 @@
-"""The versions and settings that can change bits, for recipes. Changes nothing, imports no framework.
+"""The versions and settings that can change bits, for recipes. Changes nothing, imports no
+framework.
 
-Strategies, `fit` and managers read the same table. Nothing in it depends on the number of devices,
-processes or hosts. PyTorch has two families of settings for the precision of operations on float32:
-the older ones (`set_float32_matmul_precision`, `allow_tf32`) and the newer `fp32_precision` of each
-backend. Both are read, because the older names raise once the newer ones were used, and do not know
-all of what those can say. TF32 and bfloat16 are no less deterministic than float32: another recipe.
+Nothing in it depends on the number of devices, processes or hosts. PyTorch has two families of
+settings for the precision of float32 (`set_float32_matmul_precision`, `allow_tf32`, and
+`fp32_precision` of each backend). Both are read: the older names raise once the newer ones were
+used.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _TORCH_OLDER = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "m
 def of_jax(device: Any, threads: int | str, deterministic: bool) -> Settings:
     """The fields of a recipe for computing with JAX on `device`.
 
-    `threads` and `deterministic` are what the caller knows of the CPU's thread pool and of
+    `threads` and `deterministic` say what is known of the CPU's thread pool and
     `XLA_DETERMINISTIC`.
     """
     jax = sys.modules["jax"]
@@ -185,10 +185,10 @@ def cores() -> int | None:
 
 
 def instruction_set(cpuinfo: str | None = None, machine: str | None = None) -> str:
-    """`x86_64 AuthenticAMD: avx avx2 f16c fma`: architecture, vendor, and what kernels are chosen by.
+    """`x86_64 AuthenticAMD: avx avx2 f16c fma`: architecture, vendor (MKL looks at it), what
+    kernels use.
 
-    The vendor, because MKL looks at it. `cpuinfo` is the text of Linux' /proc/cpuinfo; without one only
-    the architecture is known.
+    Without `cpuinfo`, the text of /proc/cpuinfo, only the architecture is known.
     """
     if cpuinfo is None:
         path = Path("/proc/cpuinfo")
@@ -205,9 +205,8 @@ def instruction_set(cpuinfo: str | None = None, machine: str | None = None) -> s
 
 
 def variables(kind: str, environ: Mapping[str, str] | None = None) -> str:
-    """`MKL_CBWR=AVX2 XLA_FLAGS=--xla_cpu_enable_fast_math=true`; empty if nothing is set.
-
-    `kind` is "cpu" or "gpu": what counts for the other kind alone is left out.
+    """The variables that count for `kind` ("cpu" or "gpu"), as `MKL_CBWR=AVX2 ...`; empty if none
+    is set.
     """
     environ = os.environ if environ is None else environ
     found = [f"{name}={environ[name]}" for name in _VARIABLES[kind] if environ.get(name)]

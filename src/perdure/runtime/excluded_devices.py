@@ -1,9 +1,8 @@
 """What `perdure run` and the audit of its workers tell each other.
 
-PERDURE_AUDIT and PERDURE_ON_CORRUPTION are options of `perdure run`. PERDURE_EXCLUDED_DEVICES ("0,3")
-names the devices that a process leaves out, because an audit found that they compute wrong numbers, in
-the order in which the program names its devices. `perdure run` sets it from the report that a process
-writes beside its heartbeat.
+PERDURE_EXCLUDED_DEVICES ("0,3") names the devices that a process leaves out, because an audit found
+that they compute wrong numbers. `perdure run` sets it from the report that a process writes beside
+its heartbeat.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ Device = TypeVar("Device")
 
 @dataclass(frozen=True)
 class CorruptionReport:
-    """What a process reports to `perdure run`.
-
-    Attributes:
-        devices: Numbers of the devices that were wrong, among all that the program names.
-        left: How many devices the process still has.
-        text: The message of the error.
-    """
+    """What a process reports: numbers of wrong devices, how many are `left`, the text of the error."""
 
     devices: tuple[int, ...]
     left: int
@@ -39,11 +32,7 @@ class CorruptionReport:
 
 
 def excluded_devices() -> frozenset[int]:
-    """The numbers in PERDURE_EXCLUDED_DEVICES.
-
-    Raises:
-        TopologyError: The variable holds something else.
-    """
+    """The numbers in PERDURE_EXCLUDED_DEVICES, or TopologyError."""
     text = os.environ.get(EXCLUDED, "")
     words = [word for word in text.split(",") if word.strip()]
     if not all(word.strip().isdecimal() for word in words):
@@ -52,12 +41,9 @@ def excluded_devices() -> frozenset[int]:
 
 
 def without_excluded(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices that are not excluded.
+    """The devices that are not excluded, or TopologyError if none is left.
 
     A number that no device has is ignored: a program may have a second strategy with fewer devices.
-
-    Raises:
-        TopologyError: None is left.
     """
     excluded = excluded_devices()
     left = tuple(device for number, device in enumerate(devices) if number not in excluded)
@@ -76,13 +62,7 @@ def named_numbers(count: int) -> list[int]:
 
 
 def report_corruption(local: Sequence[int], count: int, text: str) -> bool:
-    """Tell `perdure run` which devices of this process were wrong; False outside of it.
-
-    Args:
-        local: Their numbers among the `count` devices in use.
-        count: How many devices the process uses.
-        text: The message of the error.
-    """
+    """Tell `perdure run` which of this process's `count` devices were wrong; False outside of it."""
     numbers = named_numbers(count)
     devices = [numbers[device] for device in local]
     report = {"devices": devices, "left": count - len(local), "text": text}

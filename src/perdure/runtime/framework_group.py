@@ -26,10 +26,8 @@ class FrameworkGroup:
 
 
 def framework_group(engine: str | None = None) -> FrameworkGroup | None:
-    """The group that the program or its launcher has initialized already; None if there is none.
-
-    Args:
-        engine: "jax" or "torch" for the group of that framework; None for the larger of both groups.
+    """The group that the program or its launcher has initialized (the larger of two); None for
+    none.
     """
     groups = [
         group

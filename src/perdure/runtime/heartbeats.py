@@ -1,11 +1,10 @@
 """Heartbeats: a training process reports its step and phase to its supervisor.
 
-The file named by PERDURE_HEARTBEAT_FILE holds one line of JSON of a fixed length, which one system call
-overwrites in place (about 2 µs). Without the variable a beat costs one comparison. Times are of the
-machine's monotonic clock, which all its processes share and which a change of the date does not move.
-Invariant: one process writes. The first that imports perdure owns the file until it ends; a child
-leaves it alone, unless it alone reports steps, and a parent takes it from a child that was earlier.
-What is rare, and longer than a line, is a report: a document of its own beside that file.
+The file PERDURE_HEARTBEAT_FILE holds one line of JSON of a fixed length, overwritten in place by
+one system call (about 2 µs). Times are of the machine's monotonic clock. Invariant: one process
+writes, the first that imports perdure. A child leaves the file alone, unless it alone reports
+steps, and a parent takes it from a child that was earlier. What is rare, and longer than a line, is
+a report beside it.
 """
 
 from __future__ import annotations
@@ -35,16 +34,8 @@ LENGTH = 256
 class Beat(msgspec.Struct):
     """The last heartbeat of a process. Steps count finished steps; times are monotonic seconds.
 
-    Attributes:
-        phase: What the process is doing now; one of `PHASES`.
-        step: How many steps are finished; None if it has not reported that yet.
-        time: When it reported this.
-        pid: Its process id.
-        start: The step that it began at.
-        first: When it first reported a finished step after `start`.
-        saving: The step that is being made durable in the background; None for none.
-        first_step: The step that it reported at `first`; later than `start + 1` in a loop that does not
-            report every step.
+    `start` is the step that it began at, `first` when it reported `first_step` after it, `saving`
+    the step that is being made durable.
     """
 
     phase: str

@@ -13,17 +13,10 @@ HOST = "127.0.0.1"
 
 
 def free_ports(count: int, host: str = HOST) -> list[int]:
-    """Find ports of `host` that are free now, all different.
+    """Different free ports of `host` ("" and "::": all addresses), or LaunchError.
 
-    None is from the range that the kernel assigns by itself, because an outgoing connection could take
-    such a port before the worker listens.
-
-    Args:
-        count: How many ports.
-        host: The address that the workers will listen on; "" and "::" stand for all addresses.
-
-    Raises:
-        LaunchError: If there are fewer free ports.
+    None is from the range that the kernel assigns by itself, because an outgoing connection could
+    take it.
     """
     low, high = 20000, _first_ephemeral()
     rng = random.SystemRandom()

@@ -36,8 +36,7 @@ class Rank(Protocol):
 class Processes(Rank, Protocol):
     """A group of processes that run the same program on one run directory.
 
-    All but `channel` are collectives: every process calls them, and they raise `WorkerLostError` if a
-    process is gone.
+    All but `channel` are collectives, and raise `WorkerLostError` if a process is gone.
     """
 
     def barrier(self) -> None:
@@ -49,24 +48,19 @@ class Processes(Rank, Protocol):
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes that each process passed, in the order of their numbers, in every process.
-
-        With many processes these are many bytes for each: `agree` sends less.
+        """The bytes of each process in the order of their numbers, in every process; `agree` sends
+        less.
         """
         ...
 
     def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """In every process, what `decide` makes in process 0 of the bytes that each process passed.
-
-        `decide` gets them in the order of the numbers, and raises nothing.
+        """In every process what `decide`, which raises nothing, makes in process 0 of the bytes of
+        all.
         """
         ...
 
     def collect(self, data: bytes) -> list[bytes]:
-        """In process 0 the bytes that each process passed, in the order of their numbers.
-
-        The others get an empty list, and wait for nobody: one message for each process.
-        """
+        """In process 0 the bytes of each process, in order; the others get [] and wait for nobody."""
         ...
 
     def any(self, flag: bool) -> bool:
@@ -74,10 +68,7 @@ class Processes(Rank, Protocol):
         ...
 
     def channel(self, name: str) -> Processes:
-        """The same group, whose operations on this channel do not mix with those of other channels.
-
-        Not a collective. The same name gives the same channel.
-        """
+        """The same group, on a channel of its own for each name. Not a collective."""
         ...
 
 

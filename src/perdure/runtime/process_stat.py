@@ -9,10 +9,6 @@ TIMES = slice(11, 15)
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """The fields after the name of the program, which may hold anything.
-
-    Raises:
-        OSError: There is no such process.
-    """
+    """The fields after the name of the program, which may hold anything; OSError without a process."""
     with open(f"/proc/{pid}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()

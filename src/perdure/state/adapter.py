@@ -23,9 +23,8 @@ from perdure.store.shard_plan import Region
 class Node(NamedTuple):
     """An interior value: its children by key, and the function that rebuilds it from new children.
 
-    A child with an empty key adds nothing to the path. `rebuild` returns a new value, or with
-    `in_place` changes the value (a Keras layer), which cannot fail once its leaves fit and is done
-    last.
+    A child with an empty key adds nothing to the path. With `in_place` the value is changed (a
+    Keras layer), which cannot fail once its leaves fit and is done last.
     """
 
     children: Collection[tuple[str, Any]]

@@ -56,9 +56,8 @@ class PositionedIterator(Stateful):
 
 
 def _order_of(iterator: Any) -> Order | None:
-    """The seeds and lengths below an iterator of Grain; None for any other.
-
-    Grain has no public names for them. What a release does not have under these names is left out.
+    """The seeds and lengths below an iterator of Grain, which has no public names; None for any
+    other.
     """
     grain = sys.modules.get("grain")
     if grain is None or not isinstance(iterator, getattr(grain, "DatasetIterator", ())):

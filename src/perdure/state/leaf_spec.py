@@ -74,10 +74,8 @@ Check = Callable[[Mapping[str, Leaf]], list[Difference]]
 
 
 def fits(expected: LeafSpec, stored: LeafSpec) -> bool:
-    """Whether a stored leaf can take a place in a target.
-
-    A Python number takes a zero-dimensional array of its kind: a counter that starts as `0` is an
-    array after the first compiled step.
+    """Whether a stored leaf fits a place; a Python number takes a zero-dimensional array of its
+    kind.
     """
     kinds = {
         "py:int": ("int", "uint"),

@@ -47,12 +47,10 @@ def _refuse_live(_: Any, path: str) -> Any:
 
 
 class ObjectStates:
-    """The leaves of a checkpoint, from which states of objects are built and with which they are
-    compared.
+    """The leaves of a checkpoint, from which states of objects are built, and compared with.
 
-    `rebuild` restores a live object inside a state; `keep` has values of modules that keep their
-    present value; `sharded` an array with the sharding of each leaf of which only shards were read.
-    With `takes` an object that changes no array may get the memory of the leaves.
+    `rebuild` restores a live object inside a state; `keep` has values of modules that stay; with
+    `takes` an object that changes no array may get the memory of the leaves.
     """
 
     def __init__(

@@ -187,9 +187,8 @@ def _same(one: Any, other: Any) -> bool:
 class RestoreCheck:
     """Compares the state that is saved with the target that the program restores into.
 
-    The first save is compared in full, without a target with the state itself; later ones, and
-    those after a restore, if their structure has changed. A run that continues from parts of a
-    checkpoint is warned once.
+    The first save is compared in full; later ones, and those after a restore, if their structure
+    has changed.
     """
 
     def __init__(self) -> None:
@@ -226,9 +225,12 @@ class RestoreCheck:
         return walk
 
     def restored(self, step: int, leaves: Mapping[str, Leaf] | None, *, exactly: bool) -> None:
-        """A restore gave the program the state of `step` (`exactly`), or another one or parts of it.
-        A target has accepted `leaves`, if there was one: another structure is only a warning from now
-        on. An error would stop an interrupted run at a step that an uninterrupted one passes."""
+        """A restore gave the program the state of `step` (`exactly`), or another one or parts of
+        it.
+
+        Another structure than that of `leaves` is only a warning from now on: an error would stop
+        an interrupted run at a step that an uninterrupted one passes.
+        """
         if exactly:
             self._exact, self._partial = step, None
             self._known = self._known if leaves is None else _structure(leaves)

@@ -47,16 +47,10 @@ class StoredState(NamedTuple):
 class RestorePlan:
     """What a restore into a target does. All paths are those of the target, after a rename.
 
-    `refusals` says why objects did not take their state, which keep theirs. Raises `MismatchError`
-    if a pattern or a rename fits nothing.
-
-    Attributes:
-        leaves: What is restored; `specs` has everything in the checkpoint.
-        keep: Leaves, values of modules, objects and branches of the target that stay as they are.
-        expected: dtype and shape of each leaf that can be restored on its own; None if it takes
-            any. Empty if everything has to fit.
-        sharded: The arrays of the target that decide how leaves of objects are sharded.
-        differences: Why it cannot be done; empty if it can.
+    `keep` stays as it is; `expected` is what each leaf that can be restored on its own may be (None
+    takes any); `sharded` decides how leaves of objects are sharded; `differences` say why it cannot
+    be done, `refusals` which objects keep their state. Raises `MismatchError` if a pattern or a
+    rename fits nothing.
     """
 
     def __init__(

@@ -290,9 +290,7 @@ def _class_of(value: Any) -> Any:
 def flatten(
     state: Any, fresh: FreshTarget | None = None, adapters: Sequence[Adapter] | None = None
 ) -> Leaves:
-    """Every leaf of a state (or of its `Walk`) by its path, sharing memory with the live arrays.
-    What the run has made of the `fresh` target is described in `containers`. `adapters` make leaves
-    of arrays."""
+    """Every leaf of a state (or of its `Walk`) by its path, sharing memory with the live arrays."""
     is_walked = adapters is None or isinstance(state, (Walk, Unwalked))
     walk = Walk.of(state) if is_walked else Walk(state, adapters=adapters)
     leaves = walk.leaves(adapters)
@@ -395,10 +393,7 @@ def _describe(entry: LeafEntry) -> Any:
 
 
 def is_state(value: Any) -> bool:
-    """Whether `value` itself is a leaf or a container of leaves.
-
-    An object of the program that can be called is none, unless a framework takes it.
-    """
+    """Whether `value` is a leaf or a container of leaves; a callable only if a framework takes it."""
     adapters = loaded_adapters()
     if callable(value) and is_plain_object(value):
         adapters = adapters[:-1]

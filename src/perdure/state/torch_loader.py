@@ -461,10 +461,7 @@ def _warn_of_empty_loop(step: int, epoch: int) -> None:
 
 
 def _warn_of_cycle(batches: Any) -> None:
-    """Warn if an `itertools.cycle` has received all of `batches`, the iterator of a loader.
-
-    It takes some milliseconds, because all objects of the process are searched.
-    """
+    """Warn if an `itertools.cycle` has all of `batches`: all objects of the process are searched."""
     if any(type(referrer) is itertools.cycle for referrer in gc.get_referrers(batches)):
         warnings.warn(
             "itertools.cycle keeps the batches of its first pass over this ResumableLoader and gives "

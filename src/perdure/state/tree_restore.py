@@ -65,14 +65,9 @@ def restore_requested(
     """`restore` of what `request` asks for; the rest of `like` stays. Returns the state and a
     report.
 
-    Args:
-        like: the target.
-        leaves: the leaves of the checkpoint that the request wants, by their paths there.
-        request: what to restore, and how.
-        stored: everything that the checkpoint has.
-        takes: whether values may be in the memory of `leaves`, which nobody uses afterwards.
-        replaced: is given the members of `like` that are not in the returned state.
-        shared: by path, the number of an object that is at several paths.
+    `stored` is all that the checkpoint has, `leaves` what is wanted of it, whose memory values may
+    use with `takes`. `replaced` gets the members that are not in the returned state; `shared`
+    numbers objects that are at several paths.
     """
     with gc_paused(len(leaves)):
         refusals: dict[str, str] = {}

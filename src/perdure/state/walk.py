@@ -74,26 +74,11 @@ class Branch:
 class Walk:
     """The leaves, containers and objects of a state by path.
 
-    Args:
-        stored: for a restore, the specs of the checkpoint: some structures depend on what was
-            stored.
-        path: the path of `state`, if it is a part of another one.
-        selection: which leaves to walk. Other branches are not entered, and may hold anything.
-        adapters: what takes the values; by default the adapters of the imported frameworks.
-        containers: for a restore, what the checkpoint says about containers.
-
-    Attributes:
-        root: the state itself, as the number of a leaf or a `Branch`.
-        paths, values: the leaves, in their order.
-        runs: (start, stop) of leaves of one type.
-        takers: the adapter of each type of leaf.
-        objects, states: the objects with `load_state_dict`, and those of their states that were
-            read.
-        branches, kinds: the containers, and their types.
-        unselected, pruned: the paths of values that are not selected, or were not entered.
-
-    Raises:
-        UnsupportedLeafError: a value cannot be restored exactly. The message starts with its path.
+    `stored` and `containers` say for a restore what the checkpoint has: some structures depend on
+    it. Branches that `selection` leaves out are not entered (`unselected`, `pruned`). `root` is the
+    number of a leaf or a `Branch`; `runs` are (start, stop) of leaves of one type, `takers` its
+    adapters. Raises UnsupportedLeafError, with the path, for a value that cannot be restored
+    exactly.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""Page-aligned memory, and buffers of it that are reused: touching new pages costs several times more.
-
-The memory is private to the process, so that a forked child never writes into the buffers of its
-parent.
-"""
+"""Private page-aligned memory, reused, because touching new pages costs several times more."""
 
 from __future__ import annotations
 
@@ -30,10 +26,7 @@ _free: list[mmap.mmap] = []
 
 
 def pages(nbytes: int) -> mmap.mmap:
-    """New page-aligned memory of at least one byte, in huge pages if the system has them.
-
-    The system gets the memory back once the last view of it is gone.
-    """
+    """New page-aligned memory of at least one byte, in huge pages if the system has them."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= SMALL_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # without huge pages the memory has ordinary ones
@@ -42,14 +35,11 @@ def pages(nbytes: int) -> mmap.mmap:
 
 
 def leaf_memory(nbytes: int) -> memoryview:
-    """New memory for a leaf, writable, page-aligned unless it is small, and free once the leaf is.
+    """New writable memory for a leaf, page-aligned unless it is small; MemoryError or OSError for
+    none.
 
-    To touch ordinary pages takes four times as long as to verify their bytes. The system joins
-    mappings that follow each other, so that leaves of one restore, which takes the memory of all before
-    it fills any, are in huge pages even if each is smaller than one.
-
-    Raises:
-        MemoryError, OSError: There is no memory.
+    The system joins mappings that follow each other, so that leaves of one restore are in huge
+    pages even if each is smaller than one.
     """
     return memoryview(bytearray(nbytes) if nbytes < SMALL_BYTES else pages(nbytes))
 
@@ -78,10 +68,7 @@ def copy_bytes(target: memoryview, source: memoryview | bytes) -> None:
 
 
 class CopyBuffer:
-    """Memory for the copies of one list of arrays at a time; it grows to the largest of them.
-
-    Copying into pages that the process has not touched before takes several times as long.
-    """
+    """Memory for the copies of one list of arrays at a time; it grows to the largest of them."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None

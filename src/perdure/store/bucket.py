@@ -1,7 +1,6 @@
 """Requests to an object store through obstore, with options, retries and the check for forks.
 
-Every failure becomes an `OSError` that names the URL and the operation, and says what to do. obstore is
-imported when the first bucket is opened.
+Every failure becomes an `OSError` with the URL, the operation and what to do.
 """
 
 from __future__ import annotations
@@ -121,9 +120,8 @@ class Bucket:
         return bytes(self.call("reading", name, self._get, name))
 
     def stream(self, name: str, start: int, length: int) -> Iterator[memoryview]:
-        """Bytes of an object from `start`, in pieces as they arrive; fewer only at its end.
-
-        The object must have at least one byte there. A transfer that breaks off is continued.
+        """Bytes of an object from `start`, in pieces as they arrive; a broken transfer is
+        continued.
         """
         position, broke_at = start, -1
         while position < start + length:
@@ -152,7 +150,7 @@ class Bucket:
         return self._put(name, data, "overwrite")
 
     def put_over(self, name: str, data: bytes, version: Mapping[str, str]) -> Mapping[str, str]:
-        """Replace an object of exactly this version; raises `BlockingIOError` if it has another one.
+        """Replace an object of exactly this version; `BlockingIOError` if it has another one.
 
         A store may use a hash of the bytes as the version, so no two values of `data` may be equal.
         """
@@ -161,8 +159,8 @@ class Bucket:
     def create(self, name: str, data: bytes) -> Mapping[str, str]:
         """Write an object if there is none of that name, or raise `FileExistsError`.
 
-        Of several writers at the same time one succeeds. If the answer to a request was lost, the
-        attribute of the object says whether this attempt created it.
+        If the answer to a request was lost, an attribute of the object says whether this attempt
+        created it.
         """
         attempt = secrets.token_hex(8)
         for number in range(_CREATE_ATTEMPTS):
@@ -215,9 +213,8 @@ class Bucket:
             return
 
     def list(self, prefix: str, after: str | None = None) -> Iterator[tuple[str, Entry]]:
-        """Names under `prefix` that follow `after`, each once, with size and version tag.
-
-        A listing that breaks off is continued.
+        """Names under `prefix` after `after`, each once, with size and version; a broken listing is
+        continued.
         """
         last, broke_at = after, None
         while True:

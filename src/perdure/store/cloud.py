@@ -150,10 +150,8 @@ class CloudStorage(Storage):
 class CloudSink(Sink):
     """See `perdure.store.storage.Sink`. Nothing is visible before `commit`.
 
-    An object of up to `single_put_bytes` is sent as a whole by `commit`, so that creating it is
-    exclusive. A larger one is sent in parts, and whether its name is taken is checked just before the
-    end. Two writers that create the same large name at the same time would both succeed, so such names
-    must be unique.
+    A small object is created exclusively. A large one is sent in parts, and two writers of one
+    large name would both succeed, so such names must be unique.
     """
 
     def __init__(

@@ -48,10 +48,7 @@ Encode = Callable[[memoryview, str, str], memoryview]
 
 
 def encoder(name: str | None) -> Encode | None:
-    """The encoder of a codec by its name; None for None.
-
-    Raises `StoreError` if the name is not known or the library is missing.
-    """
+    """The encoder of a codec by its name; None for None. Raises `StoreError` if there is none."""
     if name is None:
         return None
     if name not in CODECS:
@@ -83,10 +80,7 @@ def encode(data: memoryview, dtype: str, digest: str) -> memoryview:
 
 
 def decode(stored: memoryview, digest: str, target: memoryview) -> str | None:
-    """Decode a chunk into `target`, which has its size; returns what is wrong with it, or None.
-
-    Accepts any bytes without raising, and takes the memory of a few chunks at most.
-    """
+    """Decode any bytes into `target`, in little memory; returns what is wrong with them, or None."""
     import numpy as np  # not needed to list a run
 
     if not is_intact(stored, digest, len(target)):

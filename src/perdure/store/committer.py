@@ -59,14 +59,8 @@ BYTES_PER_SAVE = 64 * 1024
 class PreparedSave:
     """A save that may go ahead: the step continues the run, and the disk has room for it.
 
-    Attributes:
-        step: The step.
-        leaves: The leaves of the state by path. Other processes hold the bytes of some.
-        process_leaves: Leaves that belong to one process each and are no part of the fingerprint.
-        stored_chunks: Places of the chunks that need not be written, by hash.
-        nbytes: Bytes of the state.
-        present: The manifest of the step, if the same state is committed already.
-        is_committed: Whether the process leaves are committed with it, so that nothing is written.
+    `stored_chunks` are the places of chunks that need not be written; `present` is the manifest of
+    the step if the same state is committed, and `is_committed` says that nothing is written.
     """
 
     step: int
@@ -91,18 +85,11 @@ class Committer:
     def prepare(
         self, step: int, leaves: Mapping[str, AnyLeaf], process_leaves: Mapping[str, AnyLeaf]
     ) -> Iterator[PreparedSave]:
-        """Begin a save whose chunks one process or several write.
+        """Begin a save whose chunks one process or several write; arguments and errors as of
+        `Run.save`.
 
-        In the `with` block the caller makes the chunks durable that `PreparedSave.stored_chunks` lacks,
-        and calls `commit`. An error in the block becomes what `Run.save` raises.
-
-        Args:
-            step: As for `Run.save`.
-            leaves: As for `Run.save`. Other processes may have the bytes of some.
-            process_leaves: As for `Run.save`.
-
-        Raises:
-            StoreError: As `Run.save`.
+        In the `with` block the caller makes the chunks durable that `stored_chunks` lacks, and
+        commits.
         """
         if not 0 <= step <= MAX_STEP:
             raise StoreError(
@@ -160,17 +147,9 @@ class Committer:
         recipe: Mapping[str, RecipeValue] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Manifest:
-        """Commit a save whose chunks are durable; it survives power loss on return.
+        """Commit a save whose chunks are durable; the returned manifest survives power loss.
 
-        Args:
-            save: From `prepare`.
-            written: The entries of all leaves; None if the save is committed already, in which case
-                only `metrics` that it lacks are added.
-            recipe: As for `Run.save`.
-            metrics: As for `Run.save`.
-
-        Returns:
-            The manifest that is committed.
+        `written` is None if the save is committed already; then only missing `metrics` are added.
         """
         plain = plain_metrics(metrics or {})
         if written is None:
@@ -192,14 +171,8 @@ class Committer:
     ) -> None:
         """Commit a copy of a checkpoint whose chunks are durable; it survives power loss on return.
 
-        Args:
-            manifest: The checkpoint.
-            located: Places of the chunks that were written for it.
-            replace: Replace the manifest of that step, which must have the same fingerprint.
-
-        Raises:
-            FileExistsError: The step is taken, without `replace`.
-            OSError: The storage failed.
+        With `replace` it takes the place of the manifest of that step, which must have its
+        fingerprint.
         """
         manifest = msgspec.structs.replace(manifest, run=self._run)
         self._directory.added(manifest, self._store(manifest, replace=replace), located)
@@ -274,13 +247,11 @@ class Committer:
     def _committed(
         self, step: int, leaves: Mapping[str, AnyLeaf], process_leaves: Mapping[str, AnyLeaf]
     ) -> tuple[Manifest | None, bool]:
-        """The manifest of `step` if it is committed, None if the step continues the run; and whether
-        it has these bits.
+        """The manifest of `step` if it is committed, and whether it has these bits; else
+        `HistoryError`.
 
-        It has not if it was saved in the last iteration of an epoch, and this save is after the loop:
-        what follows the loop may change the state, and this save takes the place of that one.
-
-        Raises `HistoryError` for everything else.
+        Other bits are allowed for a step that the last iteration of an epoch saved: what follows
+        the loop may change the state, and this save takes the place of that one.
         """
         if not (later := steps_from(self._storage, step)):
             refused = None if self._session.starts_over else self._session.refusal
@@ -343,10 +314,7 @@ class Committer:
     def _merged_metrics(
         self, present: Manifest, metrics: Mapping[str, Metric]
     ) -> dict[str, Metric]:
-        """The metrics of a committed step with those that it lacks; a note on those that differ.
-
-        A difference is no error, because a metric may be a time.
-        """
+        """The metrics of a committed step with those that it lacks; a note on those that differ."""
         merged = dict(metrics) | present.metrics
         differing = [
             f"{name} is {merged[name]} there and {value} in this save"
@@ -450,12 +418,10 @@ def ensure_free_space(
     process_leaves: Mapping[str, AnyLeaf],
     known: Collection[str],
 ) -> None:
-    """Raise `OSError` (ENOSPC), with the bytes that are needed and free, if a save cannot fit.
+    """Raise `OSError` (ENOSPC), with the bytes needed and free, if a save cannot fit.
 
-    The bytes to write are known only after hashing, because chunks that are there already are not
-    written again. So the size of the whole state is compared first, and only if that does not fit is it
-    hashed. `leaves` are those of the state, in all processes together, of `nbytes` bytes, and `known`
-    the hashes of chunks that will not be written. `process_leaves` are always written.
+    Known chunks are not written again, and only hashing tells which: so the whole state is compared
+    first, and hashed only if that does not fit.
     """
     own = sum(leaf.nbytes for leaf in process_leaves.values())
     count = len(leaves) + len(process_leaves)

@@ -1,7 +1,7 @@
 """Copying verified chunks into a new pack, for compactions and copies of checkpoints.
 
 Invariant: a manifest is replaced only after its chunks are durable in the new pack, by one that has
-the same fingerprint. The old packs stay; the caller deletes them afterwards.
+the same fingerprint. The caller deletes the old packs afterwards.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ def compact(
 ) -> tuple[dict[int, Manifest], dict[str, DamagedChunk | UnreadChunk]]:
     """Move what `manifests` read from `packs` into one new pack, and replace those manifests.
 
-    `manifests` must be every manifest that reads from them. Returns the new manifests by step, and
-    the packs that were left as they are because a chunk in them is damaged or cannot be read, with
-    the error. On return the new pack and the manifests are durable.
+    `manifests` must be all that read from them. Returns the new manifests by step, and the packs
+    that stay, with the error. On return the new pack and the manifests are durable.
     """
     chosen = sorted(packs)
     left: dict[str, DamagedChunk | UnreadChunk] = {}
@@ -108,21 +107,11 @@ def copy_chunks(
     find_again: Callable[[DamagedChunk], Mapping[str, LiveChunks]] | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> tuple[PackEntry, dict[str, StoredChunk]]:
-    """Copy each of the `live` chunks of `source` once, verified, into one new pack of `target`.
+    """Copy each of the `live` chunks once, verified and as it is stored, into one durable new pack.
 
-    Encoded chunks are copied as they are stored. At most `READ_AHEAD` reads of CHUNK_BYTES are in
-    memory. The pack is durable on return; on an error nothing but a temporary file is left.
-
-    Args:
-        source, target: Where the packs of `live` are, and where the new pack is written.
-        step: The step in the new pack's name.
-        live: The chunks to copy, by pack and offset; at least one.
-        find_again: Called when a chunk is not at its place; returns where all chunks are now, or
-            raises. Chunks that were copied already are not read again.
-        before: Called before each read, in any thread; what it raises ends the copy.
-
-    Returns the entry of the new pack, and the place of each chunk by its hash. Raises `DamagedChunk` if
-    `find_again` is None, and `UnreadChunk`.
+    `find_again` returns where all chunks are after a prune moved one; `before` is called before
+    each read, and what it raises ends the copy. Returns the entry of the pack and the places by
+    hash.
     """
     name = pack_name(step, 0, secrets.token_hex(4))
     pack = NewPack(target, name, {}, relocated_size(live))
@@ -153,10 +142,7 @@ def check_chunks(source: Storage, live: Mapping[str, LiveChunks]) -> None:
 def relocated(
     manifest: Manifest, place: Callable[[str, Chunk], StoredChunk], size: Callable[[str], int]
 ) -> Manifest:
-    """`manifest` with its chunks at other places; the fingerprint and all other fields are equal.
-
-    `place` returns the new place for a chunk, given the name of its pack; `size` the bytes of a pack.
-    """
+    """`manifest` with its chunks at other places; the fingerprint and all other fields are equal."""
     builder = EntryBuilder()
 
     def moved(chunk: Chunk) -> StoredChunk:
@@ -173,9 +159,8 @@ def relocated(
 
 
 def _in_order(live: Mapping[str, LiveChunks], done: Collection[str]) -> list[Wanted]:
-    """The chunks that are not `done`, each once.
-
-    Large chunks of whole blocks come first, as in a pack that a save writes.
+    """The chunks that are not `done`, each once, large ones of whole blocks first, as a save has
+    them.
     """
     smallest = {chunk: None for chunk in _smallest(live) if chunk[0] not in done}
     rows: list[tuple[bool, str, int, PackedChunk]] = []
@@ -206,11 +191,10 @@ def rewrite(
     bad: Collection[tuple[str, int]],
     known: Mapping[str, StoredChunk],
 ) -> tuple[dict[int, Manifest], list[int]]:
-    """Let manifests read the chunks at the `bad` places, (pack, offset), from `known` places instead.
+    """Let manifests read the chunks at the `bad` places, (pack, offset), from `known` places
+    instead.
 
-    Returns:
-        The new manifests by step, which are durable, and the steps that still need a chunk at a bad
-        place.
+    Returns the new, durable manifests by step, and the steps that still need a bad place.
     """
     renewed: dict[int, Manifest] = {}
     left: list[int] = []
@@ -237,10 +221,8 @@ def _replace(
     moved: Mapping[tuple[str, int], StoredChunk],
     sizes: Mapping[str, int],
 ) -> Manifest:
-    """Replace a manifest by one with chunks at other places; durable on return.
-
-    `moved` has the new place of each chunk that does not stay, by pack and offset; `sizes` the bytes of
-    each pack that may be named for the first time.
+    """Replace a manifest by one with chunks at `moved` places, by pack and offset; durable on
+    return.
     """
     known = {pack.name: pack.size for pack in manifest.packs} | dict(sizes)
 

@@ -1,8 +1,7 @@
 """Copying checkpoints from one run directory into another: `copy_run`, `fork_run`.
 
-Invariant: a checkpoint is copied through the commit protocol of the target. All of its chunks are
-verified and durable in packs of the target before its manifest is created. The two run directories
-share no file name and no lock, and nothing in the source changes.
+Invariant: all chunks are verified and durable in packs of the target before the manifest is
+created. The two run directories share no file name and no lock; the source does not change.
 """
 
 from __future__ import annotations
@@ -41,14 +40,8 @@ from perdure.store.transfer import lacking, never, transfer
 class Copied:
     """What happened to one step in a copy.
 
-    Attributes:
-        step: The step.
-        outcome: "copied"; "present" (the target has the same bits already); "refused" (the target
-            has other bits at this step, or a newer step); "damaged" (the source cannot give it);
-            "gone" (deleted in the source meanwhile). With `dry_run`, "copied" means would be copied.
-        nbytes: Bytes of chunks written to the target; less than the checkpoint's size when the
-            target held some of its chunks.
-        reason: Why it was not copied, and what to do.
+    `outcome` is "copied" (or would be, with `dry_run`), "present", "refused", "damaged" or "gone"
+    (deleted in the source meanwhile); `reason` says why not and what to do; `nbytes` were written.
     """
 
     step: int
@@ -178,29 +171,14 @@ def copy_checkpoint(
     link: bool = False,
     stopped: Callable[[], bool] = never,
 ) -> int:
-    """Copy one checkpoint of `source` into `target`, whose writer this process is or becomes.
+    """Copy one checkpoint, durable on return, to `target`, whose writer this process is or becomes.
 
-    It is durable on return. If the target has the step with the same fingerprint, it gets the metrics
-    that it lacks, and missing packs are written again. Meanwhile other processes may prune and compact
-    the source.
+    A checkpoint that is present gets the metrics that it lacks, and missing packs are written
+    again. `link` makes hard links of packs that are mostly needed. `stopped` is called before every
+    read; True ends the copy with `CopyStoppedError`. Returns the bytes that were written.
 
-    Args:
-        source: The run that is read.
-        step: The checkpoint.
-        target: The run that is written.
-        link: Make hard links of packs that are mostly needed, if the file systems allow it.
-        stopped: Called before every read; True ends the copy with `CopyStoppedError`.
-
-    Returns:
-        Bytes of the chunks that were written.
-
-    Raises:
-        StepNotFoundError: The source has no such step, or no longer.
-        StepExistsError: The target has other bits at this step, or a newer step.
-        CorruptionError: The checkpoint is damaged in the source.
-        LockedError: Another process writes to the target.
-        SaveError: The target cannot be written to.
-        UnreachableError: The source did not answer.
+    Raises StepNotFoundError, StepExistsError (other bits, or a newer step), CorruptionError or
+    UnreachableError of the source, LockedError or SaveError of the target.
     """
     target.begin_writing()
     manifest = source.manifest(step)
@@ -234,10 +212,9 @@ def copy_checkpoint(
 
 
 def lines_to_carry(source: Run, step: int, target: Run) -> list[JournalEntry]:
-    """The lines of the journal up to `step` that a copy lacks; none if it has others.
+    """The journal up to `step` that a copy lacks; none if it has others.
 
-    Raises `CorruptionError` if one of the logs is damaged. Damage after the line of `step`
-    does not count.
+    Damage after it does not count.
     """
     if not isinstance(source.storage, LocalStorage) or not isinstance(target.storage, LocalStorage):
         return []
@@ -369,11 +346,7 @@ def _whole(target: Run, step: int) -> Manifest | None:
 
 
 def _renew(target: Run, present: Manifest, manifest: Manifest) -> None:
-    """Add the metrics that the target's checkpoint lacks, and make sure that it is durable.
-
-    Only the newest manifest can be visible and not durable: the commit of a later one has synced
-    the directory.
-    """
+    """Add the metrics that the target's checkpoint lacks, and make sure that it is durable."""
     metrics = {**manifest.metrics, **present.metrics}
     if metrics != present.metrics or present.step == target.steps()[-1]:
         renewed = msgspec.structs.replace(present, metrics=metrics)

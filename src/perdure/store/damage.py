@@ -1,9 +1,7 @@
 """What the writer of a run does about damage: quarantine, and chunks that are written again.
 
-A save neither writes nor reads the chunks that earlier saves wrote. So the writer reads a part of them
-after each commit: it continues through the leaves of the checkpoint where the save before stopped, for
-1/PASS_SAVES of the bytes of the state. It writes damaged chunks once more from the state in memory, and
-lets all manifests that need them read from there.
+A save does not read the chunks of earlier saves. So after each commit the writer reads 1/PASS_SAVES
+of the state's bytes, and writes damaged chunks once more from the state in memory.
 """
 
 from __future__ import annotations
@@ -86,11 +84,8 @@ class DamageHandler:
     def evacuate(self, packs: Collection[str]) -> tuple[dict[int, Manifest], dict[str, str]]:
         """Copy the chunks that checkpoints read from `packs` into a new pack, and read from there.
 
-        The old packs stay where they are.
-
-        Returns:
-            The manifests that were replaced, by step, which are durable; and the packs that are still
-            needed, with the reason, such as a damaged chunk.
+        Returns the replaced, durable manifests by step, and the packs still needed, with the
+        reason.
         """
         needed = {
             pack.name: f"step {aside.manifest.step}, which was rolled back, reads from it"
@@ -107,11 +102,6 @@ class DamageHandler:
         """After a commit: read a part of the shared chunks again, and repair what is damaged.
 
         Errors become notes, because the checkpoint is committed already.
-
-        Args:
-            manifest: The checkpoint that was committed.
-            leaves: Its leaves, still in memory. Those of other processes cannot be repaired from here.
-            nbytes: Bytes of the state; they decide how much is read again.
         """
         try:
             if due := self._cursor.advance(manifest, nbytes):
@@ -212,10 +202,8 @@ class Cursor:
         self._credit = 0
 
     def advance(self, manifest: Manifest, nbytes: int) -> list[tuple[LeafEntry, Chunk, int]]:
-        """Move on by the share of one save of `nbytes`.
-
-        Returns:
-            The shared chunks that were passed: (leaf, chunk, bytes of the decoded chunk).
+        """Move on by the share of a save of `nbytes`; returns the passed shared chunks: (leaf,
+        chunk, bytes).
         """
         shared = [pack_step(pack.name) != manifest.step for pack in manifest.packs]
         leaves = manifest.leaves

@@ -33,10 +33,8 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class StagedWriter:
-    """Appends to a new file at `path`, from staging buffers that are written in the background.
-
-    `size` is an upper bound of the bytes to come. `before(operation, path)` is called before each
-    write.
+    """Appends to a new file of at most `size` bytes, from staging buffers written in the
+    background.
     """
 
     def __init__(self, path: str, size: int, before: Callable[[str, str], None]) -> None:
@@ -159,9 +157,8 @@ class StagedWriter:
 def read_at(path: str, offset: int, target: memoryview) -> int:
     """Fill `target` from `offset` of a file; returns the bytes read, fewer only at its end.
 
-    A large read of whole blocks bypasses the page cache, which saves a copy, unless its first block is
-    in the cache already. Checking that brings the block in, so of several processes that read the
-    same file the first bypasses the cache, and the others share it.
+    A large read bypasses the page cache unless its first block is in it. Checking that brings the
+    block in, so that of several processes that read the same file the first bypasses the cache.
     """
     fd = open_regular(path)
     try:

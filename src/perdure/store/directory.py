@@ -18,13 +18,9 @@ from perdure.store.view import View
 class Directory:
     """A run directory as one process knows it: the last view, the places of chunks, and damage.
 
-    Attributes:
-        durable: Steps that this writer made durable since it took the lock.
-        loaded: Steps that were read, as by a restore.
-        damaged: Packs in which damage was found, with the reason: by this process, or by an earlier
-            writer that wrote a line. No save depends on a chunk in them.
-        suspects: Damaged packs whose other chunks have not been checked since.
-        bad: (pack, offset) of chunks that this process found damaged, with the reason.
+    No save depends on a chunk in a `damaged` pack; `suspects` are those whose other chunks have not
+    been checked since; `bad` are (pack, offset) of damaged chunks. `durable` and `loaded` are the
+    steps that this process has written under its lock, or read.
     """
 
     def __init__(self, storage: Storage, log: RunLog | None = None) -> None:
@@ -115,10 +111,7 @@ class Directory:
     # ------------------------------------------------------------ chunks and damage
 
     def distrust(self, error: CorruptionError) -> None:
-        """Note a damaged chunk: saves that need chunks of its pack write them again.
-
-        Other damage, such as that of a manifest, changes nothing here.
-        """
+        """Note a damaged chunk: saves that need chunks of its pack write them again."""
         if not isinstance(error, DamagedChunk):
             return
         if error.offset >= 0:
@@ -134,11 +127,10 @@ class Directory:
         self._drop_places({pack})
 
     def stored_chunks(self, *, fresh: bool = False) -> dict[str, StoredChunk]:
-        """Places of the chunks of readable checkpoints, by hash.
+        """Places of the chunks of readable checkpoints, by hash, in packs not known to be damaged.
 
-        Their packs had their full size when they were last looked at, and are not known to be damaged.
-        `agrees` tells afterwards whether the packs that were used still have that size. A process
-        beside the one writer asks for `fresh` ones: only manifests that did not change are remembered.
+        `agrees` tells afterwards whether these packs still have their size. A process beside the
+        one writer asks for `fresh` ones.
         """
         if fresh:
             self._sizes.clear()

@@ -1,7 +1,6 @@
-"""The one door by which `perdure drill` enters a program.
+"""The way by which `perdure drill` enters a program: only if PERDURE_DRILL names its directory.
 
-It is shut unless the environment variable PERDURE_DRILL names the directory of a drilled run. The fault
-injector belongs to the drill, which stands above the store, so it is loaded by its name.
+The drill stands above the store, so its fault injector is loaded by its name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What a failed read means: damage, or an error of the environment.
 
-Bytes are damaged if they contradict their hash or their schema, or if their file is gone while a
-durable manifest names it. Every other failure (no permission, too many open files, a stale handle,
-a disk that reports an error, no answer) says nothing about the bytes. The read is retried if that
-can help, and then raises `UnreachableError`; nothing moves to quarantine and no older checkpoint is
-used instead.
+Bytes are damaged if they contradict their hash or schema, or if their file is gone while a durable
+manifest names it. Every other failure says nothing about the bytes: the read is retried if that can
+help, then raises `UnreachableError`, and nothing is set aside.
 """
 
 from __future__ import annotations
@@ -96,15 +94,7 @@ def retried(work: Callable[[], T]) -> T:
 
 
 def read_error(error: OSError | MemoryError, what: str) -> StoreError:
-    """The error to raise for a failed read.
-
-    Args:
-        error: The failure.
-        what: The file that was read and, if known, the step that needs it; for the text.
-
-    Returns:
-        `CorruptionError` if there is no such file, otherwise `UnreachableError`.
-    """
+    """`CorruptionError` if there is no such file, otherwise `UnreachableError`; `what` was read."""
     if isinstance(error, OSError) and is_gone(error):
         return CorruptionError(f"{what}: expected a file, found none ({error}).")
     code = error.errno if isinstance(error, OSError) else errno.ENOMEM

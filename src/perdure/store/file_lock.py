@@ -1,9 +1,8 @@
 """The writer's lock on a local or shared file system: a lock on an open file.
 
-Invariant: while `FileLock.check` passes, no other process holds the lock of that path. The lock belongs
-to the open file description, so opening and closing the file elsewhere in this process (a copy of the
-directory, a backup) does not release it. Forked children close their copy of the descriptor, so the
-lock ends with the process that took it.
+Invariant: while `FileLock.check` passes, no other process holds the lock of that path. The lock
+belongs to the open file description: opening the file elsewhere in this process does not release
+it, and forked children close their copy.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ class FileLock:
 def acquire(path: str, owner: bytes) -> FileLock:
     """Lock the file at `path`, created if needed, and write `owner` into it.
 
-    Raises:
-        BlockingIOError: Another writer holds it; `strerror` is the owner text of that writer.
-        OSError: The file cannot be opened or locked, or is a symbolic link.
+    Raises `BlockingIOError`, with the owner as `strerror`, if another writer holds it; another
+    OSError if it cannot be opened or locked, or is a symbolic link.
     """
     for _ in range(_ATTEMPTS):
         lock = _open_locked(path)

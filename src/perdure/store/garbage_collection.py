@@ -33,15 +33,10 @@ SPARE_BYTES = 1024 * 1024
 class PruneRequest:
     """What to delete: the input of a plan.
 
-    Attributes:
-        steps: The checkpoints to delete; those that are not there are ignored.
-        orphans_to: Packs that no manifest mentions are deleted if the step of their save is not above
-            this one. Later ones may belong to a save in progress.
-        compact_from: Packs that are mostly dead are compacted if that frees at least so many bytes;
-            None compacts nothing.
-        everywhere: Consider every pack for compaction, and not only those that a checkpoint being
-            deleted reads from.
-        quarantined: Names of manifests in quarantine to delete.
+    Packs that no manifest mentions are deleted up to the save of step `orphans_to`; later ones may
+    belong to a save in progress. Packs that are mostly dead are compacted if that frees
+    `compact_from` bytes, all of them with `everywhere`, else only those of checkpoints being
+    deleted.
     """
 
     steps: frozenset[int] = frozenset()
@@ -55,18 +50,9 @@ class PruneRequest:
 class CollectPlan:
     """What will be done, in the order of the attributes.
 
-    Attributes:
-        request: The request that was planned.
-        steps: Steps whose manifests are deleted, then those of `quarantined`.
-        packs: Packs that are deleted because no remaining manifest reads from them.
-        orphans: Packs that are deleted because no manifest ever named them.
-        compact: Packs whose live chunks are copied into one new pack; they are deleted at the end.
-        rewrite: Steps whose manifests are replaced by ones that read from the new pack.
-        freed: Bytes that all this frees, less those that are `copied`.
-        copied: Bytes of the new pack.
-        held_back: Why packs stay that seem not to be needed; None if there are none.
-        quarantined: Names of manifests in quarantine that are deleted.
-        is_frozen: Whether nothing at all is deleted, by `held_back`.
+    `packs` are read by no manifest that stays, `orphans` were never named. `compact` are packs
+    whose live chunks move into one new pack, from which the manifests of `rewrite` then read.
+    `held_back` says why packs stay that seem not to be needed; `is_frozen` that nothing is deleted.
     """
 
     request: PruneRequest
@@ -91,11 +77,7 @@ class CollectPlan:
 class Collected:
     """What an execution did beside deleting.
 
-    Attributes:
-        replaced: The manifests that were replaced, by step.
-        left: Packs that were not compacted, with the reason: a chunk in them is damaged or cannot be
-            read, or there is no space for the copy.
-        damaged: The damage that was found.
+    `left` are packs that were not compacted, with the reason.
     """
 
     replaced: Mapping[int, Manifest]
@@ -159,9 +141,9 @@ def plan_collect(held: View, request: PruneRequest) -> CollectPlan:
 
 
 def execute_collect(storage: Storage, log: RunLog, held: View, plan: CollectPlan) -> Collected:
-    """Carry out a plan that was made from `held`, which was read under the lock just now.
+    """Carry out a plan made from `held`, read under the lock just now.
 
-    After a crash at any point, plan again.
+    After a crash, plan again.
     """
     for step in plan.steps:
         storage.delete(manifest_name(step))

@@ -1,8 +1,7 @@
 """Python's cycle collector, kept away from the bookkeeping of a save.
 
-A save makes several objects for each leaf, none of them in a cycle. Because of their number the
-collector would look at every object of the process, several times: a third of the time of a save of
-10,000 leaves.
+A save makes several objects for each leaf, none in a cycle: without this, a third of the time of a
+save of 10,000 leaves is the collector's.
 """
 
 from __future__ import annotations

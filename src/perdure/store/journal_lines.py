@@ -15,13 +15,7 @@ StepRange = tuple[int, int]
 
 
 class ReturningLines(NamedTuple):
-    """What undoing a rollback does to the journal.
-
-    Attributes:
-        cuts: The lines of the log whose cuts are undone, in the order of their steps.
-        steps: The first and the last step that return.
-        replaced: Those that were recorded since, and are set aside; None for none.
-    """
+    """What undoing a rollback does: the `cuts` undone, the range of `steps`, what is `replaced`."""
 
     cuts: tuple[int, ...]
     steps: StepRange
@@ -30,9 +24,8 @@ class ReturningLines(NamedTuple):
 
 @dataclass
 class _Lines:
-    """Lines of steps: their steps, which grow, and their numbers in the log.
-
-    `before` is the number of the line that they continue, `cut_to` the step that was gone back to.
+    """Lines of growing steps, by number; they continue line `before`, the run went back to
+    `cut_to`.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
@@ -101,12 +94,7 @@ class JournalLines:
     def returning(self, before: int, checkpoints: Sequence[Manifest]) -> ReturningLines | None:
         """The lines that rollbacks set aside and that continue the journal; None for none.
 
-        Of several that continue it, those return that the next checkpoint was saved after, or else
-        those that were set aside last.
-
-        Args:
-            before: The newest checkpoint.
-            checkpoints: Those that return with the lines, the oldest first.
+        Of several, those return that the next of `checkpoints` was saved after, or else the last.
         """
         kept = bisect_right(self._kept.steps, before)
         newest, number = (

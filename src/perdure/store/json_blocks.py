@@ -1,8 +1,4 @@
-"""Long lists a block of items at a time, and their JSON.
-
-The objects that belong to one block stay in the cache of the processor, and the next block takes their
-memory. Without it a save of a million leaves needs 0.6 GB more.
-"""
+"""Long lists a block of items at a time, and their JSON: a million leaves take 0.6 GB less."""
 
 from __future__ import annotations
 
@@ -41,12 +37,7 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterat
 
 
 def json_parts(lists: Iterable[bytes], frame: bytes = b"\0") -> Iterator[bytes | memoryview]:
-    """The JSON `frame` with one list in the place of `PLACEHOLDER`, in parts.
-
-    Args:
-        lists: The JSON of lists with an item or more, whose items the one list has.
-        frame: The JSON around it.
-    """
+    """The JSON `frame`, in parts, with the items of `lists` (JSON) in the place of `PLACEHOLDER`."""
     head, tail = frame.split(b"\0")
     yield head + b"["
     comma = b""

@@ -129,11 +129,7 @@ def total_bytes(leaves: Iterable[AnyLeaf]) -> int:
 
 
 class Leaves(dict[str, Leaf]):
-    """The leaves of a state by path, and the containers of the objects in it.
-
-    `containers` is empty for a state without objects that have `load_state_dict`. A plain copy of the
-    dict (`dict(leaves)`) loses them.
-    """
+    """The leaves of a state by path, and the containers of its objects, which `dict(leaves)` loses."""
 
     def __init__(
         self,
@@ -151,11 +147,7 @@ def containers_of(leaves: Mapping[str, AnyLeaf]) -> dict[str, Container]:
 
 @lru_cache(256)
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a leaf's dtype name, including those of ml_dtypes (bfloat16, float8).
-
-    Raises:
-        UnsupportedLeafError: NumPy has no such dtype.
-    """
+    """The NumPy dtype of a leaf's dtype name (bfloat16, float8 too), or `UnsupportedLeafError`."""
     import numpy as np  # not needed to list a run
 
     name = name.removeprefix(WEAK_PREFIX)

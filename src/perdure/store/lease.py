@@ -1,9 +1,8 @@
 """The writer's lock on an object store: an object with its owner, renewed while it is held.
 
-It guarantees one holder at a time as long as clocks run at the same rate. A holder that could not renew
-for `lease_seconds` may be replaced; it notices that before its next change and makes none. A
-request that is in progress when the lease expires may still have an effect. The commit does not
-depend on the lease, because a manifest is only created where there is none.
+One holder at a time as long as clocks run at the same rate. A holder that could not renew for
+`lease_seconds` may be replaced; it notices that before its next change. A request in progress then
+may still have an effect, but a manifest is only created where there is none.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Holder(Struct, frozen=True):
 class Lease:
     """A lock object `name`, held from `acquire` to `release`.
 
-    `now` returns the seconds since 1970 that the age of a lock is judged by. By default it is the clock
-    of the store, so that the clocks of hosts do not matter.
+    `now` is the time that the age of a lock is judged by: the clock of the store, so that those of
+    hosts do not matter.
     """
 
     def __init__(

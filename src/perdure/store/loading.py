@@ -46,15 +46,7 @@ from perdure.store.storage import Storage, confirmed
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint.
-
-    Attributes:
-        manifest: What was committed.
-        leaves: The leaves of the state, or those that were asked for.
-        skipped: (step, reason) of each newer checkpoint that is damaged.
-        process_leaves: The leaves of each process that are no part of the state; empty in a partial
-            load.
-    """
+    """A verified checkpoint; `skipped` are (step, reason) of newer ones that are damaged."""
 
     manifest: Manifest
     leaves: Leaves
@@ -91,11 +83,7 @@ def _listing(storage: Storage, what: str) -> Iterator[None]:
 def read_manifest(storage: Storage, step: int, run: str | None) -> Manifest:
     """The checked manifest of `step`, of the run with the id `run` (None for any).
 
-    Raises:
-        HistoryError: It is that of another run.
-        StepNotFoundError: There is no such checkpoint.
-        CorruptionError: The bytes of the manifest are damaged.
-        UnreachableError: The manifest cannot be read.
+    Raises HistoryError (another run's), StepNotFoundError, CorruptionError or UnreachableError.
     """
     name = manifest_name(step)
     where = f"{storage.where}/{name}"
@@ -113,13 +101,10 @@ def read_manifest(storage: Storage, step: int, run: str | None) -> Manifest:
 
 
 class Needs(NamedTuple):
-    """What a load of a checkpoint reads.
+    """What a load reads: the paths that `wanted` accepts, and of some arrays only `regions`.
 
-    Attributes:
-        wanted: Given the path of a leaf, whether to read it; None for all.
-        regions: Given the manifest, the only elements of some arrays that are read (`Leaf.shards`).
-        verifies_all: Whether the chunks of these arrays that are not needed are verified too.
-        sharing: Reads chunks of these arrays together with other processes of this machine.
+    With `verifies_all` the other chunks of these arrays are verified, too; `sharing` reads together
+    with other processes of this machine.
     """
 
     wanted: Callable[[str], bool] | None = None
@@ -138,19 +123,11 @@ def load_leaves(
     regions: Mapping[str, tuple[Region, ...]] = MappingProxyType({}),
     sharing: SharedReads | None = None,
 ) -> Leaves:
-    """Read and verify the leaves of a manifest.
+    """Read and verify the leaves of a manifest that `wanted` accepts, of some arrays only
+    `regions`.
 
-    Args:
-        storage: The run directory.
-        manifest: A manifest of it.
-        wanted: Given the path of a leaf, whether to read it; all are read by default.
-        regions: Of some arrays, the only elements that are read (`Leaf.shards`).
-        sharing: Reads them together with other processes of this machine.
-
-    Raises:
-        CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
-        UnreachableError: A pack cannot be read.
-        LeafNotFoundError: No leaf is wanted.
+    Raises CorruptionError (with leaf, pack and offset), UnreachableError, or LeafNotFoundError if
+    no leaf is wanted.
     """
     entries = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
     if wanted is not None and not entries:
@@ -179,10 +156,7 @@ def load_leaves(
 
 
 def load_step(directory: Directory, step: int, needs: Needs = EVERYTHING) -> Loaded:
-    """Read and verify what is needed of one checkpoint.
-
-    Damage is noted in `directory`. Raises as `read_manifest` does.
-    """
+    """Read and verify what is needed of one checkpoint; damage is noted in `directory`."""
     storage, wanted = directory.storage, needs.wanted
     manifest = read_manifest(storage, step, directory.log.run)
     while True:
@@ -215,22 +189,10 @@ def stream_chunks(
     *,
     ahead: int | None = None,
 ) -> Iterator[memoryview]:
-    """Yield the decoded bytes of chunks, in the order of `chunks` and a few ahead of the caller.
+    """Yield the decoded bytes of `chunks` (leaf, number) in order, reading a few ahead.
 
-    Each chunk has memory of its own, which the caller may keep and change. Only the chunks that are
-    asked for are read. A prune may run meanwhile: a chunk that it moved is read from its new place.
-
-    Args:
-        storage: The run directory.
-        manifest: A manifest of it.
-        chunks: (leaf of the manifest, number of the chunk in the leaf).
-        ahead: How many reads of up to CHUNK_BYTES are under way at a time; by default as many as suit
-            the storage.
-
-    Raises:
-        CorruptionError: A chunk is damaged; the text names leaf, pack and offset.
-        StepNotFoundError: The checkpoint was deleted meanwhile.
-        UnreachableError: A pack cannot be read.
+    Each has memory of its own, which the caller may keep. `ahead` is how many reads are under way.
+    Raises CorruptionError (with leaf, pack and offset), StepNotFoundError or UnreachableError.
     """
     threads = ahead or storage.streams or READ_THREADS
     read = partial(_streamed, storage, manifest)

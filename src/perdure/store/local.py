@@ -1,8 +1,8 @@
 """A run directory on a local or shared file system, with every sync in place.
 
-The order is always: temporary file, write, fsync the file, link it to its name, fsync the directory. A
-crash between any two of these leaves either no object or the whole one. `before` is called before every
-operation that changes the disk, so that tests can count, record and fail them.
+The order is always: temporary file, write, fsync the file, link it to its name, fsync the
+directory. `before` is called before each operation that changes the disk, so that tests can fail
+it.
 """
 
 from __future__ import annotations
@@ -232,9 +232,8 @@ class LocalStorage(Storage):
             raise
 
     def _require_root(self) -> None:
-        """Raise `OSError` if the directory is not the one that was there when it was opened.
-
-        A run that was moved or unmounted must not be continued in an empty directory at its path.
+        """Raise `OSError` if the directory is not the one that was opened: a run that was moved or
+        unmounted must not be continued in an empty directory at its path.
         """
         if self._root is not None and _identity(self.where) != self._root:
             raise OSError(
@@ -340,9 +339,7 @@ class LocalSink(Sink):
 def absolute_path(root: str | os.PathLike[str]) -> str:
     """The path of a run directory, independent of later changes of the working directory.
 
-    `~` at its beginning is the home directory. Raises `NotARunError` for an empty path. Raises
-    `StoreError` for one with a NUL character, for a relative one if the working directory is gone, and
-    for a `~` without a known meaning.
+    Raises `NotARunError` for an empty path, and `StoreError` for one that has no meaning.
     """
     text = os.fsdecode(os.fspath(root))
     if not text:

@@ -50,13 +50,8 @@ class LineReference(NamedTuple):
 
 
 class Line(Struct, frozen=True, gc=False):
-    """One line as it stands in a log.
-
-    Attributes:
-        number: The number of the line, from 1.
-        hash: The hash that the next line is chained to.
-        rest: The JSON of its event, without the first brace and the hash.
-        end: Where the next line begins, in bytes of the file.
+    """One line of a log: its number from 1, its chained hash, its JSON without that, its end in
+    bytes.
     """
 
     number: int
@@ -85,10 +80,7 @@ def encode_line(event: Struct | Mapping[str, Any], previous: str) -> tuple[bytes
 
 
 def read_lines(file: BinaryIO, where: str) -> Iterator[Line]:
-    """The lines of a log file from its beginning, each checked against the one before.
-
-    Raises `CorruptionError` if a line was changed, or lines are missing before it.
-    """
+    """The lines of a log file from its beginning, each checked; CorruptionError for another one."""
     previous, end = FIRST_HASH, 0
     for number, text in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
         if not text.endswith(b"\n") and len(text) < MAX_LINE_BYTES:
@@ -100,11 +92,10 @@ def read_lines(file: BinaryIO, where: str) -> Iterator[Line]:
 
 
 def read_log(storage: Storage, name: str) -> Iterator[Line]:
-    """The lines of the log `name`, each checked against the one before; none if there is no log.
+    """The checked lines of the log `name`, none if there is no log.
 
-    Raises:
-        CorruptionError: A line was changed, or lines are missing before it.
-        UnreachableError: The log cannot be read.
+    Raises CorruptionError if a line was changed or is missing, UnreachableError if it cannot be
+    read.
     """
     where = f"{storage.where}/{log_place(storage, name)}"
     try:
@@ -161,14 +152,8 @@ def rewrite_log(storage: Storage, name: str, texts: Sequence[bytes]) -> None:
 class LogWriter:
     """Appends lines to the log `name` in a directory or bucket, whose writer this process is.
 
-    Args:
-        storage: The directory or bucket.
-        name: The log.
-        last: The last line that is there, which the caller has read; None for none. What lies after
-            it is cut off: a killed writer has left it.
-
-    Raises:
-        OSError: The file cannot be opened or cut.
+    What lies after `last`, the last line that the caller has read, was left by a killed writer and
+    is cut off.
     """
 
     def __init__(self, storage: Storage, name: str, last: Line | None = None) -> None:
@@ -187,13 +172,8 @@ class LogWriter:
     def append(self, event: Struct | Mapping[str, Any]) -> Line:
         """Write one line. It survives the end of this process, and a power loss after `sync`.
 
-        One thread at a time calls this; another one may call `sync` meanwhile.
-
-        Args:
-            event: The fields, the kind first.
-
-        Raises:
-            OSError: It could not be written; nothing of it is left.
+        One thread at a time calls this; another one may call `sync` meanwhile. After an OSError
+        nothing of the line is left.
         """
         text, digest = encode_line(event, self._hash)
         if isinstance(self._storage, LocalStorage):

@@ -46,12 +46,8 @@ _DIGITS = 16
 class ManifestSummary(Struct, frozen=True, array_like=True, gc=False):
     """What a plan needs to know of a manifest: a run may have more manifests than fit into memory.
 
-    Attributes:
-        head: The first `HEAD_BYTES` of its file, which hold its digest.
-        created: As in the manifest.
-        metrics: As in the manifest.
-        packs: The sizes of the packs that it reads from, by name.
-        version: The version of its file, where that is known.
+    `head` is the start of its file with the digest; `packs` are sizes by name; `version` that of
+    its file.
     """
 
     head: str
@@ -73,13 +69,8 @@ _rows = msgspec.json.Decoder(list[_Row])
 
 
 class Segment:
-    """The file of the index: the summaries of manifests, and the keys of their chunks.
-
-    Attributes:
-        name: Its name.
-        summaries: The summaries by step.
-        keys: The keys of chunks, sorted.
-        owners: For each key, the number of the step (in `steps`) whose manifest has the chunk.
+    """The file of the index: summaries by step, and sorted keys of chunks with the number of their
+    step.
     """
 
     def __init__(self, name: str, data: bytes) -> None:
@@ -137,11 +128,8 @@ class ManifestIndex:
         summaries: Mapping[int, ManifestSummary],
         fresh: Mapping[int, Manifest | None],
     ) -> None:
-        """Write the index again, with the summaries of the `fresh` steps.
-
-        Args:
-            summaries: Those of all checkpoints. What the index has of other steps is dropped.
-            fresh: The steps to add, with their manifests; None if only the summary has changed.
+        """Write the index again, with the `fresh` steps; their manifest is None if only the summary
+        changed.
         """
         old = self.segment
         data = _encode(summaries, fresh, old)
@@ -156,14 +144,7 @@ class ManifestIndex:
 
 
 class IndexedPlaces(dict[str, StoredChunk]):
-    """Places of chunks by hash, which reads the manifest to which the index points for a chunk.
-
-    It is made once the places of all manifests that the index lacks can be added.
-
-    Args:
-        segment: The index.
-        places: Returns the places of the chunks of a step, from its manifest.
-    """
+    """Places of chunks by hash, which reads the manifest to which the index points for a chunk."""
 
     def __init__(
         self, segment: Segment, places: Callable[[int], Iterable[tuple[str, StoredChunk]]]

@@ -60,15 +60,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def encode_checked(manifest: Manifest, where: str) -> list[bytes | memoryview]:
-    """`encode_manifest` in parts, if it reads back as `manifest`, by the rules of a reader.
+    """`encode_manifest` in parts, or `CorruptionError` if it does not read back as `manifest`.
 
-    The first part has HEAD_BYTES or more.
-
-    The digest, the fingerprint and the digits of hashes are not checked again, because they were made
-    from these values.
-
-    Raises:
-        CorruptionError: A value cannot be read back. `where` names the manifest.
+    The digests are not checked again, because they were made from these values.
     """
 
     def checked(leaves: list[LeafEntry]) -> bytes:
@@ -104,16 +98,10 @@ def _unequal(where: str) -> CorruptionError:
 
 
 def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifest:
-    """Decode and check a manifest.
+    """Decode and check a manifest that must have this `step`; any by default.
 
-    Args:
-        data: The bytes of the file.
-        where: The name of the file, for errors.
-        step: The step that it must have; any step by default.
-
-    Raises:
-        CorruptionError: The bytes are not exactly those that were committed.
-        FormatVersionError: The manifest is intact and has a newer format.
+    Raises CorruptionError if these are not the bytes that were committed, FormatVersionError for a
+    newer format.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptionError(
@@ -209,14 +197,11 @@ _SCALAR_TEXT = {
 
 
 def checked_fingerprint(packs: Sequence[PackEntry], leaves: Sequence[LeafEntry], where: str) -> str:
-    """The fingerprint of a manifest whose packs, paths, shapes and chunks fit together.
+    """The fingerprint of a manifest whose parts fit together, or `CorruptionError`.
 
-    The digest of a file only shows that it is as its writer left it. After this check its sizes can be
-    trusted: no leaf needs more memory than its shape says, no path hides another one, and no chunk lies
-    outside its pack.
-
-    Raises:
-        CorruptionError: The parts do not fit together.
+    A digest only shows that a file is as its writer left it. After this check its sizes can be
+    trusted: no leaf needs more memory than its shape says, no path hides another one, and no chunk
+    lies outside its pack.
     """
     if len({pack.name for pack in packs}) < len(packs):
         raise CorruptionError(f"{where}: a pack is listed twice.")
@@ -239,14 +224,7 @@ def checked_fingerprint(packs: Sequence[PackEntry], leaves: Sequence[LeafEntry],
 
 
 class _LeafCheck:
-    """What is checked about all leaves together, collected while each is checked by itself.
-
-    Attributes:
-        paths: The paths of the leaves.
-        shapes: A path for each distinct (dtype, shape, bytes) of leaves of one chunk. A model has many
-            leaves and few shapes.
-        ends: For each pack, the end of the chunk that ends last.
-    """
+    """What is checked about all leaves together, collected while each is checked by itself."""
 
     def __init__(self, packs: int, where: str) -> None:
         self.paths: list[str] = []
@@ -362,10 +340,7 @@ def _holds(dtype: str, shape: tuple[int, ...], nbytes: int) -> bool:
 
 
 def item_bytes(dtype: str) -> int | None:
-    """Bytes of one element of a dtype by its name; None for a dtype that is not known here.
-
-    An element of less than a byte takes a whole one (docs/FORMAT.md).
-    """
+    """Bytes of one element of a dtype by its name, at least 1; None for a dtype not known here."""
     match = _DTYPE.fullmatch(dtype)
     if match is None:
         return None

@@ -65,11 +65,9 @@ def index_span(trailer: bytes, size: int, where: str) -> tuple[int, int]:
 def decode_pack_index(
     index: bytes, trailer: bytes, start: int, where: str
 ) -> tuple[PackedChunk, ...]:
-    """Decode the index of a pack whose chunks end at byte `start`, and check it by the trailer.
+    """Decode and check the index of a pack whose chunks end at byte `start`.
 
-    Raises:
-        CorruptionError: The index is damaged, or does not fit the pack.
-        FormatVersionError: The pack has a newer format.
+    Raises CorruptionError, or FormatVersionError for a newer format.
     """
     if blake3(index).digest() != trailer[8:40]:
         raise CorruptionError(f"{where}: the index of the pack does not match its hash.")

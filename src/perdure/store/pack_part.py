@@ -33,16 +33,11 @@ from perdure.store.storage import Storage
 
 
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one process wrote.
+    """What one process wrote: chunks by number as (hash, pack, offset, length), and its packs.
 
-    Attributes:
-        state_hash: The hash of what all processes hold of the state, as this process holds it.
-        chunks: Its chunks by number, each as (hash, pack, offset, length).
-        packs: The packs that it reads from, with their bytes.
-        per_rank: The entries of its own leaves that are part of the state. Their chunks number the
-            packs in the order of `packs`.
-        process_leaves: The entries of its own leaves that are not part of the state.
-        copies: For each set of processes that hold copies of the same shards, the hash of these.
+    `state_hash` is the hash of the state as this process holds it, `copies` those of shards of
+    which several processes hold copies. The entries of its own leaves number the packs in the order
+    of `packs`.
     """
 
     state_hash: str
@@ -55,11 +50,8 @@ class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class LocalLeaves:
-    """The leaves that only one process has, by path.
-
-    Attributes:
-        per_rank: Leaves that are part of the state: members wrapped in `PerRank`.
-        process_leaves: Leaves that are no part of it, such as the state of its random generators.
+    """The leaves that only one process has: `PerRank` members, and process leaves, such as
+    generators.
     """
 
     per_rank: Mapping[str, Leaf] = field(default_factory=dict)
@@ -68,12 +60,8 @@ class LocalLeaves:
 
 @dataclass(frozen=True)
 class WriterShare:
-    """Which chunks of a state a process writes.
-
-    Attributes:
-        process, count: The number of this process, and of how many.
-        plans: The plans of the sharded arrays, by path.
-        fetch: Given the path of one, gets slices of its chunks from other processes.
+    """Which chunks process number `process` writes; `fetch` gets slices of them from other
+    processes.
     """
 
     process: int

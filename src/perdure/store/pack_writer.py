@@ -68,13 +68,8 @@ Release = Callable[[], None] | None
 
 
 class ChunkRows:
-    """Chunks to write, and where each of them lies once it is written.
-
-    Attributes:
-        chunks: The bytes of each chunk.
-        dtypes: The dtype of the leaf of each chunk.
-        digests: The hash of each chunk, once `write_chunks` has returned.
-        places: The place of each chunk, then.
+    """Chunks to write with the dtypes of their leaves; hashes and places once `write_chunks`
+    returned.
     """
 
     def __init__(self, chunks: list[ChunkBytes], dtypes: list[str]) -> None:
@@ -136,13 +131,8 @@ class LeafRows(ChunkRows):
 
 
 class Written(NamedTuple):
-    """What a save wrote.
-
-    Attributes:
-        leaves: The entries of the leaves of the state.
-        packs: The packs that all entries read from.
-        located: The places of the new chunks, by hash.
-        process_leaves: The entries of the process leaves.
+    """What a save wrote: the entries of leaves, all packs that they read from, the new chunks by
+    hash.
     """
 
     leaves: list[LeafEntry]
@@ -178,17 +168,10 @@ def write_chunks(
     known: Mapping[str, StoredChunk],
     encode: Encode | None = None,
 ) -> NewPack:
-    """Write the chunks that `known` lacks, as one durable pack.
+    """Write the chunks that `known` lacks, as one durable pack; none if it has all.
 
-    No pack is written if every chunk is known. An error leaves at most a temporary file.
-
-    Args:
-        storage: The run directory.
-        step, process: Parts of the name of the pack.
-        state: The chunks of the state.
-        own: Small chunks of this process that are no part of the state, not encoded.
-        known: The places of chunks that are durable already, by hash.
-        encode: Encodes large chunks; None stores all of them as they are.
+    `own` are small chunks of this process that are no part of the state. An error leaves at most a
+    temporary file.
     """
     name = pack_name(step, process, secrets.token_hex(4))
     pack = NewPack(storage, name, known, state.nbytes + own.nbytes)
@@ -238,10 +221,7 @@ def _write_rows(
 class NewPack:
     """The pack that is being written, created at its first chunk.
 
-    Attributes:
-        known: The places of chunks that are not written.
-        left: An upper bound of the bytes of all chunks that follow.
-        located: The chunks of this pack, in order.
+    `left` is an upper bound of the bytes of all chunks that follow.
     """
 
     def __init__(
@@ -261,9 +241,10 @@ class NewPack:
         return self._sink is None
 
     def add(self, digest: str, data: memoryview, size: int, release: Release = None) -> StoredChunk:
-        """Append a chunk of `size` decoded bytes, stored as `data`, unless it is there already.
+        """Append a chunk of `size` decoded bytes, stored as `data`, unless it is known; returns its
+        place.
 
-        `release` is called once `data` may be reused. Returns the place of the chunk.
+        `release` is called once `data` may be reused.
         """
         if (place := self._find(digest)) is None:
             sink = self._open()
@@ -287,8 +268,8 @@ class NewPack:
     def add_small(self, parts: Sequence[ChunkBytes]) -> tuple[list[str], list[StoredChunk]]:
         """Append small chunks that are not there yet; returns the hash and the place of each.
 
-        They are given to the storage in groups, so that the disk writes while the next ones are hashed,
-        and because a call for each chunk would take longer than copying it.
+        They go to the storage in groups: the disk writes while the next ones are hashed, and a call
+        for each chunk would take longer than copying it.
         """
         digests: list[str] = []
         places: list[StoredChunk] = []
@@ -394,10 +375,7 @@ def _prepared(
     known: tuple[Mapping[str, StoredChunk], ...],
     buffers: list[mmap.mmap],
 ) -> Generator[_Prepared, None, None]:
-    """Copy, hash and encode chunks, in order; many of them are prepared ahead on other cores.
-
-    Chunks that are `known` are not encoded. The buffers of the copies are added to `buffers`.
-    """
+    """Copy, hash and encode chunks, in order; many of them are prepared ahead on other cores."""
 
     def work(number: int, memory: memoryview, release: Release) -> _Prepared:
         chunk = rows.chunks[number]

@@ -29,9 +29,8 @@ os.register_at_fork(after_in_child=pool.cache_clear)
 
 
 def submit(executor: ThreadPoolExecutor, work: Callable[..., R], *args: Any) -> Future[R]:
-    """Submit `work` to a pool, or call it here if no thread can begin, as while Python exits.
-
-    So a save completes that is made or under way when the program ends.
+    """Submit `work`, or call it here if no thread can begin, as while Python exits: the save
+    completes.
     """
     done: Future[R] = Future()
     turns = [None]

@@ -50,14 +50,9 @@ INLINE_READ_BYTES = 1024 * 1024
 
 
 class Wanted(Struct, frozen=True, gc=False):
-    """A chunk to read.
+    """A chunk to read: its place, hash, stored `length` and decoded `size`.
 
-    Attributes:
-        pack, offset: Where it lies; the pack by its name inside `packs/`.
-        hash, length, size: Its hash, its stored bytes, and its bytes once it is decoded.
-        target: Memory for the decoded chunk. Without it the chunk is only checked, an encoded one by
-            its seal.
-        path: The leaf that errors name; "" for none.
+    Without `target` it is only checked. Errors name the leaf `path`.
     """
 
     pack: str
@@ -70,13 +65,7 @@ class Wanted(Struct, frozen=True, gc=False):
 
 
 class Read(Struct, frozen=True, gc=False):
-    """One read: a chunk, or neighbours in a pack.
-
-    Attributes:
-        where: What errors call the checkpoint or the run.
-        chunks: The chunks, in the order of the pack.
-        nbytes: Their stored bytes.
-    """
+    """One read: a chunk, or neighbours in a pack, of `nbytes` stored bytes; errors call it `where`."""
 
     where: str
     chunks: list[Wanted]
@@ -183,10 +172,7 @@ def packed(
 def load_entries(
     storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry]
 ) -> dict[str, Leaf]:
-    """Read and verify some leaves of `manifest`, local ones too.
-
-    Raises as `loading.load_leaves` does.
-    """
+    """Read and verify some leaves of `manifest`, local ones too; raises as `loading.load_leaves`."""
     leaves: dict[str, Leaf] = {}
     wanted: list[Wanted] = []
     packs = [pack.name for pack in manifest.packs]
@@ -224,10 +210,7 @@ def no_memory(
 
 
 def load_chunks(storage: Storage, manifest: Manifest, wanted: list[Wanted]) -> None:
-    """Read and verify chunks of a manifest, each into the memory that is given.
-
-    Raises as `loading.load_leaves` does.
-    """
+    """Read and verify chunks, each into the memory given; raises as `loading.load_leaves`."""
     # Sorted by place, so that neighbours meet and the disk is read from front to back.
     wanted.sort(key=attrgetter("pack", "offset"))
     requests = _requests(storage, list(grouped(of_step(storage, manifest), wanted)))
@@ -268,10 +251,7 @@ def load_chunks(storage: Storage, manifest: Manifest, wanted: list[Wanted]) -> N
 def verify_leaves(
     storage: Storage, manifest: Manifest, wanted: Callable[[str], bool] | None = None
 ) -> None:
-    """Read and verify every leaf, or all that are wanted, a part of them at a time.
-
-    Raises as `loading.load_leaves` does.
-    """
+    """Read and verify all wanted leaves, a part at a time; raises as `loading.load_leaves`."""
     entries = [leaf for leaf in manifest.every_leaf() if wanted is None or wanted(leaf.path)]
     for part in batches(entries, lambda leaf: leaf.nbytes, VERIFY_BYTES):
         load_entries(storage, manifest, part)
@@ -280,9 +260,8 @@ def verify_leaves(
 def damaged_chunks(
     storage: Storage, manifest: Manifest, chunks: Iterable[tuple[LeafEntry, Chunk, int]]
 ) -> list[DamagedChunk]:
-    """Read chunks, given as (leaf, chunk, bytes of the decoded chunk), in the memory of one read.
-
-    Returns an error for each damaged chunk; raises `UnreachableError` if one cannot be read.
+    """An error for each damaged one of `chunks` (leaf, chunk, bytes); `UnreachableError` for an
+    unread one.
     """
     in_order = sorted(chunks, key=lambda row: (row[1].pack, row[1].offset))
     wanted = (
@@ -325,10 +304,8 @@ def of_step(storage: Storage, manifest: Manifest) -> str:
 
 
 def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry]) -> None:
-    """Raise unless the packs are long enough for the chunks of `entries`.
-
-    This comes before memory is allocated, because a manifest may state any size. It is left out for
-    entries of few bytes.
+    """Raise unless the packs are long enough for `entries`, before memory of any stated size is
+    taken.
     """
     if sum(entry.nbytes for entry in entries) < INLINE_READ_BYTES:
         return
@@ -354,10 +331,10 @@ def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEn
 
 
 def _requests(storage: Storage, reads: Sequence[Read]) -> list[list[Read]]:
-    """The reads of each request: one read, or from an object store all that lie side by side.
+    """The reads of each request: one, or from an object store all that lie side by side.
 
-    To an object store a request costs more than its bytes (some servers look at the whole object for
-    each), so every stream gets one contiguous share.
+    To an object store a request costs more than its bytes, so every stream gets one contiguous
+    share.
     """
     if not storage.streams:
         return [[read] for read in reads]

@@ -23,12 +23,7 @@ class NotAFile(IsADirectoryError):
 
 
 def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
-    """Open the regular file at `path` without waiting; returns the descriptor.
-
-    Raises:
-        NotAFile: A directory, a pipe, a socket or a device is there.
-        OSError: It cannot be opened for another reason.
-    """
+    """The descriptor of the regular file at `path`, opened without waiting; `NotAFile` for others."""
     wanted = flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
         descriptor = os.open(path, wanted, mode)

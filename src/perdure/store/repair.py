@@ -26,30 +26,21 @@ from perdure.text import counted
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repair did.
-
-    Attributes:
-        actions: One text for each action, in their order; empty if nothing had to be done.
-        report: The check after the repair. Its `good` steps can be restored.
-    """
+    """What a repair did, one text for each action, and the check after it."""
 
     actions: tuple[str, ...]
     report: VerifyReport
 
 
 def repair(run: Run) -> Repaired:
-    """Become the writer, check everything, and set aside what is damaged.
+    """Become the writer, check everything, and set aside what is damaged; it can be repeated.
 
-    Manifests that cannot be restored move to quarantine. A damaged pack moves there too, once the
-    chunks that good checkpoints need have been copied to a new pack. A damaged log is set aside, and
-    its good lines are kept. Leftovers of crashes are removed, and, if every manifest is
-    readable, packs that no manifest names. After a crash the repair can be repeated.
+    A damaged pack moves to quarantine once the chunks that good checkpoints need are in a new one.
+    The good lines of a damaged log are kept. Packs that no manifest names go if every manifest is
+    readable.
 
-    Raises:
-        LockedError: A writer is at work.
-        PruneError: An operation failed, or no pack is there; nothing that was good is lost.
-        SaveError: The run directory cannot be written to, or its manifests are gone.
-        UnreachableError: The run directory cannot be listed.
+    Raises LockedError, PruneError (an operation failed, or no pack is there), SaveError (not
+    writable, or its manifests are gone), UnreachableError (not listable).
     """
     actions = [] if run.is_run_directory else [f"wrote {MARKER} again: it was missing or damaged"]
     try:

@@ -68,17 +68,9 @@ def decode_aside(storage: Storage, name: str) -> Manifest:
 
 
 def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: bool) -> list[int]:
-    """Set every checkpoint that is newer than `step` aside; `Run.rollback` says the rest.
+    """Set every checkpoint newer than `step`, which is verified first, aside; see `Run.rollback`.
 
-    Args:
-        storage: The run directory. Its writer calls this inside `moving`.
-        log: Its log.
-        step: The checkpoint to go back to. It is read and verified first.
-        when: The time that the log gives.
-        dry_run: Check everything and change nothing.
-
-    Returns:
-        The newer steps, oldest first.
+    The writer calls this inside `moving`. Returns the newer steps, oldest first.
     """
     steps = list_steps(storage)
     newer = [other for other in steps if other > step]
@@ -104,8 +96,8 @@ def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: b
 def _put_aside(storage: Storage, log: RunLog, steps: Iterable[int], target: int, when: str) -> None:
     """Move the manifests of all `steps` above `target` to quarantine, the newest first.
 
-    The log says what moves, and after which readable checkpoint each comes, before the first move. Each
-    move is durable before the next one.
+    The log says before the first move what moves, and after which checkpoint each comes. Each move
+    is durable before the next one.
     """
     taken = {*quarantined(storage)}
     predecessor: tuple[int, str] | None = None
@@ -130,12 +122,7 @@ class UndoPlan(NamedTuple):
 
 
 def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
-    """What `undo_rollback` would do. Changes nothing.
-
-    Raises:
-        HistoryError: Nothing of what is set aside continues the run.
-        CorruptionError: The log is damaged, which says what is set aside.
-    """
+    """What `undo_rollback` would do; `HistoryError` if nothing that is set aside continues the run."""
     steps = list_steps(storage)
     newest = read_manifest(storage, steps[-1], log.run) if steps else None
     view = View(storage, log)
@@ -186,9 +173,8 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
 def _returning(
     candidates: Iterable[AsideCheckpoint], newest: tuple[int, str] | None
 ) -> list[AsideCheckpoint]:
-    """The checkpoints that continue `newest` (step and fingerprint), the oldest first.
-
-    If several continue the same one, the one that was set aside last returns.
+    """What continues `newest` (step and fingerprint), oldest first; of several, what was last set
+    aside.
     """
     following: dict[tuple[int, str] | None, AsideCheckpoint] = {}
     for candidate in sorted(candidates, key=lambda candidate: candidate.why.rollback):
@@ -203,11 +189,7 @@ def _returning(
 
 
 def undo_rollback(storage: Storage, log: RunLog, *, dry_run: bool) -> list[int]:
-    """Bring back what continues the newest checkpoint; `Run.undo_rollback` says the rest.
-
-    Returns:
-        The steps that return, oldest first.
-    """
+    """Bring back what continues the newest checkpoint; returns the steps, oldest first."""
     plan = plan_undo(storage, log)
     if plan.newest and not dry_run:
         if plan.lines is not None:
@@ -219,11 +201,7 @@ def undo_rollback(storage: Storage, log: RunLog, *, dry_run: bool) -> list[int]:
 
 @contextmanager
 def moving(directory: Directory, operation: str, *, dry_run: bool) -> Iterator[None]:
-    """Finish what an earlier move began, then move; `directory` forgets everything afterwards.
-
-    A dry run does neither. A failure of the storage becomes `UnreachableError` or `SaveError`, with the
-    name of the `operation` in its text.
-    """
+    """Finish what an earlier move began, then move; `directory` forgets everything afterwards."""
     storage = directory.storage
     require_folders(storage, directory.log.run)
     try:
@@ -246,10 +224,7 @@ def moving(directory: Directory, operation: str, *, dry_run: bool) -> Iterator[N
 
 
 def finish_moves(storage: Storage, log: LogView) -> None:
-    """Clear what a crash in the middle of a move leaves: a checkpoint that is in both places.
-
-    It stays committed: its manifest is made durable, then the copy in quarantine is deleted.
-    """
+    """Finish a move that a crash left in both places: it stays committed, its copy is deleted."""
     aside = list(filter(log.is_rolled_back, quarantined(storage)))
     committed = committed_steps(storage) if aside else []
     for name in aside:

@@ -18,17 +18,10 @@ class Event(Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False, tag
 
 
 class JournalEntry(Event, frozen=True, kw_only=True, tag="step"):
-    """What a journal has about one step.
+    """What a journal has about one step: digests of `state` after it, of the `total` and the
+    `batch`.
 
-    Attributes:
-        step: How many steps the state contains.
-        state: Digest of the state after the step.
-        total: Digest of the contributions summed over all logical replicas, before the update.
-        batch: Digest of the global batch of the step.
-        metrics: Numbers by name.
-        attempt: The number of the attempt that recorded it.
-        topology: `host`, `processes`, and `devices` if a strategy computed the step. It must never
-            decide a digest.
+    `attempt` recorded it; `topology` (host, processes, devices) must never decide a digest.
     """
 
     step: int
@@ -143,10 +136,7 @@ entry_decoder = msgspec.json.Decoder(JournalEntry)
 
 
 def first_difference(one: JournalEntry, two: JournalEntry) -> tuple[str, str, str] | None:
-    """What differs first in the order of the computation, and both digests; None for nothing.
-
-    Digests that only one of the two has are not compared.
-    """
+    """What differs first in the order of the computation, and both digests; None for nothing."""
     for what in ("batch", "total", "state"):
         digests = getattr(one, what), getattr(two, what)
         if None not in digests and digests[0] != digests[1]:

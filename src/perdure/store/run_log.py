@@ -70,8 +70,8 @@ _STEP = b'"kind":"step","step":'
 class Aside:
     """Why an object lies in quarantine, and since when.
 
-    Only a rollback gives the last three: the step that it went back to, step and fingerprint of the
-    checkpoint before this one, and a number that grows with every rollback.
+    A rollback adds the step it went back to, step and fingerprint of the checkpoint before, and a
+    growing number.
     """
 
     reason: str
@@ -110,15 +110,7 @@ class LogView:
 
     @classmethod
     def read(cls, storage: Storage, run: str | None = None) -> LogView:
-        """Read the log of a run directory; its damage becomes the `problem`.
-
-        Args:
-            storage: The run directory.
-            run: The id of the run; None for any.
-
-        Raises:
-            UnreachableError: The log cannot be read.
-        """
+        """Read the log of the run with the id `run` (None: any); its damage becomes the `problem`."""
         view = cls(f"{storage.where}/{log_place(storage, LOG)}")
         try:
             for line in read_log(storage, LOG):
@@ -182,10 +174,8 @@ class LogView:
                 pass
 
     def require(self, references: Mapping[int, LineReference] | None = None) -> None:
-        """Raise `CorruptionError` if there is a problem, or a line is missing.
-
-        Args:
-            references: The lines to which checkpoints refer, by step.
+        """Raise `CorruptionError` if there is a problem, or a line that `references` name is
+        missing.
         """
         if problem := self.problem_with(references or {}):
             raise CorruptionError(problem)
@@ -242,12 +232,7 @@ def _holds_data(storage: Storage) -> bool:
 
 
 class RunLog:
-    """The log of a run directory, as its one writer or a reader uses it.
-
-    Attributes:
-        run: The id of the run, once it is known.
-        made_from: What this process makes the run from, if a command makes it and no training.
-    """
+    """The log of a run directory, as its one writer or a reader uses it."""
 
     def __init__(self, storage: Storage, run: str | None = None) -> None:
         self.run = run
@@ -279,8 +264,7 @@ class RunLog:
     def check(self) -> LogView:
         """What the log says, compared with the newest readable checkpoint, for the writer.
 
-        `perdure verify` and every deletion compare it with all checkpoints. Raises `UnreachableError`
-        if the newest one cannot be read.
+        `perdure verify` and every deletion compare it with all checkpoints.
         """
         try:
             return self._compare()
@@ -299,12 +283,7 @@ class RunLog:
         return view
 
     def append(self, event: Event, *, durable: bool = True) -> None:
-        """Write one line; without `durable` it survives a power loss only after `sync`.
-
-        Raises:
-            CorruptionError: The log is damaged.
-            OSError: The line could not be written; nothing of it is left.
-        """
+        """Write one line, or raise CorruptionError or OSError; unless `durable`, `sync` follows."""
         with self._turn:
             view = self._compare()
             if view.problem is not None:
@@ -316,12 +295,7 @@ class RunLog:
             self.sync()
 
     def set_aside(self, name: str, reason: str, time: str) -> str:
-        """Move an object to quarantine because of damage; returns its new name, durable on return.
-
-        Raises:
-            CorruptionError: The log is damaged.
-            OSError: The object cannot be moved.
-        """
+        """Move an object to quarantine because of damage; returns its new name, durable on return."""
         stem, _, suffix = name.rpartition("/")[2].partition(".")
         target = free_name([*self._storage.list(QUARANTINE)], stem, f".{suffix}")
         self.append(SetAside(name=name, to=target, reason=reason, time=time))
@@ -329,16 +303,11 @@ class RunLog:
         return target
 
     def rebuild(self, why: str) -> str | None:
-        """Write the log again without its damage, for a repair: lines are lost.
+        """Write the log again without its damage, for a repair: what follows it, but for steps, is
+        kept.
 
-        The lines before the damage stay. Of those after it all but the steps, which belong to what is
-        lost, are written again.
-
-        Args:
-            why: What was wrong.
-
-        Returns:
-            The name in quarantine of a copy of the damaged log; None if no line of it is damaged.
+        Returns the name in quarantine of a copy of the damaged log; None if no line of it is
+        damaged.
         """
         view, storage = self._view, self._storage
         assert view is not None, "only the writer repairs"
@@ -393,18 +362,10 @@ class RunLog:
 def read_journal(
     storage: Storage, references: Mapping[int, LineReference] | None = None
 ) -> Iterator[JournalEntry]:
-    """The lines of the steps of a run that no rollback set aside, in their order.
+    """The lines of the steps of a run that no rollback set aside, in order; read by all who check.
 
-    Replays, bisects and checks all read a journal by this.
-
-    Args:
-        storage: The run directory.
-        references: The lines to which its checkpoints refer (`line_references`). Read them before:
-            those of a running training refer to lines that are there.
-
-    Raises:
-        CorruptionError: A line was changed, or one to which a checkpoint refers is not there.
-        UnreachableError: The log cannot be read.
+    `references` (`line_references`) have to be read before: those of a running training refer to
+    lines that are there. Raises CorruptionError or UnreachableError.
     """
     view = LogView.read(storage)
     view.require(references)

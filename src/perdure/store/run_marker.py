@@ -69,10 +69,7 @@ def write_marker(storage: Storage, created: str, run: str | None = None) -> str:
 
 
 def claim_folders(storage: Storage, run: str) -> None:
-    """Mark the folders of a run that lie outside of its directory and have no mark.
-
-    Raises `OSError` if the storage fails.
-    """
+    """Mark the folders of a run that lie outside of its directory and have no mark."""
     for folder in _outside(storage):
         if _read_mark(storage, folder) is None:
             mark = FolderMark(run, os.path.realpath(storage.where))
@@ -88,8 +85,8 @@ def require_folders(storage: Storage, run: str | None) -> None:
 def folder_problem(storage: Storage, run: str | None) -> str | None:
     """Why a folder of checkpoints or packs is not that of the run; None if both are.
 
-    A folder may be a link, such as to a larger disk. Then a file there says by which path a run uses
-    it, so that a copy of the run directory, or the link of a stranger, does not take it for its own.
+    A folder may be a link to a larger disk. A file there says by which path a run uses it, so that
+    a copy of the run directory, or the link of a stranger, does not take it for its own.
     """
     where = os.path.realpath(storage.where)
     for folder in _outside(storage):
@@ -143,17 +140,9 @@ def read_marker(
 ) -> Marker | None:
     """The marker of a run directory; None if the first writer may write it.
 
-    Args:
-        storage: The place.
-        create: Accept an empty or missing place.
-        repair: Accept a place with a readable manifest, beside a marker that is missing or damaged.
-        again: Whether the marker was listed and not there when this was tried before.
-
-    Raises:
-        NotARunError: The place is not a run directory, and not accepted as one.
-        CorruptionError: The marker is damaged, or missing beside checkpoints.
-        FormatVersionError: A newer perdure wrote it.
-        UnreachableError: The storage cannot be read.
+    `create` accepts an empty or missing place, `repair` a readable manifest beside a missing or
+    damaged marker, `again` that the marker was listed and is gone. Raises NotARunError,
+    CorruptionError, FormatVersionError, UnreachableError.
     """
     where = f"{storage.where}/{MARKER}"
     try:

@@ -39,17 +39,10 @@ def held_instead(paths: Iterable[str], asked: Iterable[str]) -> str:
 
 
 class Selection:
-    """The leaves at some paths and below them.
+    """The leaves at some paths or patterns, and below them.
 
-    In a pattern, `*` matches any text within one part of a path, and the part `**` matches any number
-    of parts, including none: `*/bias`, `model/**/kernel`. What lies below a match is selected too, so
-    that `model` and `model/**` are the same.
-
-    Args:
-        leaves: one path or pattern, or several.
-
-    Raises:
-        ArgumentError: there is no path, or one is no non-empty string.
+    `*` matches any text within one part of a path, the part `**` any number of parts: `*/bias`,
+    `model/**/kernel`. Raises `ArgumentError` for no path or an empty one.
     """
 
     def __init__(self, leaves: str | Iterable[str]) -> None:

@@ -28,13 +28,7 @@ Region = tuple[tuple[int, int], ...]
 
 
 class ShardLayout(Struct, frozen=True):
-    """Which elements of an array each process has.
-
-    Attributes:
-        shape: The shape of the array.
-        itemsize: Bytes of one element.
-        regions: The regions of each process. Two regions are equal (copies) or have no common element.
-    """
+    """Which elements of an array each process has; two regions are equal (copies) or disjoint."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -51,13 +45,8 @@ class ShardLayout(Struct, frozen=True):
 
 
 class Slice(NamedTuple):
-    """Elements of a chunk that lie in one region.
-
-    Attributes:
-        part: These elements.
-        region: The region, which is that of a shard.
-        block: A block of elements that follow each other in the chunk, with these among them.
-        start: Where the block begins in the chunk, in bytes.
+    """The elements `part` of a chunk in one `region`, and the contiguous `block` around them at
+    `start`.
     """
 
     part: Region
@@ -94,20 +83,11 @@ class RegionIndex:
 
 
 class ShardPlan:
-    """The plan for one array.
+    """The plan for one array: `writers` of each chunk, `holders` of each region.
 
-    Args:
-        name: What errors call the array.
-        layout: Where its elements are.
-        load: The bytes that each process has been given so far, which this increases. Of several
-            processes that have equally much of a chunk, the one with the least load writes it.
-
-    Attributes:
-        writers: The process that writes each chunk.
-        holders: The processes that have each region.
-
-    Raises:
-        CorruptionError: No process has some elements, or two regions overlap.
+    Of several processes with equally much of a chunk, the one with the least `load` (bytes given to
+    it, which this increases) writes it. Raises CorruptionError if elements are missing or regions
+    overlap.
     """
 
     def __init__(self, name: str, layout: ShardLayout, load: list[int]) -> None:
@@ -160,13 +140,9 @@ Fetch = Callable[[int, int, int, Callable[[memoryview], None]], None]
 
 
 class Shards(Struct, frozen=True, gc=False):
-    """The shards of an array that this process has. Other processes have the rest of the array.
+    """The shards of an array that this process has, as row-major little-endian bytes by region.
 
-    Attributes:
-        shape: The shape of the array. Of PRNG keys it ends with the number of words of a key.
-        itemsize: Bytes of one element.
-        regions: Which elements each shard has. No region occurs twice.
-        parts: The bytes of each shard, row-major and little-endian.
+    The shape of PRNG keys ends with the number of words of a key. No region occurs twice.
     """
 
     shape: tuple[int, ...]
@@ -199,16 +175,7 @@ class Shards(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssembledChunk:
-    """A chunk that is put together, from shards of this process and of others, when it is needed.
-
-    Attributes:
-        number: The number of the chunk in its leaf.
-        nbytes: Its bytes.
-        slices: Where they come from.
-        shards: The shards of this process.
-        process: The number of this process.
-        fetch: Gets the slices of another process.
-    """
+    """A chunk that is put together, from shards of this process and of others, when it is needed."""
 
     number: int
     nbytes: int
@@ -289,10 +256,7 @@ def slices_size(slices: Iterable[Slice], itemsize: int) -> int:
 
 
 def read_slices(slices: Sequence[Slice], shards: Shards, memory: memoryview) -> int:
-    """Put the bytes of slices that the shards of this process have into `memory`, one after the other.
-
-    Returns how many bytes they have.
-    """
+    """Put the slices that the shards of this process have into `memory`; returns how many bytes."""
     for found, data in _in_turn(memory, slices, shards.itemsize):
         data[...] = shards.elements(found)
     return slices_size(slices, shards.itemsize)
@@ -323,10 +287,9 @@ def _in_chunk(data: memoryview, found: Slice, itemsize: int) -> np.ndarray[Any, 
 
 
 def blocks(shape: tuple[int, ...], start: int, stop: int) -> list[Region]:
-    """The elements from `start` to `stop`, in row-major order, as blocks in that order.
+    """The elements from `start` to `stop`, row-major, as blocks that are contiguous in that order.
 
-    The elements of a block follow each other in that order. There are less than twice as many blocks
-    as axes.
+    There are less than twice as many blocks as axes.
     """
     if start >= stop:
         return []

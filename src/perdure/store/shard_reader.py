@@ -60,14 +60,11 @@ class SharedReads(Protocol):
         alone: int,
         place: Callable[[int, memoryview], None],
     ) -> bool:
-        """Ask the other processes to share chunks; False if there are none.
+        """Ask the other processes to share the `wanted` chunks (bytes by number); False if there
+        are none.
 
-        Args:
-            fingerprint: That of the manifest.
-            wanted: The bytes of each chunk, by its number in the manifest.
-            alone: Bytes that this process reads besides these.
-            place: Called in any thread with the number and the verified bytes of a chunk that another
-                process has read.
+        `place` is called in any thread with number and verified bytes of a chunk that another
+        process has read; `alone` are bytes that this process reads besides.
         """
         ...
 
@@ -80,10 +77,7 @@ class SharedReads(Protocol):
         ...
 
     def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
-        """Hand verified chunks in a slot to the others: (number, place in the slot, bytes).
-
-        The slot is free again once all have copied their elements; at once without chunks.
-        """
+        """Hand verified chunks in a slot to the others: (number, place in the slot, bytes)."""
         ...
 
     def finish(self) -> set[int]:
@@ -96,10 +90,7 @@ class SharedReads(Protocol):
 
 
 class _Passing(NamedTuple):
-    """A chunk of `nbytes` bytes, of which some elements belong into shards.
-
-    `number` is that of the chunk in the manifest.
-    """
+    """A chunk of `nbytes` bytes, by its number, of which some elements belong into shards."""
 
     number: int
     entry: LeafEntry
@@ -165,10 +156,7 @@ def _read_shared(
     passing: Sequence[_Passing],
     sharing: SharedReads,
 ) -> bool:
-    """Read what this process needs, a part of it in other processes of this machine.
-
-    Returns False, and has read nothing, if there are none that share.
-    """
+    """Read what this process needs, a part in others; False, without a read, if none share."""
     shared = {item.number: item for item in passing if item.is_shared()}
     alone = sum(chunk.size for chunk in in_place)
     alone += sum(item.nbytes for item in passing if item.number not in shared)

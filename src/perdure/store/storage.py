@@ -20,12 +20,7 @@ class LostLock(OSError):
 
 
 class Entry(NamedTuple):
-    """What a listing says about an object.
-
-    Attributes:
-        size: Its bytes; None if the listing does not say.
-        version: A text that differs if the bytes do; "" if unknown.
-    """
+    """What a listing says: size (None if unknown), and a version that differs if the bytes do."""
 
     size: int | None
     version: str
@@ -233,9 +228,8 @@ class MemoryStorage(Storage):
 
 
 def confirmed(storage: Storage, name: str, work: Callable[[], T]) -> T:
-    """What `work` returns, which reads the object `name` and checks it.
-
-    If that raises `CorruptionError`, `work` is called again, and reads from the disk.
+    """What `work`, which checks `name`, returns; on CorruptionError it is called again, past the
+    cache.
     """
     try:
         return work()

@@ -27,12 +27,8 @@ from perdure.store.storage import Storage
 class StreamedLeaf(NamedTuple):
     """A leaf that is produced when it is written.
 
-    Attributes:
-        path, dtype, shape: As of a `Leaf`.
-        nbytes: Bytes of the array.
-        chunks: Returns the bytes of an array in parts of CHUNK_BYTES, the last one shorter. Each
-            part is used before the next one is asked for, so that all may share one buffer.
-        text: The text of a Python scalar, which has no chunks.
+    `chunks` returns its bytes in parts of CHUNK_BYTES, each used before the next one is asked for,
+    so that all may share one buffer. `text` is that of a Python scalar.
     """
 
     path: str
@@ -53,14 +49,9 @@ def new_run(
 ) -> Run:
     """Become the writer of a new run directory, which must be empty or missing.
 
-    What an earlier call left that was interrupted is removed. Until the first commit no training begins
-    there; its error says what the run is `made_from`.
-
-    Raises:
-        StoreError: `directory` is one of `apart_from`, or inside it or around it.
-        NotARunError: `directory` holds other files.
-        StepExistsError: `directory` holds checkpoints.
-        LockedError, SaveError: As `Run.begin_writing`.
+    What an interrupted call left is removed. Until the first commit no training begins there; its
+    error says what the run is `made_from`. Raises StoreError (inside or around one of
+    `apart_from`), NotARunError, StepExistsError, LockedError, SaveError.
     """
     run = Run(directory, create=True)
     run.log.made_from = made_from
@@ -77,10 +68,7 @@ def new_run(
 
 
 def pack_order(nbytes: int, path: str) -> tuple[bool, str]:
-    """The key by which to sort the leaves of `save_streamed`: whole blocks come first in the pack.
-
-    Their chunks then begin on a block and can be read past the page cache.
-    """
+    """A sort key of leaves: whole blocks come first in the pack, to be read past the page cache."""
     return nbytes % BLOCK > 0, path
 
 
@@ -93,20 +81,10 @@ def save_streamed(
     containers: Mapping[str, Container] | None = None,
     process_leaves: Sequence[StreamedLeaf] = (),
 ) -> Manifest:
-    """Commit one checkpoint; it survives power loss on return.
+    """Commit one checkpoint to a `new_run`; it survives power loss on return.
 
-    Args:
-        run: From `new_run`.
-        step: The step.
-        leaves: The leaves of the state, with different paths. Their chunks are asked for in this order.
-        recipe, containers: The fields of the manifest.
-        process_leaves: Leaves that are no part of the fingerprint; they are written last.
-
-    Returns:
-        The manifest that is committed.
-
-    Raises:
-        LockedError, SaveError, StepExistsError: As `Run.save`.
+    The chunks of `leaves` are asked for in this order. Process leaves, written last, are no part of
+    the fingerprint. Raises as `Run.save`.
     """
     state = Leaves({leaf.path: _later(leaf) for leaf in leaves}, containers)  # type: ignore[arg-type]
     others = {leaf.path: _later(leaf) for leaf in process_leaves}

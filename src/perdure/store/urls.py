@@ -19,14 +19,9 @@ def name_at_step(where: str, step: int) -> str:
 
 
 def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage of a run directory; obstore is imported for a URL only.
+    """The storage of a run directory: a path, a URL (obstore is imported), or a storage itself.
 
-    Args:
-        where: A path, which is made absolute; a URL; or a storage, which is returned.
-
-    Raises:
-        StoreError: The path is empty, the scheme is not known, or the URL went through
-            `pathlib.Path`, which drops one of its slashes.
+    Raises StoreError for an empty path, an unknown scheme, and a URL that went through `Path`.
     """
     if not isinstance(where, (str, os.PathLike)):
         if not hasattr(where, "read_into"):

@@ -34,13 +34,8 @@ from perdure.store.storage import confirmed
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        name: The file or step.
-        what: What is wrong with it.
-        harmful: Whether something that was committed is affected.
-        unread: Whether the file could not be read, so that nothing is known about its contents.
+    """One thing that is wrong: `harmful` to a committed checkpoint, or `unread`, so that nobody
+    knows.
     """
 
     name: str
@@ -98,9 +93,8 @@ class Packs:
                 self._read(pack)
 
     def require(self, manifest: Manifest) -> None:
-        """Raise `CorruptionError` unless every chunk of `manifest` is at its place.
-
-        Raises `UnreachableError` if some chunks could not be read and the others are good.
+        """Raise `CorruptionError` unless every chunk of `manifest` is at its place,
+        `UnreachableError` if unread.
         """
         where = f"{self.run.where}: step {manifest.step}"
         for pack in manifest.packs:
@@ -354,11 +348,7 @@ def _log_problem(run: Run) -> str | None:
 def _read_pack(
     run: Run, pack: str, size: int
 ) -> Iterator[tuple[int, PackedChunk | DamagedChunk | UnreadChunk]]:
-    """(offset, chunk) of every chunk of a pack that is what its hash says; the error for another.
-
-    Raises `CorruptionError` if the index is damaged or the pack is gone, `UnreachableError` if the
-    index cannot be read.
-    """
+    """(offset, chunk) of every chunk of a pack that is what its hash says; the error for another."""
 
     def read_index() -> tuple[PackedChunk, ...]:
         where = f"{run.where}/{PACKS}{pack}"

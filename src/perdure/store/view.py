@@ -66,13 +66,9 @@ class _Lazy(Mapping[K, V], Generic[K, V]):
 class _Manifests(NamedTuple, Generic[K]):
     """What a look found of manifests: those of checkpoints by step, those in quarantine by name.
 
-    Attributes:
-        readable: The summaries of the readable ones.
-        read: Those that are in memory.
-        unreadable: Why each of the others cannot be read.
-        unknown: Those of `unreadable` whose bytes nobody saw.
-        misread: Those that are not what their summary says: the next look reads them.
-        foreign: Those of `unreadable` that are of another run.
+    `read` are in memory; `unreadable` says why not, `unknown` are those of them whose bytes nobody
+    saw, `foreign` those of another run. `misread` do not fit their summary: the next look reads
+    them.
     """
 
     readable: dict[K, ManifestSummary]
@@ -105,17 +101,10 @@ def _nothing() -> _Manifests[Any]:
 class View:
     """What a run directory held at one look: names, manifests and sizes, but no chunks.
 
-    It does not change: a writer that has added or removed something derives the next view. Each part is
-    listed when it is first asked for, because a save needs less than a plan.
-
-    Args:
-        storage: The run directory.
-        log: Its log.
-        sizes: Sizes of packs that are known, which never change. New ones are added.
-        index: Says of most manifests what they are, without reading them; None reads all.
-        known: An earlier view. What it read is read again only if it has changed.
-        whole: Read every manifest, and ask for the size of every pack, as for a reader.
-        packs: Look at the packs again, and not only if `known` has not.
+    It does not change: a writer derives the next view. Parts are listed when first asked for. Sizes
+    of packs never change and are kept in `sizes`. Of manifests the `index` knows, and of what a
+    `known` view has read, only changes are read; `whole` reads everything, `packs` lists them
+    again.
     """
 
     def __init__(
@@ -166,9 +155,8 @@ class View:
 
     @cached_property
     def manifests(self) -> Mapping[int, Manifest]:
-        """The readable manifests by step, those that are not in memory as soon as they are asked for.
-
-        `OutdatedPlanError` if one cannot be read now, or has changed since the look.
+        """The readable manifests by step, read when asked for; `OutdatedPlanError` if one has
+        changed.
         """
         return _Lazy(self.readable, self._manifest)
 
@@ -245,11 +233,11 @@ class View:
         return self._run_log.view
 
     def lost_checkpoints(self, *, for_deletion: bool = False) -> str | None:
-        """Why a run without a manifest has lost its manifests; None if it need not have had any, or if
-        they were set aside because of damage, which no deletion takes for a reason.
+        """Why a run without a manifest has lost its manifests; None if it need not have had any, or
+        if they were set aside because of damage.
 
-        A rollback is none: the checkpoint that it goes back to stays. Packs say so only where the log
-        does not know: each first save that was killed leaves one.
+        A rollback keeps the checkpoint that it goes back to. Packs count only where the log does
+        not know: each first save that was killed leaves one.
         """
         if self.steps:
             return None

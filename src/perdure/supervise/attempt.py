@@ -43,12 +43,7 @@ class AttemptEnd(NamedTuple):
 class Attempt:
     """The workers of one attempt; the end of the `with` block kills them and closes their files.
 
-    Args:
-        options: How to watch the workers.
-        ports: The ports of the attempt, to find out whether a stranger listens on one.
-        silence: When a silent worker counts as hung.
-        clock: The monotonic clock of the heartbeats, in seconds.
-        on_beat: Is called with each new heartbeat.
+    `ports` tell whether a stranger listens on one, `silence` when a worker counts as hung.
     """
 
     def __init__(
@@ -101,10 +96,8 @@ class Attempt:
     ) -> AttemptEnd:
         """Watch until all workers have ended or one has failed; then kill the others.
 
-        Args:
-            requested_signal: Returns the signal to pass on to the workers, or None.
-            should_grow: Returns whether a larger group should be tried.
-            on_progress: Is called once, when every worker has finished a step.
+        `requested_signal` and `should_grow` are asked, `on_progress` is called once, when every
+        worker has finished a step.
         """
         progressed = False
         while True:

@@ -1,8 +1,7 @@
 """The log of a run under `perdure run`, beside the logs of its workers: written, and read.
 
-Its form is that of every log (`perdure.store.log`); what its lines say of a run is a `RunHistory`.
-Invariant: a log that cannot be written ends no run; what could not be written waits in memory until it
-can.
+Its form is that of every log (`perdure.store.log`). Invariant: a log that cannot be written ends no
+run; what could not be written waits in memory.
 """
 
 from __future__ import annotations
@@ -62,30 +61,13 @@ FAILURES = ("failed", "full", "killed", "hung", "stopped", "port", "corrupt", "r
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One attempt of the group. A step number counts finished steps; times are monotonic seconds.
+    """One attempt of the group. Steps count finished steps; times are monotonic seconds.
 
-    The names of the fields are also the keys of `attempt` in the log of a run and, most of them, of
-    `--json`.
-
-    Attributes:
-        kind: How the attempt ended; "full" is a failure for lack of space on a disk, and "corrupt" one
-            of a device that an audit found to compute wrong numbers; "refused" is one of a program that
-            must not begin again where it was saved.
-        cause: The same for people: a status or a signal, with what the kernel says.
-        place: The place of the worker that failed first; None if no single worker did.
-        statuses: Exit status of each worker, -n for one that signal n ended.
-        start: The step that it resumed at, if a heartbeat reported it.
-        end: The newest step that any of its workers finished.
-        first_time: When a heartbeat first reported a new step, `first_step`.
-        last_time: When a heartbeat reported the newest step.
-        noticed: When its end was noticed.
-        last_step: The last step of the worker that failed first, or of all if no single worker did.
-        made_progress: Whether the worker that failed first finished a step.
-        last_line: The last line that this worker wrote.
-        exception: The exception of the traceback with which it exited.
-        corrupt_devices: Numbers of its devices that compute wrong numbers.
-        devices_left: How many other devices it has; None if no device is wrong.
-        saved: The newest step that the attempt saved, by run directory.
+    The fields are keys in the log and in `--json`. `kind` is how it ended ("full": no space;
+    "corrupt": an audit found a wrong device; "refused": it must not begin again), `cause` the same
+    for people. `place` and `last_step` are of the worker that failed first, if one did.
+    `first_time` and `last_time` are when heartbeats reported `first_step` and `end`; `saved` the
+    newest step by run directory.
     """
 
     number: int
@@ -132,18 +114,9 @@ class AttemptRecord:
 class RunHistory:
     """What happened in one run, as the lines of its log tell it.
 
-    Attributes:
-        name: The name of the directory of its logs.
-        start: The fields of its first line; empty if that line cannot be read.
-        attempts: The attempts that have ended.
-        messages: What the supervisor said, with the time.
-        running: The fields of the newest lines of an attempt that has not ended.
-        end: The fields of its last line; empty if it has none.
-        longest: Seconds of the longest silence in each phase.
-        last_time: The time of its newest line.
-        unreadable: The lines from the first one on that is damaged.
-        left_behind: How many processes of the run could not be killed.
-        signal: The signal that asked the run to end; None if there was none.
+    `start` and `end` are the fields of its first and last line, `running` the newest of an attempt
+    that has not ended, `longest` seconds of silence by phase, `unreadable` the lines from the first
+    damaged one on.
     """
 
     name: str = ""
@@ -207,8 +180,7 @@ class RunHistory:
     def state(self) -> str:
         """`ended`, `running`, or `lost` if it was killed or its machine went away.
 
-        `unknown` on another machine, in another PID namespace (a container), and after a restart of the
-        machine: process IDs are others there.
+        `unknown` where process IDs are others: another machine or container, or after a restart.
         """
         if self.end:
             return "ended"
@@ -305,15 +277,7 @@ class RunHistory:
 
 
 class AttemptsLog:
-    """Writes the log of one run.
-
-    Args:
-        logs: The directory of its logs, which has no such file yet.
-        report: Is called once with a message if the file cannot be written.
-
-    Attributes:
-        run: What the lines tell so far.
-    """
+    """Writes the log of one run; `report` is called once with a message if it cannot be written."""
 
     def __init__(self, logs: Path, report: Callable[[str], None]) -> None:
         self.run = RunHistory(logs.name)
@@ -361,11 +325,7 @@ class AttemptsLog:
 
 
 def read_runs(logs: Path) -> list[RunHistory]:
-    """The runs whose logs are in `logs` or in a directory of it, oldest first.
-
-    Raises:
-        OSError: There is a log that cannot be read.
-    """
+    """The runs whose logs are in `logs` or in a directory of it, oldest first."""
     paths = [path for path in (logs / FILE, *logs.glob(f"*/{FILE}")) if path.exists()]
     return sorted(map(_read_run, paths), key=lambda run: run.start.get("time", ""))
 
@@ -396,10 +356,7 @@ def encodable(value: Any) -> Any:
 
 
 def describe_process(pid: int) -> dict[str, Any]:
-    """What tells a process from all others: of other machines, of other containers, of other times.
-
-    `process_start` is in ticks since the machine started; None if there is no such process here.
-    """
+    """What tells a process from all others: of other machines, of other containers, of other times."""
     process: dict[str, Any] = {"host": socket.gethostname(), "pid": pid}
     process |= {"boot": None, "pid_namespace": None, "process_start": None}
     with suppress(OSError):

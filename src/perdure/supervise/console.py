@@ -56,10 +56,8 @@ class OutputWriter:
             self._changed.notify_all()
 
     def flush(self, deadline: float) -> int:
-        """Wait until all is written or the reader does not read, at most until `deadline`.
-
-        Returns:
-            How many bytes the reader does not get.
+        """Wait until all is written or the reader does not read; returns how many bytes it does not
+        get.
         """
         with self._changed:
             self._taken = time.monotonic()  # the reader may begin to read now
@@ -97,13 +95,8 @@ class OutputWriter:
 class Console:
     """Writes lines of workers to `out` (standard output) and messages to `err` (standard error).
 
-    A stream that cannot be written (a full disk, a closed pipe) gets nothing more, with a message on
-    the other stream: training continues, and the logs have every line. Files are written by a thread
-    (see `OutputWriter`), so that no method but `flush` waits for a reader.
-
-    Args:
-        out: For the lines of the workers.
-        err: For messages.
+    A stream that cannot be written gets nothing more, with a message on the other one: training
+    continues. No method but `flush` waits for a reader.
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -197,9 +190,8 @@ class Console:
 
 
 def _open_writers(*streams: TextIO) -> dict[TextIO, OutputWriter]:
-    """A writer for each stream that is a file; none for a stream in memory.
-
-    Streams on one file (a terminal, `2>&1`) share a writer, which keeps their order.
+    """A writer for each stream that is a file; streams on one file share it, which keeps their
+    order.
     """
     by_file: dict[tuple[int, int], OutputWriter] = {}
     writers: dict[TextIO, OutputWriter] = {}

@@ -52,8 +52,8 @@ class OrphanReaper:
 def become_init() -> None:
     """Fork: the child returns; the parent reaps, passes signals on, and exits with its status.
 
-    For `perdure run` as the first process of a container: processes that lose their parent become its
-    children, and stay as zombies until it waits for them. As in tini, it then does only this.
+    For `perdure run` as the first process of a container, where orphans stay as zombies until it
+    waits for them, as tini does.
     """
     import ctypes  # not in the reaper, which has little memory
 
@@ -87,10 +87,8 @@ def marked(
     excluded: frozenset[int] = frozenset(),
     sessions: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """IDs of the processes of a run, except `excluded`. Zombies do not count.
-
-    These are the processes that carry `mark`, and all others in their sessions and in `sessions`: every
-    session of a run was begun by one of its processes.
+    """IDs of the processes that carry `mark`, and of all in their sessions, except `excluded` and
+    zombies.
     """
     wanted = f"{MARK}=".encode()
     text, this = mark.encode(), os.getpid()
@@ -124,7 +122,7 @@ def end_marked(
 ) -> int:
     """Kill every process that `marked` finds, until there is none; returns how many there were.
 
-    Returns after `PATIENCE_S` in any case: a process in a system call of a failed disk cannot end.
+    After `PATIENCE_S` it returns in any case: a system call of a failed disk cannot end.
     """
     ended: set[int] = set()
     calm, deadline = 0, time.monotonic() + PATIENCE_S

@@ -30,13 +30,7 @@ class Decision:
 def decide(
     history: Sequence[AttemptRecord], max_restarts: int, may_shrink: bool = False
 ) -> Decision:
-    """What follows the last attempt of `history`.
-
-    Args:
-        history: All attempts so far.
-        max_restarts: How many failures may be followed by a restart.
-        may_shrink: Whether a smaller group may be tried.
-    """
+    """What follows the last attempt of `history`."""
     last = history[-1]
     if last.kind == "done":
         return Decision(False, reason="finished")
@@ -71,14 +65,7 @@ def decide(
 def decide_exclusion(
     history: Sequence[AttemptRecord], max_restarts: int, places: int, changes_group: bool
 ) -> Decision:
-    """What follows an attempt in which a device was found to compute wrong numbers.
-
-    Args:
-        history: All attempts so far.
-        max_restarts: How many failures may be followed by a restart.
-        places: For how many workers there are devices left.
-        changes_group: Whether a worker is lost of a group on several machines.
-    """
+    """What follows an attempt in which a device computed wrong numbers; `places` have devices left."""
     found = history[-1].cause
     if not places:
         return _stop(f"no device is left ({found})")
@@ -135,8 +122,7 @@ def _no_progress(history: Sequence[AttemptRecord]) -> bool:
 def _wait(history: Sequence[AttemptRecord]) -> float:
     """No wait while there is progress; without progress 0, 1, 2, 4, ... seconds.
 
-    A program that reports no steps, such as a loop without perdure, has made progress if its attempt
-    was not short.
+    A program that reports no steps has made progress if its attempt was not short.
     """
     fruitless, best = 0, -1
     for attempt in history:

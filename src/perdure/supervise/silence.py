@@ -1,12 +1,9 @@
 """How long a worker may be silent, that is, give no heartbeat, before it counts as hung.
 
-A limit that the user gave holds exactly. Every other limit follows the measured silences: it is at
-least twice the longest silence of this run, so that a loop with one heartbeat per epoch is not killed
-because its epochs are long. A worker that still computes gets several times the limit, and as long as
-an attempt of the run has trained (a validation after an epoch is shorter than the epoch). Until a first
-step was measured nothing says how long a step is, and a worker that computes is not killed. Time in
-which the supervisor itself was suspended, or left the output of the workers to a slow reader, counts as
-no silence.
+A limit that the user gave holds exactly. Every other one is at least twice the longest measured
+silence of this run. A worker that computes gets several times the limit, and as long as an attempt
+has trained; until a first step was measured it is not killed. Time in which the supervisor itself
+was suspended, or waited for a slow reader, counts as no silence.
 """
 
 from __future__ import annotations
@@ -47,11 +44,7 @@ class Process(Protocol):
 
 
 class Silence:
-    """The limits of one run, and the longest silences that were measured in its attempts.
-
-    Attributes:
-        longest: Seconds of the longest silence in each phase.
-    """
+    """The limits of one run, and the longest silences that were measured in its attempts, by phase."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -96,10 +89,7 @@ class Silence:
         return max(DEFAULT_S[phase], GROWTH * self.longest.get(phase, 0.0))
 
     def exceeded_limit(self, worker: Process, beat: Beat, now: float) -> float | None:
-        """The limit in seconds that `worker` has exceeded since `beat`; None if it is not hung.
-
-        It is above `limit(beat.phase)` if `worker` was given more because it computed.
-        """
+        """The limit in seconds that `worker` has exceeded since `beat`; None if it is not hung."""
         silence, limit = self.seconds(beat.time, now), self.limit(beat.phase)
         if silence <= limit:
             return None

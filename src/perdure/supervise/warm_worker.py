@@ -1,8 +1,7 @@
 """`WarmWorkers`: processes that have imported their frameworks before they are needed.
 
-Invariant: a warm process is started as such, never forked from a process with threads. It imports the
-named modules and does nothing else, until it gets its arguments and variables once; then it runs the
-program as `python` would.
+Invariant: a warm process is never forked from a process with threads. It imports the named modules
+and does nothing else, until it gets its arguments and variables once.
 """
 
 from __future__ import annotations
@@ -25,15 +24,10 @@ BECOME_WORKER = "from perdure.supervise.warm_worker import become_worker; become
 
 
 class WarmWorkers:
-    """One warm process for each place of a group.
+    """One warm process for each place of a group; none without `modules`.
 
-    Args:
-        command: `python script.py ...` or `python -m module ...`.
-        modules: The modules to import; empty for no warm processes.
-        message: Is called with the reason if the imports of a process failed.
-
-    Raises:
-        LaunchError: If `modules` is not empty and `command` has another form.
+    `message` is called with the reason if imports failed. Raises LaunchError if `command` is not
+    `python script.py ...` or `python -m module ...`.
     """
 
     def __init__(
@@ -71,9 +65,8 @@ class WarmWorkers:
         )
 
     def take(self, place: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """Hand out the process of `place`, which now runs the program.
-
-        Returns None if there is no process that runs, or if its imports ran under other variables.
+        """The process of `place`, which now runs the program; None if none runs with these
+        variables.
         """
         process = self._ready.pop(place, None)
         if process is None:
@@ -132,10 +125,7 @@ def _persistent(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def become_worker() -> None:
-    """Import the modules of `sys.argv`, wait for the task, and run the program. Its process does this.
-
-    The task is one line of JSON on standard input: the arguments after `python`, and the environment.
-    """
+    """Import the modules of `sys.argv`, wait for the task (a line of JSON), and run the program."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
     line = sys.stdin.buffer.readline()

@@ -35,33 +35,15 @@ ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-_])")
 
 
 class Worker:
-    """A started worker.
+    """A started worker; OSError if the process cannot be created.
 
-    Args:
-        command: The program and its arguments.
-        environment: All its variables, with the file for heartbeats.
-        index: Its number in the group.
-        place: Its place on the machine, which stays the same if the group becomes smaller.
-        attempt: Counts from 1.
-        log: The file that gets both of its outputs.
-        on_line: Is called with `index` and every line of both outputs, with its end. A line that is
-            drawn again and again (with carriage returns), or is very long, comes in parts.
-        report: Is called with a message if the log cannot be written.
-        stamp: Gives the time that begins each line of the output; None for no times.
-        process: A process that runs the command already (see `WarmWorkers`).
+    `index` is its number in the group, `place` that on the machine, which stays the same in a
+    smaller group. `log` gets both outputs; `on_line` is called with `index` and every line, a very
+    long one in parts. `stamp` gives the time before each line. `process` is one that runs the
+    command already (see `WarmWorkers`).
 
-    Attributes:
-        beat: Its last heartbeat.
-        start: The step that it resumed at, if a heartbeat reported it.
-        first: The time and the step when a heartbeat first reported a new step.
-        newest: The newest step and the time when a heartbeat first reported it.
-        stopped_since: When it was first seen to be stopped; None if it is not.
-        memory: What the kernel has killed in its cgroup for lack of memory.
-        output: The descriptor of both outputs.
-        exit: A descriptor that is readable once it has ended.
-
-    Raises:
-        OSError: If the process cannot be created.
+    `first` and `newest` are time and step of new steps in heartbeats; `output` and `exit`
+    descriptors, the latter readable once it has ended.
     """
 
     def __init__(
@@ -295,12 +277,7 @@ def remedy(error: OSError, path: Path) -> str:
 
 
 class WorkerLog:
-    """The output of one worker in one attempt on the disk; created again if it was removed.
-
-    Args:
-        path: The file; an old one is replaced, a link is not followed.
-        report: Is called with a message when output is lost.
-    """
+    """The output of one worker in one attempt on the disk; created again if it was removed."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._path = path

@@ -1,9 +1,8 @@
 """The variables that describe a group of workers to JAX, PyTorch and TensorFlow.
 
-Invariants: the three descriptions agree on the index of a worker and on the number of workers. Their
-ports differ, because each belongs to a service of its own. The default cache of compiled programs is
-used only on CPUs, where it was shown not to change bits (proofs/supervise_rows.py), and each kind of
-CPU has its own, because the key of JAX does not distinguish all instruction sets.
+Invariants: the three agree on index and number of workers; their ports differ. The default cache of
+compiled programs is used only on CPUs, where it was shown not to change bits, and each kind of CPU
+has its own, because the key of JAX does not distinguish all instruction sets.
 """
 
 from __future__ import annotations
@@ -43,18 +42,11 @@ DESCRIPTIONS = (
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines that run one command together, seen from one of them.
+    """The machines that run one command together, seen from number `index`; LaunchError for no such
+    one.
 
-    Each has a supervisor with the same number of workers, and restarts its own. The group forms again
-    by itself: its processes wait for each other at the coordinator.
-
-    Attributes:
-        count: The number of machines.
-        index: The number of this machine, from 0.
-        coordinator: The host:port on machine 0 where worker 0 listens.
-
-    Raises:
-        LaunchError: `index` is not one of `count` machines.
+    Each has a supervisor with the same number of workers, and restarts its own; processes wait for
+    each other at the coordinator, a host:port on machine 0.
     """
 
     count: int
@@ -79,14 +71,9 @@ def tf_config(ports: list[int], index: int) -> str:
 def worker_variables(
     index: int, workers: int, ports: list[int], nodes: Nodes | None = None
 ) -> dict[str, str]:
-    """The variables of worker `index` of the `workers` of this machine.
+    """The variables of worker `index` of the `workers` of this machine; `ports` are two more.
 
-    Args:
-        index: The number of the worker on this machine.
-        workers: The number of workers on this machine.
-        ports: Free ports, two more than workers.
-        nodes: The machines of the group; None for this one alone. A single worker then gets no
-            coordinator of JAX or TensorFlow, because it joins no group.
+    Without `nodes`, a single worker gets no coordinator of JAX or TensorFlow.
     """
     if nodes is None:
         rank, size = index, workers
@@ -117,18 +104,10 @@ def worker_variables(
 def device_variables(
     place: int, devices: int | None, places: Sequence[int], workers: int
 ) -> dict[str, str]:
-    """The variables that give a worker its devices.
+    """The variables that give a worker its devices; LaunchError if there are too few GPUs.
 
-    Args:
-        place: The place of the worker.
-        devices: How many GPUs it gets, or CPU devices if there are no GPUs. None leaves the choice to
-            the program, which takes the GPU with the number LOCAL_RANK. This counts the workers that
-            are left, so the GPUs of places without a worker are hidden if each place has one GPU.
-        places: The places that have a worker.
-        workers: The number of places.
-
-    Raises:
-        LaunchError: There are too few GPUs.
+    Without `devices` the program takes the GPU LOCAL_RANK, so the GPUs of places without a worker
+    are hidden if each place has one.
     """
     gpus = accelerators()
     if devices is None:
@@ -168,10 +147,8 @@ def excluded_variables(devices: Collection[int]) -> dict[str, str]:
 
 
 def default_cache(environ: Mapping[str, str] | None = None) -> Path | None:
-    """A directory of this user for this kind of CPU.
-
-    Returns None if the environment names a directory already, if accelerators could be used, or if the
-    directory could not be written.
+    """A directory of this user for this kind of CPU; None if one is set, or accelerators may be
+    used.
     """
     environ = os.environ if environ is None else environ
     if "JAX_COMPILATION_CACHE_DIR" in environ:
@@ -203,9 +180,7 @@ def cache_variables(directory: Path) -> dict[str, str]:
 def drop_recent(directory: Path, seconds: float = 0.5) -> None:
     """Remove the entries of the last `seconds`, after a worker was killed.
 
-    JAX writes entries in place and never replaces one, so an entry that was cut off would stay, fail
-    its checksum at every start, and be compiled again each time. Only files named as JAX names them are
-    removed; a file that cannot be removed stays.
+    JAX never replaces an entry: one that was cut off would be compiled again at each start.
     """
     since = time.time() - seconds
     with suppress(OSError):

@@ -1,6 +1,5 @@
-"""For tests of programs that build on perdure.
+"""For tests of programs: `drill` proves exact resume, `check_run` verifies a run directory.
 
-`drill` proves exact resume and `check_run` verifies a run directory, under any test runner;
 `StorageConformance` tests a storage and needs pytest.
 """
 

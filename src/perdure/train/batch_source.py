@@ -1,9 +1,7 @@
 """Gives the loop the batch of a step, and says what to save of the data.
 
-Data that are addressed by index have no position, so nothing of them is saved. An iterator is accepted
-if its position can be saved and restored. Any other one is refused, because a resumed run would see
-other data. Invariant: what is saved of an iterator is its position before the batches that were fetched
-and not used yet.
+Data by index have no position. An iterator is accepted if its position can be saved and restored:
+that before the batches that were fetched and not used yet.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def optimum_interval(cost: float, mean_time_between_failures: float) -> float:
 class SaveTimer:
     """Says when the time for a save has come: after fixed seconds, or as `AutoInterval` asks.
 
-    For the latter it measures what a save costs the loop: the stall, and the slower steps while it is
-    written. The second is the time of these steps above the median of the steps without a save.
+    For the latter it measures what a save costs the loop: the stall, and the time of the steps
+    while it is written above the median of the others.
     """
 
     def __init__(self, every: float | AutoInterval, now: float) -> None:

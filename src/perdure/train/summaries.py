@@ -108,13 +108,7 @@ class SummaryRow(msgspec.Struct):
 
 
 class Summaries:
-    """Writes scalars and texts by step, once it is opened.
-
-    Args:
-        directory: Local directory; None writes nothing.
-        clock: Returns seconds since 1970.
-        tensorboard: Whether to write events; None if TensorBoard is installed.
-    """
+    """Writes scalars and texts by step into a local directory (None: nothing), once it is opened."""
 
     def __init__(
         self,
@@ -171,8 +165,7 @@ class Summaries:
 class _Events:
     """Writes a file of events, with TensorBoard's own classes.
 
-    It begins with a SessionLog START, at which TensorBoard drops earlier points of `step` and of later
-    steps.
+    It begins with a SessionLog START, at which TensorBoard drops earlier points of later steps.
     """
 
     def __init__(self, file: BufferedWriter, step: int, now: float) -> None:

@@ -93,9 +93,8 @@ class TrainingState:
 
 
 class HookCalls:
-    """Calls the hooks of one call of `Trainer.train`, in their order, with the trainer.
-
-    `base` is their class, whose own methods do nothing.
+    """Calls the hooks in their order, with the trainer; the methods of their class `base` do
+    nothing.
     """
 
     def __init__(self, trainer: Any, hooks: Sequence[Any], base: type) -> None:
@@ -149,9 +148,8 @@ class Computation:
     def train(self, training: TrainingState, batches: list[Any]) -> Any:
         """Make one step for each batch; returns the logs of the last one.
 
-        `training.state` is replaced after every step, so that no older state is kept alive. An error
-        leaves the state of the last step that was done, unless the step that failed has changed it in
-        place, or has used its memory (`donate`): then `training.state` is lost.
+        `training.state` is replaced after every step, so that no older state is kept alive. It is
+        lost if a step failed that has changed it in place, or has used its memory (`donate`).
         """
         try:
             return self._train(training, batches)
@@ -189,11 +187,7 @@ class Computation:
             self._step_fn.journal = journal  # type: ignore[attr-defined]
 
     def audit(self, rate: float) -> None:
-        """Audit this share of the steps.
-
-        Raises:
-            TrainError: The step function is not one of a strategy.
-        """
+        """Audit this share of the steps; TrainError for a step function that is not of a strategy."""
         if not hasattr(self._step_fn, "set_audit"):
             raise TrainError(
                 "audit: expected a step_fn made by strategy.step(grad, update), of which a part can be "

@@ -1,8 +1,7 @@
 """`Cluster`: a group of processes, seen from one of them; and its time limits.
 
-A description that is incomplete or contradicts itself raises a ClusterError that names what was found
-where. It is never taken for a group of one, because P processes that each run alone would write P runs
-into one directory.
+An incomplete or contradictory description is never taken for a group of one: P processes that each
+run alone would write P runs into one directory.
 """
 
 from __future__ import annotations

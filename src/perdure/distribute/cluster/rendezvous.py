@@ -1,12 +1,10 @@
 """The first contact of the processes of a group, before any framework waits for all of them.
 
-Every process that comes in time gets the same answer: the whole group, or one error that names the
-processes that are missing or that came twice.
-
-Process 0 listens where the framework's own service will listen a moment later. The others connect and
-send their number, host and process id as one JSON object on a line. Process 0 answers with an empty
-line at once, and finally with the members or an error. The frameworks take no part in it: their own
-limits end in errors without names, or in an abort of the process.
+Every process that comes in time gets the same answer: the group, or one error that names who is
+missing or came twice; the limits of frameworks end in errors without names, or in an abort. Process
+0 listens where the framework's service will listen. The others send their number, host and process
+id as a line of JSON; it answers with an empty line at once, and finally with the members or an
+error.
 """
 
 from __future__ import annotations
@@ -66,19 +64,11 @@ class _Answer(msgspec.Struct):
 def await_members(
     cluster: Cluster, start_timeout: float, lifeline: dict[str, Any] | None = None
 ) -> tuple[Member, ...]:
-    """Wait for all processes of the group.
+    """Wait `start_timeout` seconds for all processes; returns the members in the order of their
+    numbers.
 
-    Args:
-        cluster: The group, as this process sees it.
-        start_timeout: Seconds to wait.
-        lifeline: An address that process 0 gives to the others.
-
-    Returns:
-        The members, in the order of their numbers.
-
-    Raises:
-        ClusterError: A process is missing after that time, two have one number, or they disagree on
-            how many there are. Raised in every process that came.
+    Process 0 gives its `lifeline` address to the others. Raises ClusterError in every process that
+    came if one is missing, two have one number, or they disagree on how many there are.
     """
     this_process = Member(
         cluster.process_id,
@@ -303,15 +293,7 @@ def _decode(line: bytes) -> Member | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listener at the address of this machine that `host` names (see `local_address`).
-
-    Args:
-        host: The coordinator's host, as the other processes know it.
-        port: Its port; 0 takes a free one.
-
-    Raises:
-        OSError: The port is taken.
-    """
+    """A listener at the address of this machine that `host` names; port 0 takes a free one."""
     address = local_address(host)
     if address == ALL:
         dual = socket.has_dualstack_ipv6()
@@ -322,11 +304,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def local_address(host: str) -> str:
-    """The address of this machine that `host` names; `ALL` if no address here is certain to be meant.
+    """The address of this machine that `host` names; `ALL` if no address here is certain to be
+    meant.
 
-    That is so if `host` is the address of a forwarder or of a service in front of this machine. It is
-    also so if a name other than localhost means the loopback here: many systems give their own name
-    the address 127.0.1.1, while other machines reach them under a different one.
+    That is a forwarder in front of this machine, or a name that means the loopback here: many
+    systems give their own name the address 127.0.1.1.
     """
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)

@@ -1,9 +1,8 @@
 """Finds the description of the group in the arguments and the environment.
 
 Explicit arguments come first, then the variables of a launcher, then those of a scheduler. Two
-launchers that contradict each other are an error, because one of them was not meant. Of a scheduler
-the coordinator is a function of the environment alone, the same in every process, without a request
-over the network; a coordinator or a number of processes that a person has set comes before it.
+launchers that contradict each other are an error. Of a scheduler the coordinator is a function of
+the environment alone; one that a person has set comes before it.
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ def resolve_for(
 ) -> Cluster:
     """`resolve`, or the group that the program has already initialized in the framework.
 
-    An incomplete description in the environment is then no error: MASTER_ADDR and MASTER_PORT, with
-    the rank as an argument, are a usual way to call `init_process_group`.
+    An incomplete environment is then no error: MASTER_ADDR and MASTER_PORT, with the rank as an
+    argument, are a usual way to call `init_process_group`.
     """
     environ = os.environ if environ is None else environ
     try:
@@ -106,10 +105,9 @@ def resolve_for(
 
 
 def with_existing(cluster: Cluster, engine: str) -> Cluster:
-    """`cluster`, or the group that the program has already initialized in the framework.
+    """`cluster`, or the framework's group if `cluster` describes one process without an argument.
 
-    The framework's group counts if `cluster` describes one process alone, without an argument. Raises
-    ClusterError if both describe several processes and contradict each other.
+    Raises ClusterError if both describe several processes and contradict each other.
     """
     existing = framework_group(engine)
     if existing is None or (existing.count == 1 and cluster.num_processes == 1):
@@ -248,9 +246,8 @@ def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """The hosts of a Slurm node list: `node[01-03,7],login` is node01, node02, node03, node7, login.
-
-    Numbers keep the zeros in front of the first of a range. Raises ClusterError for another text.
+    """The hosts of a Slurm node list: `node[01-03,7],login` is node01, node02, node03, node7,
+    login.
     """
     hosts: list[str] = []
     # Commas inside brackets are not between names.
@@ -308,10 +305,7 @@ def from_open_mpi(environ: Mapping[str, str]) -> Cluster | None:
 def from_kubernetes(
     environ: Mapping[str, str], full_name: Callable[[], str] = socket.getfqdn
 ) -> Cluster | None:
-    """A pod of an indexed Job, or of a JobSet of them. `full_name` gives this host's with domain.
-
-    In a JobSet the processes are counted through its Jobs: the pods of Job 0, then those of Job 1.
-    """
+    """A pod of an indexed Job, or of a JobSet, whose processes are counted through its Jobs."""
     if "JOB_COMPLETION_INDEX" not in environ:
         return None
     index = integer("JOB_COMPLETION_INDEX", environ["JOB_COMPLETION_INDEX"])

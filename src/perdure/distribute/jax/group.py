@@ -39,11 +39,7 @@ def join(
     options: ClusterOptions | None = None,
     local_device_ids: Sequence[int] | None = None,
 ) -> Processes:
-    """Become a member of the group; does nothing for a group of one. May be called twice.
-
-    A group that the program made by `jax.distributed.initialize` is joined as it is. Raises
-    ClusterError if a process is missing or two have one number (see `await_members`).
-    """
+    """Become a member of the group, or of the one that `jax.distributed.initialize` made."""
     cluster = with_existing(cluster, "jax")
     if cluster.num_processes == 1:
         return SingleProcess()
@@ -104,11 +100,9 @@ _CACHE_WRITE = (
 def write_from_all(process_id: int, environ: Mapping[str, str] | None = None) -> bool:
     """Let this process write to JAX's cache of compiled programs; False if nothing was changed.
 
-    JAX lets only process 0 write, because object stores handle many writers badly. But on CPU its keys
-    name the devices, so no other process would find its programs, and each restart of a group would
-    wait for compilers. If `perdure run` has set the cache, on a local disk, every process writes its
-    own entries. JAX has no setting for it; with a release whose function is different, nothing is
-    changed.
+    JAX lets only process 0 write. On CPU the keys name the devices, so no other process would find
+    its programs, and each restart would wait for compilers. So every process writes if `perdure
+    run` has set the cache on a local disk. JAX has no setting for it.
     """
     environ = os.environ if environ is None else environ
     if process_id == 0 or not environ.get("PERDURE_SHARED_CACHE"):
@@ -161,7 +155,7 @@ class _CoordinationService:
 def exchange(
     home: Any, roots: list[Any], counts: tuple[int, ...], index: int, merge: Merge | None
 ) -> Any:
-    """The total, on `home`, the first local device of this process; see Engine.exchange.
+    """The total, on the first local device of this process; see Engine.exchange.
 
     One flat bucket for each width of element, padded to the largest number of values of a process.
     """

@@ -1,8 +1,4 @@
-"""The three compiled computations of a step on JAX: grad, add and update.
-
-They are separate single-device executables. Step and replica are runtime values, and nothing in the
-programs depends on the topology.
-"""
+"""The three compiled computations of a step: grad, add and update, separate for a single device."""
 
 from __future__ import annotations
 

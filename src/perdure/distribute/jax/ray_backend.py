@@ -1,7 +1,6 @@
-"""The workers of Ray Train as one group of JAX processes.
+"""The workers of Ray Train as one group of JAX processes, a new one for each attempt of Ray.
 
-Each attempt of Ray is a group of its own, on a new port, of all its workers or of none. Ray's own
-`JaxConfig` joins workers only if they have TPUs or GPUs: each CPU worker would run alone.
+Ray's own `JaxConfig` joins workers only if they have TPUs or GPUs: CPU workers would run alone.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class _JaxBackend(Backend):
 def prepare(cluster: Cluster, gpus: int, environ: MutableMapping[str, str], plugin: bool) -> None:
     """Set the variables for a worker with this number of GPUs, before it imports JAX.
 
-    `plugin`: whether JAX has a plugin for accelerators. Without one, raises ClusterError for a worker
-    with a GPU, which JAX would silently leave unused.
+    Raises ClusterError for a worker with a GPU that JAX, without a `plugin`, would leave unused.
     """
     platforms = environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if gpus else "cpu")
     if gpus and not plugin and platforms != "cpu":

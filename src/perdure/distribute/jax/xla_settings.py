@@ -1,10 +1,9 @@
 """The settings of XLA that decide bits and are read once, as a backend starts. Imports no JAX.
 
-`PJRT_NPROC` is the size of the intra-op thread pool on CPU. The pool decides how convolutions and
-attention are divided, and so their bits; by default its size follows the numbers of cores and devices,
-which are topology. `--xla_gpu_deterministic_ops` in XLA_FLAGS is for GPUs: without it XLA uses atomic
-additions and kernels that it chooses by their speed, so that two runs may differ. Each is set before a
-backend starts, or the recipe and a warning report that it is not.
+`PJRT_NPROC`, the size of the thread pool on CPU, decides how convolutions and attention are
+divided; by default it follows cores and devices, which are topology. Without
+`--xla_gpu_deterministic_ops` XLA uses atomic additions and kernels chosen by speed. The recipe and
+a warning say where one is not set.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ def pin(
     environ: MutableMapping[str, str] | None = None,
     started: bool | None = None,
 ) -> int | str:
-    """Fix the size of the pool, and return its entry for the recipe.
+    """Fix the size of the pool (by default PJRT_NPROC, else 8); returns its entry for the recipe.
 
-    `threads` is the wanted size: by default PJRT_NPROC if it is set, else 8. If the backend has started
-    without it, this warns and returns "unpinned:<cores>". Raises TopologyError if `threads` contradicts
-    a size that is fixed already.
+    A backend that has started is "unpinned:<cores>", with a warning. TopologyError for another
+    fixed size.
     """
     environ = os.environ if environ is None else environ
     started = jax_backend_started() if started is None else started
@@ -80,8 +78,7 @@ def ask_for_determinism(
 ) -> bool:
     """Set the flag if no backend has started; True if a GPU backend will have it, or has it.
 
-    A flag that is already in XLA_FLAGS is not changed. `plugin`: whether JAX could start another
-    backend than the CPU's; by default, whether a plugin is installed.
+    `plugin`: whether JAX could start another backend than the CPU's.
     """
     environ = os.environ if environ is None else environ
     flags = xla_flags(environ)

@@ -216,13 +216,10 @@ _EPSILON = 1e-7
 class AUC(Counting):
     """The area under the ROC or the precision-recall curve, by fixed thresholds.
 
-    y_true of 0 and 1, y_pred in [0, 1], in one shape [...]. `curve` is "ROC" or "PR". It accumulates
-    counts above each threshold, so the area is a function of integers. The thresholds and the
-    "interpolation" summation are those of keras.metrics.AUC. For the precision-recall curve it is the
-    interpolation of Davis and Goadrich, "The Relationship Between Precision-Recall and ROC Curves",
-    ICML 2006.
-
-    A prediction counts as positive at a threshold if it lies above it, in float32.
+    y_true of 0 and 1, y_pred in [0, 1], in one shape [...]. `curve` is "ROC" or "PR". The area is a
+    function of integer counts above each threshold, with the thresholds and summation of
+    keras.metrics.AUC; for "PR" by Davis and Goadrich, "The Relationship Between Precision-Recall
+    and ROC Curves", ICML 2006.
     """
 
     def __init__(

@@ -1,12 +1,9 @@
 """The base classes of metrics, in both styles of use: functional, and as an object.
 
-Accumulators change by one total for each step, in the order of the steps, and each total went through
-the fixed tree. So they are the same for every topology. No framework is named here.
-
-An accumulator is an array of shape [2, ...], the high and the low part, with the same dtypes on every
-engine, so that a checkpoint of one restores on another. A counter (int32) is exact up to 2**61,
-without 64-bit integers, which JAX lacks by default. A sum (float32) keeps the rounding error of each
-addition in its low part (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B: TwoSum).
+Accumulators change by one total for each step, which went through the fixed tree. Each is an array
+[2, ...] of a high and a low part, with the same dtypes on every engine. A counter (int32) is exact
+up to 2**61, without 64-bit integers. A sum (float32) keeps the rounding errors in its low part
+(Knuth, The Art of Computer Programming 2, 4.2.2, theorem B: TwoSum).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`strategy.run`: a function for each local replica, eagerly, and what meets in the middle of it.
 
-A call is a loop over the replicas in the thread of the caller. `context` says which replica the code
-belongs to. Where a replica meets the others (a collective, a step of an optimizer), `replicas` lets all
-of them come to the same point and joins their values once; sums go through the reduction of `step`.
-`calls` makes such points of Keras's optimizers, and `distribute/torch/` of PyTorch's.
+`context` says which replica the code belongs to. `replicas` lets all come to the same point (a
+collective, a step of an optimizer) and joins their values once. `calls` makes such points of
+Keras's optimizers, and `distribute/torch/` of PyTorch's.
 """

@@ -1,8 +1,7 @@
 """Wraps methods of a framework's classes for calls by a replica, and those of Keras on any backend.
 
-An optimizer that is applied in every replica is applied once, with the sum of their gradients in the
-fixed tree. Any other assignment to a variable would be made once for each replica, and is refused. So
-is `fit` in the scope of a strategy, or of a model that was compiled there: Keras would train alone.
+An optimizer is applied once, with the sum of the gradients in the fixed tree. Any other assignment
+to a variable would be made once for each replica, and is refused; so is `fit` in a scope.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ _compiled_in_scope: WeakSet[Any] = WeakSet()
 
 
 def install() -> None:
-    """Wrap Keras's optimizers, variables and models, if Keras is imported, for calls under a strategy.
-
-    Elsewhere they behave as before. Called at every `run` and scope, for classes that are new.
+    """Wrap Keras's optimizers, variables and models, if Keras is imported; called at each `run` and
+    scope.
     """
     keras = sys.modules.get("keras")
     if keras is None or not hasattr(keras, "optimizers"):  # its import is under way

@@ -1,8 +1,7 @@
 """Which strategy, and which of its logical replicas, the calling code belongs to.
 
-A scope is a context variable, so each thread has its own. Inside `strategy.run` every replica sees its
-own context, whichever thread it runs in. `grad` and `update` of a step see only what is equal in all
-strategies with that number of replicas, because such strategies share the compiled program.
+A scope is a context variable. `grad` and `update` of a step see only what is equal in all
+strategies with that number of replicas, because these share the compiled program.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from perdure.errors import TopologyError
 
 
 class Scope(NamedTuple):
-    """A strategy, the context of a replica, and the name of a compiled function ("grad", "update").
-
-    `replica` is None outside of replicas. `strategy` is None in a compiled function.
+    """A strategy (None in a compiled function), the context of a replica, the compiled function's
+    name.
     """
 
     strategy: Any
@@ -83,12 +81,8 @@ def in_cross_replica_context() -> bool:
 
 
 class Meeting(NamedTuple):
-    """One replica's part in a collective.
-
-    Attributes:
-        call: The call as a user reads it, equal in all replicas.
-        value: What this replica brings.
-        join: Combines the values of the local replicas. Called once in each process.
+    """One replica's part in a collective: the `call` as a user reads it, its `value`, how to `join`
+    all.
     """
 
     call: str
@@ -187,9 +181,9 @@ class ReplicaContext:
 class ReplicaFunction:
     """`grad` or `update` of a step, which knows the number of replicas.
 
-    Engines keep compiled programs by this object: by the identity of the function and by V, because V
-    may be a constant in the program. The function's own `==` is not used: two callable dataclasses
-    with the fields 0.0 and -0.0, or 1 and True, are equal and compute other bits.
+    Programs are kept by the identity of the function and by V. Its own `==` is not used: two
+    callable dataclasses with the fields 0.0 and -0.0, or 1 and True, are equal and compute other
+    bits.
     """
 
     def __init__(self, fn: Callable[..., Any], replicas: int, kind: str) -> None:

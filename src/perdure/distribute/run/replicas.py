@@ -1,9 +1,8 @@
 """The replicas of one `strategy.run`, in their order, and the points where they meet.
 
-A function without collectives runs in a loop, in the thread of the caller. When the first replica comes
-to a collective, each of the others gets a thread, with the settings of the caller's thread, runs to the
-same collective and waits there. Only one replica runs at a time, and between two collectives they run
-in the order of their numbers, so that a run is the same program on any number of devices.
+When the first replica comes to a collective, each of the others gets a thread, with the settings of
+the caller's thread, runs to the same collective and waits there. Only one runs at a time, in the
+order of their numbers, so that a run is the same program on any number of devices.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ def current_run() -> RunContext | None:
 
 
 class ReplicaRun:
-    """`fn` for the local replicas; to be called once.
+    """`fn` for the local replicas, once.
 
-    `stream(number)` is the stream of a replica, or, with V, that of a function that joins the values of
-    all replicas. None leaves the framework's generators as they are.
+    `stream(number)` is the stream of a replica, or, with V, that of a function that joins all
+    values.
     """
 
     def __init__(

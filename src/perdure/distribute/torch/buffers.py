@@ -1,8 +1,7 @@
 """Buffers that a logical replica's forward pass changes in place, as contributions.
 
-Each logical replica starts from the same buffers, and its changes are summed in the tree like
-gradients. So statistics such as BatchNorm's are those of V replicas, however many of them one process
-runs.
+Each replica starts from the same buffers, and its changes are summed in the tree like gradients:
+statistics such as BatchNorm's are those of V replicas.
 """
 
 from __future__ import annotations
@@ -65,10 +64,10 @@ def _versions(tensors: Collection[Tensor]) -> tuple[list[int], list[int]]:
 
 
 def isolated(view: StateView, share: Any, grad: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
-    """(result of `grad`, its buffers by name); the state itself is put back as it was.
+    """(result of `grad`, its buffers by name); the state is put back.
 
-    Raises:
-        StateError: `grad` has changed a parameter, another tensor of the state or one of `share`.
+    Raises StateError if `grad` has changed a parameter, another tensor of the state or one of
+    `share`.
     """
     values = [buffer.clone() for *_, buffer in view.buffers]
     watched = [*view.watched, *tensors(share)]
@@ -119,9 +118,8 @@ def _change(view: StateView, share: Any, changed: Tensor) -> str:
 def _take_buffers(view: StateView, before: list[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """(buffers by name, what is wrong with them); the buffers are put back.
 
-    One more entry counts, for each buffer, whether it changed: buffers that no replica changed are not
-    written afterwards, because V equal values divided by V may give another value. Values are compared,
-    because BatchNorm's kernel does not raise the version of the tensors that it writes.
+    An entry counts for each buffer whether it changed, because V equal values divided by V may give
+    another value. Values are compared: BatchNorm's kernel does not raise versions.
     """
     after: dict[str, Tensor] = {}
     changed: list[bool] = []
@@ -153,9 +151,8 @@ def _take_buffers(view: StateView, before: list[Tensor]) -> tuple[dict[str, Tens
 
 
 def _in_form(now: Tensor | None, value: Tensor) -> tuple[Tensor, str]:
-    """(what a replica made of a buffer, in the buffer's own dtype; what is wrong with it).
-
-    A dtype that the buffer's holds, such as that of autocast, is right.
+    """(what a replica made of a buffer, in its own dtype or one that it holds; what is wrong with
+    it).
     """
     if (
         now is not None
@@ -169,9 +166,8 @@ def _in_form(now: Tensor | None, value: Tensor) -> tuple[Tensor, str]:
 
 @contextlib.contextmanager
 def written(view: StateView, totals: dict[str, Tensor], replicas: int) -> Iterator[None]:
-    """The buffers that a replica changed have the mean over the replicas, which an error undoes.
-
-    Integers (num_batches_tracked) are divided as integers: all replicas count alike.
+    """The changed buffers get the mean over the replicas, integers by integer division; undone on
+    error.
     """
     names = [name for name in totals if name != CHANGED]
     changed = {n for n, count in zip(names, totals[CHANGED].tolist(), strict=True) if count}

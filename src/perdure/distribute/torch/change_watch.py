@@ -1,7 +1,7 @@
 """Finds changes that a logical replica makes in place to tensors from outside of it.
 
-Replicas run one after another, so the result of such a change would depend on which replicas ran before
-in this process. A `TorchDispatchMode` sees every write, also one through `.data`.
+The result would depend on which replicas ran before in this process. A `TorchDispatchMode` sees
+every write, also through `.data`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ _MEAN, _TRAINING = 3, 5
 
 
 class ChangeWatch(TorchDispatchMode):
-    """Raises StateError for a change of a tensor that is from outside of the replica.
+    """Raises StateError for a change of a tensor from outside of the replica.
 
-    `storages`: the memory of tensors that belong to the replica; memory that it allocates is added.
-    `gradients`: the memory of gradients from outside that a replica has read.
+    `storages` belong to the replica, with what it allocates; `gradients` from outside it has read.
     """
 
     def __init__(self, storages: set[int], gradients: Container[int]) -> None:
@@ -77,9 +76,8 @@ class ChangeWatch(TorchDispatchMode):
 
 @functools.cache
 def _described(func: Any) -> tuple[str, list[tuple[int, str, bool]], bool]:
-    """Of an operation: its name, the arguments that it writes to, whether its results are new memory.
-
-    An argument is (position, name, whether nothing of it is read).
+    """Of an operation: its name, the (position, name, is unread) it writes to, whether results are
+    new.
     """
     schema = func._schema
     name = schema.name.removeprefix("aten::")

@@ -1,8 +1,8 @@
 """`compile=` of the strategies: `torch.compile` of the function of one replica.
 
-Invariant: which program computes a replica depends on the function, the backend and the shapes alone.
-torch.compile by itself makes a program for changing shapes after the second one that it sees, and no
-program after eight; what a process has seen depends on the topology and on interruptions.
+Invariant: which program computes a replica depends on function, backend and shapes alone. By itself
+torch.compile changes programs after the second shape and gives up after eight; what a process has
+seen depends on topology and interruptions.
 """
 
 from __future__ import annotations
@@ -26,13 +26,8 @@ from perdure.errors import StateError, TopologyError
 
 
 class CompiledGrads:
-    """Compiles each `grad` once.
-
-    Args:
-        backend: The name of a backend of torch.compile.
-
-    Raises:
-        TopologyError: There is no such backend, or the environment switches torch.compile off.
+    """Compiles each `grad` once; TopologyError for an unknown backend, or torch.compile switched
+    off.
     """
 
     def __init__(self, backend: str) -> None:
@@ -117,10 +112,7 @@ _codes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def _configure() -> None:
-    """What cannot be compiled is an error and no other program; autograd.grad is a part of it.
-
-    A hook that is registered or removed between steps makes another program.
-    """
+    """What cannot be compiled is an error; changed hooks make another program."""
     config = torch._dynamo.config
     config.fail_on_recompile_limit_hit = True
     config.suppress_errors = False

@@ -47,12 +47,8 @@ def _unnoticed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Gradients:
-    """The `.grad` of one parameter.
-
-    Attributes:
-        outside: That outside of replicas.
-        own: For each replica, its `.grad` if that differs.
-        readers: The replicas that have read `outside`.
+    """The `.grad` of one parameter: outside of replicas, each replica's own, and who read that
+    outside.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -334,10 +330,9 @@ class TorchEagerRun(EagerRun):
     def _names(self, parameters: list[torch.Tensor]) -> list[str]:
         """A name for each parameter, in the order of their first use.
 
-        Processes may use them in different orders, so that in a group the values are in the names:
-        these are equal everywhere. Of parameters with equal values, such as biases of zeros, all but
-        the first also have the name before theirs in them. With another order of these the names
-        differ, which the exchange refuses.
+        Processes may use them in different orders, so in a group the values are in the names. Of
+        equal values all but the first also have the name before theirs; another order gives other
+        names, which the exchange refuses.
         """
         if not self._in_group:
             return [str(number) for number in range(len(parameters))]

@@ -1,9 +1,8 @@
 """The PyTorch engine.
 
-A logical replica computes with one thread count, by deterministic algorithms, from equal buffers, and
-with random numbers that are a function of (seed, step, replica). A process has one accelerator, or any
-number of CPU devices, whose replicas it computes one after another. `update` changes the state in
-place, as programs for PyTorch do, and returns it.
+A replica computes with one thread count, deterministic algorithms, equal buffers, and random
+numbers that are a function of (seed, step, replica). A process has one accelerator, or CPU devices
+that take turns. `update` changes the state in place.
 """
 
 from __future__ import annotations
@@ -236,8 +235,7 @@ class TorchEngine:
 class _InTurn:
     """Runs the replicas of a step, one device after another.
 
-    Several threads would share what PyTorch and the program keep for the process: the generator, the
-    cache of autocast, hooks, attributes of modules and every object that `grad` can reach.
+    Threads would share what the process has once: generator, autocast's cache, hooks, attributes.
     """
 
     def __init__(self, devices: int, views: _Views, is_compiled: bool) -> None:
@@ -277,9 +275,8 @@ def _unusable(fn: Grad, result: Any) -> StateError:
 def keep_memory(environ: Mapping[str, str]) -> bool:
     """Have glibc's malloc keep what a step frees; True where it was told so.
 
-    Left alone it gives large blocks back to the system and takes them again in every step, page by
-    page: 8,000 page faults and a third of the time of a step of the tutorial's network. What the
-    environment says of malloc counts more, and other C libraries have no such setting.
+    Else large blocks are taken again in every step: a third of the time of a step of the tutorial's
+    network. Settings of malloc in the environment count more.
     """
     if any(name in environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")) or (
         "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
@@ -295,9 +292,8 @@ def keep_memory(environ: Mapping[str, str]) -> bool:
 
 
 def fix_cublas(environ: MutableMapping[str, str], started: bool) -> None:
-    """Give cuBLAS workspaces of a fixed size: without, its results may differ from call to call.
-
-    TopologyError when CUDA has started without: cuBLAS reads the variable once.
+    """Give cuBLAS workspaces of a fixed size, without which results may differ; TopologyError if
+    too late.
     """
     if environ.get(CUBLAS, "") in (":4096:8", ":16:8"):
         return

@@ -22,10 +22,10 @@ _LARGEST, _MOST_ATTRIBUTES = 1 << 26, 1000
 
 
 class FirstStep:
-    """The parameters, other tensors and generators of a state before the replicas of the first step.
+    """The parameters, other tensors and generators of a state before the replicas of the first
+    step.
 
-    Raises:
-        StateError: A parameter or a buffer has no shape yet (a lazy module).
+    Raises StateError if a parameter or a buffer has no shape yet (a lazy module).
     """
 
     def __init__(self, state: Any, is_compiled: bool = False) -> None:

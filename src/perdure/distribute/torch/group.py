@@ -1,7 +1,6 @@
 """The group of PyTorch processes: joining it, leaving it, messages, and the exchange of tensors.
 
-Invariant: tensors travel between processes as raw bytes, through an all-gather or an all-to-all of
-gloo. No collective adds numbers.
+Invariant: tensors travel as raw bytes, through gloo. No collective adds numbers.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ _LOOK_S = 0.1
 
 
 def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
-    """`join`, for programs that use `torch.distributed` themselves.
-
-    The group then has NCCL for CUDA tensors, and a process that is alone gets a process group of one.
+    """`join`, for programs that use `torch.distributed` themselves: with NCCL, and a group of one,
+    too.
     """
     cluster = with_existing(cluster, "torch")
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
@@ -61,14 +59,7 @@ def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Proce
 def join(
     cluster: Cluster, options: ClusterOptions | None = None, backend: str = "gloo"
 ) -> Processes:
-    """Become a member of the group. May be called twice.
-
-    A process group that the program has initialized is used as it is, whatever its backend. For a group
-    of one this does nothing.
-
-    Raises:
-        ClusterError: A process is missing, or two have one number (see `await_members`).
-    """
+    """Become a member of the group; one that the program has initialized is used as it is."""
     cluster = with_existing(cluster, "torch")
     if cluster.num_processes == 1:
         return SingleProcess()
@@ -98,10 +89,7 @@ def subgroup(processes: Processes, group: Any) -> Processes:
 
 
 class _Store:
-    """PyTorch's key-value store in process 0, by a connection of its own.
-
-    A connection is locked during a wait.
-    """
+    """PyTorch's store in process 0, by a connection of its own, which is locked during a wait."""
 
     error: type[Exception] = RuntimeError
     timeout = "timeout"
@@ -129,13 +117,7 @@ class _Store:
 
 
 class _Membership:
-    """This process in a group whose messages go through a store that process 0 serves.
-
-    Args:
-        served: The store: in process 0 the server, and for another one a connection to it.
-        host: Where process 0 listens.
-        lifeline: Notices that other processes are gone; without it, waits end after the time limit.
-    """
+    """This process in a group whose messages go through a store that process 0 serves."""
 
     def __init__(
         self,
@@ -167,12 +149,11 @@ class _Membership:
         )
 
     def leave(self) -> None:
-        """Announce that this process leaves. Process 0, which serves the store, waits for the others.
+        """Announce that this process leaves; process 0 waits for the others, who may still read
+        messages.
 
-        They may still read messages from its store: the outcome of the last save, or the error that all
-        processes raise. No process may wait for this one in a collective any more (`_end_collectives`);
-        one may do so all the same after an error, because `DistributedDataParallel` keeps its
-        connections.
+        No process may wait for this one in a collective any more; one may do so all the same after
+        an error, because `DistributedDataParallel` keeps its connections.
         """
         lifeline, limit = self._lifeline, self._options.leave_timeout
         if lifeline is not None:
@@ -192,9 +173,8 @@ class _Membership:
 def _use_existing_group(cluster: Cluster, options: ClusterOptions) -> Processes:
     """Join the process group that the program has initialized.
 
-    Messages go through a store that process 0 serves, and whose address the program's store tells. The
-    program's own store may be in torchrun, which a further signal ends while its workers still save.
-    Partial sums go through a new gloo group of the same processes.
+    Messages go through a store of process 0, because the program's own may be in torchrun, which a
+    further signal ends while its workers still save; partial sums through a new gloo group.
     """
     address = f"perdure/attempt-{_ATTEMPT}/store"
     known = dist.distributed_c10d._get_default_store()
@@ -338,10 +318,8 @@ _exchange = _Exchange()
 
 
 def _end_collectives(*, everything: bool = True) -> None:
-    """Close the connections of the collectives: a process that waits in one for this one gets an error.
-
-    Args:
-        everything: Those of the default group too, and not only those for partial sums.
+    """Close connections (`everything`: of the default group, too): who waits for this process gets
+    an error.
     """
     with contextlib.suppress(RuntimeError, ValueError):
         _exchange.close()

@@ -1,8 +1,7 @@
 """`LogicalReplicas`: the gradients of logical replicas under DDP or FSDP2, added in the fixed tree.
 
-Each process computes its replicas one after the other. A communication hook keeps the gradients of each
-as a leaf of `perdure.distribute.reduction_tree`. After the last local replica the partial sums travel
-as bytes, and are added in the tree. No collective adds numbers; autograd accumulates into zeros only.
+A communication hook keeps the gradients of each local replica as a leaf of the tree. After the last
+one the partial sums travel as bytes. No collective adds numbers.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ class LogicalReplicas:
     def _take_gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """The gradients of earlier loops, which the means of this loop are added to.
 
-        DDP gives its hook the whole `.grad`, so that each process would add them to its first replica.
-        FSDP2 gives only what a backward computed.
+        DDP gives its hook the whole `.grad`; FSDP2 gives only what a backward computed.
         """
         if not self._is_ddp:
             return []
@@ -205,11 +203,9 @@ class LogicalReplicas:
         return tree
 
     def _mean_slice(self, rows: list[torch.Tensor], size: int) -> torch.Tensor:
-        """The slice of this process of the mean over all replicas. A collective.
+        """This process's slice of `size` elements (the last is padded) of the mean of all.
 
-        Args:
-            rows: The partial sums of this process.
-            size: The elements of a slice; the last one is padded.
+        A collective.
         """
         sent = rows[0].new_zeros(self._processes, len(rows), size)
         for number, row in enumerate(rows):

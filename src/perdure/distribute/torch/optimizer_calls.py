@@ -13,10 +13,7 @@ from perdure.errors import StateError
 
 
 def install() -> None:
-    """Wrap the methods, for calls by a replica.
-
-    Outside of replicas they behave as before. Called at every `run`, for classes that are new.
-    """
+    """Wrap the methods, for calls by a replica. Called at every `run`, for classes that are new."""
     wrap(torch.autograd, "backward", _backward)
     for cls in with_subclasses(torch.optim.Optimizer):
         wrap(cls, "step", _optimizer_step)

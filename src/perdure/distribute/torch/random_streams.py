@@ -28,10 +28,7 @@ def remember(device: torch.device) -> Callable[[], None]:
 
 
 def seed(device: torch.device, stream: Stream) -> Callable[[], None]:
-    """Puts the global generators under `stream`; the result puts them back.
-
-    Otherwise what the user draws between two steps would depend on which replicas ran here.
-    """
+    """Put the global generators under `stream`; the result puts them back, for draws between steps."""
     number = _mixed(stream)
     restore = remember(device)
     for generator in _generators(device):

@@ -1,7 +1,6 @@
-"""The modules, parameters, buffers and other tensors of a state.
+"""The modules, parameters, buffers and other tensors of a state, found once.
 
-They are found once for a state, because the search takes longer than a small model computes. Invariant:
-before they are used again, everything that the search has read is compared by identity.
+Invariant: before they are used again, everything that the search has read is compared by identity.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ _NAMES, _VALUES = operator.methodcaller("keys"), operator.methodcaller("values")
 
 
 def instances(state: Any, kinds: Any) -> list[tuple[str, Any]]:
-    """Objects of some types in the containers, dataclasses and objects of a state, with their paths.
-
-    What is in a module is not among them.
+    """Objects of some types in a state's containers and objects, outside of modules, with their
+    paths.
     """
     return list(_instances(state, kinds, "", {}))
 
@@ -163,21 +161,10 @@ def same(one: list[Any], other: list[Any]) -> bool:
 class StateView:
     """The tensors of a state.
 
-    Args:
-        state: The state.
-
-    Attributes:
-        state: The state.
-        parameters: Those of all modules, by path.
-        buffers: (path, module that has it, key, tensor) of each that is dense.
-        fixed: The other buffers, by path.
-        tensors: Those outside of modules.
-        parts: All modules.
-        optimizers: Those outside of modules.
-        trained: Parameters, and other tensors that a replica may compute gradients of: those outside of
-            modules, and those that only an optimizer has. Each once.
-        watched: Parameters, tensors and fixed buffers, which `grad` must not change.
-        is_used: Whether a `grad` has returned that used it.
+    `parameters` are those of all modules by path, `buffers` (path, module, key, tensor) of dense
+    ones, `fixed` the others, `tensors` those outside of modules. `trained`: what a replica may
+    compute gradients of, each once. `watched`: what `grad` must not change. `is_used`: a `grad`
+    that used it has returned.
     """
 
     def __init__(self, state: Any) -> None:
@@ -223,10 +210,7 @@ class StateView:
         )
 
     def is_current(self) -> bool:
-        """Whether the modules have the same parameters, buffers and modules in them as before.
-
-        Compared by identity, without a loop in Python.
-        """
+        """Whether the modules have the same parts as before, by identity, without a loop in Python."""
         is_ = operator.is_
         return (
             all(map(is_, _flat(map(_TABLES, self.parts)), self._tables))

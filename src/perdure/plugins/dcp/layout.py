@@ -34,12 +34,8 @@ generators = ProcessRandom()  # of the process: drawn from counts since this imp
 class DcpLayout(Struct, omit_defaults=True):
     """What DCP knows of a checkpoint beyond its leaves.
 
-    Attributes:
-        sizes: The size of each tensor that is stored as boxes, by its name.
-        boxes: The tensor and the offsets of each box, by its leaf path.
-        objects: Names of the objects that are stored as `torch.save` wrote them.
-        keys: The keys of each name in the nested state, if they are not the name split at its dots.
-        flat: Whether the state was saved without being flattened, so that it has no keys.
+    `sizes` and `boxes` (tensor, offsets) are of tensors stored as boxes; `objects` of `torch.save`;
+    `keys` of names that are not split at dots; a `flat` state has none.
     """
 
     sizes: dict[str, tuple[int, ...]] = {}

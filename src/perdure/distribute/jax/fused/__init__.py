@@ -1,9 +1,7 @@
 """A whole step in one or two dispatches, for one process.
 
-`fused_step` decides and gives the step; `ReferencePrograms` are those that the engine runs otherwise,
-and that a fused program is compared with. A function takes this path only if the compiler shows that
-its instructions are those of the reference. Nothing here changes a function that does not. On a
-platform where that was not measured, the first steps are computed both ways.
+A function takes this path only if the compiler shows that its instructions are those of the
+reference. On a platform where that was not measured, the first steps are computed both ways.
 """
 
 from perdure.distribute.jax.fused.proven_programs import ReferencePrograms

@@ -1,13 +1,10 @@
 """Comparison of optimized XLA programs by how each of their results is made.
 
-Two results are the same if the same instructions make them of the same values: each value has a hash of
-the instruction and of what it takes. What is not understood is the same as nothing else. The order in
-which independent instructions run does not count, and neither do names. A computation that an
-instruction applies (a fusion, the addition of a reduction) is one kernel, whose instructions count in
-their order.
-
-Some instructions only move elements: a chain of them may be written in several ways (a bitcast and a
-copy, or a transposition in a fusion), which make the same bytes.
+Two results are the same if the same instructions make them of the same values: each value has a
+hash of the instruction and of what it takes. What is not understood is the same as nothing else.
+Neither names count nor the order of independent instructions; one kernel (a fusion, the addition of
+a reduction) has its instructions in order. Chains that only move elements may be written in several
+ways.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ Tree = Callable[[list[Any], Callable[[Any, Any], Any]], Any]
 class SinglePrograms(NamedTuple):
     """The compiled programs of a step for one device, and the paths of what grad and update return.
 
-    All of them take every argument. grad takes the state first, then its other arguments; update takes
-    the state and the total.
+    All take every argument: grad the state first, update the state and the total.
     """
 
     grad: Any
@@ -82,14 +78,8 @@ def step_difference(
 ) -> str:
     """What in the program of a whole step is not as in the programs for one device; "" for nothing.
 
-    Args:
-        whole: Takes the state, then the arguments of each turn, and makes the contributions of all
-            turns. What follows are computations of their own that are called one after the other: the
-            sum of several turns, the exchange, and the update.
-        single: What it is compared with.
-        turns: The number of replicas of a device.
-        exchanges: Whether the sum goes through an exchange between devices.
-        tree: The order of the additions.
+    `whole` makes the contributions of all `turns` (the replicas of a device); what follows (the sum
+    by `tree`, the exchange, the update) are computations of their own, called one after the other.
     """
     with suppress(*_NOT_UNDERSTOOD):
         return _step_difference(whole, single, turns, exchanges, tree)
@@ -205,12 +195,10 @@ class Program:
         opens: bool = False,
         calls: list[Call] | None = None,
     ) -> list[Value]:
-        """The leaves of the result.
+        """The leaves of the result for `arguments`.
 
-        Args:
-            arguments: By default `parameters()`.
-            opens: Whether instructions in fusions count as if they stood outside of them.
-            calls: Gets the calls of computations that were kept, whose results are not looked into.
+        With `opens` instructions in fusions count as if they stood outside; `calls` gets the kept
+        computations.
         """
         arguments = self.parameters() if arguments is None else arguments
         return _Reading(self, opens, calls).result(self._entry, arguments).leaves
@@ -322,8 +310,8 @@ class _Reading:
     def _loop(self, i: Instruction, start: Sequence[Value]) -> Value:
         """What a loop ends with.
 
-        An element that no turn changes is its start, in the loop and after it. The others are numbered
-        without those: where they stand in the tuple depends on the order of the passes of the compiler.
+        An element that no turn changes is its start. The others are numbered without those: where
+        they stand in the tuple depends on the order of the compiler's passes.
         """
         body, condition = i.called
         same = self._program.unchanged(body, len(start))

@@ -1,8 +1,8 @@
 """An optimized XLA program as a graph: its computations and instructions, without their names.
 
-jaxlib serializes a program (`HloModuleProto` in XLA's hlo.proto) and has no classes for its parts. The
-few fields that make the structure are read here by their numbers, which a protocol buffer never
-changes; all others are kept as bytes, so that nothing unknown is left out of a comparison.
+jaxlib has no classes for the parts of `HloModuleProto`. The few fields that make the structure are
+read by their numbers, which never change; all others are kept as bytes, so that nothing unknown is
+left out of a comparison.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ _TUPLE = 13  # a PrimitiveType
 class Instruction(NamedTuple):
     """One instruction; operands, predecessors and computations are named by number.
 
-    Attributes:
-        shape: dtype, dimensions and layout of the result.
-        content: Every other field that decides what is computed.
-        number: Of a parameter, or of the element that a get-tuple-element takes.
-        attributes: What was attached to it by `set_xla_metadata`, and by XLA itself.
+    `content` is every field that decides what is computed and has no name here.
     """
 
     opcode: str

@@ -1,12 +1,9 @@
 """Programs over all local devices, and the proof that they compute what single devices compute.
 
-A step is one program if a device has one replica, or several small ones. Otherwise grad, the additions
-and update are programs for all devices at once, and the replicas of a device take turns. Either is
-accepted only if the optimized instructions of grad, of the additions on a device and of update are
-those of the programs for a single device. Everything else moves bytes, or adds two elements.
-
-In these programs every device has its own value under the same name: arrays are declared replicated
-and are not, until the total is.
+A step is one program if a device has one replica, or several small ones; otherwise grad, additions
+and update are programs for all devices, and the replicas of a device take turns. Either is accepted
+only if its optimized instructions are those for a single device. Arrays are declared replicated and
+are not, until the total is.
 """
 
 from __future__ import annotations
@@ -178,10 +175,7 @@ def prove(
 
 
 def _give_memory_back() -> None:
-    """Have glibc return what compilation has freed, which it keeps for each thread that compiled.
-
-    Left alone, a process is 80 to 120 MB larger for as long as it lives.
-    """
+    """Have glibc return what compilation has freed: else a process stays 80 to 120 MB larger."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
@@ -261,9 +255,8 @@ def _one_program(
 ) -> Callable[[Callable[[], hlo.SinglePrograms]], Proof]:
     """A whole step as one program: lowered, and compiled by the function that compares it.
 
-    The sums and the update stay computations of their own, so that nothing is fused across their
-    edges. Grad is not one: XLA's CPU compiler rewrites convolutions to their fast form only outside of
-    calls.
+    The sums and the update stay computations of their own, so that nothing is fused across them.
+    Grad is not one: XLA's CPU compiler finds the fast form of convolutions only outside of calls.
     """
     layout, state, turn = compiler.layout, values.state, values.turn
     turns, exchanges = layout.per_device, len(layout.devices) > 1
@@ -382,10 +375,8 @@ def paths_of(what: str, tree: Any) -> list[str]:
 
 
 class _Packed(NamedTuple):
-    """A program with arguments whose elements share a byte (int4).
-
-    A compiled program refuses the layout that they have everywhere else; the function that it was
-    compiled from takes it, and runs the same program.
+    """A program with arguments whose elements share a byte (int4): it is called through its
+    function.
     """
 
     compiled: Any

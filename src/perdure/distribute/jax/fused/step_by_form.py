@@ -1,8 +1,7 @@
 """`fused_step`: places the arguments of a step and runs the programs that were proven for them.
 
-PERDURE_FAST_ON ("gpu", "gpu,tpu") allows fast steps on platforms where they were not measured. The
-first steps of every program are then computed by the reference too. All bits have to be equal; until
-they were, and if they are not, the reference's are the result.
+PERDURE_FAST_ON ("gpu", "gpu,tpu") allows fast steps on platforms where they were not measured; the
+first steps of every program are then computed by the reference, too, whose bits count.
 """
 
 from __future__ import annotations
@@ -57,16 +56,9 @@ def fused_step(
 ) -> FusedStep | str:
     """A step as programs over all local devices of one process, or why there is none.
 
-    At the first call with shares and a state of a form (structure, shapes, dtypes, JAX's settings), the
-    programs are compiled and compared with those for a single device, which define the bits. The
-    decision is kept with the form. Without an equal program the calls with that form return None. On a
-    platform that was not measured, the first steps with a form are compared with the reference too.
-
-    Args:
-        programs: grad, add and update for a single device.
-        everywhere: The sharding of an array that every local device holds whole.
-        replicas: The number of logical replicas.
-        seed: The two words of the seed.
+    At the first call of a form (structure, shapes, dtypes, JAX's settings) the programs are
+    compiled and compared with those for a single device, which define the bits. Without an equal
+    program the calls with that form return None.
     """
     layout = Layout(everywhere, replicas)
     count, per_device = len(layout.devices), layout.per_device
@@ -84,12 +76,8 @@ def fused_step(
 class _Form(NamedTuple):
     """What was decided for arguments of a form.
 
-    Attributes:
-        run: The programs, if they may be used.
-        why: The sentence for `explain`.
-        plain: Whether the arrays of the shares are NumPy's and go to one device.
-        unchecked: How many steps are still to be compared with the reference.
-        after: The types of the leaves of the new state.
+    `plain`: the arrays of the shares are NumPy's and go to one device. `unchecked` steps are still
+    compared.
     """
 
     run: Run | None
@@ -400,12 +388,8 @@ def _warn(why: str, platform: str, stacklevel: int) -> None:
 
 
 def difference(expected: list[tuple[Any, Any]], result: Any, devices: Sequence[Any]) -> str:
-    """The first leaf of (state, logs) with other bits on a device, and the device; "" if there is none.
-
-    Args:
-        expected: (state, logs) of each device.
-        result: (state, logs), each leaf one array on all devices.
-        devices: In the order of `expected`.
+    """The first leaf of (state, logs) with other bits on a device, and the device; "" if there is
+    none.
     """
     paths = paths_of("new state", result[0]) + paths_of("logs", result[1])
     parts = [

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from perdure.data import ArrayDataset
-from perdure.distribute import audit, audit_vote
-from perdure.distribute.audit_vote import draw
+from perdure.distribute import audit
+from perdure.distribute.audit import draw
 from perdure.distribute.engine import Stream
 from perdure.errors import SilentCorruptionError
 
@@ -125,7 +125,7 @@ def blame_the_owner() -> None:
     """The negative control: no third computation, and the device that runs the replica is blamed."""
     module: Any = audit
     module.further = lambda _: ()
-    module.judge = lambda computed: audit_vote.Judgement((computed[0].device,), 1, 0)
+    module.judge = lambda computed: audit.Judgement((computed[0].device,), 1, 0)
 
 
 def main() -> None:

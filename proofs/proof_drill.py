@@ -31,7 +31,7 @@ from drill_programs import planted
 from perdure.drill.drill import run_drill
 from perdure.drill.drill_report import DrillOptions
 from perdure.drill.fault_plan import KINDS
-from perdure.report.page import render_drill
+from perdure.report.run_report import render_drill
 from report import Row, finish, row
 
 HERE = Path(__file__).absolute().parent

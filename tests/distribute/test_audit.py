@@ -15,8 +15,7 @@ from numpy_engine import NumpyEngine
 
 from perdure.data import ArrayDataset
 from perdure.distribute import Strategy
-from perdure.distribute.audit import AuditOptions
-from perdure.distribute.audit_vote import ComputedContribution, Draw, draw, judge
+from perdure.distribute.audit import AuditOptions, ComputedContribution, Draw, draw, judge
 from perdure.distribute.engine import Stream
 from perdure.distribute.topology import split
 from perdure.errors import (

@@ -12,7 +12,7 @@ from group import results
 from perdure.distribute import Cluster, SimpleClusterResolver
 from perdure.distribute.cluster import resolve_for, with_existing
 from perdure.errors import ClusterError
-from perdure.runtime.framework_group import FrameworkGroup
+from perdure.runtime.process_group import FrameworkGroup
 
 
 @pytest.mark.parametrize("engine", ["jax", "torch"])

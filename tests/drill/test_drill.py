@@ -24,7 +24,7 @@ from perdure.drill.fault_plan import KINDS, LAST
 from perdure.drill.observed import Observed
 from perdure.drill.scenario import Outcome
 from perdure.errors import LaunchError
-from perdure.report.page import render_drill
+from perdure.report.run_report import render_drill
 from perdure.store import Run
 from perdure.testing import drill
 

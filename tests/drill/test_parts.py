@@ -50,7 +50,7 @@ from perdure.drill.observed import Observed, phases_of
 from perdure.drill.scenario import Commit, Fault, Launch, LaunchOutcome, Outcome, Scenario
 from perdure.drill.working_directory import WorkingDirectory
 from perdure.drill.written_files import EVENTS
-from perdure.report.page import render_drill
+from perdure.report.run_report import render_drill
 from perdure.store import Run
 
 POINTS = ("pack", "manifest")

@@ -39,7 +39,7 @@ from perdure.drill.scenario import (
     WrittenFile,
 )
 from perdure.drill.undisturbed_diagnosis import Probes, diagnose_undisturbed, repeats_for
-from perdure.report.page import render_drill
+from perdure.report.run_report import render_drill
 from perdure.store.drill_hook import DRILL
 
 SEEN = Observed(

@@ -18,8 +18,7 @@ from perdure.checkpoint.address import (
 )
 from perdure.errors import ArgumentError, CorruptionError, StepNotFoundError
 from perdure.look import diff, stats
-from perdure.look.diff_result import CheckpointDiff
-from perdure.look.leaf_diff import LeafDiff
+from perdure.look.leaf_diff import CheckpointDiff, LeafDiff
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store import Leaf, MemoryStorage, Run
 from perdure.store.format import CHUNK_BYTES

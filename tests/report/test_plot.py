@@ -16,9 +16,8 @@ from perdure.cli import main
 from perdure.errors import ArgumentError, MissingExtraError
 from perdure.look import stats
 from perdure.report import plot, report
-from perdure.report.figure import draw_figure, figure_bytes, save_plot
+from perdure.report.figure import BLOCKS, PLAIN, draw_figure, figure_bytes, save_plot, text_graph
 from perdure.report.panels import Panel, PlotLine, PlottedAttempt, plot_drawing
-from perdure.report.text_graph import BLOCKS, PLAIN, text_graph
 from perdure.store import Run
 from perdure.store.format import manifest_name
 

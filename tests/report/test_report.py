@@ -24,8 +24,8 @@ from perdure.errors import ArgumentError, NotARunError
 from perdure.report import report
 from perdure.report.figure import page_svg
 from perdure.report.layer_changes import layers_of
-from perdure.report.page import duration, render_drill
 from perdure.report.panels import Panel, PlotLine
+from perdure.report.run_report import duration, render_drill
 from perdure.store import LocalStorage, Run, fork_run, verify_run
 from perdure.store.log import LogWriter, read_lines
 from perdure.supervise.attempts_log import FILE, NAME, timestamp

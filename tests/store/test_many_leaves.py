@@ -28,7 +28,7 @@ TAIL_BYTES = 262_144 + 100
 
 @pytest.fixture(params=[2, 3, 1024])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("perdure.store.json_blocks.BLOCK_ITEMS", request.param)
+    monkeypatch.setattr("perdure.store.format.BLOCK_ITEMS", request.param)
     return request.param
 
 

@@ -17,8 +17,7 @@ from msgspec import Struct
 
 from perdure import errors
 from perdure.errors import ClusterError, CorruptionError, StoreError, WorkerLostError
-from perdure.runtime.framework_group import framework_group
-from perdure.runtime.process_group import ByAgreement, Processes
+from perdure.runtime.process_group import ByAgreement, Processes, framework_group
 
 _MOST_CALLS = 20
 

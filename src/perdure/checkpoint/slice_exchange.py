@@ -26,7 +26,7 @@ from perdure.checkpoint.connections import (
     hello_of,
     received_memory,
 )
-from perdure.runtime.framework_group import framework_group
+from perdure.runtime.process_group import framework_group
 from perdure.store.format import CHUNK_BYTES
 from perdure.store.shard_plan import Fetch
 

@@ -66,7 +66,7 @@ def drill(
     from perdure.drill.drill import run_drill
     from perdure.drill.drill_report import DrillOptions, DrillStopped, TextReporter
     from perdure.drill.fault_plan import KINDS
-    from perdure.report.page import render_drill, templates
+    from perdure.report.run_report import render_drill, templates
 
     kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)
     if faults is not None and not kinds:

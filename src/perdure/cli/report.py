@@ -95,9 +95,8 @@ def _plot(
     norms: bool,
     **which: Any,
 ) -> bool:
-    from perdure.report.figure import picture_kind, save_plot
+    from perdure.report.figure import BLOCKS, PLAIN, picture_kind, save_plot, text_graph
     from perdure.report.panels import plot_drawing
-    from perdure.report.text_graph import BLOCKS, PLAIN, text_graph
 
     if output is not None:
         picture_kind(output)  # before anything is read

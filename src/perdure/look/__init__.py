@@ -18,8 +18,7 @@ if TYPE_CHECKING:
         scalar_value,
         select_leaves,
     )
-    from perdure.look.leaf_stats import stats
-    from perdure.look.leaf_tree import tree
+    from perdure.look.leaf_tree import stats, tree
     from perdure.look.listing import list_run
 
 # Imported at first use, because most commands need few of them.
@@ -32,7 +31,7 @@ _HOMES = {
     "read_elements": "perdure.look.leaf_reader",
     "scalar_value": "perdure.look.leaf_reader",
     "select_leaves": "perdure.look.leaf_reader",
-    "stats": "perdure.look.leaf_stats",
+    "stats": "perdure.look.leaf_tree",
     "tree": "perdure.look.leaf_tree",
 }
 

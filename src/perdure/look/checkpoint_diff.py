@@ -18,8 +18,14 @@ from perdure.checkpoint.address import (
     open_checkpoint,
 )
 from perdure.errors import StepNotFoundError, UnsupportedLeafError
-from perdure.look.diff_result import CheckpointDiff, FieldDiff, Rename
-from perdure.look.leaf_diff import Comparison, LeafDiff, diff_scalars
+from perdure.look.leaf_diff import (
+    CheckpointDiff,
+    Comparison,
+    FieldDiff,
+    LeafDiff,
+    Rename,
+    diff_scalars,
+)
 from perdure.look.leaf_reader import (
     describe,
     element_dtype,

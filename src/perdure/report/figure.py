@@ -8,16 +8,16 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 from perdure.checkpoint.address import Where
 from perdure.errors import ArgumentError, missing_extra
 from perdure.look.tables import visible
 from perdure.report.panels import Panel, Paths, PlotLine, PlottedAttempt, plot_drawing
-from perdure.report.run_report import write_output
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +30,7 @@ _METADATA: dict[str, dict[str, Any]] = {
 _CUT, _RULE = "#b42318", "#dfe2e6"
 _COLOURS = ("#1f5f8b", "#b3541e", "#2f7236", "#7a4fa0", "#86650a", "#a8326e")
 _DASHES = ("-", "--", ":")
+_HEAD_BYTES = 8
 _MOST_NUMBERS = 12
 _LARGE = 1e150
 """Larger values are drawn as this: ticks of matplotlib beyond it would overflow."""
@@ -105,6 +106,47 @@ def picture_kind(path: str | os.PathLike[str]) -> str:
     if suffix not in FORMATS:
         raise ArgumentError(f"{path}: expected a name that ends in .png or .svg, found {suffix!r}.")
     return FORMATS[suffix]
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write `data` to `path`; an older file of the same kind is replaced in one step.
+
+    A file that begins with other bytes is kept: ArgumentError. A pipe or a device is written to.
+    """
+    try:
+        if os.path.lexists(path) and not path.is_file():
+            with path.open("wb") as file:
+                file.write(data)
+            return
+        target = Path(os.path.realpath(path))  # a link stays a link
+        if target.is_file():
+            with target.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+            if head not in (b"", data[:_HEAD_BYTES]):
+                raise ArgumentError(
+                    f"{path}: expected a new file, or an older file of this kind to replace; found a "
+                    "file with other contents. Name another file, or remove that one."
+                )
+        _replace(target, data)
+    except OSError as error:
+        raise ArgumentError(
+            f"{path}: cannot be written: {error}. Expected the path of a file in a directory that "
+            "exists and can be written to."
+        ) from error
+
+
+def _replace(target: Path, data: bytes) -> None:
+    temporary = target.with_name(f".{target.name[:40]}-{uuid4().hex[:8]}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(data)
+        if target.exists():
+            temporary.chmod(target.stat().st_mode & 0o7777)
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def draw_figure(panels: Sequence[Panel]) -> Figure:
@@ -249,3 +291,91 @@ def _number(axes: Any, attempts: Sequence[PlottedAttempt], left: float, right: f
                 color=_CUT,
                 verticalalignment="top",
             )
+
+
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+PLAIN = "_.-=+*%#"
+"""For a terminal whose encoding has no blocks."""
+
+_MOST_NAME = 40
+_LEAST_WIDTH = 10
+
+
+def text_graph(panels: Sequence[Panel], width: int, levels: str = BLOCKS) -> list[str]:
+    """The lines of text, `width` characters each; `levels` are the characters from low to high."""
+    lines: list[str] = []
+    for panel in panels:
+        steps = [step for line in panel.lines for step, _ in line.points]
+        first, last = min(steps, default=0), max(steps, default=0)
+        names = [_name(panel.title)]
+        if panel.has_names:
+            lines.append(f"{names[0]}, steps {first} to {last}" if steps else names[0])
+            names = [f"  {_name(line.label)}" for line in panel.lines]
+        indent = max(map(len, names), default=0)
+        room = min(max(_LEAST_WIDTH, width - indent - 24), last - first + 1)
+        together = [] if panel.scale_of_each else _values(panel.lines)
+        for name, line in zip(names, panel.lines, strict=True):
+            name = name.ljust(indent)
+            values = _values([line])
+            if not values:
+                lines.append(f"{name}  {line.without_values}")
+                continue
+            scale = together or values
+            graph = _Graph(first, last, min(scale), max(scale), room)
+            lines.append(f"{name} {values[0]:>10.4g} {graph.drawn(line, levels)} {values[-1]:.4g}")
+            if cuts := _cuts(line):
+                said = ", ".join(map(str, cuts[:8])) + (" ..." if len(cuts) > 8 else "")
+                marks = "".join(
+                    "^" if place in map(graph.column, cuts) else " " for place in range(room)
+                )
+                lines.append(f"{' ' * (indent + 12)}{marks} interrupted at {said}")
+    return lines
+
+
+class _Graph(NamedTuple):
+    """The steps and the values between which lines are drawn, and the number of columns."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+    width: int
+
+    def column(self, step: int) -> int:
+        return (step - self.first) * (self.width - 1) // max(1, self.last - self.first)
+
+    def level(self, value: float, levels: str) -> str:
+        low, high = self.low, self.high
+        share = (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
+        return levels[min(len(levels) - 1, int(share * len(levels)))]
+
+    def drawn(self, line: PlotLine, levels: str) -> str:
+        """The mean of the values in each column; one without a step has that of the column before
+        it.
+        """
+        found: dict[int, list[float | None]] = {}
+        for step, value in line.points:
+            found.setdefault(self.column(step), []).append(value)
+        text, character = "", " "
+        for place in range(self.width):
+            if place in found:
+                values = [value for value in found[place] if value is not None]
+                mean = sum(value / len(values) for value in values)
+                character = self.level(mean, levels) if values else " "
+            text += character if place <= max(found) else " "
+        return text
+
+
+def _values(lines: Sequence[PlotLine]) -> list[float]:
+    return [value for line in lines for _, value in line.points if value is not None]
+
+
+def _cuts(line: PlotLine) -> list[int]:
+    """The steps at which a line was interrupted."""
+    first, last = line.points[0][0], line.points[-1][0]
+    return sorted({a.end for a in line.attempts if a.interrupted and first <= a.end <= last})
+
+
+def _name(text: str) -> str:
+    shown = visible(text).replace("\n", "\\n")
+    return shown if len(shown) <= _MOST_NAME else f"{shown[: _MOST_NAME - 3]}..."

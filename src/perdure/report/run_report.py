@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
+from typing import Any, NamedTuple
 
 from perdure.checkpoint.address import Where, open_run
-from perdure.errors import ArgumentError
+from perdure.errors import ArgumentError, missing_extra
+from perdure.look.tables import natural_key, size_text, visible
+from perdure.report.figure import page_svg, write_output
+from perdure.report.panels import Panel, document_panels, labels
 from perdure.report.run_document import compare_runs, read_run
+from perdure.text import counted
 
 _Paths = Sequence[str | os.PathLike[str]]
 _VERIFICATION = {"run", "good", "bad", "unread", "problems"}
 _DRILL = {"command", "pass", "stopped", "restored", "undisturbed", "faults", "not_tested", "runs"}
 """What a report needs of the documents of `perdure verify` and `perdure drill`."""
-_HEAD_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,6 @@ class RunReport:
 
         Raises `MissingExtraError` if Jinja2 or matplotlib is not installed.
         """
-        from perdure.report.page import render_report
 
         return render_report(self.document)
 
@@ -142,42 +144,152 @@ def _document(path: Path, fields: set[str], command: str) -> dict[str, Any]:
     return document
 
 
-def write_output(path: Path, data: bytes) -> None:
-    """Write `data` to `path`; an older file of the same kind is replaced in one step.
+LEVELS = 10
+"""Steps of the colour scale of a heat map."""
 
-    A file that begins with other bytes is kept: ArgumentError. A pipe or a device is written to.
+_MOST_METRICS = 24
+_Document = Mapping[str, Any]
+
+
+def render_report(document: _Document) -> str:
+    """The HTML of `RunReport.document`: one run, or several side by side.
+
+    Raises `MissingExtraError` if Jinja2 or matplotlib is not installed.
     """
-    try:
-        if os.path.lexists(path) and not path.is_file():
-            with path.open("wb") as file:
-                file.write(data)
-            return
-        target = Path(os.path.realpath(path))  # a link stays a link
-        if target.is_file():
-            with target.open("rb") as file:
-                head = file.read(_HEAD_BYTES)
-            if head not in (b"", data[:_HEAD_BYTES]):
-                raise ArgumentError(
-                    f"{path}: expected a new file, or an older file of this kind to replace; found a "
-                    "file with other contents. Name another file, or remove that one."
-                )
-        _replace(target, data)
-    except OSError as error:
-        raise ArgumentError(
-            f"{path}: cannot be written: {error}. Expected the path of a file in a directory that "
-            "exists and can be written to."
-        ) from error
+    environment = templates()
+    runs = document["runs"]
+    names = labels([run["run"] for run in runs])
+    heading = names[0] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}"
+    panels = document_panels(list(zip(names, runs, strict=True)))
+    return environment.get_template("report.html.j2").render(
+        title=f"{heading} - perdure report",
+        heading=heading,
+        names=names,
+        charts=[_chart(panel, n) for n, panel in enumerate(panels[:_MOST_METRICS])],
+        more_metrics=max(0, len(panels) - _MOST_METRICS),
+        **document,
+    )
 
 
-def _replace(target: Path, data: bytes) -> None:
-    temporary = target.with_name(f".{target.name[:40]}-{uuid4().hex[:8]}")
+def render_drill(document: _Document) -> str:
+    """The HTML of `DrillReport.document()`; raises as `render_report`."""
+    template = templates().get_template("drill.html.j2")
+    return template.render(title="perdure drill", drill=document)
+
+
+def duration(seconds: float) -> str:
+    """A duration as text, such as `3 min 20 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    for unit, length, part, below in (("min", 60, "s", 1), ("h", 3600, "min", 60)):
+        if seconds < length * (60 if unit == "min" else 24):
+            return f"{int(seconds // length)} {unit} {int(seconds % length // below)} {part}"
+    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
+
+
+@cache
+def templates() -> Any:
+    """The templates; raises `MissingExtraError` if Jinja2 or matplotlib is not installed."""
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            file.write(data)
-        if target.exists():
-            temporary.chmod(target.stat().st_mode & 0o7777)
-        os.replace(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
+    except ModuleNotFoundError as error:
+        raise missing_extra("report", error) from error
+    from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS
+    from perdure.drill.drill_report import describe_fired, restored_text, verdict
+
+    def text(value: object) -> object:
+        return value if isinstance(value, Markup) else visible(value)
+
+    def code(value: object) -> Markup:
+        return Markup("<code>{}</code>").format(visible(value))
+
+    environment = Environment(
+        loader=PackageLoader("perdure.report"),
+        autoescape=True,
+        finalize=text,
+        undefined=StrictUndefined,
+        extensions=["jinja2.ext.do"],
+    )
+    environment.filters |= {
+        "clock": lambda when: str(when or "-")[:19].replace("T", " "),
+        "code_or_dash": lambda value: (
+            "-" if value is None else code(value if isinstance(value, str) else repr(value))
+        ),
+        "command": shlex.join,
+        "dash": lambda value: "-" if value is None else value,
+        "duration": duration,
+        "number": lambda value: "not finite" if value is None else f"{float(value):.4g}",
+        "percent": lambda value: "-" if value is None else f"{100 * value:.1f} %",
+        "share": lambda part, whole: f"{100 * max(0.0, min(1.0, part / (whole or 1))):.2f}%",
+        "size": size_text,
+        "time": lambda when: when.replace("T", " ").replace("Z", " UTC"),
+    }
+    environment.globals |= {
+        "checkpoint_metrics": _checkpoint_metrics,
+        "code": code,
+        "colour_scale": _colour_scale,
+        "counted": counted,
+        "describe_fired": describe_fired,
+        "environment_fields": ENVIRONMENT_FIELDS,
+        "restored_text": restored_text,
+        "verdict": verdict,
+    }
+    return environment
+
+
+def _chart(panel: Panel, number: int) -> dict[str, Any]:
+    """A metric as the template draws it: without a finite value it has no drawing."""
+    from markupsafe import Markup
+
+    ends = []
+    for line in panel.lines:
+        values = [(step, value) for step, value in line.points if value is not None]
+        if values:
+            ends.append((line.label, *values[0], *values[-1]))
+    said = "; ".join(f"{e[0]}: {e[2]:.4g} at step {e[1]}, {e[4]:.4g} at step {e[3]}" for e in ends)
+    svg = Markup("")
+    if ends:
+        start = Markup('<svg role="img" aria-label="{}"').format(
+            visible(f"{panel.title} over steps. {said}")
+        )
+        drawing = page_svg(panel, number).removeprefix("<svg")
+        svg = start + Markup(drawing)  # noqa: S704 (matplotlib escapes the texts in it)
+    return {
+        "name": panel.title,
+        "newest": " / ".join(f"{end[4]:.4g}" for end in ends),
+        "interrupted": any(a.interrupted for line in panel.lines for a in line.attempts),
+        "svg": svg,
+    }
+
+
+def _checkpoint_metrics(run: _Document) -> list[str]:
+    """The names of the metrics that have a column in the table of checkpoints."""
+    names = {name for row in run["checkpoints"] for name in row.get("metrics", ())}
+    return sorted(names, key=natural_key)[:3]
+
+
+class _Scale(NamedTuple):
+    """A logarithmic scale of colours from `low` to `high`."""
+
+    low: float
+    high: float
+
+    def level(self, change: float) -> int:
+        """The number of the colour of a change."""
+        if change <= 0:
+            return 0
+        share = math.log10(change / self.low) / math.log10(self.high / self.low)
+        return min(LEVELS - 1, max(0, int(share * LEVELS)))
+
+
+def _colour_scale(changes: _Document) -> _Scale:
+    """The scale of one table, of a factor of ten at least."""
+    numbers = [
+        change
+        for row in changes["layers"]
+        for change in row["changes"]
+        if isinstance(change, float) and change > 0
+    ]
+    low = min(numbers, default=0.01)
+    return _Scale(low, max(low * 10, max(numbers, default=1.0)))

@@ -29,7 +29,7 @@ from perdure.state.leaf_spec import (
 )
 from perdure.state.paths import below, join_keys, join_part, nearest
 from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
-from perdure.store.json_blocks import blocks
+from perdure.store.format import blocks
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
 from perdure.store.selection import Selection

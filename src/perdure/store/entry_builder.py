@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from perdure.store.json_blocks import blocks
+from perdure.store.format import blocks
 from perdure.store.manifest import Chunk, LeafEntry, PackEntry
 
 

@@ -8,16 +8,55 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Annotated, Literal, TypeVar
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from blake3 import blake3
 from msgspec import Meta, Struct
 
 from perdure.errors import CorruptionError, FormatVersionError
-from perdure.store.json_blocks import blocks
+
+BLOCK_ITEMS = 1024
+
+PLACEHOLDER: Any = msgspec.Raw(b"\0")
+"""Stands for the one long list of an object. Other JSON text never has this byte."""
+
+
+def blocks(items: Iterable[T], size: int | None = None) -> Iterator[list[T]]:
+    """The items in lists of at most `size`, by default BLOCK_ITEMS."""
+    iterator = iter(items)
+    while block := list(islice(iterator, size or BLOCK_ITEMS)):
+        yield block
+
+
+def batches(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items in lists of at most `most` bytes together, and of one item at least."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + nbytes(item) > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes(item)
+    if batch:
+        yield batch
+
+
+def json_parts(lists: Iterable[bytes], frame: bytes = b"\0") -> Iterator[bytes | memoryview]:
+    """The JSON `frame`, in parts, with the items of `lists` (JSON) in the place of `PLACEHOLDER`."""
+    head, tail = frame.split(b"\0")
+    yield head + b"["
+    comma = b""
+    for text in lists:
+        yield comma
+        yield memoryview(text)[1:-1]
+        comma = b","
+    yield b"]" + tail
+
 
 FORMAT = 1
 """The format of run directories, manifests and packs."""

@@ -17,9 +17,8 @@ from typing import NamedTuple
 from perdure.errors import CorruptionError, HistoryError, LeafNotFoundError, StepNotFoundError
 from perdure.store.directory import Directory
 from perdure.store.failures import read_error
-from perdure.store.format import CHUNK_BYTES, QUARANTINE, manifest_name, steps_text
+from perdure.store.format import CHUNK_BYTES, QUARANTINE, batches, manifest_name, steps_text
 from perdure.store.gc_pause import gc_paused
-from perdure.store.json_blocks import batches
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.manifest_json import decode_manifest

@@ -12,12 +12,13 @@ from perdure.store.format import (
     Hash,
     Metric,
     Natural,
+    blocks,
     chunk_spans,
     hash_bytes,
     hash_parts,
     json_number,
+    json_parts,
 )
-from perdure.store.json_blocks import blocks, json_parts
 from perdure.store.log import LineReference
 
 Time = Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\Z")]

@@ -20,7 +20,9 @@ from perdure.store.format import (
     CHUNK_BYTES,
     FORMAT,
     MAX_STEP,
+    PLACEHOLDER,
     SCALAR_PREFIX,
+    blocks,
     check_hashes,
     check_version,
     children_of,
@@ -29,10 +31,10 @@ from perdure.store.format import (
     escape,
     hash_bytes,
     hash_parts,
+    json_parts,
     seconds_of,
 )
 from perdure.store.gc_pause import gc_paused
-from perdure.store.json_blocks import PLACEHOLDER, blocks, json_parts
 from perdure.store.manifest import MAPPINGS, Container, LeafEntry, Manifest, PackEntry
 from perdure.text import few
 

@@ -12,13 +12,15 @@ from perdure.errors import CorruptionError
 from perdure.store.format import (
     CHUNK_BYTES,
     FORMAT,
+    PLACEHOLDER,
     Hash,
     Natural,
+    blocks,
     check_hashes,
     check_version,
     decode_json,
+    json_parts,
 )
-from perdure.store.json_blocks import PLACEHOLDER, blocks, json_parts
 
 PACK_MAGIC = b"perdure-pack-1\n\0"
 TRAILER_BYTES = len(PACK_MAGIC) + 8 + 32

@@ -26,12 +26,12 @@ from perdure.store.format import (
     CHUNK_BYTES,
     PACKS,
     SCALAR_PREFIX,
+    blocks,
     hash_bytes,
     hash_each,
     pack_name,
 )
 from perdure.store.gc_pause import gc_paused
-from perdure.store.json_blocks import blocks
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry, PackEntry
 from perdure.store.pack_index import pack_tail

@@ -27,8 +27,7 @@ from perdure.errors import StoreError
 from perdure.store.aligned_buffers import SMALL_BYTES, leaf_memory
 from perdure.store.codec import decode, is_intact
 from perdure.store.failures import DamagedChunk, UnreadChunk, is_gone, read_error
-from perdure.store.format import CHUNK_BYTES, PACKS, hash_bytes, hash_each
-from perdure.store.json_blocks import batches
+from perdure.store.format import CHUNK_BYTES, PACKS, batches, hash_bytes, hash_each
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pack_index import PackedChunk

@@ -16,8 +16,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
-from perdure.store.format import CHUNK_BYTES, PACKS, chunk_spans
-from perdure.store.json_blocks import batches
+from perdure.store.format import CHUNK_BYTES, PACKS, batches, chunk_spans
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import map_ahead

@@ -20,7 +20,7 @@ from perdure.distribute.cluster.cluster_spec import (
     integer,
 )
 from perdure.errors import ClusterError
-from perdure.runtime.framework_group import framework_group
+from perdure.runtime.process_group import framework_group
 
 # Names one of several sources, for a program that takes no argument.
 SOURCE = "PERDURE_CLUSTER"

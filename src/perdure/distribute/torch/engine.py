@@ -36,9 +36,8 @@ from perdure.distribute.torch import group as torch_group
 from perdure.distribute.torch import optimizer_calls
 from perdure.distribute.torch import state_view as torch_state
 from perdure.distribute.torch.compiled import CompiledGrads, warn_of_compiled
-from perdure.distribute.torch.eager import TorchEagerRun
+from perdure.distribute.torch.eager import TorchEagerRun, make_generator, seed
 from perdure.distribute.torch.first_step import FirstStep
-from perdure.distribute.torch.random_streams import make_generator, seed
 from perdure.distribute.torch.state_view import StateView
 from perdure.errors import StateError, TopologyError
 from perdure.runtime.environment import of_torch, torch_not_deterministic

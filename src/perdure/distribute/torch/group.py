@@ -28,8 +28,7 @@ from perdure.distribute.engine import Merge, sliced
 from perdure.distribute.key_value_group import KeyValueProcesses, lost
 from perdure.distribute.lifeline import GONE, Lifeline
 from perdure.errors import ClusterError
-from perdure.runtime.framework_group import innermost_store
-from perdure.runtime.process_group import Processes, SingleProcess
+from perdure.runtime.process_group import Processes, SingleProcess, innermost_store
 
 _joined: dict[Cluster, Processes] = {}
 _subgroups: dict[tuple[int, ...], Processes] = {}

@@ -390,7 +390,9 @@ def missing_answers(text: str) -> list[str]:
 def test_the_answers_that_contributing_names_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert missing_answers(text) == []
-    changed = text.replace("store/file_lock.py", "store/hire.py").replace('"One writer"', '"No writer"')
+    changed = text.replace("store/file_lock.py", "store/hire.py").replace(
+        '"One writer"', '"No writer"'
+    )
     assert missing_answers(changed) == ["No writer", "store/hire.py"]
 
 

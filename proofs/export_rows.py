@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,8 @@ import numpy as np
 
 from perdure import CheckpointManager
 from perdure.convert import average, export
-from perdure.errors import ArgumentError, MissingExtraError, StateError
 from perdure.store import Run
 
-BUILD = """
-import keras
-
-def build():
-    return keras.Sequential([
-        keras.Input((8,)), keras.layers.Dense(16, activation="relu"),
-        keras.layers.BatchNormalization(), keras.layers.Dense(3),
-    ])
-"""
 COST_BYTES = 2 << 30
 
 
@@ -68,59 +57,6 @@ def hf(folder: Path) -> None:
         check("safe_open reads the metadata", opened.metadata() == {"format": "pt"})
 
 
-def models(folder: Path) -> None:
-    """.keras, SavedModel, ONNX and `jax.export` on one backend of Keras."""
-    import keras
-
-    backend = keras.backend.backend()
-    code = folder / "build.py"
-    code.write_text(BUILD)
-    scope: dict[str, Any] = {}
-    exec(BUILD, scope)
-    keras.utils.set_random_seed(0)
-    model = scope["build"]()
-    with CheckpointManager(folder / "run") as manager:
-        manager.save(1, {"model": model})
-    inputs = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
-    expected = keras.ops.convert_to_numpy(model(inputs, training=False))
-    for to in ("keras", "saved_model", "onnx", "jax_export"):
-        out = folder / f"{to}.keras"
-        try:
-            export(folder / "run", to, out, model=f"{code}:build", verify=to == "keras")
-        except (ArgumentError, MissingExtraError, StateError) as error:
-            print(f"   {to} on {backend}: not written: {str(error).splitlines()[0][:150]}")
-            check(f"{to} on {backend}: nothing is left", not out.exists())
-            continue
-        answer, variables = outputs(to, out, inputs, model)
-        if variables is not None:
-            check(f"{to} on {backend}: values bit-equal", variables)
-        far = float(np.abs(answer - expected).max())
-        check(f"{to} on {backend}: outputs differ by {far:.1e}", far < 1e-5)
-
-
-def outputs(to: str, out: Path, inputs: Any, model: Any) -> tuple[Any, bool | None]:
-    """What the consumer computes, and whether its values are those of the model, bit for bit."""
-    keras: Any = import_module("keras")
-    weights = [keras.ops.convert_to_numpy(weight).tobytes() for weight in model.weights]
-    if to == "keras":
-        loaded = keras.saving.load_model(out)
-        found = [keras.ops.convert_to_numpy(weight).tobytes() for weight in loaded.weights]
-        return keras.ops.convert_to_numpy(loaded(inputs, training=False)), found == weights
-    if to == "saved_model":
-        import tensorflow as tf
-
-        served = tf.saved_model.load(out)
-        found = [variable.numpy().tobytes() for variable in served.variables]
-        return np.asarray(served.serve(inputs)), set(weights) <= set(found)
-    if to == "onnx":
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
-        return session.run(None, {session.get_inputs()[0].name: inputs})[0], None
-    program = import_module("jax.export").deserialize(bytearray(out.read_bytes()))
-    return np.asarray(program.call(inputs)), None
-
-
 def mean(folder: Path) -> None:
     """Accuracy on scikit-learn's digits: checkpoints of a constant learning rate, and their means."""
     from sklearn.datasets import load_digits
@@ -160,10 +96,7 @@ def mean(folder: Path) -> None:
     named = [f"{folder}/run@{','.join(map(str, steps))}"]
     methods: dict[str, dict[str, Any]] = {
         "uniform": {},
-        "linear": {"schedule": "linear"},
-        "cosine": {"schedule": "cosine"},
-        "sqrt": {"schedule": "sqrt"},
-        "ema 0.8": {"ema": 0.8},
+        "linear": {"weights": range(1, len(steps) + 1)},
     }
     for name, options in methods.items():
         average(named, folder / name, **options)
@@ -234,4 +167,4 @@ def check(what: str, holds: bool) -> None:
 
 
 if __name__ == "__main__":
-    {"hf": hf, "models": models, "mean": mean, "cost": cost}[sys.argv[1]](Path(sys.argv[2]))
+    {"hf": hf, "mean": mean, "cost": cost}[sys.argv[1]](Path(sys.argv[2]))

@@ -104,8 +104,8 @@ FORMS: dict[str, dict[str, str]] = {
         "model_fn": "step_fn, the first argument of Trainer.",
         "eval_dir": "Evaluations are in the summaries of model_dir, under `eval/`.",
         "get_variable_value": "perdure.load_checkpoint(run, leaves=name)",
-        "export_saved_model": "`perdure export RUN --to saved_model`",
-        "experimental_export_all_saved_models": "`perdure export RUN --to saved_model`",
+        "export_saved_model": "`perdure export RUN`, or Keras's `model.export(path)`",
+        "experimental_export_all_saved_models": "`perdure export RUN`, or Keras's `model.export(path)`",
     },
     "Strategy": {
         "experimental_run_v2": "strategy.run(fn, args)",

@@ -225,7 +225,6 @@ from perdure.cli import main
 
 with perdure.CheckpointManager("run") as manager:
     manager.save(1, {"model": 1.0}, {"loss": 1.0})
-Path("model.py").write_text("import keras\\ndef model(): return keras.Sequential()\\n")
 Path("a.pt").write_bytes(b"PK")
 
 def calls():
@@ -257,8 +256,6 @@ NEEDS = {
     "report run -o a.html": "report",
     "drill -o a.html -- true": "report",
     "export run@1 out --to orbax": "orbax",
-    "export run@1 out.keras --to keras --model model.py:model": "keras",
-    "export run@1 out.onnx --to onnx --model model.py:model": "keras",
     "export run@1 out.pt --to torch": "torch",
     "import a.pt new --from torch": "torch",
     "import . new --from orbax": "orbax",

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from perdure import CheckpointManager, load_checkpoint
 from perdure.cli.main import main
 from perdure.convert import average
-from perdure.convert.averaging import SCHEDULES, ema_weights, round_once, schedule_weights
+from perdure.convert.averaging import round_once
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -93,9 +93,6 @@ def nearest_brain(value: float) -> float:
     [
         ({}, [1.0, 1.0, 1.0]),
         ({"weights": [0.5, 2, 0.25]}, [0.5, 2.0, 0.25]),
-        ({"ema": 0.75}, [0.5625, 0.1875, 0.25]),
-        ({"schedule": "linear"}, [1.0, 2.0, 3.0]),
-        ({"schedule": "cosine"}, [0.25, 0.5, 0.25]),
     ],
 )
 def test_bits_are_those_of_float64_rounded_once(
@@ -181,7 +178,8 @@ def test_one_fingerprint_in_any_order_and_anywhere(run: str, tmp_path: Path) -> 
 def test_one_fingerprint_on_one_and_four_threads(run: str, tmp_path: Path) -> None:
     program = (
         "import sys; from perdure.convert import average; "
-        "print(average([sys.argv[1] + '@10,20,30'], sys.argv[2], ema=0.9).manifest.fingerprint)"
+        "made = average([sys.argv[1] + '@10,20,30'], sys.argv[2], weights=[.1, .9, 7]); "
+        "print(made.manifest.fingerprint)"
     )
     found = set()
     for threads in ("1", "4"):
@@ -217,25 +215,6 @@ def test_rounding_of_special_values() -> None:
         assert not bits[-1] & 0x80
 
 
-def test_weights_of_schedules() -> None:
-    # WSM: w_i = sum of the weights from i on; checkpoint i minus checkpoint i - 1 counts w_i times.
-    for schedule, decay in (
-        ("cosine", lambda t: (1 + math.cos(math.pi * t)) / 2),
-        ("sqrt", lambda t: 1 - math.sqrt(t)),
-    ):
-        weights = schedule_weights(8, schedule)
-        for i in range(8):
-            assert sum(weights[i:]) == pytest.approx(decay(i / 8), abs=1e-15)
-    linear_decay = [1 - i / 8 for i in range(9)]
-    uniform = np.array(schedule_weights(8, "uniform")) / 8
-    assert np.allclose(uniform, -np.diff(linear_decay), atol=1e-15)
-    assert all(min(schedule_weights(50, name)) > 0 for name in SCHEDULES)
-    running = 3.0
-    for value in (5.0, 4.0):
-        running = 0.999 * running + (1 - 0.999) * value
-    assert np.dot(ema_weights(3, 0.999), [3.0, 5.0, 4.0]) == pytest.approx(running, abs=1e-14)
-
-
 def test_what_is_refused(run: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
@@ -252,13 +231,9 @@ def test_what_is_refused(run: str, tmp_path: Path) -> None:
     assert "found 3" in refused(ArgumentError, f"{run}@10,20", weights=[1, 2, 3])
     assert "above 0" in refused(ArgumentError, f"{run}@10,20", weights=[1, -1])
     assert "above 0" in refused(ArgumentError, f"{run}@10,20", weights=[1, math.nan])
-    assert "1.5" in refused(ArgumentError, f"{run}@10,20", ema=1.5)
-    assert "several" in refused(ArgumentError, f"{run}@10,20", ema=0.5, weights=[1, 1])
     with pytest.raises(StoreError, match="inside the other"):
         average([f"{run}@10,20"], Path(run) / "inside")
     assert not (Path(run) / "inside").exists()
-    assert "'wave'" in refused(ArgumentError, f"{run}@10,20", schedule="wave")
-    assert "twice" in refused(ArgumentError, f"{run}@10,10", ema=0.5)
     other = tmp_path / "other"
     changed = {"model": {**state(10)["model"], "half": state(10)["model"]["half"][:-1]}}
     with Run(other, create=True) as opened:
@@ -314,7 +289,7 @@ def test_very_large_and_very_small_weights(tmp_path: Path) -> None:
     )
     assert (done.exit_code, "1e+307" in done.output) == (0, True)
     for weights in ([1e308, -1e308], [1e308, 1e308], [10**400, 1], ["a", 1]):
-        with pytest.raises(ArgumentError, match="sum is above 0"):
+        with pytest.raises(ArgumentError, match="whose sum is above 0"):
             average([several], tmp_path / "no", weights=weights)  # type: ignore[arg-type]
 
 
@@ -370,15 +345,15 @@ def test_command(run: str, tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     assert "5 leaves averaged" in done.output
-    again = command(f"{run}@10,20,30", "-o", str(tmp_path / "b"), "--ema", "0.9", "--json")
+    again = command(f"{run}@10,20,30", "-o", str(tmp_path / "b"), "--json")
     document = json.loads(again.stdout)
     assert document["fingerprint"] == Run(tmp_path / "b").manifest(30).fingerprint
-    assert [source["weight"] for source in document["sources"]] == ema_weights(3, 0.9)
+    assert [source["weight"] for source in document["sources"]] == [1, 1, 1]
     (tmp_path / "file").touch()
     for taken in (out, str(tmp_path / "file")):  # OUT has a checkpoint, or is no directory
         assert command(f"{run}@10,20", "-o", taken).exit_code == 2
     shown = CliRunner().invoke(main, ["show", out]).output
-    assert "origin       average (weights)" in shown
+    assert "origin       average" in shown
     assert f"origin       {Run(run).where}@20, weight 2" in shown
     assert f"origin       {Run(run).where}@30, all other leaves" in shown
     one = command(f"{run}@10,20", "-o", str(tmp_path / "one"), "--leaves", "model/half")

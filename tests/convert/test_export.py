@@ -160,7 +160,7 @@ def test_a_checkpoint_comes_back_from_safetensors(run: str, tmp_path: Path) -> N
 def test_torch_loads_the_bits(run: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     done = export(run, "torch", tmp_path / "out.pt", verify=True)
-    assert not done.left_out
+    assert set(done.names.values()) >= {"rng", "weak"}
     for mapped in (False, True):
         state = torch.load(tmp_path / "out.pt", weights_only=True, mmap=mapped)
         assert {name: state[f"other.{name}"] for name in SCALARS} == SCALARS
@@ -239,8 +239,7 @@ def test_code_in_a_torch_file_never_runs(tmp_path: Path) -> None:
 
 
 def test_npz_loads_the_bits(run: str, tmp_path: Path) -> None:
-    done = export(run, "npz", tmp_path / "out.npz", verify=True)
-    assert set(done.left_out) == {"other/none", "other/huge"}
+    export(run, "npz", tmp_path / "out.npz", verify=True)
     with np.load(tmp_path / "out.npz") as found:
         for name, array in ARRAYS.items():
             loaded = found[f"model/a%2Fb/{name}"]
@@ -249,9 +248,7 @@ def test_npz_loads_the_bits(run: str, tmp_path: Path) -> None:
                 loaded = loaded.view(array.dtype)
             assert loaded.dtype == array.dtype
             assert bits(loaded) == bits(array), name
-        for name in ("step", "rate", "flag", "name", "phase"):
-            assert found[f"other/{name}"].item() == SCALARS[name]
-        assert found["other/raw"].tobytes() == SCALARS["raw"]
+        assert not [name for name in found if name.startswith("other/")], "scalars are notes"
         assert found["rng"].tolist() == [[0, 1], [2, 3]]
     import_run(tmp_path / "out.npz", tmp_path / "back", branch="in")
     back = load_checkpoint(tmp_path / "back", leaves="in/model/**/float32")
@@ -302,11 +299,8 @@ def test_what_an_export_refuses(run: str, tmp_path: Path) -> None:
         names=NameMap(["other/step=x", "other/rate=x"]),
     )
     assert "matches no leaf" in refused(ArgumentError, names=NameMap(["nothing/*=x.*"]))
-    assert "needs the code" in refused(ArgumentError, to="keras")
-    assert "needs the code" in refused(ArgumentError, to="jax_export")
-    assert "end in .keras" in refused(ArgumentError, to="keras", model="m.py:f")
-    assert "file.py:function" in refused(ArgumentError, to="onnx", model="m.py:f", leaves="other")
-    assert "needs no model" in refused(ArgumentError, model="m.py:f")
+    assert "shard_bytes" in refused(ArgumentError, to="npz", shard_bytes=10**9)
+    assert "shard_bytes" in refused(ArgumentError, to="safetensors", shard_bytes=0)
     with pytest.raises(ArgumentError, match="in a directory that exists"):
         export(run, "npz", tmp_path / "no" / "out")
     for make in (lambda: out.write_text("mine"), lambda: (out.unlink(), out.mkdir())):
@@ -441,7 +435,7 @@ def test_what_an_import_refuses(tmp_path: Path) -> None:
     import_run(tmp_path / "c.npz", tmp_path / "compressed")
     assert load_checkpoint(tmp_path / "compressed")["x"].tolist() == [1, 1]
     np.savez(tmp_path / "o.npz", x=np.array([{}], object))
-    with pytest.raises(DataError, match="object"):
+    with pytest.raises(DataError, match="Object"):
         import_run(tmp_path / "o.npz", out)
     import_run(source, out)
     assert load_checkpoint(out)["b"]["c"].tolist() == [1, 1, 1]
@@ -483,4 +477,4 @@ def test_commands(run: str, tmp_path: Path) -> None:
     assert "11 leaves" in done.output
     assert "model/net/int8" in [leaf.path for leaf in Run(tmp_path / "in").manifest(0).leaves]
     done = command("export", run, str(tmp_path / "a.npz"), "--to", "npz")
-    assert "left out: other/none" in done.output
+    assert "21 leaves" in done.output

@@ -21,7 +21,7 @@ from perdure.cli.options import (
     output_option,
 )
 from perdure.cli.output import document, print_result, say
-from perdure.convert.formats import ARRAY_FORMATS, MODEL_FORMATS
+from perdure.convert.formats import FORMATS
 from perdure.look.tables import leaves_text, size_text
 from perdure.text import counted
 
@@ -98,33 +98,21 @@ def fork(run: str, new: str, as_json: bool) -> None:
         say(f"{new} starts at step {manifest.step} of {source.given}")
 
 
-class _Numbers(click.ParamType):
-    name = "W,W,..."
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> list[float]:
-        try:
-            return [float(part) for part in value.split(",")]
-        except ValueError:
-            self.fail(f"expected numbers with commas between them, found {value!r}.", param, ctx)
-
-
 @command("average", epilog=EXIT_STATUS)
 @checkpoint_argument("checkpoints", "RUN@STEP...", nargs=-1, required=True)
 @output_option("The new run directory.", required=True, type=NewRun())
-@click.option("--weights", type=_Numbers(), help="A weight for each checkpoint, in their order.")
-@click.option("--ema", type=float, metavar="DECAY", help="Exponential moving average, by steps.")
 @click.option(
-    "--schedule",
-    type=click.Choice(["uniform", "linear", "cosine", "sqrt"]),
-    default="uniform",
-    help="How the weights depend on the order of the steps.",
+    "--weights", metavar="W,W,...", help="A weight for each checkpoint, in their order; else equal."
 )
 @leaves_option
 @click.option("--like", metavar="RUN@STEP", help="Where all other leaves come from.")
 def average(
-    checkpoints: tuple[str, ...], output: str, leaves: tuple[str, ...], as_json: bool, **how: Any
+    checkpoints: tuple[str, ...],
+    output: str,
+    weights: str | None,
+    leaves: tuple[str, ...],
+    like: str | None,
+    as_json: bool,
 ) -> None:
     """Average checkpoints into the new run directory of -o: RUN@100,200,300 or several RUN@STEP.
 
@@ -139,8 +127,9 @@ def average(
     """
     from perdure.convert import average
 
+    given: Any = weights.split(",") if weights is not None else None  # `average` makes them numbers
     with fresh_run():
-        made = average(checkpoints, output, leaves=leaves or None, **how)
+        made = average(checkpoints, output, weights=given, leaves=leaves or None, like=like)
     print_result(made, as_json)
 
 
@@ -153,9 +142,7 @@ def _names(file: str | None) -> NameMap | None:
 @command("export", epilog=EXIT_STATUS)
 @checkpoint_argument("checkpoint")
 @click.argument("out", metavar="OUT")
-@click.option(
-    "--to", required=True, type=click.Choice(ARRAY_FORMATS + MODEL_FORMATS), help="The format."
-)
+@click.option("--to", required=True, type=click.Choice(FORMATS), help="The format.")
 @leaves_option
 @click.option("--names", metavar="FILE", help="New names: old=new in each line, with * and **.")
 @click.option(
@@ -164,7 +151,6 @@ def _names(file: str | None) -> NameMap | None:
     type=Size(),
     help="The most bytes of a file of safetensors; 5GB by default.",
 )
-@click.option("--model", metavar="FILE.PY:FUNCTION", help="Returns the Keras model.")
 @click.option("--verify", is_flag=True, help="Read the result and compare it with the checkpoint.")
 def export(
     checkpoint: str, out: str, leaves: tuple[str, ...], names: str | None, as_json: bool, **how: Any
@@ -172,9 +158,8 @@ def export(
     """Write leaves of a checkpoint to the new file or folder OUT.
 
     safetensors (a folder in the layout of Hugging Face, or one file if OUT ends in .safetensors),
-    torch (a state dict), npz and orbax need nothing but the checkpoint. keras, saved_model, onnx and
-    jax_export need the code of the model: --model. With --leaves model, names begin below `model`.
-    OUT appears when it is complete.
+    torch (a state dict), npz and orbax; none needs the code of the model. With --leaves model, names
+    begin below `model`. OUT appears when it is complete.
 
     \b
     Example:
@@ -189,7 +174,7 @@ def export(
 @command("import", epilog=EXIT_STATUS)
 @click.argument("source", metavar="SRC")
 @new_run_argument("run", "RUN")
-@click.option("--from", "kind", type=click.Choice(ARRAY_FORMATS), help="The format of SRC.")
+@click.option("--from", "kind", type=click.Choice(FORMATS), help="The format of SRC.")
 @click.option("--branch", metavar="PATH", help="Put the leaves below this path.")
 @click.option("--names", metavar="FILE", help="Paths: old=new in each line, with * and **.")
 def import_(

@@ -2,7 +2,7 @@
 
 from perdure.convert.averaging import average
 from perdure.convert.exporting import export
+from perdure.convert.formats import NameMap
 from perdure.convert.importing import import_run
-from perdure.convert.leaf_names import NameMap
 
 __all__ = ["NameMap", "average", "export", "import_run"]

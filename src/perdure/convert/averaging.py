@@ -11,8 +11,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,11 +33,6 @@ from perdure.store import Run, Storage
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.streamed_save import StreamedLeaf, new_run, pack_order, save_streamed, text_leaf
 from perdure.text import counted
-
-SCHEDULES = ("uniform", "linear", "cosine", "sqrt")
-"""The names that `schedule_weights` knows."""
-
-_PI = Fraction("3.14159265358979323846264338327950288419716939937510")
 
 _Weighted = Sequence[tuple[StoredCheckpoint, float]]
 
@@ -86,8 +79,6 @@ def average(
     out: str | os.PathLike[str] | Storage,
     *,
     weights: Sequence[float] | None = None,
-    ema: float | None = None,
-    schedule: str = "uniform",
     leaves: str | Iterable[str] | None = None,
     like: Where | None = None,
 ) -> Averaged:
@@ -95,18 +86,15 @@ def average(
 
     Floating-point and complex arrays are averaged: `sum(weight * value) / sum(weight)` in float64, in
     the order of the steps, rounded once to the dtype of the leaf; infinite if the mean is above its
-    largest number. All other leaves (integers, booleans,
-    Python scalars, random keys), and leaves that `leaves` does not select, are those of `like`, and so
-    are the recipe and the random generators of each process. The result has one fingerprint, whatever
-    the order of the arguments. It takes about 100 MiB of memory, whatever the size.
+    largest number. All other leaves, the recipe and the random generators of each process are those of
+    `like`. The result has one fingerprint, whatever the order of the arguments. It takes about 100 MiB
+    of memory, whatever the size.
 
     Args:
         checkpoints: At least two checkpoints: `RUN@100,200,300`, or several, as for `open_checkpoint`.
         out: An empty or missing directory.
-        weights: One number for each checkpoint, in the order of `checkpoints`. They are divided by
-            their sum.
-        ema: The decay of an exponential moving average over the checkpoints by their steps.
-        schedule: "uniform", "linear", "cosine" or "sqrt"; see `schedule_weights`.
+        weights: One number for each checkpoint, in the order of `checkpoints`, all equal by default.
+            They are divided by their sum.
         leaves: Paths or patterns of the leaves to average; all by default.
         like: The checkpoint that the other leaves come from; by default that of the highest step.
 
@@ -117,7 +105,7 @@ def average(
         StepNotFoundError, CorruptionError, UnreachableError: A checkpoint cannot be read.
         SaveError: `out` cannot be written to.
     """
-    sources, method = _weighted(_opened(checkpoints), weights, ema, schedule)
+    sources = _weighted(_opened(checkpoints), weights)
     base = sources[-1][0] if like is None else open_checkpoint(like)
     opened = [checkpoint for checkpoint, _ in sources]
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
@@ -126,7 +114,6 @@ def average(
     processes = [leaf.path for leaf in base.manifest.process_leaves if leaf.path != ORIGIN]
     note = {
         "made_by": "average",
-        "method": method,
         "leaves": patterns,
         "sources": [_named(checkpoint) | {"weight": weight} for checkpoint, weight in sources],
         "like": _named(base),
@@ -170,34 +157,25 @@ def _named(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     return {"run": checkpoint.run.where, "step": manifest.step, "fingerprint": manifest.fingerprint}
 
 
-def _weighted(
-    found: list[StoredCheckpoint], weights: Sequence[float] | None, ema: float | None, schedule: str
-) -> tuple[_Weighted, str]:
-    """The checkpoints with their weights in the order of the sum, and the name of the method."""
+def _weighted(found: list[StoredCheckpoint], weights: Sequence[float] | None) -> _Weighted:
+    """The checkpoints with their weights in the order of the sum."""
     if len(found) < 2:
         raise ArgumentError(f"average: expected two checkpoints or more, found {len(found)}.")
-    if (weights is not None) + (ema is not None) + (schedule != "uniform") > 1:
-        raise ArgumentError("average: expected one of weights, ema and schedule, found several.")
-
-    def order(pair: tuple[StoredCheckpoint, float]) -> tuple[int, str, float]:
-        return pair[0].step, pair[0].manifest.fingerprint, pair[1]
-
-    if weights is not None:
-        values = checked_weights(weights, len(found))
-        return sorted(zip(found, values, strict=True), key=order), "weights"
-    ordered = [each for each, _ in sorted(((each, 1.0) for each in found), key=order)]
-    steps = [checkpoint.step for checkpoint in ordered]
-    twice = [step for step, later in pairwise(steps) if step == later]
-    if twice and (ema is not None or schedule != "uniform"):
+    given = [1.0] * len(found) if weights is None else weights
+    try:
+        values = [float(weight) for weight in given]
+        is_usable = len(values) == len(found) and 0 < math.fsum(values) < math.inf
+    except (TypeError, ValueError, OverflowError):  # no number, or a sum above every float64
+        values, is_usable = [], False
+    if not is_usable:
         raise ArgumentError(
-            f"average: this method orders the checkpoints by step, and step {twice[0]} is there twice. "
-            f"Name each step once, or give weights."
+            f"weights: expected a finite number for each of the {len(found)} checkpoints, in their "
+            f"order, whose sum is above 0 and finite, found {len(given)}: {', '.join(map(str, given))}."
         )
-    if ema is not None:
-        values, method = ema_weights(len(ordered), ema), f"ema {ema}"
-    else:
-        values, method = schedule_weights(len(ordered), schedule), schedule
-    return list(zip(ordered, values, strict=True)), method
+    return sorted(
+        zip(found, values, strict=True),
+        key=lambda pair: (pair[0].step, pair[0].manifest.fingerprint, pair[1]),
+    )
 
 
 def _split(
@@ -313,73 +291,3 @@ def round_once(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray
         bits -= (inexact & (np.abs(back) > np.abs(values))).astype(np.uint32)
         bits |= inexact.astype(np.uint32)
         return near.astype(dtype)
-
-
-def ema_weights(count: int, decay: float) -> list[float]:
-    """The weights of an exponential moving average that starts with the first checkpoint.
-
-    `average = decay * average + (1 - decay) * checkpoint` (PMA, arXiv 2505.12082). ArgumentError
-    for a `decay` that is not between 0 and 1.
-    """
-    if not 0 <= decay < 1:
-        raise ArgumentError(f"ema: expected a decay from 0 to below 1, found {decay}.")
-    exact = Fraction(decay)
-    weights = [exact ** (count - 1)]
-    weights += [(1 - exact) * exact ** (count - 1 - i) for i in range(1, count)]
-    return [float(weight) for weight in weights]
-
-
-def schedule_weights(count: int, schedule: str) -> list[float]:
-    """The weights of a schedule by its name, the oldest checkpoint first, or ArgumentError.
-
-    "uniform" and "linear" (checkpoint i has weight i) are of PMA (arXiv 2505.12082); "cosine" and
-    "sqrt" of WSM (arXiv 2507.17634): under a decaying learning rate the update between checkpoints
-    i - 1 and i counts w(i / n) times, w(t) = (1 + cos(pi t)) / 2 or 1 - sqrt(t).
-    """
-    if schedule == "uniform":
-        return [1.0] * count
-    if schedule == "linear":
-        return [float(i) for i in range(1, count + 1)]
-    if schedule not in SCHEDULES:
-        raise ArgumentError(
-            f"schedule: expected one of {', '.join(SCHEDULES)}, found {schedule!r}."
-        )
-    decay = _cosine_decay if schedule == "cosine" else _sqrt_decay
-    factors = [decay(Fraction(i, count)) for i in range(count)] + [Fraction(0)]
-    return [float(factors[i] - factors[i + 1]) for i in range(count)]
-
-
-def checked_weights(weights: Sequence[float], count: int) -> list[float]:
-    """Weights that a user gave; raises `ArgumentError` unless each checkpoint has a usable one."""
-    if len(weights) != count:
-        raise ArgumentError(
-            f"weights: expected one for each of the {count} checkpoints, in their order, found "
-            f"{len(weights)}."
-        )
-    try:
-        values = [float(weight) for weight in weights]
-        is_usable = 0 < math.fsum(values) < math.inf
-    except (TypeError, ValueError, OverflowError):  # no number, or a sum above every float64
-        values, is_usable = [], False
-    if not is_usable:
-        raise ArgumentError(
-            f"weights: expected finite numbers whose sum is above 0 and finite, found "
-            f"{', '.join(map(str, weights))}."
-        )
-    return values
-
-
-# Rational arithmetic: the cosine of C libraries differs in its last bits.
-def _sqrt_decay(t: Fraction) -> Fraction:
-    digits = 10**50
-    return 1 - Fraction(math.isqrt(t.numerator * digits * digits // t.denominator), digits)
-
-
-def _cosine_decay(t: Fraction) -> Fraction:
-    """The Taylor series of (1 + cos(pi t)) / 2 for t from 0 to 1; the error is below 1e-40."""
-    term = total = Fraction(1)
-    square = (_PI * t) ** 2
-    for n in range(1, 26):
-        term *= -square / ((2 * n - 1) * (2 * n))
-        total += term
-    return (1 + total) / 2

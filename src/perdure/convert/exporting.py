@@ -9,20 +9,20 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.convert.formats import (
-    ARRAY_FORMATS,
-    MODEL_FORMATS,
+    FORMATS,
     NamedLeaf,
+    NameMap,
     format_module,
+    named_leaves,
     read_foreign,
 )
-from perdure.convert.leaf_names import NameMap, branch_of, named_leaves
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -40,16 +40,12 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, repr=False)
 class Exported(Shown):
-    """What `export` wrote: the name in the file by path, and scalars or seeds that were left out.
-
-    `verified`: all arrays were read back and compared with the hashes of the manifest.
-    """
+    """What `export` wrote: the name in the file by path, and whether all arrays were read back."""
 
     out: str
     to: str
     checkpoint: StoredCheckpoint
     names: dict[str, str]
-    left_out: tuple[str, ...]
     nbytes: int
     files: tuple[str, ...]
     verified: bool
@@ -64,15 +60,13 @@ class Exported(Shown):
             "nbytes": self.nbytes,
             "files": list(self.files),
             "names": self.names,
-            "left_out": list(self.left_out),
             "verified": self.verified,
         }
 
     def _blocks(self) -> list[str | Table]:
         files = counted(len(self.files), "file")
         blocks: list[str | Table] = [
-            f"{self.out}: {leaves_text(len(self.names), self.nbytes)} in {files}",
-            *(f"left out: {path}, which {self.to} cannot hold" for path in self.left_out),
+            f"{self.out}: {leaves_text(len(self.names), self.nbytes)} in {files}"
         ]
         if self.verified:
             blocks.append("every array was read back and equals the checkpoint")
@@ -88,7 +82,6 @@ def export(
     names: NameMap | None = None,
     shard_bytes: int | None = None,
     verify: bool = False,
-    model: str | Callable[[], Any] | None = None,
 ) -> Exported:
     """Write leaves of a checkpoint to the new file or folder `out`.
 
@@ -98,15 +91,12 @@ def export(
     Args:
         checkpoint: `RUN@STEP`, or `RUN` for the newest.
         to: "safetensors" (a folder in Hugging Face's layout, or one file if `out` ends in
-            `.safetensors`), "torch", "npz" or "orbax"; with `model` also "keras", "saved_model",
-            "onnx" or "jax_export".
+            `.safetensors`), "torch", "npz" or "orbax".
         out: A path where nothing is, in a directory that exists.
-        leaves: Paths or patterns; all leaves by default. For a `model`, the path of the model in the
-            state, "model" by default.
+        leaves: Paths or patterns; all leaves by default.
         names: Names of leaves in the file by patterns of their paths.
         shard_bytes: The most bytes of a file, for a folder of safetensors; 5 GB by default.
         verify: Read the result and compare it with the hashes of the manifest.
-        model: A function without arguments that returns the Keras model, or `file.py:function`.
 
     Raises:
         ArgumentError: `out` exists, a pattern selects nothing, two leaves get one name, or an argument
@@ -117,79 +107,38 @@ def export(
         UnreachableError: The checkpoint cannot be read.
         SaveError: `out` cannot be written.
     """
-    if to not in ARRAY_FORMATS + MODEL_FORMATS:
-        known = ", ".join(ARRAY_FORMATS + MODEL_FORMATS)
-        raise ArgumentError(f"to: expected one of {known}, found {to!r}.")
+    if to not in FORMATS:
+        raise ArgumentError(f"to: expected one of {', '.join(FORMATS)}, found {to!r}.")
     is_folder = to == "safetensors" and not os.fspath(out).endswith(".safetensors")
-    if shard_bytes is not None and shard_bytes < 1:
-        raise ArgumentError(f"shard_bytes: expected at least 1, found {shard_bytes}.")
-    if shard_bytes is not None and not is_folder:
+    if shard_bytes is not None and (shard_bytes < 1 or not is_folder):
         raise ArgumentError(
-            f"shard_bytes: only a folder of safetensors is cut into files, and {os.fspath(out)} as "
-            f"{to} is none; leave it out (`--shard-size`)."
+            f"shard_bytes (`--shard-size`): expected at least 1, and only for a folder of safetensors, "
+            f"found {shard_bytes} for {os.fspath(out)} as {to}."
         )
     found = open_checkpoint(checkpoint)
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
-    if to in MODEL_FORMATS:
-        if model is None:
-            raise ArgumentError(
-                f"{to}: needs the code of the model: model='file.py:function' (`--model`), a function "
-                f"without arguments that returns the Keras model."
-            )
-        branch = _model_branch(to, os.fspath(out), patterns, names)
-        from perdure.convert.model_formats import write_model
-
-        paths = [entry.path for entry in select_leaves(found, branch)]
-        named = {path: path.removeprefix(f"{branch}/") for path in paths}
-        nbytes = sum(entry.nbytes for entry in select_leaves(found, branch))
-        with new_output(out) as temporary:
-            left_out = write_model(found, to, temporary, branch, model, verify=verify)
-            files = _files(temporary, out)
-    else:
-        if model is not None:
-            raise ArgumentError(f"model: the format {to} needs no model; leave it out.")
-        entries = select_leaves(found, patterns)
-        written = named_leaves(entries, to not in ("npz", "orbax"), branch_of(patterns), names)
-        arrays = [leaf for leaf in written if not is_scalar(leaf.entry)]
-        scalars = [leaf for leaf in written if is_scalar(leaf.entry)]
-        _refuse_dtypes(arrays, to)
-        module = format_module(to)
-        held = [leaf for leaf in scalars if module.can_hold(leaf.value)]
-        left_out = [leaf.entry.path for leaf in scalars if not module.can_hold(leaf.value)]
-        named = {leaf.entry.path: leaf.name for leaf in written}
-        nbytes = sum(leaf.entry.nbytes for leaf in arrays)
-        more = {"shard_bytes": shard_bytes or SHARD_BYTES} if is_folder else {}
-        with new_output(out) as temporary:
-            module.write(temporary, found, arrays, held, **more)
-            if verify:
-                _check_export(arrays, found.name, to, temporary)
-            files = _files(temporary, out)
-    named = {path: name for path, name in named.items() if path not in left_out}
-    return Exported(os.fspath(out), to, found, named, tuple(left_out), nbytes, files, verify)
-
-
-def _model_branch(to: str, out: str, patterns: list[str] | None, names: NameMap | None) -> str:
-    """The path of the model in the state, if the arguments fit a format that needs its code."""
-    if names is not None:
-        raise ArgumentError(f"{to}: the names are those of the model; leave out `names`.")
-    if to == "keras" and not out.endswith(".keras"):
-        raise ArgumentError(f"{out}: Keras loads files that end in .keras; name it so.")
-    branch = branch_of(patterns or ["model"])
-    if not branch:
-        raise ArgumentError(
-            f"{to}: leaves: expected the path of the model in the state, such as 'model', found "
-            f"{patterns!r}."
-        )
-    return branch
+    branch = patterns[0].removesuffix("/**") if patterns and len(patterns) == 1 else ""
+    branch = "" if "*" in branch else branch
+    written = named_leaves(
+        select_leaves(found, patterns), to not in ("npz", "orbax"), branch, names
+    )
+    arrays = [leaf for leaf in written if not is_scalar(leaf.entry)]
+    scalars = [leaf for leaf in written if is_scalar(leaf.entry)]
+    _refuse_dtypes(arrays, to)
+    more = {"shard_bytes": shard_bytes or SHARD_BYTES} if is_folder else {}
+    with new_output(out) as temporary:
+        format_module(to).write(temporary, found, arrays, scalars, **more)
+        if verify:
+            _check_export(arrays, found.name, to, temporary)
+        files = _files(temporary, out)
+    named = {leaf.entry.path: leaf.name for leaf in written}
+    nbytes = sum(leaf.entry.nbytes for leaf in arrays)
+    return Exported(os.fspath(out), to, found, named, nbytes, files, verify)
 
 
 @contextmanager
 def new_output(out: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary name for a file or folder, which is synced and becomes `out` after the block.
-
-    Raises ArgumentError if `out` exists or is no path in a directory, SaveError if it cannot be
-    written.
-    """
+    """A temporary name for a file or folder, which is synced and becomes `out` after the block."""
     path = os.path.abspath(os.fspath(out))
     folder, name = os.path.split(path)
     if "://" in os.fspath(out) or not os.path.isdir(folder):
@@ -237,20 +186,20 @@ def _sync(path: str) -> None:
 
 
 def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
-    known = {other: format_module(other).DTYPES for other in ARRAY_FORMATS}
+    known = {other: format_module(other).DTYPES for other in FORMATS}
     for leaf in arrays:
         try:
             element_dtype(leaf.entry)
-            has_numpy = True
-        except UnsupportedLeafError:
-            has_numpy = False  # complex32, which is PyTorch's alone, or unknown
+            unknown = None
+        except UnsupportedLeafError as error:
+            unknown = error  # complex32, which is PyTorch's alone, or a dtype of a newer perdure
         can = [
             other
             for other, dtypes in known.items()
-            if (has_numpy if dtypes is None else leaf.dtype in dtypes)
+            if (unknown is None if dtypes is None else leaf.dtype in dtypes)
         ]
-        if not can:
-            element_dtype(leaf.entry)  # raises
+        if not can and unknown is not None:
+            raise unknown
         if to not in can:
             raise UnsupportedLeafError(
                 f"leaf {leaf.entry.path!r} has dtype {leaf.dtype}, which {to} files cannot hold; "
@@ -260,23 +209,23 @@ def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
 
 def _check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: str) -> None:
     """Compare the arrays of an export with the checkpoint, or raise CorruptionError."""
+    advice = "The export was removed; write it again, on another disk if this repeats."
     try:
         found = read_foreign(path, to).leaves
     except DataError as error:
         raise CorruptionError(
-            f"{path}: the export cannot be read back: {error} It was removed; write it again, on "
-            f"another disk if this repeats."
+            f"{path}: the export cannot be read back: {error} {advice}"
         ) from error
-    expected = {leaf.name for leaf in arrays}
-    lacking = expected - found.keys()
-    if lacking:
-        raise CorruptionError(f"{path}: {min(lacking)!r} is not in the export. It was removed.")
     for leaf in arrays:
-        entry, array = leaf.entry, found[leaf.name]
+        entry, array = leaf.entry, found.get(leaf.name)
         shapes = ((leaf.dtype, leaf.shape), (entry.dtype, entry.shape))
-        if (array.dtype, array.shape) not in shapes or array.hashes() != entry.hashes():
+        if (
+            array is None
+            or (array.dtype, array.shape) not in shapes
+            or array.hashes() != entry.hashes()
+        ):
             raise CorruptionError(
-                f"{path}: {leaf.name!r} reads back as {array.describe()}, and not with the bytes of "
-                f"the leaf {entry.path!r} of {checkpoint}, {entry.dtype}{list(entry.shape)}. "
-                f"The export was removed; write it again, on another disk if this repeats."
+                f"{path}: {leaf.name!r} reads back as {array and array.describe()}, and not with the "
+                f"bytes of the leaf {entry.path!r} of {checkpoint}, {entry.dtype}{list(entry.shape)}. "
+                f"{advice}"
             )

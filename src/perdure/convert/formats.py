@@ -1,8 +1,7 @@
-"""The formats of other tools: a module for each, and leaves as their files hold them.
+"""The formats of other tools: a module for each, and the names and notes of leaves in their files.
 
-A module has `DTYPES` (None for all of NumPy and ml_dtypes), `can_hold` for Python scalars, `write` and
-`read`. Invariant: a leaf of a `ForeignFile` can be saved and restored; its bytes are as many as its
-shape says.
+A module has `DTYPES` (None for all of NumPy and ml_dtypes), `write` and `read`. Invariant: a leaf of a
+`ForeignFile` can be saved and restored; its bytes are as many as its shape says.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError
-from perdure.look.leaf_reader import KEY_PREFIX, scalar_value
+from perdure.look.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
 from perdure.store.format import WEAK_PREFIX, escape, unescape
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
@@ -30,21 +30,14 @@ _MODULES = {
     "npz": "npz_file",
     "orbax": "orbax_folder",
 }
-
-ARRAY_FORMATS = tuple(_MODULES)
-"""The formats of arrays, which are read and written without the code of a model."""
-
-MODEL_FORMATS = ("keras", "saved_model", "onnx", "jax_export")
-"""The formats that need the code of the model, and are only written."""
+FORMATS = tuple(_MODULES)
 
 _ENDS = {".safetensors": "safetensors", ".npz": "npz"}
 _ENDS |= dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")
 
 
 class LeafNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a file of another tool cannot say of a leaf: its dtype (and text), its path in the
-    branch.
-    """
+    """What a file cannot say of a leaf: its dtype (and text), its path in the branch."""
 
     dtype: str | None = None
     path: str | None = None
@@ -58,11 +51,7 @@ class ForeignFile(NamedTuple):
 
 
 class NamedLeaf(NamedTuple):
-    """A leaf of a checkpoint, and how a file has it; random keys end in the words of one key.
-
-    `note`: the path inside the branch, if the name means another one, and a weak dtype or one of
-    keys.
-    """
+    """A leaf of a checkpoint as a file has it: random keys are words, `note` the rest."""
 
     name: str
     entry: LeafEntry
@@ -70,6 +59,105 @@ class NamedLeaf(NamedTuple):
     shape: tuple[int, ...]
     note: LeafNote
     value: Any = None
+
+
+class NameMap:
+    """Renames by patterns: in `old=new`, `*` is any text without a separator and `**` any text.
+
+    Each wildcard of `new` stands for what the same one of `old`, counted from the left, has matched.
+    The first pattern that matches the whole text counts; without one, the text has no new name.
+
+    Args:
+        lines: `old=new`; empty lines and lines that begin with `#` are ignored.
+        where: The name of the file, for errors.
+
+    Raises:
+        ArgumentError: A line has another form, or its two sides have different wildcards.
+    """
+
+    def __init__(self, lines: Iterable[str], where: str = "names") -> None:
+        self.where = where
+        self._rules: list[tuple[str, re.Pattern[str], list[str]]] = []
+        self._used: set[str] = set()
+        for number, line in enumerate(lines, 1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            old, equals, new = (part.strip() for part in text.partition("="))
+            old_parts, new_parts = re.split(r"(\*\*?)", old), re.split(r"(\*\*?)", new)
+            if not (equals and old and new) or len(old_parts) != len(new_parts):
+                raise ArgumentError(
+                    f"{where}, line {number}: expected old=new with as many wildcards on both sides, "
+                    f"found {text!r}."
+                )
+            wild = {"*": "([^/.]*)", "**": "(.*)"}
+            regex = "".join(wild.get(part) or re.escape(part) for part in old_parts)
+            self._rules.append((text, re.compile(regex, re.DOTALL), new_parts[::2]))
+
+    @classmethod
+    def read(cls, file: str | os.PathLike[str]) -> NameMap:
+        """The patterns of a file in UTF-8; raises `ArgumentError` if it cannot be read."""
+        try:
+            with open(file, encoding="utf-8-sig") as lines:
+                return cls(lines, os.fspath(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArgumentError(f"{os.fspath(file)}: the names cannot be read: {error}.") from error
+
+    def __call__(self, text: str) -> str | None:
+        """The new name; None if no pattern matches."""
+        for rule, regex, literals in self._rules:
+            if match := regex.fullmatch(text):
+                self._used.add(rule)
+                groups = [*match.groups(), ""]
+                return "".join(a + b for a, b in zip(literals, groups, strict=True))
+        return None
+
+    def refuse_unused(self) -> None:
+        """Raise `ArgumentError` if a pattern has matched nothing."""
+        if unused := [rule for rule, _, _ in self._rules if rule not in self._used]:
+            raise ArgumentError(
+                f"{self.where}: {unused[0]!r} matches no leaf that is selected. Left of the = stands "
+                f"the whole name before the change."
+            )
+
+
+def named_leaves(
+    entries: Iterable[LeafEntry], dotted: bool, branch: str, names: NameMap | None
+) -> list[NamedLeaf]:
+    """The leaves with their names: of `names`, or the path inside `branch`, `dotted` or not.
+
+    Raises `ArgumentError` if two have one name, or a pattern of `names` matches nothing.
+    """
+    named: dict[str, NamedLeaf] = {}
+    for entry in entries:
+        inside = entry.path.removeprefix(f"{branch}/") if branch else entry.path
+        name = ".".join(map(unescape, inside.split("/"))) if dotted else inside
+        noted_path = None if path_of(name) == inside else inside
+        if names is not None and (renamed := names(entry.path)):
+            name, noted_path = renamed, None
+        if (other := named.get(name)) is not None:
+            raise ArgumentError(
+                f"leaves {other.entry.path!r} and {entry.path!r} would both be called {name!r}; give "
+                f"one of them another name: `--names`."
+            )
+        if is_scalar(entry):
+            note = LeafNote(path=noted_path)
+            named[name] = NamedLeaf(name, entry, entry.dtype, (), note, scalar_value(entry))
+            continue
+        dtype = entry.dtype.removeprefix(WEAK_PREFIX)
+        dtype = "uint32" if dtype.startswith(KEY_PREFIX) else dtype
+        note = LeafNote(entry.dtype if entry.dtype != dtype else None, noted_path)
+        named[name] = NamedLeaf(name, entry, dtype, element_shape(entry), note)
+    if names is not None:
+        names.refuse_unused()
+    return list(named.values())
+
+
+def path_of(name: str) -> str:
+    """The path of a name in a file: one with `/` is a path (`%2F` for `/`), others split at dots."""
+    if "/" in name:
+        return "/".join(escape(unescape(part)) for part in name.split("/"))
+    return "/".join(map(escape, name.split(".")))
 
 
 def format_module(kind: str) -> Any:
@@ -101,14 +189,35 @@ def kind_of(path: str) -> str:
     elif kind := _ENDS.get(os.path.splitext(path)[1]):
         return kind
     raise ArgumentError(
-        f"{path}: its format is not known from its name; name it: one of {', '.join(ARRAY_FORMATS)}."
+        f"{path}: its format is not known from its name; name it: one of {', '.join(FORMATS)}."
     )
 
 
+def text_notes(scalars: Iterable[NamedLeaf]) -> dict[str, LeafNote]:
+    """Python scalars as notes alone."""
+    return {
+        leaf.name: LeafNote(f"{leaf.dtype} {leaf.entry.text}", leaf.note.path) for leaf in scalars
+    }
+
+
+def add_notes(path: str, member: str, notes: Mapping[str, LeafNote]) -> None:
+    """Put notes that say something into a zip archive, as JSON."""
+    if notes := {name: note for name, note in notes.items() if note != LeafNote()}:
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr(zipfile.ZipInfo(member), msgspec.json.encode(notes))
+
+
+def read_notes(path: str, member: str) -> dict[str, LeafNote]:
+    """The notes in a zip archive; none in a file of another writer."""
+    if not zipfile.is_zipfile(path):
+        return {}
+    with zipfile.ZipFile(path) as archive:
+        text = archive.read(member) if member in archive.namelist() else b"{}"
+    return msgspec.json.decode(text, type=dict[str, LeafNote])
+
+
 def noted_file(leaves: dict[str, Leaf], notes: Mapping[str, LeafNote]) -> ForeignFile:
-    """The leaves of a file that were written as `leaves`; `ValueError` if a note or a leaf does not
-    fit.
-    """
+    """The leaves that were written as `leaves`; `ValueError` if a note or leaf does not fit."""
     paths: dict[str, str] = {}
     for name, note in notes.items():
         if note.dtype is not None:
@@ -121,24 +230,19 @@ def noted_file(leaves: dict[str, Leaf], notes: Mapping[str, LeafNote]) -> Foreig
                 raise ValueError(f"the note {note.path!r} on {name!r} is no path")
             paths[name] = note.path
     for name, leaf in leaves.items():
-        _check_leaf(name, leaf)
+        if leaf.is_scalar:
+            continue
+        count, item = math.prod(leaf.shape), item_bytes(leaf.dtype)
+        if leaf.dtype.startswith(KEY_PREFIX):  # the bytes say how many words a key has
+            fits = count == 0 or leaf.nbytes > 0
+        else:
+            fits = item is not None and count * item == leaf.nbytes
+        if not fits or min(leaf.shape, default=0) < 0 or len(leaf.shape) > MAX_DIMENSIONS:
+            raise ValueError(
+                f"{name!r} is said to be {leaf.describe()}, and has {leaf.nbytes} bytes; expected as "
+                f"many as its shape says, and at most {MAX_DIMENSIONS} axes"
+            )
     return ForeignFile(leaves, paths)
-
-
-def _check_leaf(name: str, leaf: Leaf) -> None:
-    if leaf.is_scalar:
-        return
-    if len(leaf.shape) > MAX_DIMENSIONS:
-        raise ValueError(
-            f"{name!r} has {len(leaf.shape)} axes, and a leaf at most {MAX_DIMENSIONS}; reshape it"
-        )
-    count, item = math.prod(leaf.shape), item_bytes(leaf.dtype)
-    if leaf.dtype.startswith(KEY_PREFIX):  # the number of words of a key is what its bytes say
-        fits = count == 0 or leaf.nbytes > 0
-    else:
-        fits = item is not None and count * item == leaf.nbytes
-    if not fits or min(leaf.shape, default=0) < 0:
-        raise ValueError(f"{name!r} is said to be {leaf.describe()}, and has {leaf.nbytes} bytes")
 
 
 def _noted_leaf(array: Leaf | None, note: str) -> Leaf:

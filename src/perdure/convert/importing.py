@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 import os
 
-from perdure.convert.formats import ARRAY_FORMATS, ForeignFile, kind_of, read_foreign
-from perdure.convert.leaf_names import NameMap, path_of
+from perdure.convert.formats import (
+    FORMATS,
+    ForeignFile,
+    NameMap,
+    kind_of,
+    path_of,
+    read_foreign,
+)
 from perdure.errors import ArgumentError
 from perdure.look.leaf_reader import ORIGIN
 from perdure.state.paths import nearest
@@ -26,11 +32,10 @@ def import_run(
 ) -> Manifest:
     """Save the arrays of a file or folder as step 0 of the new run directory `out`.
 
-    A dotted name becomes a path: `encoder.0.weight` the leaf `encoder/0/weight`, as the leaves of a
-    torch module are called. A name with `/` is a path as it is, and so is a name of Orbax. Leaves of an
-    `export` get their paths back. A file that is one array becomes the leaf `branch`, or a whole state.
-    Torch files are read with `weights_only=True` and never otherwise. All is checked before `out` is
-    made.
+    A dotted name becomes a path: `encoder.0.weight` the leaf `encoder/0/weight`. A name with `/`, or of
+    Orbax, is a path as it is. Leaves of an `export` get their paths back. A file that is one array
+    becomes the leaf `branch`, or a whole state. Torch files are read with `weights_only=True` and never
+    otherwise. All is checked before `out` is made.
 
     Args:
         source: A .safetensors file, a folder of them with or without an index, a file of `torch.save`,
@@ -52,8 +57,8 @@ def import_run(
         SaveError: `out` cannot be written to.
     """
     where = os.fspath(source)
-    if kind is not None and kind not in ARRAY_FORMATS:
-        raise ArgumentError(f"kind: expected one of {', '.join(ARRAY_FORMATS)}, found {kind!r}.")
+    if kind is not None and kind not in FORMATS:
+        raise ArgumentError(f"kind: expected one of {', '.join(FORMATS)}, found {kind!r}.")
     if branch and not all(branch.split("/")):
         raise ArgumentError(
             f"branch: expected a path such as 'model' or 'model/encoder', found {branch!r}, which has "

@@ -24,13 +24,6 @@ _MAX_NAME = 60_000
 """Below the 65,535 bytes of a key of its database, which has the number of a chunk in it, too."""
 
 
-def can_hold(value: Any) -> bool:
-    """Whether Orbax keeps a Python scalar as it is."""
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**63
-    return value is None or isinstance(value, (float, str))
-
-
 def write(
     path: str,
     checkpoint: StoredCheckpoint,
@@ -50,6 +43,12 @@ def write(
         array = np.frombuffer(data, numpy_dtype(leaf.dtype)).reshape(leaf.shape)
         _insert(tree, leaf.name, array)
     for leaf in scalars:
+        is_long = isinstance(leaf.value, int) and not -(2**63) <= leaf.value < 2**63
+        if is_long or isinstance(leaf.value, (bytes, complex)):
+            raise UnsupportedLeafError(
+                f"leaf {leaf.entry.path!r} of type {leaf.dtype} is no scalar that Orbax keeps; "
+                f"safetensors, torch and npz do. Leave it out with `--leaves`."
+            )
         _insert(tree, leaf.name, leaf.value)
     with _orbax().PyTreeCheckpointer() as checkpointer:
         checkpointer.save(os.path.abspath(path), tree)

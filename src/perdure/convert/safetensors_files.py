@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from perdure.checkpoint.address import StoredCheckpoint
-from perdure.convert.formats import ForeignFile, LeafNote, NamedLeaf, noted_file
+from perdure.convert.formats import ForeignFile, LeafNote, NamedLeaf, noted_file, text_notes
 from perdure.errors import ArgumentError, DataError
 from perdure.look.leaf_reader import ChunksOf, chunks_in_order
 from perdure.store.format import Natural
@@ -66,11 +66,6 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def can_hold(_: Any) -> bool:
-    """Every Python scalar is noted as text in the header."""
-    return True
-
-
 def write(
     path: str,
     checkpoint: StoredCheckpoint,
@@ -79,14 +74,10 @@ def write(
     *,
     shard_bytes: int | None = None,
 ) -> None:
-    """Write one file, or a folder of files of at most `shard_bytes`; scalars are notes in the
-    first.
-    """
+    """Write a file, or a folder of files of at most `shard_bytes`; scalars are notes in the first."""
     shards = _shards(arrays, shard_bytes or sum(leaf.entry.nbytes for leaf in arrays))
     chunks_of = chunks_in_order(checkpoint, [leaf.entry for shard in shards for leaf in shard])
-    notes = {
-        leaf.name: LeafNote(f"{leaf.dtype} {leaf.entry.text}", leaf.note.path) for leaf in scalars
-    }
+    notes = text_notes(scalars)
     if shard_bytes is None:
         _write_file(path, shards[0], chunks_of, notes)
         return
@@ -106,9 +97,7 @@ def write(
 
 
 def _shards(leaves: Sequence[NamedLeaf], most: int) -> list[list[NamedLeaf]]:
-    """Arrays by shard, as `huggingface_hub.split_torch_state_dict_into_shards` splits them:
-    greedily.
-    """
+    """Arrays by shard, as `huggingface_hub.split_torch_state_dict_into_shards` splits them."""
     shards: list[list[NamedLeaf]] = []
     current: list[NamedLeaf] = []
     size = 0

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import re
 import warnings
-import zipfile
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-import msgspec
-
 from perdure.checkpoint.address import StoredCheckpoint
-from perdure.convert.formats import ForeignFile, LeafNote, NamedLeaf, noted_file
+from perdure.convert.formats import ForeignFile, NamedLeaf, add_notes, noted_file, read_notes
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
 from perdure.look.leaf_reader import chunks_in_order
 from perdure.state import flatten
@@ -27,12 +24,7 @@ DTYPES = (
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
-_NOTES = "archive/perdure.json"
-
-
-def can_hold(_: Any) -> bool:
-    """Every Python scalar is written as it is."""
-    return True
+_NOTES = "archive/perdure.json"  # a member that PyTorch skips
 
 
 def write(
@@ -41,10 +33,7 @@ def write(
     arrays: Sequence[NamedLeaf],
     scalars: Sequence[NamedLeaf],
 ) -> None:
-    """Write a state dict; all arrays are in memory. A whole state is written without a dict.
-
-    The notes stand in a member of their own, which PyTorch skips.
-    """
+    """Write a state dict, or the only value of a state; all arrays are in memory."""
     torch = _torch()
     chunks_of = chunks_in_order(checkpoint, [leaf.entry for leaf in arrays])
     values = {leaf.name: leaf.value for leaf in scalars}
@@ -60,10 +49,7 @@ def write(
     state = dict(sorted(values.items()))
     with open(path, "wb") as file:  # the name of a file would be that of the folder in it
         torch.save(state[""] if state.keys() == {""} else state, file)
-    notes = {leaf.name: leaf.note for leaf in (*arrays, *scalars) if leaf.note != LeafNote()}
-    if notes:
-        with zipfile.ZipFile(path, "a") as archive:
-            archive.writestr(zipfile.ZipInfo(_NOTES), msgspec.json.encode(notes))
+    add_notes(path, _NOTES, {leaf.name: leaf.note for leaf in (*arrays, *scalars)})
 
 
 def read(path: str) -> ForeignFile:
@@ -86,18 +72,13 @@ def read(path: str) -> ForeignFile:
             )
         leaves[name], sources[name] = leaf, source
     try:
-        return noted_file(leaves, _notes(path))
+        return noted_file(leaves, read_notes(path, _NOTES))
     except Exception as error:  # a damaged archive, of which PyTorch checks less
         raise DataError(f"{path}: cannot be imported: {error}.") from error
 
 
 def _load(torch: Any, path: str) -> Any:
     """What PyTorch loads safely; raises `DataError` for all else."""
-    if any(name.partition("/")[2] == "constants.pkl" for name in _members(path)):
-        raise DataError(
-            f"{path}: expected tensors, Python scalars and containers, found a program of TorchScript. "
-            f"Where you trust the file, save `torch.jit.load(...).state_dict()` with torch.save."
-        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that complex32 is experimental, for one
         try:
@@ -109,31 +90,18 @@ def _load(torch: Any, path: str) -> Any:
             text = str(error)
             match = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", text)
             what = match[1] if match else "something else, or no file of torch.save"
-            # Other texts are a number, or advice to read the file unsafely.
-            said = f": {text.rstrip('.')}" if isinstance(error, (RuntimeError, OSError)) else ""
+            if "TorchScript" in text:
+                what = "a program of TorchScript"
+            elif isinstance(error, (RuntimeError, OSError)):
+                what += (
+                    f": {text.rstrip('.')}"  # others are a number, or advice to read it unsafely
+                )
             raise DataError(
                 f"{path}: expected tensors, Python scalars and containers that PyTorch can load, found "
-                f"{what}{said}. perdure loads nothing else, because that can run any code. Where you "
+                f"{what}. perdure loads nothing else, because that can run any code. Where you "
                 f"trust the file, load it with the program that wrote it, and save "
                 f"`model.state_dict()` alone."
             ) from error
-
-
-def _members(path: str) -> list[str]:
-    """The names in an archive; none in a file that is no archive."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.namelist()
-    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError):
-        return []
-
-
-def _notes(path: str) -> dict[str, LeafNote]:
-    """The notes of an export; none in a file of another writer."""
-    if _NOTES not in _members(path):
-        return {}
-    with zipfile.ZipFile(path) as archive:
-        return msgspec.json.decode(archive.read(_NOTES), type=dict[str, LeafNote])
 
 
 def _torch() -> Any:

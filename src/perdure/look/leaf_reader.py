@@ -225,7 +225,7 @@ def origin_lines(manifest: Manifest) -> list[str]:
     note = origin(manifest)
     if note is None:
         return []
-    lines = [f"{note.get('made_by')} ({note.get('method', note.get('format'))})"]
+    lines = [str(note.get("made_by"))]
     lines += [
         f"{source['run']}@{source['step']}, weight {source['weight']:.12g}"
         for source in note.get("sources", [])

@@ -51,8 +51,6 @@ def test_ls_lists_the_checkpoints(run: Path) -> None:
         "age",
         "leaves",
         "size",
-        "own",
-        "shared",
         "fingerprint",
         "kept",
     ]

@@ -43,7 +43,6 @@ def test_tree(run: Path) -> None:
     assert "\x1b" not in result.output
     document = json.loads(perdure("tree", run, "--leaves", "model", "--json").output)
     assert document["checkpoint"] == f"{run}@20"
-    assert document["before"] == 10
     assert [node["path"] for node in document["nodes"]] == ["", "model", "model/b", "model/w"]
     assert len(perdure("tree", run, "--depth", 0).output.splitlines()) == 3
 
@@ -110,11 +109,10 @@ def test_show_takes_the_name_of_a_checkpoint(run: Path) -> None:
         assert "step         10" in result.output
     assert "kept         the newest" in perdure("show", run).output
     document = json.loads(perdure("show", f"{run}@10", "--json").output)
-    assert (document["kept"], document["own_nbytes"], document["nbytes"]) == ("not recorded", 0, 74)
-    assert "deleting it frees 0 B; 64 B stay" in perdure("show", f"{run}@10").output
+    assert (document["kept"], document["nbytes"]) == ("not recorded", 74)
 
 
-def test_ls_says_what_each_checkpoint_costs_and_why_it_is_kept(run: Path) -> None:
+def test_ls_says_why_each_checkpoint_is_kept(run: Path) -> None:
     with Run(run) as opened:
         opened.pin(10)
     rows = json.loads(perdure("ls", run, "--json").output)["checkpoints"]
@@ -122,9 +120,6 @@ def test_ls_says_what_each_checkpoint_costs_and_why_it_is_kept(run: Path) -> Non
         ("pinned", True),
         ("the newest", False),
     ]
-    # Step 20 reads model/b in the pack of step 10, so that the deletion of step 10 frees nothing.
-    packs = [pack.stat().st_size for pack in sorted((run / "packs").iterdir())]
-    assert [(row["own_nbytes"], row["shared_nbytes"]) for row in rows] == [(0, 64), (packs[1], 16)]
 
 
 @pytest.mark.parametrize(

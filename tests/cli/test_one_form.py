@@ -191,7 +191,6 @@ def test_a_step_is_named_by_the_run_and_an_at(name: str, step: str) -> None:
     [
         ["ls", "RUN"],
         ["show", "RUN"],
-        ["show", "RUN", "--tree"],
         ["show", "RUN", "--stats"],
         ["diff", "RUN@1", "RUN@2"],
         ["status"],

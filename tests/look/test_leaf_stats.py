@@ -11,7 +11,7 @@ import pytest
 
 from perdure.errors import ArgumentError
 from perdure.look import stats
-from perdure.look.leaf_tree import Stats
+from perdure.look.leaf_stats import Stats
 from perdure.state.leaf_values import array_leaf, scalar_leaf
 from perdure.store import Leaf, MemoryStorage, Run
 from perdure.store.format import CHUNK_BYTES

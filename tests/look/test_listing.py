@@ -13,7 +13,7 @@ from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.look import list_run, open_checkpoint, tree
 from perdure.look.listing import age_text
 from perdure.state.leaf_values import array_leaf, scalar_leaf
-from perdure.store import CollectPlan, MemoryStorage, PruneRequest, Run
+from perdure.store import MemoryStorage, Run
 from perdure.store.format import CHUNK_BYTES, seconds_of
 
 
@@ -41,20 +41,16 @@ def without_packs(storage: MemoryStorage) -> MemoryStorage:
     return storage
 
 
-def test_a_tree_has_sizes_and_what_the_step_before_shares() -> None:
+def test_a_tree_has_sizes() -> None:
     storage = MemoryStorage()
     make(storage)
     result = tree(without_packs(storage))
-    assert result.before == 2
     nodes = {node.path: node for node in result.nodes}
     assert list(nodes) == ["", "before", "model", "model/frozen", "model/large", "name", "step"]
     whole = CHUNK_BYTES + 16_000 + len("digits") + 2
     assert (nodes[""].nbytes, nodes[""].leaf_count) == (whole, 5)
     assert nodes["model"].nbytes == CHUNK_BYTES + 16_000
-    assert nodes["model/large"].shared_nbytes == CHUNK_BYTES
-    assert nodes["model/frozen"].shared_nbytes == nodes["model/frozen"].nbytes == 8000
-    assert nodes["model"].shared_nbytes == CHUNK_BYTES + 8000
-    assert (nodes["name"].shared_nbytes, nodes["before"].shared_nbytes) == (6, 0)
+    assert nodes["model/frozen"].nbytes == 8000
     assert nodes["name"].describe() == "str digits"
     assert nodes["model/frozen"].describe() == "float64[1000]"
 
@@ -63,9 +59,7 @@ def test_a_tree_of_a_part_and_of_few_levels() -> None:
     storage = MemoryStorage()
     run = make(storage, 1)
     result = tree(run, depth=1)
-    assert result.before is None
     assert [node.path for node in result.nodes] == ["", "before", "model", "name", "step"]
-    assert result.nodes[2].shared_nbytes is None
     assert [node.path for node in tree(run, leaves="**/frozen").nodes] == [
         "",
         "model",
@@ -81,37 +75,26 @@ def test_a_tree_of_a_part_and_of_few_levels() -> None:
         tree(f"{storage}@3" if isinstance(storage, str) else Run(MemoryStorage(), create=True))
 
 
-def test_the_state_may_be_one_leaf_and_a_damaged_step_before_is_left_out(tmp_path: Path) -> None:
+def test_the_state_may_be_one_leaf_and_a_damaged_step_is_left_out(tmp_path: Path) -> None:
     with Run(tmp_path, create=True) as run:
         for step in (1, 2):
             run.save(step, {"": array_leaf(np.full(3, float(step)))})
-    whole = tree(tmp_path)
-    assert (whole.unread_before, "not known" in str(whole)) == ("", False)
-    [node] = whole.nodes
-    assert (node.path, node.nbytes, node.shared_nbytes) == ("", 24, 0)
     manifest = tmp_path / "checkpoints" / "000000000001.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
-    damaged = tree(tmp_path)
-    assert damaged.before is None
-    assert "000000000001.json" in damaged.unread_before
-    assert "what the step before has too is not known" in str(damaged)
+    [node] = tree(tmp_path).nodes
+    assert (node.path, node.nbytes) == ("", 24)
     listing = list_run(tmp_path)
     assert [row.step for row in listing.checkpoints] == [2]
     assert listing.damaged.keys() == {1}
 
 
-def test_a_listing_has_shares_age_and_why_a_step_is_kept() -> None:
+def test_a_listing_has_age_and_why_a_step_is_kept() -> None:
     storage = MemoryStorage()
     run = make(storage)
     run.pin(1)
     now = seconds_of(run.manifest(3).created) + 7200.0
     listing = list_run(without_packs(storage), now=now)
     rows = {row.step: row for row in listing.checkpoints}
-    # Steps 2 and 3 read the pack of step 1, and their own has the last chunk of the large leaf.
-    assert (rows[1].own_nbytes, rows[1].shared_nbytes) == (0, CHUNK_BYTES + 16_000)
-    for step in (2, 3):
-        assert 8000 < rows[step].own_nbytes < 8000 + 4096  # and the index of the pack
-        assert rows[step].shared_nbytes == CHUNK_BYTES + 8000
     assert [row.kept for row in rows.values()] == ["pinned", "not recorded", "the newest"]
     assert [row.pinned for row in rows.values()] == [True, False, False]
     assert rows[3].age_s == 7200
@@ -139,41 +122,6 @@ def test_a_listing_names_the_rules_that_a_manager_recorded(tmp_path: Path) -> No
     assert kept == ["until the next save: older than the newest 1"] * 3 + ["one of the newest 1"]
     with pytest.raises(ArgumentError, match="names no metric to keep the best of"):
         open_checkpoint(f"{tmp_path}@best")
-
-
-def test_own_bytes_are_what_a_prune_of_that_checkpoint_frees() -> None:
-    """Of random runs, with packs that are shared, compacted, or held by a rollback."""
-    rng = np.random.default_rng(7)
-    seen = {"nothing": 0, "a part of a pack": 0, "a pack": 0}
-    for _ in range(30):
-        storage = MemoryStorage()
-        parts = [rng.integers(0, 256, int(rng.integers(100, 5000)), np.uint8) for _ in range(4)]
-        with Run(storage, create=True) as run:
-            for step in range(1, 6):
-                for n in range(4):
-                    if rng.random() < 0.4:
-                        parts[n] = rng.integers(0, 256, len(parts[n]), np.uint8)
-                run.save(step, {f"w{n}": array_leaf(part) for n, part in enumerate(parts)})
-            if rng.random() < 0.3:
-                run.rollback(4)
-            if rng.random() < 0.3:
-                run.delete([2])
-        rows = list_run(run).checkpoints
-        without = plan(run, frozenset())
-        for row in rows:
-            freed = plan(run, frozenset({row.step}))
-            copies = len({*freed.compact, *without.compact})
-            # Several packs are copied into one, which spares the frames of the others.
-            assert abs(freed.freed - without.freed - row.own_nbytes) <= 128 * max(0, copies - 1)
-            kind = "a pack" if freed.packs else "a part of a pack" if row.own_nbytes else "nothing"
-            seen[kind] += 1
-            if not freed.packs and not freed.compact:
-                assert row.shared_nbytes == row.nbytes
-    assert min(seen.values()) >= 5, seen
-
-
-def plan(run: Run, steps: frozenset[int]) -> CollectPlan:
-    return run.plan(PruneRequest(steps, compact_from=0, everywhere=True))
 
 
 @pytest.mark.parametrize(

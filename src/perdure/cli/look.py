@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from perdure.look.listing import ListedCheckpoint
     from perdure.store.manifest import LeafEntry
 
-VALUE_CHARACTERS = 200
-"""A longer value is cut in output for people; --json has all of it."""
+VALUE_CHARACTERS = 200  # a longer value is cut in output for people; --json has all of it
 
 
 @command("ls", epilog=EXIT_STATUS)
@@ -32,10 +31,8 @@ VALUE_CHARACTERS = 200
 def ls(run: str, as_json: bool) -> bool:
     """List the checkpoints of the run directory RUN, oldest first.
 
-    "own" are the bytes of packs that deleting this checkpoint alone frees, as `perdure prune` does it;
-    "shared" those of its chunks that stay then, because others need them or chunks in the same pack.
     "kept" says why a checkpoint is there, by the rules that the last manager recorded in the run
-    directory. `perdure prune --dry-run` shows what other rules would keep.
+    directory. `perdure prune --dry-run` shows what other rules would keep, and what that frees.
 
     \b
     Example:
@@ -153,17 +150,12 @@ def _lines(
         )
         for leaf in chosen
     ]
-    own = (
-        f"deleting it frees {size_text(row.own_nbytes)}; {size_text(row.shared_nbytes)} stay, in packs "
-        f"of other checkpoints"
-    )
     leaves = Table(("leaf", "value", "size", "first chunk"), rows, ("first chunk",))
     return [
         f"step         {manifest.step}",
         f"created      {manifest.created} ({age_text(row.age_s)} ago)",
         f"fingerprint  {manifest.fingerprint}",
         f"size         {size_text(manifest.nbytes)}{stored} in {counted(len(manifest.packs), 'pack')}",
-        f"in packs     {own}",
         f"kept         {row.kept}",
         *(f"origin       {_short(line)}" for line in origin_lines(manifest)),
         *(f"recipe       {_short(k)} = {_short(v)}" for k, v in sorted(manifest.recipe.items())),

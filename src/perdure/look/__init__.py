@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         scalar_value,
         select_leaves,
     )
-    from perdure.look.leaf_tree import stats, tree
-    from perdure.look.listing import list_run
+    from perdure.look.leaf_stats import stats
+    from perdure.look.listing import list_run, tree
 
 # Imported at first use, because most commands need few of them.
 _HOMES = {
@@ -31,8 +31,8 @@ _HOMES = {
     "read_elements": "perdure.look.leaf_reader",
     "scalar_value": "perdure.look.leaf_reader",
     "select_leaves": "perdure.look.leaf_reader",
-    "stats": "perdure.look.leaf_tree",
-    "tree": "perdure.look.leaf_tree",
+    "stats": "perdure.look.leaf_stats",
+    "tree": "perdure.look.listing",
 }
 
 __all__ = [

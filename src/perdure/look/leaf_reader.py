@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from perdure.checkpoint.address import StoredCheckpoint, with_advice
 from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
@@ -76,6 +77,12 @@ def refuse_unused(selection: Selection, paths: Iterable[str], where: str) -> Non
         f"{', '.join(close) or '(none)'}; `perdure show --tree` lists them. In a pattern, * is any "
         f"text within one part of a path and ** any number of parts."
     )
+
+
+def check_depth(depth: object) -> None:
+    """Raise `ArgumentError` unless `depth` is None or an integer of at least 0."""
+    if depth is not None and (not isinstance(depth, SupportsIndex) or operator.index(depth) < 0):
+        raise ArgumentError(f"depth: expected an integer of at least 0, found {depth!r}.")
 
 
 def is_scalar(entry: LeafEntry) -> bool:

@@ -1,25 +1,20 @@
-"""`ls`: the checkpoints of a run, with sizes, age and why each is kept. Reads manifests, not packs."""
+"""`ls` and `tree`: the checkpoints of a run, and the leaves of one; from manifests alone."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from perdure.checkpoint.address import Where, open_run, read_manifests
+from perdure.checkpoint.address import Where, open_checkpoint, open_run, read_manifests
 from perdure.checkpoint.retention import candidates, decide, recorded_retention
-from perdure.errors import StoreError
-from perdure.look.tables import Shown, Table, printable, size_text
+from perdure.look.leaf_reader import check_depth, select_leaves, value_text
+from perdure.look.tables import Shown, Table, printable, share_text, size_text
 from perdure.store import Run
-from perdure.store.compact import LiveChunks, relocated_size
 from perdure.store.format import Metric, seconds_of
-from perdure.store.garbage_collection import DEAD_SHARE
 from perdure.store.manifest import Manifest
-from perdure.store.manifest_json import decode_manifest
-from perdure.text import few
+from perdure.text import counted, few
 
 if TYPE_CHECKING:
     from perdure.store.rollback import AsideCheckpoint
@@ -28,14 +23,14 @@ NOT_RECORDED = "not recorded"
 """Why a checkpoint is kept, if no manager has recorded its rules: it was imported, for instance."""
 
 _MOST_METRICS = 4
+_VALUE = 40
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
     """One committed checkpoint.
 
-    `own_nbytes` are bytes of packs that deleting it alone frees; `shared_nbytes` those of its
-    chunks that stay then. `kept`: why, by the rules that its last manager recorded.
+    `kept`: why, by the rules that its last manager recorded.
     """
 
     step: int
@@ -43,8 +38,6 @@ class ListedCheckpoint:
     age_s: float
     leaf_count: int
     nbytes: int
-    own_nbytes: int
-    shared_nbytes: int
     fingerprint: str
     metrics: Mapping[str, Metric]
     pinned: bool
@@ -82,18 +75,8 @@ class RunListing(Shown):
         }
 
     def _blocks(self) -> list[str | Table]:
-        header = [
-            "step",
-            "created",
-            "age",
-            "leaves",
-            "size",
-            "own",
-            "shared",
-            "fingerprint",
-            "kept",
-        ]
-        optional = ["created", "leaves", "fingerprint", "shared"]
+        header = ["step", "created", "age", "leaves", "size", "fingerprint", "kept"]
+        optional = ["created", "leaves", "fingerprint"]
         has_metrics = any(row.metrics for row in self.checkpoints)
         rows: list[list[object]] = [
             [
@@ -102,8 +85,6 @@ class RunListing(Shown):
                 age_text(row.age_s),
                 row.leaf_count,
                 size_text(row.nbytes),
-                size_text(row.own_nbytes),
-                size_text(row.shared_nbytes),
                 row.fingerprint[:16],
                 row.kept,
                 *([_metrics_text(row.metrics)] if has_metrics else []),
@@ -152,7 +133,6 @@ def listed(
     """What `list_run` has on each of `manifests`, which are all readable ones of `run`."""
     now = time.time() if now is None else now
     pinned = run.pinned()
-    sizes = freed_bytes(manifests, _quarantined(run))
     reasons = _reasons(run, manifests, pinned)
     return [
         ListedCheckpoint(
@@ -161,7 +141,6 @@ def listed(
             now - seconds_of(manifest.created),
             len(manifest.leaves),
             manifest.nbytes,
-            *sizes[step],
             manifest.fingerprint,
             manifest.metrics,
             step in pinned,
@@ -205,75 +184,79 @@ def _metrics_text(metrics: Mapping[str, Metric]) -> str:
     return few(texts, _MOST_METRICS, " ")
 
 
-def _quarantined(run: Run) -> list[Manifest]:
-    """The readable manifests in quarantine: of rollbacks, and of checkpoints with damaged packs."""
-    manifests: list[Manifest] = []
-    names: list[str] = []
-    with suppress(OSError):
-        names = run.quarantined()
-    for name in names:
-        if name.endswith(".json"):
-            with suppress(StoreError, OSError):
-                manifests.append(decode_manifest(run.storage.read(name), name, None))
-    return manifests
+@dataclass(frozen=True)
+class LeafTreeNode:
+    """A leaf, or a branch ("" is the state) with everything below it."""
+
+    path: str
+    depth: int
+    leaf_count: int
+    nbytes: int
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    value: str | None = None
+
+    def describe(self) -> str:
+        """`float32[3,4]`, `int 7`, or the number of leaves of a branch."""
+        if self.dtype is None:
+            return counted(self.leaf_count, "leaf", "leaves")
+        return value_text(self.dtype, self.shape, self.value, _VALUE)
 
 
-@dataclass
-class _Pack:
-    """A pack: its size, the chunks that are read from it, and by step the offsets of those read."""
+@dataclass(frozen=True, repr=False)
+class LeafTree(Shown):
+    """The leaves of a checkpoint as a tree, each branch before what is below it."""
 
-    size: int
-    chunks: LiveChunks = field(default_factory=dict)
-    read: dict[int, set[int]] = field(default_factory=dict)
+    name: str
+    nodes: tuple[LeafTreeNode, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tree for JSON."""
+        return {"checkpoint": self.name, "nodes": [asdict(node) for node in self.nodes]}
+
+    def _blocks(self) -> list[str | Table]:
+        whole = self.nodes[0].nbytes if self.nodes else 0
+        rows = [
+            (
+                "  " * node.depth
+                + (printable(node.path.rpartition("/")[2]) if node.path else "(state)"),
+                node.describe(),
+                size_text(node.nbytes),
+                share_text(node.nbytes, whole),
+            )
+            for node in self.nodes
+        ]
+        return [self.name, Table(("leaf", "value", "size", "share"), rows, ["share", "size"])]
 
 
-def freed_bytes(
-    manifests: Mapping[int, Manifest], set_aside: Iterable[Manifest] = ()
-) -> dict[int, tuple[int, int]]:
-    """For each step, the bytes that deleting it alone frees, and those of its chunks that then
-    stay.
+def tree(
+    where: Where, *, leaves: str | Iterable[str] | None = None, depth: int | None = None
+) -> LeafTree:
+    """The leaves of a checkpoint as a tree; reads the manifest and no chunk.
 
-    As `perdure prune`: a pack that no other checkpoint reads goes, needed chunks are copied out of
-    one that is mostly unneeded. What goes anyway does not count. Packs of manifests `set_aside`
-    stay.
+    Args:
+        where: The checkpoint, as for `open_checkpoint`.
+        leaves: Only the leaves that these patterns select; shares are those of the selection.
+        depth: Show branches of so many parts and nothing below them.
+
+    Raises:
+        ArgumentError: A pattern selects nothing, or `depth` is negative.
+        StoreError: As `open_checkpoint`.
     """
-    held = {pack.name for manifest in set_aside for pack in manifest.packs}
-    freed = dict.fromkeys(manifests, 0)
-    stays = dict.fromkeys(manifests, 0)
-    for name, pack in _packs(manifests).items():
-        spared = 0 if name in held else _spared(pack.size, pack.chunks)
-        readers = Counter(offset for offsets in pack.read.values() for offset in offsets)
-        for step, offsets in pack.read.items():
-            alone = {offset for offset in offsets if readers[offset] == 1}
-            gain = 0
-            if name not in held and len(pack.read) == 1:
-                gain = pack.size
-            elif name not in held and alone:
-                left = {place: chunk for place, chunk in pack.chunks.items() if place not in alone}
-                gain = _spared(pack.size, left)
-            kept = offsets - alone if gain else offsets
-            stays[step] += sum(pack.chunks[offset][1] for offset in kept)
-            freed[step] += gain - spared if gain else 0
-    return {step: (freed[step], stays[step]) for step in manifests}
-
-
-def _packs(manifests: Mapping[int, Manifest]) -> dict[str, _Pack]:
-    packs: dict[str, _Pack] = {}
-    for step, manifest in manifests.items():
-        named = [packs.setdefault(pack.name, _Pack(pack.size)) for pack in manifest.packs]
-        for pack in named:
-            pack.read.setdefault(step, set())
-        for leaf in manifest.every_leaf():
-            for chunk, size in zip(leaf.chunks, leaf.sizes(), strict=True):
-                pack = named[chunk.pack]
-                pack.read[step].add(chunk.offset)
-                pack.chunks[chunk.offset] = (chunk.hash, chunk.length, size)
-    return packs
-
-
-def _spared(size: int, chunks: LiveChunks) -> int:
-    """The bytes that copying `chunks` out of a pack frees; 0 if the pack stays as it is."""
-    if sum(length for _, length, _ in chunks.values()) >= (1 - DEAD_SHARE) * size:
-        return 0  # soon known, without an index for the copy
-    spared = size - relocated_size({"": chunks})
-    return spared if spared > DEAD_SHARE * size else 0
+    check_depth(depth)
+    checkpoint = open_checkpoint(where)
+    entries = select_leaves(checkpoint, leaves)
+    totals: dict[str, list[int]] = {}
+    for entry in entries:
+        parts = entry.path.split("/") if entry.path else []
+        for level in range(len(parts) + 1):
+            if depth is None or level <= depth:
+                total = totals.setdefault("/".join(parts[:level]), [0, 0])
+                total[0] += 1
+                total[1] += entry.nbytes
+    kinds: dict[str, Any] = {e.path: (e.dtype, e.shape, e.text) for e in entries}
+    nodes = (
+        LeafTreeNode(path, path.count("/") + 1 if path else 0, count, nbytes, *kinds.get(path, ()))
+        for path, (count, nbytes) in totals.items()
+    )
+    return LeafTree(checkpoint.name, tuple(nodes))

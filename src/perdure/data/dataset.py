@@ -1,9 +1,9 @@
 """Datasets: the map from a step to a global batch.
 
 Invariant: the rows of a replica are a function of (step, replica, replicas), and the rows of all
-replicas of a step, concatenated, are the same global batch for every number of replicas. There is no
-iterator, and so no position to save. Memory does not grow with the number of examples. The random
-change of an example depends on the seed, the epoch and the index of the example alone.
+replicas of a step, concatenated, are the same global batch for every number of replicas. Memory does
+not grow with the number of examples. The random change of an example depends on the seed, the epoch
+and the index of the example alone.
 """
 
 from __future__ import annotations
@@ -51,28 +51,19 @@ class Augment:
         return {"augment": name} if self.batched else {"augment": name, "numpy": np.__version__}
 
     def __call__(self, batch: Any, index: npt.NDArray[np.int64], key: tuple[int, int]) -> Any:
-        """The changed batch.
-
-        `index` has the numbers of its examples (int64[rows]), and `key` is (seed, epoch).
-        """
+        """The changed batch of the examples `index` (int64[rows]); `key` is (seed, epoch)."""
         words = example_keys(index, key)
-        if self.batched:
-            halves = [words[:, 0] >> np.uint64(32), words[:, 0] & np.uint64(0xFFFFFFFF)]
-            try:
-                return self.fn(batch, np.stack(halves, axis=-1).astype(np.uint32))
-            except Exception as error:
-                raise DataError(
-                    f"examples {index.min()} to {index.max()}: augment failed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
         changed = []
-        for number, word, example in zip(index, words, unstack(batch), strict=True):
-            try:
+        where = f"examples {index.min()} to {index.max()}"
+        try:
+            if self.batched:
+                halves = [words[:, 0] >> np.uint64(32), words[:, 0] & np.uint64(0xFFFFFFFF)]
+                return self.fn(batch, np.stack(halves, axis=-1).astype(np.uint32))
+            for number, word, example in zip(index, words, unstack(batch), strict=True):
+                where = f"example {number}"
                 changed.append(self.fn(example, np.random.Generator(np.random.Philox(key=word))))
-            except Exception as error:
-                raise DataError(
-                    f"example {number}: augment failed: {type(error).__name__}: {error}"
-                ) from error
+        except Exception as error:
+            raise DataError(f"{where}: augment failed: {type(error).__name__}: {error}") from error
         return stack(changed, changed[0], lambda row: f"example {index[row]}, after augment")
 
 
@@ -106,8 +97,7 @@ class DatasetBase:
             Augment(augment) if augment and not isinstance(augment, Augment) else augment
         )
         self._given_fingerprint = fingerprint
-        self._settings: dict[str, int | bool] = {}
-        """Other arguments that decide the batches, for the recipe."""
+        self._settings: dict[str, int | bool] = {}  # for the recipe
 
     def epoch(self, step: int) -> tuple[int, int]:
         """The epoch of a global step, and its number within that epoch. Both start at 0.
@@ -167,8 +157,7 @@ class DatasetBase:
     def _rows(
         self, step: int, start: int, size: int
     ) -> tuple[Any, npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """The stacked examples of the rows [start, start + size) of the global batch of a step, their
-        numbers and their weights."""
+        """The stacked rows [start, start + size) of a global batch, their numbers and weights."""
         raise NotImplementedError
 
     def _compute_fingerprint(self) -> str:
@@ -228,9 +217,8 @@ class Dataset(DatasetBase):
             The number of each example (int64[batch_size]), and its weight (float32[batch_size]): 1, or
             0 for padding. Both are read-only.
         """
-        last = self._last_index
-        if last is not None and last[0] == step:
-            return last[1]
+        if self._last_index is not None and self._last_index[0] == step:
+            return self._last_index[1]
         epoch, within = self.epoch(step)
         position = np.arange(within * self.batch_size, (within + 1) * self.batch_size)
         weight = (position < self.num_examples).astype(np.float32)
@@ -270,7 +258,7 @@ class ArrayDataset(Dataset):
 
 
 def rows_per_replica(batch_size: int, replicas: int) -> int:
-    """The number of rows of one replica; raises `TopologyError` if the batch does not divide evenly."""
+    """The rows of one replica; TopologyError if the batch does not divide evenly."""
     if replicas < 1:
         raise TopologyError(f"replicas: expected at least 1, found {replicas}.")
     if batch_size % replicas:

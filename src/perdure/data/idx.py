@@ -1,7 +1,5 @@
 """Images from files: IDX (the format of MNIST and Fashion-MNIST), gzipped or not, and .npz.
 
-Invariant: a file that does not match its header is refused with a `DataError`.
-
 IDX, from http://yann.lecun.com/exdb/mnist/: two zero bytes, one byte for the element type, one byte
 for the number of axes, each axis as a big-endian 32-bit integer, then the elements, row-major and
 big-endian.
@@ -27,10 +25,8 @@ from perdure.text import few
 Images = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-_GZIP_MAGIC = b"\x1f\x8b"
 _IMAGES = re.compile(r"images[-.]idx3-ubyte(\.gz)?$")
 _NPZ = ((("x_train", "y_train"), ("x_test", "y_test")), (("images", "labels"),))
-_AGAIN = "Download the file again."
 
 
 def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
@@ -43,7 +39,14 @@ def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
         DataError: the file cannot be read, or does not match its header.
     """
     path = Path(path)
-    data = _content(path)
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz" or data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(
+            f"{path}: cannot be read, or is truncated or damaged ({error}). Download the file again."
+        ) from error
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _TYPES:
         raise DataError(
             f"{path}: wrong magic number: an IDX file starts with 00 00, a type (08 to 0e) and a "
@@ -54,10 +57,9 @@ def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
     shape = tuple(int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4))
     expected = start if len(data) < start else start + math.prod(shape) * dtype.itemsize
     if len(data) != expected:
-        what = "truncated" if len(data) < expected else "longer than its header says"
         raise DataError(
-            f"{path}: {what}: a header of {data[3]} axes, and {dtype.name} of shape {shape}, needs "
-            f"{expected} bytes, found {len(data)}. {_AGAIN}"
+            f"{path}: truncated or too long: a header of {data[3]} axes, and {dtype.name} of shape "
+            f"{shape}, needs {expected} bytes, found {len(data)}. Download the file again."
         )
     values = np.frombuffer(data, dtype=dtype, offset=start).reshape(shape)
     return values.astype(dtype.newbyteorder("="))
@@ -78,61 +80,28 @@ def load_images(path: str | os.PathLike[str]) -> Images:
         DataError: a file is missing, damaged or of another format.
     """
     path = Path(path)
-    if not path.exists():
-        raise DataError(
-            f"{path}: no such file or directory; expected a directory with IDX files, an "
-            "*images-idx3-ubyte[.gz] file or an .npz."
-        )
     if path.suffix == ".npz":
         parts = _from_npz(path)
     else:
-        parts = [_from_idx(images) for images in (_image_files(path) if path.is_dir() else [path])]
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        found: dict[str, Path] = {}
+        for file in files:  # of a file that is there twice, the plain one is first
+            if match := _IMAGES.search(file.name):
+                found.setdefault(file.name[: match.start()], file)
+        if not found:
+            raise DataError(
+                f"{path}: expected an .npz, an *images-idx3-ubyte[.gz] file or a directory with such "
+                f"files; found {few(file.name for file in files) or 'nothing'}."
+            )
+        # The two parts of MNIST in the order in which they are concatenated, then others.
+        ranks = {"train": 0, "t10k": 1}
+        order = sorted(found, key=lambda prefix: (ranks.get(prefix.rstrip("-."), 2), prefix))
+        parts = [_from_idx(found[prefix], prefix) for prefix in order]
     images, labels = zip(*parts, strict=True)
     return np.concatenate(images), np.concatenate(labels)
 
 
-def _content(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-        if data[:2] == _GZIP_MAGIC:
-            return gzip.decompress(data)
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(
-            f"{path}: cannot be read, or is truncated or damaged ({error}). {_AGAIN}"
-        ) from error
-    if path.suffix == ".gz":
-        raise DataError(
-            f"{path}: not gzip: expected a file that starts with 1f 8b, as its name says; found "
-            f"{data[:2].hex(' ') or 'an empty file'}. Download it again, or remove .gz from its name."
-        )
-    return data
-
-
-def _image_files(directory: Path) -> list[Path]:
-    files = sorted(directory.iterdir())
-    by_prefix: dict[str, Path] = {}
-    for file in files:  # of a file that is there twice, the plain one is first
-        if match := _IMAGES.search(file.name):
-            by_prefix.setdefault(file.name[: match.start()], file)
-    if not by_prefix:
-        raise DataError(
-            f"{directory}: no IDX images: expected *images-idx3-ubyte or *images-idx3-ubyte.gz; "
-            f"found {few(file.name for file in files) or 'nothing'}."
-        )
-    # The two parts of MNIST in the order in which they are concatenated, then others.
-    parts = {"train": 0, "t10k": 1}
-    order = sorted(by_prefix, key=lambda prefix: (parts.get(prefix.rstrip("-."), 2), prefix))
-    return [by_prefix[prefix] for prefix in order]
-
-
-def _from_idx(path: Path) -> Images:
-    match = _IMAGES.search(path.name)
-    if not match:
-        raise DataError(
-            f"{path}: expected a name that ends in images-idx3-ubyte or images-idx3-ubyte.gz, from "
-            "which the name of the labels file follows. Rename the file, or pass the directory."
-        )
-    prefix = path.name[: match.start()]
+def _from_idx(path: Path, prefix: str) -> Images:
     names = [f"{prefix}labels{mark}idx1-ubyte{end}" for mark in "-." for end in ("", ".gz")]
     labels = next((p for p in (path.with_name(name) for name in names) if p.exists()), None)
     if labels is None:
@@ -159,15 +128,11 @@ def _from_npz(path: Path) -> list[Images]:
 
 def _checked(images: Any, labels: Any, images_at: str, labels_at: str) -> Images:
     is_images = images.shape[1:] == (28, 28) and images.dtype == np.uint8
-    if not is_images or labels.ndim != 1 or labels.dtype.kind not in "iu":
+    is_labels = labels.shape == images.shape[:1] and labels.dtype.kind in "iu"
+    if not (is_images and is_labels):
         raise DataError(
             f"expected images uint8 of shape [n, 28, 28] in {images_at}, found {images.dtype} of shape "
             f"{list(images.shape)}, and labels as integers of shape [n] in {labels_at}, found "
             f"{labels.dtype} of shape {list(labels.shape)}."
-        )
-    if len(images) != len(labels):
-        raise DataError(
-            f"{images_at} holds {len(images)} images and {labels_at} {len(labels)} labels; expected "
-            "the same number. Do the two files belong to the same set?"
         )
     return images, labels

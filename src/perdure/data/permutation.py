@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from perdure.errors import DataError
 
-ROUNDS = 8
-MAX_LENGTH = 2**40
+_ROUNDS = 8
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -31,24 +30,15 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def permute(index: npt.ArrayLike, length: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The images (int64) of indices from 0 to `length - 1` under a permutation that `key` chooses.
-
-    `length` is at most 2**40; memory grows with the number of indices. DataError for one out of
-    range.
-    """
-    if not 1 <= length <= MAX_LENGTH:
+    """The images (int64) of indices below `length`, at most 2**40, under a permutation of `key`."""
+    if not 1 <= length <= 2**40:
         raise DataError(f"length of a permutation: expected from 1 to 2**40, found {length}.")
     index = np.asarray(index, dtype=np.int64)
-    if index.size and not (index.min() >= 0 and index.max() < length):
-        raise DataError(
-            f"index out of range: expected 0 to {length - 1}, found {index.min()} to {index.max()}."
-        )
     # Two halves of the same size; the domain is less than four times the length.
     half = max(1, ((length - 1).bit_length() + 1) // 2)
     keys = _round_keys(key)
     flat = _feistel(index.reshape(-1).astype(np.uint64), half, keys)
-    # Cycle walking: a value outside is mapped again until it is inside. This ends, because the network
-    # is a bijection, so that every cycle with a value inside returns to it.
+    # Cycle walking ends, because the network is a bijection: a cycle with a value inside returns to it.
     outside = np.flatnonzero(flat >= np.uint64(length))
     while outside.size:
         flat[outside] = _feistel(flat[outside], half, keys)
@@ -73,12 +63,11 @@ def _feistel(
 @functools.lru_cache(maxsize=64)
 def _round_keys(key: tuple[int, ...]) -> tuple[np.uint64, ...]:
     state = fold(key)
-    words = [(state + (i + 1) * _GOLDEN) & _MASK for i in range(ROUNDS)]
+    words = [(state + (i + 1) * _GOLDEN) & _MASK for i in range(_ROUNDS)]
     return tuple(finalise(np.array(words, np.uint64)))
 
 
 def fold(key: tuple[int, ...]) -> int:
-    """A 64-bit hash of a tuple of integers; it depends on their order and number."""
     state = len(key)
     for part in key:
         word = ((state + _GOLDEN) ^ part) & _MASK

@@ -1,8 +1,7 @@
-"""Input pipelines of other libraries, whose `batch(n)` sets a batch size instead of returning a
-batch.
+"""Input pipelines of other libraries, whose `batch(n)` sets a batch size and returns no batch.
 
-They are recognized by their method `map`, and refused, but for a `tf.data` pipeline over arrays: a
-dataset by index, read from its arrays and the arguments of `shuffle`, `batch` and `repeat`.
+They are refused, but for a `tf.data` pipeline over arrays: a dataset by index, read from its arrays and
+the arguments of `shuffle`, `batch` and `repeat`.
 """
 
 from __future__ import annotations
@@ -62,11 +61,7 @@ def refuse_pipeline(data: Any) -> None:
 
 
 def by_index(data: Any) -> Any:
-    """The dataset by index of a `tf.data` pipeline; other data as they are; DataError for other
-    forms.
-
-    The order of a shuffled epoch is that of `ArrayDataset`, a function of the seed and the epoch.
-    """
+    """The dataset by index of a `tf.data` pipeline, or DataError; other data as they are."""
     if not type(data).__module__.startswith("tensorflow.python.data."):
         return data
     nodes: dict[str, Any] = {}

@@ -7,7 +7,7 @@ the loop is kept.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -22,9 +22,9 @@ _Key = tuple[int, int, int]
 class Prefetch:
     """A dataset whose next batches are made in background threads.
 
-    When a replica asks for its batch of step n, those of steps n+1 to n+ahead are requested too. A
-    batch of any other step is made when it is asked for. An error is raised by the call for the step
-    that it belongs to. Use it in a `with` block, or call `close`.
+    When a replica asks for its batch of step n, those of steps n+1 to n+ahead are requested too. An
+    error is raised by the call for the step that it belongs to. Use it in a `with` block, or call
+    `close`.
 
     Args:
         dataset: only the background threads read it.
@@ -47,9 +47,17 @@ class Prefetch:
         self.batch_size, self.num_examples = dataset.batch_size, dataset.num_examples
         self.steps_per_epoch = dataset.steps_per_epoch
         self._ahead = ahead
-        self._pool: _ThreadPool | None = _ThreadPool(1 if dataset.sequential else threads)
         self._lock = threading.Lock()
+        self._closed = False
         self._futures: dict[_Key, Future[Any]] = {}
+        self._jobs: SimpleQueue[tuple[Future[Any], _Key] | None] = SimpleQueue()
+        # Daemon threads: unlike those of an executor, they do not keep Python from exiting.
+        self._threads = [
+            threading.Thread(target=self._work, name=f"perdure-prefetch_{n}", daemon=True)
+            for n in range(1 if dataset.sequential else threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def epoch(self, step: int) -> tuple[int, int]:
         """As `DatasetBase.epoch`."""
@@ -62,9 +70,9 @@ class Prefetch:
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
         """As `DatasetBase.batch`; waits only if the batch has not been made yet."""
         with self._lock:
-            if self._pool is None:
+            if self._closed:
                 raise DataError(f"step {step}: asked for a batch after Prefetch was closed.")
-            # Batches of steps that the loop has passed, or jumped away from, are not needed any more.
+            # The loop has passed these steps, or jumped away from them.
             for key in [k for k in self._futures if not step <= k[0] <= step + self._ahead]:
                 self._futures.pop(key).cancel()
             future = self._request((step, replica, replicas))
@@ -80,12 +88,16 @@ class Prefetch:
         once, and a thread that still reads ends later, or with the process.
         """
         with self._lock:
-            pool, self._pool = self._pool, None
+            if self._closed:
+                return
+            self._closed = True
             for future in self._futures.values():
                 future.cancel()
             self._futures.clear()
-        if pool is not None:
-            pool.end(wait=wait)
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
 
     def __enter__(self) -> Prefetch:
         return self
@@ -95,40 +107,16 @@ class Prefetch:
         self.close(wait=kind is None)
 
     def _request(self, key: _Key) -> Future[Any]:
-        assert self._pool is not None
         if key not in self._futures:
-            self._futures[key] = self._pool.submit(self._dataset.batch, *key)
+            self._futures[key] = Future()
+            self._jobs.put((self._futures[key], key))
         return self._futures[key]
-
-
-class _ThreadPool:
-    """Daemon threads: unlike those of an executor, they do not keep Python from exiting."""
-
-    def __init__(self, count: int) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"perdure-prefetch_{n}", daemon=True)
-            for n in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.put((future, lambda: fn(*args)))
-        return future
-
-    def end(self, *, wait: bool) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads if wait else ():
-            thread.join()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            future, make = job
+            future, key = job
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(make())
+                    future.set_result(self._dataset.batch(*key))
                 except BaseException as error:  # noqa: BLE001  # raised by the call for this batch
                     future.set_exception(error)

@@ -1,8 +1,7 @@
 """Examples: sources that are read by index, and trees of arrays that are stacked, taken apart, hashed.
 
 An example is an array, a number, or a dict, tuple, list or NamedTuple of examples. Invariant: all rows
-of all batches have the structure, dtypes and shapes of one reference example, so that a dtype never
-depends on which examples share a batch. `take` of a source is a function of its arguments.
+of all batches have the structure, dtypes and shapes of one reference example.
 """
 
 from __future__ import annotations
@@ -20,22 +19,14 @@ from perdure.errors import DataError
 
 WEIGHT = "weight"
 
-FULL_BYTES = 2**30
-"""Arrays up to this size in all are hashed whole, which takes a fraction of a second."""
-
-SAMPLED_BYTES = 2**24
+FULL_BYTES = 2**30  # arrays up to this size in all are hashed whole
+SAMPLED_BYTES = 2**24  # of larger arrays, at most this many bytes and rows
 SAMPLED_ROWS = 4096
-"""Of larger arrays, at most this many bytes and rows are hashed."""
-
-SAMPLED_EXAMPLES = 32
-"""Of other sources, this many examples are hashed."""
+SAMPLED_EXAMPLES = 32  # of other sources
 
 
 class ArraySource:
-    """Arrays with one common leading length, in memory or mapped from files.
-
-    `take` returns the examples `index` (int64[rows]), stacked; `fingerprint` samples large data.
-    """
+    """Arrays with one common leading length, in memory or mapped from files."""
 
     def __init__(self, arrays: Any) -> None:
         if isinstance(arrays, Mapping):
@@ -72,10 +63,7 @@ class ArraySource:
 
 
 class ExampleSource:
-    """Any object with `__len__` and `__getitem__`, whose examples are trees of arrays and numbers.
-
-    Its methods are those of `ArraySource`.
-    """
+    """Any object with `__len__` and `__getitem__`; the methods are those of `ArraySource`."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -267,9 +255,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def add_weight(batch: Any, weight: npt.NDArray[np.float32]) -> Any:
-    """The batch with its weights: entry "weight" of a dict, last member of a tuple, or (batch,
-    weight).
-    """
+    """The batch with its weights: entry "weight" of a dict, last of a tuple, or (batch, weight)."""
     if isinstance(batch, dict):
         if WEIGHT in batch:
             raise DataError(

@@ -1,8 +1,7 @@
 """`StreamDataset`: batches from sources that can only be read from their start.
 
 Invariant: virtual shard s has the rows [s * k, (s + 1) * k) of every global batch, with
-k = batch_size / shards, in the order of its stream. So the position in every stream is a function of
-the step, and a logical replica owns whole shards, whichever process runs it.
+k = batch_size / shards. So the position in every stream is a function of the step.
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ class StreamDataset(DatasetBase):
         )
         if self.steps_per_epoch == 0:
             raise DataError(
-                f"drop_remainder leaves no batch: a shard has {min(lengths)} examples and a batch "
-                f"takes {self._rows_per_shard} from each; use a smaller batch_size or "
-                f"drop_remainder=False."
+                f"drop_remainder leaves no batch: a shard has {min(lengths)} examples, and a batch "
+                f"takes {self._rows_per_shard} from each; use a smaller batch_size."
             )
         self._offsets = np.cumsum([0, *lengths[:-1]])
         self._first: Any = None
@@ -133,7 +131,6 @@ class StreamDataset(DatasetBase):
         return self._first
 
     def _compute_fingerprint(self) -> str:
-        """A hash of the names and lengths of the shards, and of the first example."""
         hasher = blake3.blake3()
         for shard in self._shards:
             hasher.update(f"{shard.name!r}\0{shard.length}\0".encode())
@@ -142,9 +139,7 @@ class StreamDataset(DatasetBase):
 
 
 class _Shard:
-    """One virtual shard: its stream, opened at the first read, and (epoch, number of the next
-    example).
-    """
+    """One virtual shard: its stream, opened at the first read, and (epoch, next example)."""
 
     def __init__(self, open: Open, name: Any, length: int | None) -> None:
         self.name = name
@@ -153,7 +148,13 @@ class _Shard:
         self._stream: Any = None
         self._iterator: Iterator[Any] = iter(())
         self._position: tuple[int, int] | None = None
-        self.length = self._count() if length is None else int(length)
+        if length is None:  # counted in epoch 0
+            self._seek(0, 0)
+            length = 0
+            while self._advance() is not _END:
+                length += 1
+            self._close()
+        self.length = int(length)
 
     def __str__(self) -> str:
         return f"shard {self.name!r}"
@@ -176,15 +177,6 @@ class _Shard:
                 self._close()  # its position is not known, so the next read starts again
                 raise
 
-    def _count(self) -> int:
-        """The number of examples in epoch 0."""
-        self._seek(0, 0)
-        length = 0
-        while self._advance() is not _END:
-            length += 1
-        self._close()
-        return length
-
     def close(self) -> None:
         with self._lock:
             self._close()
@@ -206,15 +198,13 @@ class _Shard:
         try:
             stream: Any = self._open(self.name, epoch)
             if stream is self._stream and isinstance(stream, Iterator):
-                raise DataError(
-                    f"{self}, epoch {epoch}: `open` returned the same iterator as before, which is not "
-                    f"at its start. Open the stream again in every call."
+                raise ValueError(
+                    "`open` returned the same iterator as before, which is not at its start; open the "
+                    "stream again in every call"
                 )
             self._stream = stream
             skips = example > 0 and hasattr(stream, "skip")
             self._iterator = iter(stream.skip(example) if skips else stream)
-        except DataError:
-            raise
         except Exception as error:
             raise DataError(
                 f"{self}, epoch {epoch}: cannot be opened: {type(error).__name__}: {error}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import struct
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from perdure import RunConfig
 from perdure.errors import ArgumentError, MissingExtraError
 from perdure.train import AutoInterval, CheckpointConfig, OutputConfig
 from perdure.train.interval import SaveTimer, optimum_interval
-from perdure.train.progress import Progress
 from perdure.train.summaries import METRICS, cut, read
 
 
@@ -109,18 +107,13 @@ def test_a_resumed_run_shows_each_point_once(tmp_path: Path) -> None:
     assert len(every) > 6
 
 
-def test_texts_and_numbers_of_any_size_are_encoded(tmp_path: Path) -> None:
+def test_numbers_of_any_size_are_encoded(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.summaries.open(0)
-    made.summaries.text(3, "note", "größer")
     made.summaries.scalars(2**40, {"big": 1e300, "nan": float("nan"), "less": -1e300})
     made.summaries.close()
     (path,) = (tmp_path / "summaries").iterdir()
-    _, _, text, numbers = events(path)
-    value = fields(fields(text[5][0])[1][0])
-    assert value[1] == [b"note"]
-    assert fields(value[8][0])[8] == ["größer".encode()]
-    assert fields(value[9][0])[1] == [b"\n\x04text"]
+    _, _, numbers = events(path)
     assert numbers[2] == [2**40]
     seen = {p[1][0]: struct.unpack("<f", p[2][0])[0] for p in map(fields, fields(numbers[5][0])[1])}
     assert (seen[b"big"], seen[b"less"]) == (float("inf"), float("-inf"))
@@ -259,7 +252,7 @@ def test_an_invalid_run_config_is_refused(options: Any, text: str) -> None:
         (
             OutputConfig,
             {"progress": "on"},
-            "progress: expected one of 'auto', 'bar', 'lines', 'off', found 'on'.",
+            "progress: expected one of 'lines', 'off', found 'on'.",
         ),
     ],
 )
@@ -278,7 +271,7 @@ def test_an_invalid_auto_interval_is_refused() -> None:
         AutoInterval(0)
 
 
-def test_without_a_terminal_a_run_prints_few_lines(tmp_path: Path) -> None:
+def test_a_run_prints_few_lines(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.train(STEPS)
     assert console_text(made) == f"{tmp_path}: a new run\n"
@@ -292,23 +285,6 @@ def test_without_a_terminal_a_run_prints_few_lines(tmp_path: Path) -> None:
     made = trainer(tmp_path, progress="off")
     made.train(STEPS + 5)
     assert console_text(made) == ""
-
-
-def test_on_a_terminal_a_run_shows_a_bar() -> None:
-    from rich.console import Console
-
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=100)
-    bar = Progress("auto", console)
-    assert bar.mode == "bar"
-    bar.begin(0, 100, 0.0)
-    assert not bar.wants(0.4, lambda _: True)
-    assert bar.wants(0.5, lambda _: False)
-    bar.update(40, {"loss": 0.25}, 30, 2.0)
-    bar.say("[a statement]")
-    bar.close()
-    for part in ("40/100", "loss 0.25", "20 steps/s", "left 0:00:03", "saved 30", "[a statement]"):
-        assert part in screen.getvalue()
 
 
 def test_the_first_summary_is_written_at_the_first_interval(tmp_path: Path) -> None:

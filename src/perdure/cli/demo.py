@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from perdure.cli.options import command, directory_option, seed_option
-from perdure.cli.output import document
+from perdure.cli.output import document, say
 from perdure.demo import GUARDS
 from perdure.errors import missing_extra
 
@@ -48,14 +49,11 @@ def demo(
     Example:
       perdure demo --engine torch
     """
-    from rich.console import Console
-
     from perdure.demo.digits import load_digits, save_scans
-    from perdure.demo.driver import DemoOptions, print_result, run_demo
+    from perdure.demo.driver import DemoOptions, result_text, run_demo
 
     if find_spec(engine) is None:  # here, where the message is seen, and not in a worker
         raise missing_extra(f"demo,{engine}", ModuleNotFoundError(name=engine))
-    console = Console(stderr=as_json, quiet=as_json)
     with ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="perdure-demo-")
         scratch = Path(stack.enter_context(temporary))
@@ -66,9 +64,9 @@ def demo(
         examples = len(load_digits(data).train["label"])
         directory = scratch if directory is None else directory
         options = DemoOptions(engine, directory, data, epochs, seed, without)
-        result = run_demo(options, examples, console)
+        result = run_demo(options, examples, partial(say, err=True))
         if as_json:
             document(result)
         else:
-            print_result(console, result)
+            say(result_text(result))
     return not result["pass"]

@@ -52,7 +52,6 @@ class Averaged(Shown):
     like: StoredCheckpoint
 
     def as_dict(self) -> dict[str, Any]:
-        """What was made, for JSON."""
         return {
             "run": self.run,
             "step": self.manifest.step,
@@ -152,13 +151,11 @@ def _opened(
 
 
 def _named(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    """A checkpoint that another one was made from."""
     manifest = checkpoint.manifest
     return {"run": checkpoint.run.where, "step": manifest.step, "fingerprint": manifest.fingerprint}
 
 
 def _weighted(found: list[StoredCheckpoint], weights: Sequence[float] | None) -> _Weighted:
-    """The checkpoints with their weights in the order of the sum."""
     if len(found) < 2:
         raise ArgumentError(f"average: expected two checkpoints or more, found {len(found)}.")
     given = [1.0] * len(found) if weights is None else weights
@@ -250,7 +247,6 @@ def _mean(parts: Iterator[np.ndarray[Any, Any]], weights: list[float], dtype: An
 
 
 def _copied(checkpoint: StoredCheckpoint, paths: Iterable[str]) -> list[StreamedLeaf]:
-    """Leaves of one checkpoint as they are."""
     table = _by_path(checkpoint)
     entries = _in_pack_order(table[path] for path in paths)
     chunks_of = chunks_in_order(checkpoint, entries)
@@ -258,7 +254,6 @@ def _copied(checkpoint: StoredCheckpoint, paths: Iterable[str]) -> list[Streamed
 
 
 def _streamed(entry: LeafEntry, chunks_of: Any) -> StreamedLeaf:
-    """A leaf of a checkpoint as one of a checkpoint that is being written."""
     nbytes = 0 if entry.text is not None else entry.nbytes
     return StreamedLeaf(
         entry.path, entry.dtype, entry.shape, nbytes, lambda: chunks_of(entry), entry.text

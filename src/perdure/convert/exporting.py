@@ -51,7 +51,6 @@ class Exported(Shown):
     verified: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """What was written, for JSON."""
         return {
             "output": self.out,
             "format": self.to,
@@ -208,7 +207,6 @@ def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
 
 
 def _check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: str) -> None:
-    """Compare the arrays of an export with the checkpoint, or raise CorruptionError."""
     advice = "The export was removed; write it again, on another disk if this repeats."
     try:
         found = read_foreign(path, to).leaves

@@ -161,7 +161,6 @@ def path_of(name: str) -> str:
 
 
 def format_module(kind: str) -> Any:
-    """The module of a format; few programs need more than one."""
     return import_module(f"perdure.convert.{_MODULES[kind]}")
 
 
@@ -194,7 +193,6 @@ def kind_of(path: str) -> str:
 
 
 def text_notes(scalars: Iterable[NamedLeaf]) -> dict[str, LeafNote]:
-    """Python scalars as notes alone."""
     return {
         leaf.name: LeafNote(f"{leaf.dtype} {leaf.entry.text}", leaf.note.path) for leaf in scalars
     }
@@ -261,7 +259,6 @@ def _noted_leaf(array: Leaf | None, note: str) -> Leaf:
 
 
 def _is_exact_text(dtype: str, text: str) -> bool:
-    """Whether a text is the one by which a checkpoint stores a Python scalar."""
     from perdure.state.leaf_values import scalar_text  # takes long to import
 
     if dtype == "py:int" and not re.fullmatch("-?[0-9]+", text):

@@ -111,5 +111,4 @@ def _known(array: np.ndarray[Any, Any], note: str | None) -> np.ndarray[Any, Any
 
 
 def _is_raw(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is one of ml_dtypes, for which NumPy's format has no name."""
     return dtype.type.__module__ != "numpy"

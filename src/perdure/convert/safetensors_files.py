@@ -119,7 +119,6 @@ def _shards(leaves: Sequence[NamedLeaf], most: int) -> list[list[NamedLeaf]]:
 def _write_file(
     path: str, leaves: Sequence[NamedLeaf], chunks_of: ChunksOf, notes: Mapping[str, LeafNote]
 ) -> None:
-    """Write arrays in their order, and notes on others."""
     notes = {**notes, **{leaf.name: leaf.note for leaf in leaves if leaf.note != LeafNote()}}
     metadata = {"format": "pt"}  # transformers refuses a file without it
     if notes:

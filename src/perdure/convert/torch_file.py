@@ -78,7 +78,6 @@ def read(path: str) -> ForeignFile:
 
 
 def _load(torch: Any, path: str) -> Any:
-    """What PyTorch loads safely; raises `DataError` for all else."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that complex32 is experimental, for one
         try:

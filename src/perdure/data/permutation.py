@@ -76,7 +76,6 @@ def fold(key: tuple[int, ...]) -> int:
 
 
 def finalise(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 for every element (uint64), a bijection."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX_1)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(_MIX_2)
     return value ^ (value >> np.uint64(31))

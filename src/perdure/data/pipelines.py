@@ -21,7 +21,6 @@ _NO_GRAPH_SEED = 87654321  # in place of that of `tf.random.set_seed`, if only `
 
 
 def gives_batch_of_step(data: Any) -> bool:
-    """Whether `data.batch(step)` returns the batch of a step."""
     return callable(getattr(data, "batch", None)) and not is_pipeline(data)
 
 
@@ -31,7 +30,6 @@ def is_pipeline(data: Any) -> bool:
 
 
 def refuse_pipeline(data: Any) -> None:
-    """Raise `DataError`, with advice for its library, if `data` is a pipeline."""
     if not is_pipeline(data):
         return
     name = f"{type(data).__module__}.{type(data).__qualname__}"

@@ -217,7 +217,6 @@ def stack(
 
 
 def _array(value: Any, name: str) -> npt.NDArray[Any]:
-    """A leaf of an example as an array of numbers; `name` is its name in errors."""
     try:
         array = np.asarray(value)
     except Exception as error:
@@ -231,13 +230,11 @@ def _array(value: Any, name: str) -> npt.NDArray[Any]:
 
 
 def unstack(batch: Any) -> Iterator[Any]:
-    """The examples of a batch, as views."""
     for row in range(len(next(leaves_with_paths(batch))[1])):
         yield map_leaves(lambda leaf, row=row: leaf[row], batch)
 
 
 def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of a tree with its path."""
     keys = _keys(tree)
     if keys is None:
         yield path, tree
@@ -247,7 +244,6 @@ def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree with the same containers and the results of `fn` for its leaves."""
     keys = _keys(tree)
     if keys is None:
         return fn(tree)
@@ -269,7 +265,6 @@ def add_weight(batch: Any, weight: npt.NDArray[np.float32]) -> Any:
 
 
 def weight_of(batch: Any) -> Any:
-    """The weights that `add_weight` has added to a batch."""
     return batch[WEIGHT] if isinstance(batch, dict) else batch[-1]
 
 
@@ -291,7 +286,6 @@ def _keys(tree: Any) -> list[Any] | None:
 
 
 def _rebuild(tree: Any, children: list[Any]) -> Any:
-    """A container of the class of `tree` with new children."""
     if isinstance(tree, dict):
         return dict(zip(tree, children, strict=True))
     return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)

@@ -223,7 +223,6 @@ class _Shard:
         return example
 
     def _advance(self) -> Any:
-        """The next example, or `_END`."""
         assert self._position is not None
         epoch, number = self._position
         try:

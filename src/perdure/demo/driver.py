@@ -16,29 +16,24 @@ from json import JSONDecoder
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich import console as rich_console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
 from perdure.demo import BATCH, SAVE_EVERY
 from perdure.errors import ClusterError, NotARunError, PerdureError
+from perdure.look.tables import Table
 from perdure.store import Run
 from perdure.supervise import AttemptRecord, Observer, RunOptions, Supervisor
 from perdure.supervise.console import Console
 from perdure.supervise.worker import Worker
+from perdure.text import counted
 
 # How each process may end, by fault. When processes are killed one after another, one of them may see
 # that another is lost before its own turn comes, and end by itself.
 ENDS = {"": (0,), "SIGTERM": (EXIT_PREEMPTED,), "SIGKILL": (-9, 1)}
-COLUMNS = ("phase", "topology", "steps", "ended", "resumed", "repeated", "fingerprint")
 _TAIL = 4096
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The options of `perdure demo`."""
-
     engine: str
     directory: Path
     data: str | None
@@ -60,10 +55,9 @@ class Phase:
 
     @property
     def topology(self) -> str:
-        """`2 processes`, `4 devices`."""
         if self.processes > 1:
-            return f"{self.processes} processes"
-        return f"{self.devices} device{'' if self.devices == 1 else 's'}"
+            return counted(self.processes, "process", "processes")
+        return counted(self.devices, "device")
 
 
 def plan(engine: str, total: int, steps_per_epoch: int, seed: int) -> list[Phase]:
@@ -86,14 +80,12 @@ def plan(engine: str, total: int, steps_per_epoch: int, seed: int) -> list[Phase
     ]
 
 
-# ---------------------------------------------------------------- one group of processes
-
 OnEvent = Callable[[int, dict[str, Any], Sequence[Worker]], None]
-"""Is called with the number of a process, an event that it has printed, and the whole group."""
+"""Gets the number of a process, an event that it has printed, and the whole group."""
 
 
 class GroupEnd(NamedTuple):
-    """The exit status of every process of a group (-n after signal n), and the end of its log."""
+    """The exit status of every process (-n after signal n), and the end of its log."""
 
     statuses: tuple[int, ...]
     logs: tuple[str, ...]
@@ -104,11 +96,9 @@ class GroupEnd(NamedTuple):
         return min(self.statuses, key=lambda s: (s >= 0, s in (0, EXIT_PREEMPTED), s == 0, s))
 
     def describe(self) -> str:
-        """`exit 0`, `SIGKILL`."""
         return f"exit {self.status}" if self.status >= 0 else signal.Signals(-self.status).name
 
     def require(self, expected: Sequence[int]) -> None:
-        """Raise `ClusterError` with the log of a process that did not end as expected."""
         wrong = [n for n, status in enumerate(self.statuses) if status not in expected]
         if wrong:
             first = min(wrong, key=lambda n: self.statuses[n] == -signal.SIGKILL)
@@ -124,10 +114,7 @@ def run_group(
     environment: Mapping[str, str] | None = None,
     on_event: OnEvent = lambda *_: None,
 ) -> GroupEnd:
-    """Run a command that prints events once as a group of processes, as `perdure run` does.
-
-    `on_event` is called with each event; it may kill the group or send it a signal.
-    """
+    """Run a command that prints events once as a group; `on_event` may kill it or send a signal."""
     with tempfile.TemporaryDirectory(prefix="perdure-") as directory:
         logs = Path(directory, "logs")
         options = RunOptions(processes, log_directory=logs, environment=environment or {})
@@ -159,8 +146,6 @@ class _Once(Observer):
 
 
 class _Events(Console):
-    """Passes on the events that processes print, and prints nothing."""
-
     def __init__(self, on_event: Callable[[int, dict[str, Any]], None]) -> None:
         super().__init__(io.StringIO(), io.StringIO())
         self._on_event = on_event
@@ -182,11 +167,8 @@ class _Events(Console):
             start = whole.find("{", start + 1)
 
 
-# ---------------------------------------------------------------- the phases
-
-
-def run_demo(options: DemoOptions, examples: int, console: rich_console.Console) -> dict[str, Any]:
-    """Run every phase of the demo, with a progress bar for each; returns the document of `--json`.
+def run_demo(options: DemoOptions, examples: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run every phase of the demo, and `say` how each ends; returns the document of `--json`.
 
     Raises ClusterError, with the log of the worker, if a phase ends otherwise than planned.
     """
@@ -197,10 +179,11 @@ def run_demo(options: DemoOptions, examples: int, console: rich_console.Console)
     results = []
     for phase in phases:
         try:
-            results.append(_run_phase(options, phase, total, console, finals))
+            results.append(_run_phase(options, phase, total, finals))
         except PerdureError as error:
             error.args = (f"phase {phase.name!r} on {phase.topology}: {error}",)
             raise
+        say(f"{phase.name} on {phase.topology}: step {results[-1]['to']}, {results[-1]['ended']}")
     for before, after in pairwise(results[1:]):
         after["repeated"] = before["to"] - after["from"]
     ends = [_fingerprint(options.directory / run, total) for run in ("plain", "faulted")]
@@ -218,45 +201,38 @@ def run_demo(options: DemoOptions, examples: int, console: rich_console.Console)
 
 
 def _run_phase(
-    options: DemoOptions,
-    phase: Phase,
-    total: int,
-    console: rich_console.Console,
-    finals: list[dict[str, Any]],
+    options: DemoOptions, phase: Phase, total: int, finals: list[dict[str, Any]]
 ) -> dict[str, Any]:
     directory = options.directory / phase.run
     before = _steps(directory)
     start, done, waiting = 0, 0, bool(phase.fault)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    title, note = TextColumn("{task.description:<28}"), TextColumn("{task.fields[note]}")
-    with Progress(title, *columns, note, console=console) as progress:
-        title = f"{phase.name} on {phase.topology}"
-        task = progress.add_task(title, total=total, note="starting")
 
-        def on_event(worker: int, event: dict[str, Any], group: Sequence[Worker]) -> None:
-            nonlocal start, done, waiting
-            if worker != 0:
-                return
-            if event["event"] == "start":
-                start = done = event["step"]
-            elif event["event"] == "step":
-                done = event["step"]
-                # A kill waits for the first checkpoint of its phase.
-                may_hit = phase.fault != "SIGKILL" or _steps(directory) != before
-                hits = waiting and done >= phase.stop and may_hit
-                waiting = waiting and not hits
-                progress.update(task, completed=done, note=phase.fault if hits else "")
-                for each in group if hits else ():
+    def on_event(worker: int, event: dict[str, Any], group: Sequence[Worker]) -> None:
+        nonlocal start, done, waiting
+        if worker != 0:
+            return
+        if event["event"] == "start":
+            start = done = event["step"]
+        elif event["event"] == "step":
+            done = event["step"]
+            # A kill waits for the first checkpoint of its phase.
+            may_hit = phase.fault != "SIGKILL" or _steps(directory) != before
+            if waiting and done >= phase.stop and may_hit:
+                waiting = False
+                for each in group:
                     each.kill() if phase.fault == "SIGKILL" else each.send(signal.SIGTERM)
-            elif event["event"] == "done":
-                finals.append(event)
+        elif event["event"] == "done":
+            finals.append(event)
 
-        command = _command(options, phase, total)
-        # Without accelerators, JAX has one device per process unless it is asked for more.
-        environment = {"JAX_NUM_CPU_DEVICES": str(phase.devices), "JAX_PLATFORMS": "cpu"}
-        ended = run_group(command, phase.processes, environment, on_event)
-        ended.require(ENDS[phase.fault])
-        progress.update(task, completed=done, note=ended.describe())
+    command = [sys.executable, "-m", f"perdure.demo.train_{options.engine}"]
+    command += ["--run", str(directory), "--steps", str(total)]
+    command += ["--seed", str(options.seed), "--devices", str(phase.devices)]
+    command += ["--data", options.data] if options.data else []
+    command += ["--without", options.without] if options.without else []
+    # Without accelerators, JAX has one device per process unless it is asked for more.
+    environment = {"JAX_NUM_CPU_DEVICES": str(phase.devices), "JAX_PLATFORMS": "cpu"}
+    ended = run_group(command, phase.processes, environment, on_event)
+    ended.require(ENDS[phase.fault])
     return {
         "phase": phase.name,
         "topology": phase.topology,
@@ -270,14 +246,6 @@ def _run_phase(
     }
 
 
-def _command(options: DemoOptions, phase: Phase, total: int) -> list[str]:
-    command = [sys.executable, "-m", f"perdure.demo.train_{options.engine}"]
-    command += ["--run", str(options.directory / phase.run), "--steps", str(total)]
-    command += ["--seed", str(options.seed), "--devices", str(phase.devices)]
-    command += ["--data", options.data] if options.data else []
-    return command + (["--without", options.without] if options.without else [])
-
-
 def _steps(directory: Path) -> list[int]:
     try:
         return Run(directory).steps()
@@ -289,29 +257,25 @@ def _fingerprint(directory: Path, step: int) -> str | None:
     return Run(directory).manifest(step).fingerprint if step in _steps(directory) else None
 
 
-def print_result(console: rich_console.Console, document: Mapping[str, Any]) -> None:
-    """Print the phases as a table, then the verdict."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in COLUMNS:
-        numeric = column in ("resumed", "repeated")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
-    for phase in document["phases"]:
-        table.add_row(
+def result_text(document: Mapping[str, Any]) -> str:
+    rows = [
+        (
             phase["phase"],
             phase["topology"],
             f"{phase['from']}-{phase['to']}",
             phase["ended"],
-            "-" if phase["resumed_from"] is None else str(phase["resumed_from"]),
-            str(phase["repeated"]),
+            phase["resumed_from"] or "-",
+            phase["repeated"],
             (phase["fingerprint"] or "-")[:12],
         )
-    console.print(table)
+        for phase in document["phases"]
+    ]
+    header = ("phase", "topology", "steps", "ended", "resumed", "repeated", "fingerprint")
     first, last = document["accuracy"]
-    console.print(
-        f"test accuracy {first:.2%} uninterrupted, {last:.2%} with faults, on "
-        f"{document['test_examples']} digits; seed {document['seed']}"
-    )
+    accuracy = f"test accuracy {first:.2%} uninterrupted, {last:.2%} with faults"
+    digits = f"on {document['test_examples']} digits; seed {document['seed']}"
+    lines = [str(Table(header, rows)), f"{accuracy}, {digits}"]
     if document["without"]:
-        console.print(f"guard removed: {document['without']}")
+        lines.append(f"guard removed: {document['without']}")
     verdict, ends = ("PASS", "equal") if document["pass"] else ("FAIL", "different")
-    console.print(f"[bold]{verdict}[/bold]: the final fingerprints are {ends}")
+    return "\n".join([*lines, f"{verdict}: the final fingerprints are {ends}"])

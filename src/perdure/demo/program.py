@@ -73,7 +73,6 @@ def _train(program: Any, options: argparse.Namespace) -> None:
 
 
 def _metrics(loss: Any) -> dict[str, float]:
-    """The mean loss of a step."""
     return {"loss": float(loss["sum"]) / float(loss["weight"])}
 
 
@@ -91,8 +90,6 @@ def _options() -> argparse.Namespace:
 def _report(event: str, **fields: Any) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)  # noqa: T201 (the driver reads it)
 
-
-# ---------------------------------------------------------------- the guards
 
 # What perdure keeps a user from: random numbers that follow the device, and sums whose order follows
 # the number of devices. Without one of its guards, the demo can be seen to FAIL.
@@ -128,7 +125,6 @@ class _OneByOne:
         return getattr(self._engine, name)
 
     def fused_step(self, *_: Any) -> str:
-        """Why there is no such way."""
         return "a guard is taken out"
 
 
@@ -145,27 +141,22 @@ class _DeviceStreams(_OneByOne):
         }
 
     def grad(self, fn: Any, state: Any, share: Any, stream: Stream) -> Any:
-        """As the engine's, under the random numbers of a device."""
         changed = stream._replace(replica=self._streams[stream.replica])
         return self._engine.grad(fn, state, share, changed)
 
 
 class _PlainSum(Reduction):
-    """A reduction whose order is that of the devices."""
-
     def __init__(self, plan: Plan, all_reduce: AllReduce) -> None:
         super().__init__(plan)
         self._all_reduce = all_reduce
         self._sums: dict[int, Any] = {}
 
     def push(self, device: int, replica: int, value: Any) -> None:
-        """Add to the sum of the device."""
         held = self._sums.get(device)
         self._sums[device] = value if held is None else self._plan.engine.add(held, value)
 
     def close(self) -> None:
-        """Nothing: `total` adds."""
+        pass  # `total` adds
 
     def total(self, agreement: Agreement | None = None, at: str = "") -> Any:
-        """The sum over all devices of the group."""
         return self._all_reduce(self._plan.engine, [self._sums[d] for d in sorted(self._sums)])

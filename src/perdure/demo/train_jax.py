@@ -58,8 +58,6 @@ def network(params: Any, image: Any, key: Any | None) -> Any:
 
 
 def grad(state: Any, batch: Any, key: Any) -> Any:
-    """Sums over the examples of one logical replica."""
-
     def loss(params: Any) -> Any:
         logits = network(params, batch["image"], key)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -70,7 +68,6 @@ def grad(state: Any, batch: Any, key: Any) -> Any:
 
 
 def update(state: Any, total: Any) -> tuple[Any, Any]:
-    """One step of Adam on the mean gradient."""
     weight = total["loss"]["weight"]
     grads = jax.tree.map(lambda g: g / weight, total["grads"])
     changes, opt = optimizer.update(grads, state["opt"], state["params"])
@@ -85,7 +82,6 @@ def update(state: Any, total: Any) -> tuple[Any, Any]:
 
 @jax.jit
 def evaluate(state: Any, batch: Any) -> Any:
-    """The number of correct predictions in a batch, and the number of examples."""
     logits = network(state["params"], batch["image"], None)
     right = (logits.argmax(-1) == batch["label"]) * batch["weight"]
     return {"right": right.sum(), "weight": batch["weight"].sum()}
@@ -103,7 +99,6 @@ def _pool(x: Any) -> Any:
 
 
 def make_strategy(devices: int, replicas: int, seed: int, group: bool) -> Any:
-    """Over the processes of the group, or over the local devices."""
     if group:
         return MultiWorkerMirroredStrategy(replicas=replicas, devices=devices, seed=seed)
     return MirroredStrategy(devices=devices, replicas=replicas, seed=seed)

@@ -26,7 +26,6 @@ DROPOUT = 0.3
 
 
 def init(seed: int) -> Any:
-    """A fresh model, its optimizer, and loss accumulators."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2),
@@ -48,7 +47,6 @@ def grad(state: Any, batch: Any, _key: Any) -> Any:
 
 
 def update(state: Any, total: Any) -> tuple[Any, Any]:
-    """One step of Adam on the mean gradient."""
     apply_gradients(state.model, total["grads"], 1 / total["loss"]["weight"])
     state.optimizer.step()
     state.step += 1
@@ -58,7 +56,6 @@ def update(state: Any, total: Any) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def evaluate(state: Any, batch: Any) -> Any:
-    """The number of correct predictions in a batch, and the number of examples."""
     logits = state.model.eval()(torch.as_tensor(batch["image"]).permute(0, 3, 1, 2))
     weight = torch.as_tensor(batch["weight"])
     right = (logits.argmax(-1) == torch.as_tensor(batch["label"])) * weight
@@ -66,7 +63,6 @@ def evaluate(state: Any, batch: Any) -> Any:
 
 
 def make_strategy(devices: int, replicas: int, seed: int, group: bool) -> Any:
-    """Over the processes of the group, or on the one device of this process."""
     if group:
         return MultiWorkerMirroredStrategy(replicas=replicas, seed=seed)
     return MirroredStrategy(devices, replicas=replicas, seed=seed)

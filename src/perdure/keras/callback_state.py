@@ -85,7 +85,6 @@ class CallbackState:
                 setattr(callback, attribute, value)
 
     def describe(self) -> dict[str, Any]:
-        """The settings of the callbacks that change what is trained."""
         fields: dict[str, Any] = {}
         for name, callback in self._named.items():
             if isinstance(callback, _IN_RECIPE):
@@ -97,7 +96,6 @@ class CallbackState:
         return fields
 
     def _warn_of_lost(self) -> None:
-        """Warn once about what has changed and is not plain, so that it is in no backup."""
         lost = [
             f"{name}.{attribute} ({type(getattr(callback, attribute)).__name__})"
             for name, callback in self._named.items()
@@ -143,7 +141,6 @@ def _containers(callback: Any) -> dict[str, list[Any]]:
 
 
 def _same_objects(items: list[Any], before: list[Any] | None) -> bool:
-    """Whether a container holds the same objects as before, by identity."""
     return before is not None and [*map(_identity, items)] == [*map(_identity, before)]
 
 
@@ -152,7 +149,6 @@ def _identity(item: Any) -> Any:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether an object has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
 
 
@@ -168,13 +164,11 @@ def pack(value: Any) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any]) -> Any:
-    """The inverse of `pack`."""
     text = bytes(np.asarray(packed["json"])).decode()
     return _decode(json.loads(text), packed.get("arrays", {}))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `pack` takes it."""
     try:
         _encode(value, {})
     except TypeError:

@@ -198,7 +198,6 @@ class FitBatches:
         iterator.replace_methods(self._enumerate_steps, self._make_pass)
 
     def position(self) -> dict[str, Any]:
-        """The position after the last batch, as plain values."""
         if self._kept_position is not None:
             return self._kept_position
         random = self.random()
@@ -220,7 +219,6 @@ class FitBatches:
         }
 
     def random(self) -> dict[str, Any]:
-        """The state of the random generators now."""
         return random_state(self._generators)
 
     def keep_position(self) -> None:
@@ -244,7 +242,6 @@ class FitBatches:
             self._iterator.batches_per_pass = position["batches"]
 
     def next_epoch(self) -> None:
-        """An epoch has ended."""
         self.executions = self.batch = 0
         self._kept_position = None
 
@@ -266,11 +263,9 @@ class FitBatches:
 
     @property
     def length_is_unknown(self) -> bool:
-        """Whether the data do not know how many batches a pass has."""
         return self._iterator.data.num_batches is None
 
     def _enumerate_steps(self) -> Iterator[Any]:
-        """Replaces `FitIterator.enumerate_steps`."""
         iterator = self._iterator
         steps = iterator.enumerate_steps()
         position, self._resume_position = self._resume_position, None
@@ -304,7 +299,6 @@ class FitBatches:
         yield from steps
 
     def _make_pass(self) -> Any:
-        """Replaces `FitIterator.make_pass`."""
         next_pass, self._next_pass = self._next_pass, None
         if next_pass is None:
             self.keep_position()  # the epoch has ended; a resume makes this pass again
@@ -380,7 +374,6 @@ def random_state(generators: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def restore_random(saved: dict[str, Any], generators: Sequence[Any] = ()) -> None:
-    """Restore all generators."""
     for name, data in saved["shared"].items():
         process_random.restore_generator(name, bytes(data))
     if generators:

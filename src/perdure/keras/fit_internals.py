@@ -60,7 +60,6 @@ class FitData:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches of a pass over the data; None if it is not known."""
         return self._adapter.num_batches
 
     def arrays(self) -> tuple[list[Any], int, int]:
@@ -71,17 +70,14 @@ class FitData:
 
     @property
     def shuffles(self) -> bool:
-        """Whether Keras shuffles, for the kinds "arrays" and "PyDataset"."""
         adapter = self._adapter
         return bool(adapter._shuffle if self.kind == "arrays" else adapter.shuffle)
 
     @property
     def py_dataset(self) -> Any:
-        """The dataset, of kind "PyDataset"."""
         return self._adapter.py_dataset
 
     def replace_py_dataset(self, dataset: Any) -> None:
-        """Let Keras, and its workers, read `dataset` in order."""
         adapter = self._adapter
         for reader in (adapter, adapter.enqueuer):
             if reader is not None:
@@ -93,11 +89,9 @@ class FitData:
             self._adapter.enqueuer.ready_queue.queue.clear()
 
     def tf_dataset(self) -> Any:
-        """A `tf.data.Dataset` of the batches."""
         return self._adapter.get_tf_dataset()
 
     def torch_loader(self) -> Any:
-        """The DataLoader, of kind "DataLoader"."""
         return self._adapter.get_torch_dataloader()
 
 
@@ -118,12 +112,10 @@ class FitIterator:
 
     @property
     def has_steps_per_epoch(self) -> bool:
-        """Whether `steps_per_epoch` was given, so that passes do not end with epochs."""
         return self._iterator.steps_per_epoch is not None
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """Number of batches of an epoch; None if it is not known."""
         return self._iterator.num_batches
 
     @property
@@ -137,7 +129,6 @@ class FitIterator:
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether a pass has begun that the next epoch continues."""
         return self._iterator._current_iterator is not None
 
     def continue_pass(self, batches: Iterator[Any], steps_seen: int) -> None:
@@ -148,7 +139,6 @@ class FitIterator:
     def replace_methods(
         self, enumerate_steps: Callable[[], Iterator[Any]], make_pass: Callable[[], Any]
     ) -> None:
-        """Let `fit` call these in place of the methods of the same names below."""
         self._iterator._enumerate_iterator = enumerate_steps
         self._iterator._get_iterator = make_pass
 
@@ -157,12 +147,10 @@ class FitIterator:
         return self._class._enumerate_iterator(self._iterator)
 
     def make_pass(self) -> Any:
-        """Keras's own next pass over the data."""
         return self._class._get_iterator(self._iterator)
 
     @property
     def tf_pipeline(self) -> Any:
-        """The `tf.data.Dataset` that passes are made of, on TensorFlow."""
         return self._iterator._distributed_dataset
 
     @tf_pipeline.setter
@@ -183,8 +171,6 @@ class FitIterator:
 
 
 class RunningFit:
-    """The `fit` that is running: its arguments, its callbacks, and its iterator."""
-
     def __init__(self, model: Any, local: dict[str, Any]) -> None:
         if not hasattr(model, "_initial_epoch"):
             raise TrainError(
@@ -208,7 +194,6 @@ class RunningFit:
             model.optimizer.build(model.trainable_variables)
 
     def set_initial_epoch(self, epoch: int | None) -> None:
-        """Let `fit` begin with this epoch; None is the one that the caller asked for."""
         self.model._initial_epoch = epoch
 
     def update_model(self) -> None:
@@ -227,7 +212,6 @@ class RunningFit:
         callbacks.on_test_begin = begin
 
     def restore_callbacks(self) -> None:
-        """Undo `call_before_validation`."""
         with suppress(AttributeError):
             del self.callbacks.on_test_begin
 
@@ -273,12 +257,10 @@ def attached_model(callback: Any) -> Any:
 
 
 def compiled_metrics(model: Any) -> Any:
-    """The metrics that were given to `compile`, or None."""
     return getattr(model, "_compile_metrics", None)
 
 
 def has_direction(callback: Any) -> bool:
-    """Whether a callback that monitors a metric has decided if lower or higher is better."""
     return isinstance(callback, MonitorCallback) and callback.monitor_op is not None
 
 
@@ -291,38 +273,32 @@ def set_direction(callback: Any) -> None:
 
 
 def direction(callback: MonitorCallback) -> Literal["min", "max"] | None:
-    """What the callback has decided; None if nothing yet."""
     if callback.monitor_op is None:
         return None
     return "min" if callback.monitor_op is keras.ops.less else "max"
 
 
 def is_improvement(callback: MonitorCallback, value: Any) -> bool:
-    """Whether `value` is better than the best so far, by `min_delta`."""
     return bool(callback._is_improvement(value, callback.best))
 
 
 def torch_device() -> str:
-    """The device that Keras computes on, on PyTorch."""
     from keras.src.backend.torch.core import get_device
 
     return get_device()
 
 
 def tf_dataset_nodes(dataset: Any) -> Iterator[Any]:
-    """A `tf.data.Dataset` and all datasets that it is made of."""
     yield dataset
     for source in dataset._inputs():
         yield from tf_dataset_nodes(source)
 
 
 def tf_shuffles(node: Any) -> bool:
-    """Whether this node of a `tf.data.Dataset` shuffles."""
     return "Shuffle" in type(node).__name__
 
 
 def tf_seeds(node: Any) -> tuple[Any, Any]:
-    """The two seeds of a node that shuffles."""
     return getattr(node, "_seed", None), getattr(node, "_seed2", None)
 
 

@@ -27,13 +27,11 @@ _params: dict[str, Any] = {}
 
 
 def members(model: Any) -> dict[str, Any]:
-    """The model and its optimizer, as members of a checkpoint."""
     named = {"model": model}
     return named if model.optimizer is None else named | {"optimizer": model.optimizer}
 
 
 def metrics(model: Any) -> dict[str, Any]:
-    """The metrics by name; equal names are numbered."""
     named: dict[str, Any] = {}
     for metric in model.metrics:
         number, name = 1, metric.name
@@ -60,7 +58,6 @@ def attributes(model: Any) -> dict[str, Any]:
 
 
 def optimizers(model: Any) -> dict[str, Any]:
-    """The optimizers among `attributes` that are built."""
     kind = keras.optimizers.Optimizer
     members = _uncounted(model)
     return {path: member for path, member in members if isinstance(member, kind) and member.built}
@@ -128,7 +125,6 @@ def open_manager(
 
 
 def close_manager(manager: CheckpointManager) -> None:
-    """Wait for the current save and unlock the directory. Raises what the save raised."""
     _open.pop(manager.directory, None)
     _params.pop(manager.directory, None)
     manager.close()

@@ -200,7 +200,6 @@ class FitSession(Callback):
         return named | ({fit_saving.ATTRIBUTES: attributes} if attributes else {})
 
     def _position(self) -> dict[str, Any]:
-        """The position of `fit`: everything but the variables of the model."""
         position = {
             "epoch": self._epoch,
             "logs": {name: _logged(name, value) for name, value in self._logs.items()},
@@ -229,7 +228,6 @@ class FitSession(Callback):
             self._saved_step = self._step
 
     def _record(self) -> None:
-        """Record the batch that has just ended, if it is one of those that the journal has."""
         journal = self._manager.journal
         if journal.records_saves and journal.wants(self._step):
             self._fit.update_model()

@@ -130,7 +130,6 @@ class Stateless:
         return {**state, "model": unflatten_dict(values), "optimizer": unflatten_dict(slots)}
 
     def _seeded(self, key: Any) -> dict[str, Any]:
-        """A state for each seed generator, a function of the replica's key."""
         if keras.backend.backend() == "jax":
             import jax
 

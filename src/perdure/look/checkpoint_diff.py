@@ -118,7 +118,6 @@ class CheckpointDiff(Shown):
         return not (self.changed or self.only_first or self.only_second)
 
     def as_dict(self) -> dict[str, Any]:
-        """The differences for JSON."""
         return plain({"equal": self.equal, **asdict(self)})
 
     def _blocks(self) -> list[str | Table]:
@@ -282,7 +281,6 @@ def _leaves(manifest: Manifest, selection: Selection | None) -> dict[str, LeafEn
 
 
 def _same(first: LeafEntry, second: LeafEntry) -> bool:
-    """Whether two leaves have the same dtype, shape and bits, known from their hashes."""
     if (first.dtype, first.shape, first.text) != (second.dtype, second.shape, second.text):
         return False
     return first.text is not None or first.hashes() == second.hashes()
@@ -438,7 +436,6 @@ class _Comparison:
 
 
 def _diff_scalars(first: LeafEntry, second: LeafEntry) -> LeafDiff:
-    """How two scalars differ, of which at least one has another text or type."""
     values = scalar_value(first), scalar_value(second)
     types = {type(value) for value in values}
     measured = LeafDiff(first.path, "", "")

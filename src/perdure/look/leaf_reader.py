@@ -65,7 +65,6 @@ def select_leaves(
 
 
 def refuse_unused(selection: Selection, paths: Iterable[str], where: str) -> None:
-    """Raise `ArgumentError` if a pattern selects none of `paths`, the leaves of `where`."""
     paths = list(paths)
     unused = selection.unused(paths)
     if not unused:
@@ -80,13 +79,11 @@ def refuse_unused(selection: Selection, paths: Iterable[str], where: str) -> Non
 
 
 def check_depth(depth: object) -> None:
-    """Raise `ArgumentError` unless `depth` is None or an integer of at least 0."""
     if depth is not None and (not isinstance(depth, SupportsIndex) or operator.index(depth) < 0):
         raise ArgumentError(f"depth: expected an integer of at least 0, found {depth!r}.")
 
 
 def is_scalar(entry: LeafEntry) -> bool:
-    """Whether a leaf is a Python scalar: text in the manifest, and no array."""
     return entry.text is not None
 
 

@@ -61,7 +61,6 @@ class StatsTable(Shown):
     unknown: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The table for JSON."""
         rows = [asdict(row) for row in self.rows]
         return plain({"checkpoint": self.name, "rows": rows, "unknown": self.unknown})
 
@@ -94,7 +93,6 @@ class _Figures:
         self.squares = 0.0
 
     def add(self, values: np.ndarray[Any, Any]) -> None:
-        """Add real or complex numbers of any dtype, one-dimensional."""
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for (block,) in blocks(values.view(parts_dtype(values.dtype))):
                 self.merge(_block_figures(block))
@@ -121,7 +119,6 @@ class _Figures:
         self.finite = total
 
     def stats(self, path: str) -> Stats:
-        """The figures."""
         counts = {name: getattr(self, name) for name in (*_COUNTS, "min", "max")}
         if not self.finite:
             return Stats(path, **counts)
@@ -130,7 +127,6 @@ class _Figures:
 
 
 def _block_figures(block: np.ndarray[Any, Any]) -> _Figures:
-    """The figures of at most one block of real numbers."""
     figures = _Figures()
     numbers = as_float64(block)
     finite = np.isfinite(numbers)

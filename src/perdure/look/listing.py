@@ -56,7 +56,6 @@ class RunListing(Shown):
     quarantined: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The listing for JSON."""
         return {
             "run": self.where,
             "checkpoints": [asdict(row) for row in self.checkpoints],
@@ -179,7 +178,6 @@ def age_text(seconds: float) -> str:
 
 
 def _metrics_text(metrics: Mapping[str, Metric]) -> str:
-    """Text such as `accuracy=0.91 loss=0.25`: the first few metrics by name."""
     texts = (f"{printable(name)}={float(value):g}" for name, value in sorted(metrics.items()))
     return few(texts, _MOST_METRICS, " ")
 
@@ -211,7 +209,6 @@ class LeafTree(Shown):
     nodes: tuple[LeafTreeNode, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The tree for JSON."""
         return {"checkpoint": self.name, "nodes": [asdict(node) for node in self.nodes]}
 
     def _blocks(self) -> list[str | Table]:

@@ -22,13 +22,11 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def blocks(*values: Array) -> Iterator[tuple[Array, ...]]:
-    """Arrays of one length, in blocks."""
     for start in range(0, values[0].size, BLOCK):
         yield tuple(array[start : start + BLOCK] for array in values)
 
 
 def block_sum(values: Array) -> float:
-    """The sum of a one-dimensional float64 array."""
     while values.size > 1:
         half = (values.size + 1) // 2
         added = values[:half].copy()
@@ -46,7 +44,6 @@ def product_sum(left: Array, right: Array, total: float = 0.0) -> float:
 
 
 def root_ratio(part: float, whole: float) -> float | None:
-    """`sqrt(part / whole)`; None if that is 0 divided by 0."""
     if not whole:
         return math.inf if part else None
     return math.sqrt(part / whole)
@@ -59,22 +56,18 @@ def cosine(both: float, first: float, second: float) -> float | None:
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype has integers or booleans, those of ml_dtypes such as `int4` included."""
     return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
 
 
 def is_inexact(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype has floating-point numbers, real or complex, those of ml_dtypes included."""
     return dtype.kind in "fc" or dtype.name.startswith(("float", "bfloat"))
 
 
 def parts_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of the real and the imaginary part of a complex dtype; any other dtype itself."""
     return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
 
 
 def bits(values: Array) -> Array:
-    """The bits of real numbers as unsigned integers of their width."""
     return values.view(_WORDS[values.dtype.itemsize])
 
 

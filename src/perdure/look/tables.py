@@ -79,7 +79,6 @@ class Shown:
     """Base of a result: `str` and a notebook show the blocks of `_blocks`, text and tables."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for JSON."""
         raise NotImplementedError
 
     def _blocks(self) -> list[str | Table]:
@@ -144,7 +143,6 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 
 
 def size_text(nbytes: int) -> str:
-    """A size in bytes as text, such as `1.5 MiB`."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -154,17 +152,14 @@ def size_text(nbytes: int) -> str:
 
 
 def share_text(part: int, whole: int) -> str:
-    """A share in percent, such as `12.5%`; empty if there is no whole."""
     return f"{100 * part / whole:.1f}%" if whole else ""
 
 
 def leaves_text(count: int, nbytes: int) -> str:
-    """Text such as `3 leaves, 1.5 MiB`."""
     return f"{counted(count, 'leaf', 'leaves')}, {size_text(nbytes)}"
 
 
 def _records(cells: Sequence[Sequence[str]]) -> str:
-    """Each row as lines of a name and a value, without the empty cells."""
     header, *rows = cells
     indent = max(map(len, header))
     records = (

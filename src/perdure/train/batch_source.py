@@ -22,8 +22,7 @@ from perdure.state.adapter import Stateful
 
 @dataclass
 class BatchSource:
-    """Batches by index. `fetch` returns the batch of a step, or raises `StopIteration` at the end of
-    the data, if they have one (`ends`)."""
+    """`fetch` returns the batch of a step, or raises StopIteration at an end of the data (`ends`)."""
 
     fetch: Callable[[int], Any]
     recipe: Mapping[str, Any]
@@ -41,7 +40,6 @@ class IteratorBatchSource(BatchSource):
         self._place = kind(iterator)
 
     def used(self) -> None:
-        """The batches that were fetched are in the state now."""
         self._before = None
 
     def state_dict(self) -> Any:

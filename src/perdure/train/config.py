@@ -53,17 +53,17 @@ class OutputConfig:
             directory, if that is local.
         tensorboard: Whether to write events for TensorBoard, which needs the extra `tensorboard`; None
             writes them if that is installed.
-        progress: "bar", "lines", "off", or "auto": a bar on a terminal, lines elsewhere.
-        console: A text stream or a `rich` console for the bar or the lines. None is standard error.
+        progress: "lines" or "off".
+        console: A text stream for the lines. None is standard error.
     """
 
     summary_dir: str | os.PathLike[str] | None = None
     tensorboard: bool | None = None
-    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    progress: Literal["lines", "off"] = "lines"
     console: Any = None
 
     def __post_init__(self) -> None:
-        require_choice("progress", self.progress, ("auto", "bar", "lines", "off"))
+        require_choice("progress", self.progress, ("lines", "off"))
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class RunConfig(TensorFlowNames):
             (`Retention.keep_every_n_hours`).
         save_summary_steps: Write the metrics into TensorBoard events and `metrics.jsonl` after every so
             many steps.
-        log_step_count_steps: Show progress after every so many steps. None: every half second on a
-            terminal, else every ten seconds.
+        log_step_count_steps: Show progress after every so many steps. None: every ten seconds.
         seed: Recorded in the recipe, and passed to a `state` that is a function of one argument.
         steps_per_execution: Steps that run in one call. Saves, hooks and preemption are then handled
             after every so many steps.
@@ -159,7 +158,6 @@ class RunConfig(TensorFlowNames):
 
     @cached_property
     def _cluster(self) -> Cluster:
-        """The group that the environment describes (`TF_CONFIG`, or the variables of a launcher)."""
         return resolve()
 
     @property

@@ -24,8 +24,6 @@ from perdure.train.trainer import Hook, Trainer
 
 
 class _Monitor(Hook):
-    """Counts how often in a row a metric was not better than its best value so far."""
-
     def __init__(
         self,
         monitor: str = "loss",
@@ -45,7 +43,6 @@ class _Monitor(Hook):
         self.wait = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far, and how often it has not been exceeded since."""
         return {"best": self.best, "wait": self.wait}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -60,7 +57,6 @@ class _Monitor(Hook):
             self._judge(trainer, metrics)
 
     def patience_over(self, trainer: Trainer) -> None:
-        """The metric has not been better `patience` times in a row."""
         raise NotImplementedError
 
     def _judge(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:

@@ -14,10 +14,7 @@ from statistics import median
 
 from perdure.checkpoint.arguments import require_number
 
-FIRST_S = 10.0
-"""Seconds until the first save, whose cost is not known yet. If failures are expected more often than
-every 100 seconds, it is a tenth of the time between them."""
-
+FIRST_S = 10.0  # until the first save, whose cost is not known yet
 _RECENT = 64
 _SAVES = 5
 
@@ -56,8 +53,7 @@ def optimum_interval(cost: float, mean_time_between_failures: float) -> float:
 class SaveTimer:
     """Says when the time for a save has come: after fixed seconds, or as `AutoInterval` asks.
 
-    For the latter it measures what a save costs the loop: the stall, and the time of the steps
-    while it is written above the median of the others.
+    The cost of a save is its stall, and what steps take meanwhile above the median of the others.
     """
 
     def __init__(self, every: float | AutoInterval, now: float) -> None:
@@ -70,7 +66,6 @@ class SaveTimer:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the interval depends on the cost of a save."""
         return isinstance(self._every, AutoInterval)
 
     @property
@@ -90,11 +85,9 @@ class SaveTimer:
         return max(best, cost / auto.max_overhead)
 
     def due(self, now: float) -> bool:
-        """Whether the interval since the last save has passed."""
         return now - self._last >= self.seconds
 
     def saved(self, now: float, stall: float) -> None:
-        """A save began and stalled the loop for `stall` seconds; the interval starts again."""
         self._last = now
         self._conclude()
         self._stall = stall

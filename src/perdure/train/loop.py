@@ -42,21 +42,16 @@ _PREEMPTED, _SAVE_DUE, _STOP = 1, 2, 4
 
 @dataclass
 class _Evaluated:
-    """The last evaluation: its step, its metrics, and whether the hooks have been called with them."""
-
     step: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     handed_over: bool = False
 
 
 class Loop:
-    """Trains up to a step. `run` may be called once.
+    """Trains up to a step. `run` may be called once; `extras` are saved besides the state.
 
-    The `manager` of `training` is set here. `extras` is what a checkpoint holds besides the state:
-    hooks and iterators that have one. Training ends at `max_steps`, or `steps` after the checkpoint
-    that it resumes from; without both, when the data end or a hook stops it. With evaluation data there
-    is an evaluation after every `evaluation_every` steps and at the end, on `evaluation_batches`
-    batches.
+    Training ends at `max_steps`, or `steps` after the checkpoint that it resumes from, or when the data
+    end or a hook stops it.
     """
 
     def __init__(
@@ -92,11 +87,7 @@ class Loop:
         self._evaluated = _Evaluated()
 
     def run(self) -> dict[str, float]:
-        """Train, and return the metrics of the last evaluation.
-
-        Raises:
-            SystemExit: The run was preempted. Its last step is durable.
-        """
+        """Train, and return the metrics of the last evaluation; SystemExit after a preemption."""
         training, manager = self._training, self._manager
         try:
             manager.preemption.install()
@@ -122,7 +113,6 @@ class Loop:
             self._close()
 
     def _resume(self) -> None:
-        """Become the writer, and restore the newest good checkpoint."""
         training, manager = self._training, self._manager
         manager.claim()
         target = StateWithExtras(training._target, self._extras)
@@ -158,7 +148,6 @@ class Loop:
         return self._group.agree(bytes([vote]), _joined)[0]
 
     def _execute(self) -> bool:
-        """Run the next execution; False if there is none."""
         training, source, timer = self._training, self._source, self._timer
         clock, size = training.config.clock, training.config.steps_per_execution
         start = training.step
@@ -199,7 +188,6 @@ class Loop:
             return _PREEMPTED, nothing
 
     def _record(self) -> None:
-        """Record the step that has just run, if it is one of those that the journal has."""
         journal, step = self._journal, self._training.step
         if journal is not None and journal.wants(step):
             journal.record(step, self._tree(), metrics=scalars(self._logs))
@@ -261,11 +249,9 @@ class Loop:
         training.summaries.scalars(training.step, {**shown, **metrics})
 
     def _tree(self) -> StateWithExtras:
-        """What a checkpoint holds now."""
         return StateWithExtras(self._training.state, self._extras)
 
     def _save(self, metrics: Mapping[str, float]) -> None:
-        """Save the state, unless the policy for NaN forbids it."""
         step, clock = self._training.step, self._training.config.clock
         began = clock()
         if self._allows(metrics):
@@ -279,7 +265,6 @@ class Loop:
             self._timer.saved(now, now - began)
 
     def _allows(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the policy for NaN lets this step be saved. It may warn, or raise `TrainError`."""
         step, policy = self._training.step, self._training.config.checkpoint.nan_metrics
         names = ", ".join(repr(name) for name, value in metrics.items() if value != value)
         if not names:
@@ -340,7 +325,6 @@ class Loop:
         self._hooks.call("after_evaluate", self._evaluated.metrics)
 
     def _leave(self) -> NoReturn:
-        """Exit because of a preemption, with the last step saved."""
         training, manager, evaluated = self._training, self._manager, self._evaluated
         step = training.step
         text = f"{manager.directory}: preempted after step {step}"
@@ -363,7 +347,7 @@ class Loop:
         self._computation.note_into(None)
         self._computation.donate(False)  # the state that is returned is the caller's
         problems: list[Exception] = []
-        closes = [training.summaries.close, self._manager.close, training.progress.close]
+        closes = [training.summaries.close, self._manager.close]
         for close in [*self._hooks.ends(), *closes]:
             try:
                 close()
@@ -380,7 +364,6 @@ class Loop:
 
 
 def _fetch(fetch: Callable[[int], Any], start: int, stop: int) -> list[Any]:
-    """The batches of these steps, fewer if the data end."""
     batches: list[Any] = []
     for step in range(start, stop):
         try:

@@ -36,10 +36,7 @@ PAIR = {"sum", "weight"}
 
 
 def scalars(logs: Any) -> dict[str, float]:
-    """Every metric in `logs` by name; names of nested mappings are joined with `/`.
-
-    `logs` is a mapping, a scalar (named "loss"), or None. Arrays of more than one element are left out.
-    """
+    """Every number in `logs` (a mapping, a scalar named "loss", or None) by its path."""
     named = logs if isinstance(logs, Mapping) and logs.keys() != PAIR else {"loss": logs}
     numbers: dict[str, float] = {}
     for name, value in _walk(named, ""):
@@ -57,7 +54,6 @@ class Means:
         self._totals: dict[str, tuple[float, float]] = {}
 
     def add(self, sums: Mapping[str, Any]) -> None:
-        """Add the metrics of one batch; a scalar that is no pair has weight 1."""
         for name, value in _walk(sums, ""):
             total, weight = value if isinstance(value, tuple) else (value, 1.0)
             number = _number(total)
@@ -66,7 +62,6 @@ class Means:
                 self._totals[name] = (before[0] + number, before[1] + (_number(weight) or 0.0))
 
     def result(self) -> dict[str, float]:
-        """The mean of each metric, NaN if the weights add up to 0."""
         return {name: _mean(*pair) for name, pair in self._totals.items()}
 
 
@@ -86,7 +81,6 @@ def _walk(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """One number, or None for anything else."""
     if isinstance(value, (bool, int, float)):
         return float(value)
     shape = getattr(value, "shape", None)
@@ -108,7 +102,7 @@ class SummaryRow(msgspec.Struct):
 
 
 class Summaries:
-    """Writes scalars and texts by step into a local directory (None: nothing), once it is opened."""
+    """Writes scalars by step into a local directory (None: nothing), once it is opened."""
 
     def __init__(
         self,
@@ -123,11 +117,7 @@ class Summaries:
         self._events: _Events | None = None
 
     def open(self, step: int) -> None:
-        """Drop what was written for steps after `step`, and open the files to append to them.
-
-        Raises:
-            MissingExtraError: Events were asked for, and TensorBoard is not installed.
-        """
+        """Drop what was written for steps after `step`, and open the files; MissingExtraError."""
         if self.directory is None:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -149,13 +139,7 @@ class Summaries:
         if self._events is not None:
             self._events.scalars(step, values, now)
 
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Write a text for TensorBoard."""
-        if self._events is not None:
-            self._events.text(step, tag, text, self._clock())
-
     def close(self) -> None:
-        """Close the files. May be called twice."""
         for file in (self._rows, self._events):
             if file is not None:
                 file.close()
@@ -163,14 +147,11 @@ class Summaries:
 
 
 class _Events:
-    """Writes a file of events, with TensorBoard's own classes.
-
-    It begins with a SessionLog START, at which TensorBoard drops earlier points of later steps.
-    """
+    """A file of events. At its SessionLog START TensorBoard drops earlier points of later steps."""
 
     def __init__(self, file: BufferedWriter, step: int, now: float) -> None:
         try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+            from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ModuleNotFoundError as error:
             file.close()
@@ -178,7 +159,6 @@ class _Events:
         # Any, because the classes of protocol buffers are made at their import.
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
-        self._tensor: Any = tensor_pb2
         self._records = RecordWriter(file)
         self._write(0, now, file_version="brain.Event:2")
         start = self._event.SessionLog.START
@@ -187,13 +167,6 @@ class _Events:
     def scalars(self, step: int, values: Mapping[str, float], now: float) -> None:
         points = [self._summary.Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]
         self._write(step, now, summary=self._summary.Summary(value=points))
-
-    def text(self, step: int, tag: str, text: str, now: float) -> None:
-        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
-        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
-        tensor = self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()])
-        value = self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
-        self._write(step, now, summary=self._summary.Summary(value=[value]))
 
     def close(self) -> None:
         self._records.close()
@@ -205,7 +178,6 @@ class _Events:
 
 
 def read(path: str | os.PathLike[str]) -> list[SummaryRow]:
-    """The rows of a `metrics.jsonl`, up to the first incomplete line."""
     return [row for _, row in _whole(Path(path).read_bytes())]
 
 

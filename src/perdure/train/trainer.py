@@ -272,11 +272,10 @@ class Trainer(TrainingState, TensorFlowNames):
         self.state, self.step = restored.state.main, restored.step
 
     def _run(self, hooks: Sequence[Hook], *goal: Any) -> dict[str, float]:
-        """One call of the loop; `goal` is as for `Loop`, from `max_steps` on."""
         config, output = self.config, self.config.output
         self.stop_reason = ""
-        mode = output.progress if self.processes.is_chief else "off"
-        self.progress = Progress(mode, output.console, config.log_step_count_steps)
+        shown = output.progress == "lines" and self.processes.is_chief
+        self.progress = Progress(shown, output.console, config.log_step_count_steps)
         calls = HookCalls(self, (*self.hooks, *hooks), Hook)
         manager = self._open_manager()
         loop = Loop(self, self._computation, self._source, manager, self._extras, calls, *goal)
@@ -324,7 +323,6 @@ def _initial_state(state: Any, seed: int | None) -> Any:
 
 
 def _recipe(seed: int | None, source: BatchSource, strategy: Any) -> Mapping[str, Any]:
-    """The recipe of the checkpoints. Raises `TrainError` for two different seeds."""
     recipe = source.recipe
     if seed is None:
         return recipe

@@ -25,8 +25,8 @@ class TrainingState:
 
     Attributes:
         config: The configuration of the run.
-        summaries: Scalars and texts of the run, by step.
-        progress: The bar or the lines that show the run.
+        summaries: Scalars of the run, by step.
+        progress: The lines that show the run.
         step: Number of steps that are in `state`.
         stop_reason: Why training ends before the next step; empty if it does not.
         manager: The manager of the run directory while the run trains, else None.
@@ -37,7 +37,7 @@ class TrainingState:
         self.config = config
         self.state = state
         self.summaries = summaries
-        self.progress = Progress("off")
+        self.progress = Progress(False)
         self.step = 0
         self.stop_reason = ""
         self.manager: CheckpointManager | None = None
@@ -93,10 +93,6 @@ class TrainingState:
 
 
 class HookCalls:
-    """Calls the hooks in their order, with the trainer; the methods of their class `base` do
-    nothing.
-    """
-
     def __init__(self, trainer: Any, hooks: Sequence[Any], base: type) -> None:
         self._trainer, self._hooks, self._base = trainer, hooks, base
         self._begun: list[Any] = []
@@ -108,17 +104,14 @@ class HookCalls:
             hook.begin(self._trainer)
 
     def ends(self) -> list[Callable[[], None]]:
-        """A call of `end` for each hook whose `begin` was called."""
         return [partial(hook.end, self._trainer) for hook in self._begun]
 
     def overrides(self, name: str) -> bool:
-        """Whether a hook overrides this method."""
         return any(
             getattr(type(hook), name) is not getattr(self._base, name) for hook in self._hooks
         )
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call one method of all hooks."""
         for hook in self._hooks:
             getattr(hook, name)(self._trainer, *arguments)
 
@@ -134,8 +127,6 @@ class HookCalls:
 
 
 class Computation:
-    """A step function and an evaluation function, under a strategy or without one."""
-
     def __init__(self, step_fn: StepFn, eval_fn: EvalFn | None, strategy: Any) -> None:
         self.strategy = strategy
         self.processes: Processes = SingleProcess() if strategy is None else strategy.processes
@@ -187,7 +178,6 @@ class Computation:
             self._step_fn.journal = journal  # type: ignore[attr-defined]
 
     def audit(self, rate: float) -> None:
-        """Audit this share of the steps; TrainError for a step function that is not of a strategy."""
         if not hasattr(self._step_fn, "set_audit"):
             raise TrainError(
                 "audit: expected a step_fn made by strategy.step(grad, update), of which a part can be "
@@ -203,7 +193,6 @@ class Computation:
             self._journal.note([batch], SingleProcess())
 
     def require_eval_fn(self) -> None:
-        """Raise `TrainError` if there is no function to evaluate with."""
         if self._eval_fn is None:
             raise TrainError(
                 "an evaluation needs a function for the metrics of a batch: "
@@ -211,7 +200,6 @@ class Computation:
             )
 
     def evaluate(self, state: Any, batch: Any) -> Mapping[str, Any]:
-        """The metrics of one batch, over all logical replicas."""
         assert self._eval_fn is not None
         if self.strategy is None:
             return self._eval_fn(state, batch)
@@ -219,7 +207,6 @@ class Computation:
 
 
 def _last(logs: Any) -> Any:
-    """The logs of the last step, of logs that are stacked along a new first axis."""
     if isinstance(logs, Mapping):
         return {name: _last(value) for name, value in logs.items()}
     if isinstance(logs, (tuple, list)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +16,7 @@ from perdure.cli.options import command, directory_option, seed_option
 from perdure.cli.output import document, say
 from perdure.demo import GUARDS
 from perdure.errors import missing_extra
+from perdure.look.tables import Table
 
 
 @command("demo")
@@ -50,7 +53,7 @@ def demo(
       perdure demo --engine torch
     """
     from perdure.demo.digits import load_digits, save_scans
-    from perdure.demo.driver import DemoOptions, result_text, run_demo
+    from perdure.demo.driver import DemoOptions, run_demo
 
     if find_spec(engine) is None:  # here, where the message is seen, and not in a worker
         raise missing_extra(f"demo,{engine}", ModuleNotFoundError(name=engine))
@@ -68,5 +71,29 @@ def demo(
         if as_json:
             document(result)
         else:
-            say(result_text(result))
+            say(_text(result))
     return not result["pass"]
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            phase["phase"],
+            phase["topology"],
+            f"{phase['from']}-{phase['to']}",
+            phase["ended"],
+            phase["resumed_from"] or "-",
+            phase["repeated"],
+            (phase["fingerprint"] or "-")[:12],
+        )
+        for phase in document["phases"]
+    ]
+    header = ("phase", "topology", "steps", "ended", "resumed", "repeated", "fingerprint")
+    first, last = document["accuracy"]
+    accuracy = f"test accuracy {first:.2%} uninterrupted, {last:.2%} with faults"
+    digits = f"on {document['test_examples']} digits; seed {document['seed']}"
+    lines = [str(Table(header, rows)), f"{accuracy}, {digits}"]
+    if document["without"]:
+        lines.append(f"guard removed: {document['without']}")
+    verdict, ends = ("PASS", "equal") if document["pass"] else ("FAIL", "different")
+    return "\n".join([*lines, f"{verdict}: the final fingerprints are {ends}"])

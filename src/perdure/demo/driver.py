@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
 from perdure.demo import BATCH, SAVE_EVERY
 from perdure.errors import ClusterError, NotARunError, PerdureError
-from perdure.look.tables import Table
 from perdure.store import Run
 from perdure.supervise import AttemptRecord, Observer, RunOptions, Supervisor
 from perdure.supervise.console import Console
@@ -255,27 +254,3 @@ def _steps(directory: Path) -> list[int]:
 
 def _fingerprint(directory: Path, step: int) -> str | None:
     return Run(directory).manifest(step).fingerprint if step in _steps(directory) else None
-
-
-def result_text(document: Mapping[str, Any]) -> str:
-    rows = [
-        (
-            phase["phase"],
-            phase["topology"],
-            f"{phase['from']}-{phase['to']}",
-            phase["ended"],
-            phase["resumed_from"] or "-",
-            phase["repeated"],
-            (phase["fingerprint"] or "-")[:12],
-        )
-        for phase in document["phases"]
-    ]
-    header = ("phase", "topology", "steps", "ended", "resumed", "repeated", "fingerprint")
-    first, last = document["accuracy"]
-    accuracy = f"test accuracy {first:.2%} uninterrupted, {last:.2%} with faults"
-    digits = f"on {document['test_examples']} digits; seed {document['seed']}"
-    lines = [str(Table(header, rows)), f"{accuracy}, {digits}"]
-    if document["without"]:
-        lines.append(f"guard removed: {document['without']}")
-    verdict, ends = ("PASS", "equal") if document["pass"] else ("FAIL", "different")
-    return "\n".join([*lines, f"{verdict}: the final fingerprints are {ends}"])

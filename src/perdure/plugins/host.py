@@ -1,8 +1,4 @@
-"""What the plug-ins share: how a run resumes whose loop belongs to another library, the host.
-
-The host makes its objects itself, and needs to know where it stands before it does: the newest good
-checkpoint is read first.
-"""
+"""What the plug-ins share: how a run resumes whose loop belongs to another library, the host."""
 
 from __future__ import annotations
 
@@ -28,11 +24,10 @@ _LOADER = "loader"  # beside the generators of the process: the one that shuffle
 
 
 class HostRun:
-    """The run of a loop that belongs to another library: it resumes, and saves between two steps.
+    """The run of a loop of another library. `resumed` is its newest good checkpoint until a step.
 
     The host draws the batch of a step before it asks for a save, and a resumed loop draws it again,
-    so the generators of that moment continue. `resumed` is the newest good checkpoint until the
-    first step.
+    so the generators of that moment continue.
     """
 
     def __init__(self, manager: CheckpointManager) -> None:
@@ -43,19 +38,13 @@ class HostRun:
         self._epoch_began: GeneratorStates = {}
 
     def restore(self, members: Mapping[str, Any], read_only: str) -> None:
-        """Restore the objects of the host, by name; member `read_only` is only read.
-
-        Raises MismatchError if one does not fit, or exists on one side only.
-        """
+        """Restore the objects of the host, by name, or MismatchError; `read_only` is only read."""
         assert self.resumed is not None
         names = members.keys() | (self.resumed.state.keys() - {read_only, _EPOCH_BEGAN})
         self.manager.restore(self.resumed.step, dict(members), leaves=sorted(names))
 
     def begin_epoch(self, shuffling: Any = None) -> None:
-        """Note the generators with which an epoch begins; those of the interrupted one come back.
-
-        `shuffling` is a generator of PyTorch that decides the order besides those of the process.
-        """
+        """Note the generators with which an epoch begins; those of the interrupted one come back."""
         if self.resumed is not None:
             states = dict(self.resumed.state[_EPOCH_BEGAN])
             if (state := states.pop(_LOADER, None)) is not None:
@@ -68,9 +57,7 @@ class HostRun:
     def between_steps(
         self, step: int, state: Callable[[], dict[str, Any]], *, may_save: bool = True
     ) -> None:
-        """Save `state()` if it is time and the step is whole, and exit with status 75 after a
-        signal.
-        """
+        """Save `state()` if it is time and the step is whole; exit with status 75 after a signal."""
         is_preempted = self.manager.reached_preemption(step)
         if self.resumed is not None:
             self.resumed = None
@@ -84,7 +71,6 @@ class HostRun:
                 self.manager.save(step, self._whole(state))
 
     def finish(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Save `state()` at the end of the training."""
         if step not in self.manager.all_steps()[-1:]:
             self.manager.save(step, self._whole(state), force=True)
 
@@ -110,28 +96,20 @@ def generator_states() -> GeneratorStates:
 
 
 def restore_generators(states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Restore generators; warns about each that cannot be restored."""
     for note in restore_all({name: state.tobytes() for name, state in states.items()}):
         warn_caller(note)
 
 
 def require_one_process(what: str, count: int, reason: str) -> None:
-    """Raise `StateError` for a host that runs in several processes."""
     if count > 1:
         raise StateError(f"{what}: expected one process, found {count}. {reason}")
 
 
 def keeps_workers(loaders: Iterable[Any]) -> bool:
-    """Whether one of these `DataLoader`s keeps its workers between epochs."""
     return any(getattr(loader, "persistent_workers", False) for loader in loaders)
 
 
 def require_new_workers(is_kept: bool, remedy: str) -> None:
-    """Raise `StateError` if a `DataLoader` keeps its workers from one epoch to the next.
-
-    A loader draws a seed for new workers from the generator that may also decide the order; a
-    resumed process has new workers, so both would differ.
-    """
     if is_kept:
         raise StateError(
             f"persistent_workers: expected False, found True. A resumed process starts new workers, "
@@ -141,9 +119,7 @@ def require_new_workers(is_kept: bool, remedy: str) -> None:
 
 
 def require_version(extra: str, package: str, first: str, before: str) -> None:
-    """Raise `MissingExtraError` unless `package` is installed, from release `first` on, below
-    `before`.
-    """
+    """Raise `MissingExtraError` unless `package` is installed, from `first` on and below `before`."""
     install = f"Install the extra: pip install 'perdure[{extra}]'."
     try:
         release = metadata.version(package)
@@ -158,6 +134,5 @@ def require_version(extra: str, package: str, first: str, before: str) -> None:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """The leading numbers of a release: (2, 13, 0) of "2.13.0+cpu"."""
     match = re.match(r"[0-9]+(?:\.[0-9]+)*", release)
     return tuple(map(int, match[0].split("."))) if match else ()

@@ -47,8 +47,8 @@ except ModuleNotFoundError as error:
 
 __all__ = ["CheckpointIO", "ExactResume", "fit"]
 
-# One for each path: `AsyncCheckpointIO` removes checkpoints in another thread than it saves them. Not
-# in the plugin, which Lightning pickles when it spawns processes.
+# `AsyncCheckpointIO` removes checkpoints in another thread than it saves them. Not in the plugin, which
+# Lightning pickles when it spawns processes.
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
@@ -159,12 +159,7 @@ class CheckpointIO(TorchCheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Save `checkpoint`, durable on return. Values that have no exact form are pickled.
-
-        Raises:
-            TypeError: `storage_options` is given, as in Lightning's own plugin.
-            StoreError: The checkpoint could not be written.
-        """
+        """Save `checkpoint`, durable on return. Values that have no exact form are pickled."""
         if storage_options is not None:
             raise TypeError(f"storage_options: expected None, found {storage_options!r}.")
         step = step_number(checkpoint.get("global_step", 0))
@@ -192,24 +187,18 @@ class CheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
         **newer: Any,
     ) -> dict[str, Any]:
-        """The checkpoint at `path`, with its tensors on the CPU.
+        """The checkpoint at `path`, verified, with its tensors on the CPU; or a file of Lightning.
 
-        Args:
-            path: What `save_checkpoint` was given, or a file of Lightning.
-            map_location: Used for a file only.
-            weights_only: Whether values that were pickled are loaded as `torch.load` does with it.
-            newer: Arguments of newer releases of Lightning, which need nothing here.
-
-        Raises:
-            CorruptionError: The checkpoint is damaged.
+        `map_location` is used for a file only, `weights_only` for values that were pickled. Raises
+        CorruptionError.
         """
         if os.path.isfile(path):
             return super().load_checkpoint(os.fspath(path), map_location, weights_only)
         leaves = load_verified(os.fspath(path)).leaves
         if others := {path.partition("/")[0] for path in leaves} - {"exact", "pickled", "order"}:
             raise StateError(
-                f"{os.fspath(path)}: expected a checkpoint that CheckpointIO has saved, found one with "
-                f"the members {', '.join(sorted(others))}. Restore it with a CheckpointManager."
+                f"{os.fspath(path)}: expected a checkpoint of CheckpointIO, found one with the members "
+                f"{', '.join(sorted(others))}. Restore it with a CheckpointManager."
             )
         state = ObjectStates(leaves, _refuse, takes=True).state(_StoredState(_State({})), "")
         values = dict(state["exact"])
@@ -248,10 +237,9 @@ def _refuse(_: Any, path: str) -> Any:
 class ExactResume(Callback):
     """Adds to Lightning's checkpoints what an exact resume needs, also in the middle of an epoch.
 
-    That is the random generators of the process, and those with which the epoch began: a resumed run
-    begins the epoch with them again, draws the batches that were trained on already without using them,
-    and continues with the generators of the save. Loaders that have `state_dict` and `load_state_dict`
-    are left to Lightning, which restores their position itself.
+    That is the random generators, and those with which the epoch began: a resumed run begins the epoch
+    with them again, draws the batches that were trained on already without using them, and continues
+    with the generators of the save. Lightning restores loaders that have `state_dict` itself.
     """
 
     def __init__(self) -> None:
@@ -262,7 +250,6 @@ class ExactResume(Callback):
         self._positions: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Refuse what this cannot resume exactly; raises `StateError`."""
         host.require_one_process(
             "ExactResume",
             trainer.world_size,
@@ -270,7 +257,6 @@ class ExactResume(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators now and at the begin of the epoch, and the position in the data."""
         return {
             "batches": self._batches,
             "positions": [loader.state_dict() for loader in self._loaders],
@@ -279,14 +265,12 @@ class ExactResume(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what a checkpoint has, for the begin of the training."""
         self._batches = state_dict["batches"]
         self._positions = state_dict.get("positions", [])
         self._epoch_began = _arrays(state_dict["epoch_began"])
         self._resumed = _arrays(state_dict["now"])
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Begin the first epoch of this process, at the batch that comes next."""
         beat("compile", trainer.global_step)
         fetcher = _fetcher(trainer)
         _require_new_workers([*fetcher.combined_loader.flattened, *_validation_loaders(trainer)])
@@ -317,14 +301,12 @@ class ExactResume(Callback):
                 fetcher.iterator = self._begun_late(fetcher.combined_loader)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Note the generators before Lightning begins the next epoch."""
         self._loaders = _resumable_loaders(_fetcher(trainer))
         _leave_epochs(self._loaders)
         self._epoch_began = host.generator_states()
         self._batches = 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Refuse loaders of a validation that would change the training; raises `StateError`."""
         _require_new_workers(_validation_loaders(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -354,7 +336,6 @@ class ExactResume(Callback):
 
 
 def _fetcher(trainer: Trainer) -> Any:
-    """The object from which Lightning draws the batches of training."""
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
     if fetcher is None or not hasattr(fetcher, "combined_loader"):
         raise StateError("ExactResume: this release of Lightning draws its batches in another way.")

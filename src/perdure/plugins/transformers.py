@@ -72,8 +72,6 @@ def train(
 
 
 class _Checkpoints(TrainerCallback):
-    """Saves between two steps, and restores what `Trainer.train` has made."""
-
     def __init__(self, trainer: Trainer, run: host.HostRun) -> None:
         self._trainer = trainer
         self._run = run

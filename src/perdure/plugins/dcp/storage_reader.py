@@ -78,7 +78,6 @@ class Reader(StorageReader):
         self._run, self.step = find_step(directory, step)
         self._random = save_random_state
         self._manifest: Manifest | None = None
-        self._layout = DcpLayout()
         self._entries: dict[Place, LeafEntry] = {}
         self._rank = DcpRank(0, 1)
 
@@ -88,30 +87,19 @@ class Reader(StorageReader):
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a `checkpoint_id`; raises `ArgumentError`."""
         refuse_id(checkpoint_id, "Reader(directory, step)")
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """What the checkpoint holds, from its manifest.
-
-        Raises:
-            StepNotFoundError: There is no such checkpoint.
-            CorruptionError: The manifest of the `step` that was asked for is damaged, or all are.
-        """
+        """What the checkpoint holds; StepNotFoundError, CorruptionError if the manifest is damaged."""
         beat("restore")
         run = self._run
         self._manifest = manifest = self._newest() if self.step is None else run.manifest(self.step)
         self.step = manifest.step
-        texts = [
-            leaf.text for leaf in manifest.process_leaves if leaf.path == DCP_LAYOUT and leaf.text
-        ]
-        self._layout = layout = (
-            decode_json(
-                texts[0].encode(), DcpLayout, f"{run.where}: {DCP_LAYOUT} of step {self.step}"
-            )
-            if texts
-            else DcpLayout()
-        )
+        layout = DcpLayout()
+        for leaf in manifest.process_leaves:
+            if leaf.path == DCP_LAYOUT and leaf.text:
+                what = f"{run.where}: {DCP_LAYOUT} of step {self.step}"
+                layout = decode_json(leaf.text.encode(), DcpLayout, what)
         self._entries = dict(named_leaves(manifest.leaves, layout))
         found: dict[str, Any] = {}
         for (name, offsets), leaf in self._entries.items():
@@ -132,7 +120,6 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Learn the rank of this process."""
         self._rank = DcpRank.of(kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -153,12 +140,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and verify what this rank needs, then put it into the state.
-
-        Raises:
-            CorruptionError: A chunk is damaged. Nothing of the checkpoint was used.
-            MismatchError: A tensor has another dtype or size than its target.
-        """
+        """Fill the state with verified bytes; CorruptionError or MismatchError before that."""
         wanted = [(item, self._record(item), self._target(item, planner)) for item in plan.items]
         loaded, generators_of_ranks = self._load({leaf.path for _, leaf, _ in wanted})
         for item, entry, target in wanted:
@@ -230,7 +212,6 @@ class Reader(StorageReader):
 
 
 def _part_of(leaf: Leaf, item: ReadItem) -> torch.Tensor:
-    """The part of a stored tensor that an item asks for."""
     dtype = getattr(torch, leaf.strong().dtype)
     if not leaf.nbytes:
         tensor = torch.empty(leaf.shape, dtype=dtype, device="cpu")

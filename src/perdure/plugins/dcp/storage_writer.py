@@ -97,11 +97,9 @@ class Writer(StorageWriter):
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a `checkpoint_id`; raises `ArgumentError`."""
         refuse_id(checkpoint_id, f"Writer(directory, step={self._step})")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the rank of this process."""
         if not kwargs.get("use_collectives", True):
             raise ArgumentError(
                 "use_collectives: expected True, found False. Without collectives no rank knows "
@@ -110,17 +108,10 @@ class Writer(StorageWriter):
         self._rank = DcpRank.of(kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan, with the step of this rank."""
         return dataclasses.replace(plan, storage_data=self._step)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Become the writer of the run directory, before any rank writes.
-
-        Raises:
-            StateError: The ranks save different steps.
-            LockedError: Another process writes there, or an earlier `async_save` has not ended.
-            SaveError: The directory cannot be written to.
-        """
+        """Become the writer, before any rank writes; StateError, LockedError or SaveError."""
         if self._run is not None:  # an earlier try failed
             self._run.close()
         self._run = run = Run(self._directory, create=True)
@@ -158,10 +149,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written, and apply the retention. The chief calls this.
 
-        Raises:
-            StateError: The ranks save different steps. Nothing is committed.
-            HistoryError: The step is at or below the newest committed one, and has other bits.
-            SaveError: A part is not visible here, or the disk failed. Nothing is committed.
+        Raises StateError, HistoryError or SaveError, with nothing committed.
         """
         run = self._run
         assert run is not None, "DCP calls finish after prepare_global_plan"

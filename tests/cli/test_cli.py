@@ -253,7 +253,6 @@ NEEDS = {
     "report run --plot -o a.png": "report",
     "report run -o a.html": "report",
     "drill -o a.html -- true": "report",
-    "export run@1 out --to orbax": "orbax",
     "export run@1 out.pt --to torch": "torch",
     "import a.pt new --from torch": "torch",
     "import . new --from orbax": "orbax",

@@ -314,7 +314,7 @@ def test_a_dtype_that_a_format_lacks_names_the_others(tmp_path: Path) -> None:
     with Run(tmp_path / "run", create=True) as opened:
         opened.save(1, flatten({"w": np.arange(3).astype(ml_dtypes.int4), "x": np.ones(2)}))
     for to in ("safetensors", "torch"):
-        with pytest.raises(UnsupportedLeafError, match=r"int4.*npz, orbax can"):
+        with pytest.raises(UnsupportedLeafError, match=r"int4.*npz can"):
             export(tmp_path / "run", to, tmp_path / "out")
         export(tmp_path / "run", to, tmp_path / to, leaves="x")
     export(tmp_path / "run", "npz", tmp_path / "out.npz", verify=True)

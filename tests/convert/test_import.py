@@ -83,20 +83,6 @@ def test_every_path_comes_back(tmp_path: Path, to: str) -> None:
     assert {leaf.path for leaf in named.leaves} == {*paths, "mine"} - {"x%2Fy/p.q"}
 
 
-def test_paths_and_one_array_in_orbax(tmp_path: Path) -> None:
-    pytest.importorskip("orbax.checkpoint")
-    fingerprint = saved(tmp_path / "run", {"a.b": ONE, "x/y": {"p.q": ONE}})
-    export(tmp_path / "run", "orbax", tmp_path / "out", verify=True)
-    assert import_run(tmp_path / "out", tmp_path / "back").fingerprint == fingerprint
-    saved(tmp_path / "one", ONE)
-    with pytest.raises(UnsupportedLeafError, match="one value without a name"):
-        export(tmp_path / "one", "orbax", tmp_path / "o")
-    saved(tmp_path / "long", {"k" * 70_000: ONE})
-    with pytest.raises(ArgumentError, match="longer than"):
-        export(tmp_path / "long", "orbax", tmp_path / "o")
-    assert sorted(os.listdir(tmp_path)) == ["back", "long", "one", "out", "run"]
-
-
 @pytest.mark.parametrize("to", ["safetensors", "torch", "npz"])
 @pytest.mark.parametrize("state", [ONE, 3], ids=["array", "scalar"])
 def test_a_state_of_one_value_goes_out_and_in(tmp_path: Path, to: str, state: Any) -> None:

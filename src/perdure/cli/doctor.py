@@ -36,9 +36,9 @@ _MOST_LINES = 40
 @click.option(
     "--framework",
     "names",
-    metavar="NAME",
+    type=click.Choice(["jax", "torch"]),
     multiple=True,
-    help="jax or torch; by default all that are installed. May be repeated.",
+    help="By default all that are installed. May be repeated.",
 )
 @click.option(
     "--repeats",
@@ -107,26 +107,17 @@ def _chosen(names: tuple[str, ...], needed: bool) -> list[str]:
     from perdure.doctor.kernels import FRAMEWORKS, installed_frameworks
 
     installed = installed_frameworks()
-    for name in names:
-        if name not in FRAMEWORKS:
-            raise click.UsageError(
-                f"--framework: expected {' or '.join(FRAMEWORKS)}, found {name!r}."
-            )
-        if name not in installed:
-            raise click.UsageError(
-                f"--framework: {name} is not installed here. pip install 'perdure[{name}]'"
-            )
-    if not installed and needed:
-        extras = " or ".join(f"pip install 'perdure[{name}]'" for name in FRAMEWORKS)
+    missing = [name for name in names if name not in installed]
+    if missing or (needed and not installed):
+        extras = " or ".join(f"pip install 'perdure[{name}]'" for name in missing or FRAMEWORKS)
         raise click.UsageError(
-            f"none of {', '.join(FRAMEWORKS)} is installed here, so that there is nothing to compute: "
-            f"{extras}"
+            f"expected {' or '.join(names or FRAMEWORKS)} to be installed, found "
+            f"{', '.join(installed) or 'neither'}: {extras}"
         )
     return list(dict.fromkeys(names)) or installed
 
 
 def _refuse_meaningless(ctx: click.Context, has_command: bool) -> None:
-    """Raise for an option that would do nothing."""
     kernels, program = ("names", "repeats"), ("steps", "workers", "devices", "read_only")
     where = "only without -- COMMAND" if has_command else "only with -- COMMAND"
     for parameter in ctx.command.params:

@@ -75,7 +75,13 @@ def drill(
         options = DrillOptions(kinds, **how)
     if output is not None:
         templates()  # raises before the drill if they are not installed
-        _require_writable(output)
+        existed = os.path.lexists(output)
+        try:  # its mode says little: root, a read-only file system
+            output.open("a").close()
+            if not existed:
+                output.unlink()
+        except OSError as error:
+            raise ArgumentError(_unwritable(output, error)) from error
     reporter = TextReporter(Console(stderr=as_json, soft_wrap=True))
     with kept_or_temporary(directory, "drill") as work:
         try:
@@ -95,21 +101,6 @@ def drill(
             report_error(_unwritable(output, error))
             return 1
     return 130 if report["stopped"] else 0 if report["pass"] else 1
-
-
-def _require_writable(html: Path) -> None:
-    """Raise `ArgumentError` before the drill if `html` cannot be written.
-
-    The file is opened, because its mode says little (root, a read-only file system). The content of an
-    existing file is kept.
-    """
-    existed = os.path.lexists(html)
-    try:
-        html.open("a").close()
-        if not existed:
-            html.unlink()
-    except OSError as error:
-        raise ArgumentError(_unwritable(html, error)) from error
 
 
 def _unwritable(html: Path, error: OSError) -> str:

@@ -245,9 +245,12 @@ def rollback(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
         document({"executed": not dry_run, "run": opened.where, **result})
         return
     verb = "bring back" if undo else "set aside"
+    from perdure.store.format import span_text
+
     say(*(f"{verb}  step {moved}" for moved in steps))
-    _print_lines(verb, lines)
-    _print_lines("set aside", replaced)
+    for done, span in ((verb, lines), ("set aside", replaced)):
+        if span is not None:
+            say(f"{done}  lines of the journal, of {span_text(*span)}")
     if not steps and not lines:
         say("nothing is set aside" if undo else f"step {step} is the newest already")
     if dry_run:
@@ -256,10 +259,3 @@ def rollback(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
         say(f"the newest checkpoint is step {newest}")
         if not undo:
             say("`perdure rollback RUN --undo` brings them back")
-
-
-def _print_lines(verb: str, lines: tuple[int, int] | None) -> None:
-    from perdure.store.format import span_text
-
-    if lines is not None:
-        say(f"{verb}  lines of the journal, of {span_text(*lines)}")

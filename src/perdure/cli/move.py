@@ -21,7 +21,7 @@ from perdure.cli.options import (
     output_option,
 )
 from perdure.cli.output import document, print_result, say
-from perdure.convert.formats import FORMATS
+from perdure.convert.formats import FORMATS, WRITTEN
 from perdure.look.tables import leaves_text, size_text
 from perdure.text import counted
 
@@ -142,7 +142,7 @@ def _names(file: str | None) -> NameMap | None:
 @command("export", epilog=EXIT_STATUS)
 @checkpoint_argument("checkpoint")
 @click.argument("out", metavar="OUT")
-@click.option("--to", required=True, type=click.Choice(FORMATS), help="The format.")
+@click.option("--to", required=True, type=click.Choice(WRITTEN), help="The format.")
 @leaves_option
 @click.option("--names", metavar="FILE", help="New names: old=new in each line, with * and **.")
 @click.option(
@@ -158,8 +158,8 @@ def export(
     """Write leaves of a checkpoint to the new file or folder OUT.
 
     safetensors (a folder in the layout of Hugging Face, or one file if OUT ends in .safetensors),
-    torch (a state dict), npz and orbax; none needs the code of the model. With --leaves model, names
-    begin below `model`. OUT appears when it is complete.
+    torch (a state dict) and npz; none needs the code of the model. With --leaves model, names begin
+    below `model`. OUT appears when it is complete.
 
     \b
     Example:

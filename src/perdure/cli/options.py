@@ -13,11 +13,10 @@ import click
 
 from perdure.errors import ArgumentError, PerdureError, StepExistsError, StoreError
 
-EXIT_STATUS = (
+EXIT_STATUS = (  # ends the help of each command whose status says no more than that
     "Exit status: 0 if it is done, 1 if it failed, 2 for a mistake in the arguments, 130 after "
     "Ctrl-C."
 )
-"""Ends the help of each command whose status says no more than that."""
 
 PATH = click.Path(path_type=Path)
 COUNT = click.IntRange(1)

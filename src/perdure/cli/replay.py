@@ -107,10 +107,8 @@ def _print_replay(found: dict[str, Any]) -> None:
     from perdure.store.format import span_text
 
     for part in found["stretches"]:
-        steps, checkpoints = (
-            counted(part["steps"], "step"),
-            counted(part["checkpoints"], "checkpoint"),
-        )
+        steps = counted(part["steps"], "step")
+        checkpoints = counted(part["checkpoints"], "checkpoint")
         place = span_text((part["start"] or 0) + 1, part["stop"])
         say(f"{place}: {part['verdict']} ({steps} and {checkpoints} compared)")
         if part["step"] is not None:
@@ -205,14 +203,12 @@ def _print_bisected(found: dict[str, Any], with_command: bool) -> None:
         compared = ", ".join(counted(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n)
         say(f"equal up to step {last_equal}, the last that both have ({compared})")
         return
-    if last_equal is not None:
-        say(f"they part at step {step}, after step {last_equal}, which is equal ({compared})")
-    elif step == 0:
-        say(f"they part at step 0 ({compared})")
+    if last_equal is not None or step == 0:
+        after = "" if last_equal is None else f", after step {last_equal}, which is equal"
+        say(f"they part at step {step}{after} ({compared})")
     else:
         say(
-            f"they differ at step {step}, the oldest that both still have; they part there or before "
-            f"it ({compared})"
+            f"they differ at step {step}, the oldest that both still have; they part there or before"
         )
     say(f"  {found['what']}: {found['values'][0]} and {found['values'][1]}")
     if not with_command and step > 0:

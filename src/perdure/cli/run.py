@@ -132,7 +132,7 @@ def run(
             elastic=bounds,
             log_directory=_log_directory(log_dir),
             limits=Limits(**_limits(limits)),
-            environment=_allowed(allow) | _audit(audit, on_corruption),
+            environment=_environment(allow, audit, on_corruption),
             compilation_cache=_cache(compilation_cache),
             **others,
         )
@@ -157,7 +157,7 @@ def _print_document(found: Any) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open closed ones to nowhere: a file that is opened later would get their number."""
+    """A file that is opened later would get the number of a closed one."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -172,7 +172,7 @@ def _log_directory(text: str | None) -> Path | None:
 
 
 def _nodes() -> Nodes | None:
-    """The machines of the group, found as a strategy finds its processes; None for one machine."""
+    """The machines of the group; None for one machine."""
     from perdure.distribute.cluster import resolve  # and NumPy with it
     from perdure.supervise.worker_environment import Nodes
 
@@ -188,12 +188,18 @@ def _nodes() -> Nodes | None:
     return Nodes(cluster.num_processes, cluster.process_id, cluster.coordinator)
 
 
-def _allowed(fields: tuple[str, ...]) -> dict[str, str]:
-    if not fields:
-        return {}
-    from perdure.checkpoint.recipe import ALLOW, allowed  # and NumPy with it
+def _environment(
+    allow: tuple[str, ...], audit: float | None, on_corruption: str | None
+) -> dict[str, str]:
+    from perdure.runtime.excluded_devices import AUDIT, ON_CORRUPTION
 
-    return {ALLOW: ",".join(sorted(allowed(fields)))}
+    given = {AUDIT: audit, ON_CORRUPTION: on_corruption}
+    variables = {name: str(value) for name, value in given.items() if value is not None}
+    if allow:
+        from perdure.checkpoint.recipe import ALLOW, allowed  # and NumPy with it
+
+        variables[ALLOW] = ",".join(sorted(allowed(allow)))
+    return variables
 
 
 def _cache(named: Path | None) -> Path | None:
@@ -202,13 +208,6 @@ def _cache(named: Path | None) -> Path | None:
     if named is None:
         return default_cache()
     return None if str(named) == "off" else named.absolute()
-
-
-def _audit(rate: float | None, on_corruption: str | None) -> dict[str, str]:
-    from perdure.runtime.excluded_devices import AUDIT, ON_CORRUPTION
-
-    variables = {AUDIT: rate, ON_CORRUPTION: on_corruption}
-    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
 def _elastic(text: str | None) -> tuple[int, int] | None:
@@ -310,18 +309,13 @@ def _print_history(run: RunHistory) -> None:
 
 
 def _state(run: RunHistory) -> str:
-    if run.state == "ended":
-        return (
-            f"ended {run.end['time']} with status {run.end.get('status')}: {run.end.get('reason')}"
-        )
-    if run.state == "lost":
-        return f"ended without a word after {run.last_time}: killed, or the machine went down"
-    if run.state == "unknown":
-        return (
-            f"not ended by {run.last_time}; ask on its machine, and in its container, whether it runs "
-            "(after a restart of the machine it does not)"
-        )
-    return "running"
+    end, last = run.end, run.last_time
+    states = {
+        "ended": f"ended {end.get('time')} with status {end.get('status')}: {end.get('reason')}",
+        "lost": f"ended without a word after {last}: killed, or the machine went down",
+        "unknown": f"not ended by {last}; ask on its machine, and in its container, whether it runs",
+    }
+    return states.get(run.state, run.state)
 
 
 def _history(run: RunHistory) -> dict[str, Any]:

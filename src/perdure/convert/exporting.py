@@ -16,7 +16,7 @@ from typing import Any
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.convert.formats import (
-    FORMATS,
+    WRITTEN,
     NamedLeaf,
     NameMap,
     format_module,
@@ -90,7 +90,7 @@ def export(
     Args:
         checkpoint: `RUN@STEP`, or `RUN` for the newest.
         to: "safetensors" (a folder in Hugging Face's layout, or one file if `out` ends in
-            `.safetensors`), "torch", "npz" or "orbax".
+            `.safetensors`), "torch" or "npz".
         out: A path where nothing is, in a directory that exists.
         leaves: Paths or patterns; all leaves by default.
         names: Names of leaves in the file by patterns of their paths.
@@ -106,8 +106,8 @@ def export(
         UnreachableError: The checkpoint cannot be read.
         SaveError: `out` cannot be written.
     """
-    if to not in FORMATS:
-        raise ArgumentError(f"to: expected one of {', '.join(FORMATS)}, found {to!r}.")
+    if to not in WRITTEN:
+        raise ArgumentError(f"to: expected one of {', '.join(WRITTEN)}, found {to!r}.")
     is_folder = to == "safetensors" and not os.fspath(out).endswith(".safetensors")
     if shard_bytes is not None and (shard_bytes < 1 or not is_folder):
         raise ArgumentError(
@@ -118,9 +118,7 @@ def export(
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
     branch = patterns[0].removesuffix("/**") if patterns and len(patterns) == 1 else ""
     branch = "" if "*" in branch else branch
-    written = named_leaves(
-        select_leaves(found, patterns), to not in ("npz", "orbax"), branch, names
-    )
+    written = named_leaves(select_leaves(found, patterns), to != "npz", branch, names)
     arrays = [leaf for leaf in written if not is_scalar(leaf.entry)]
     scalars = [leaf for leaf in written if is_scalar(leaf.entry)]
     _refuse_dtypes(arrays, to)
@@ -185,7 +183,7 @@ def _sync(path: str) -> None:
 
 
 def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
-    known = {other: format_module(other).DTYPES for other in FORMATS}
+    known = {other: format_module(other).DTYPES for other in WRITTEN}
     for leaf in arrays:
         try:
             element_dtype(leaf.entry)

@@ -1,6 +1,7 @@
 """The formats of other tools: a module for each, and the names and notes of leaves in their files.
 
-A module has `DTYPES` (None for all of NumPy and ml_dtypes), `write` and `read`. Invariant: a leaf of a
+A module has `read`, and for a format that is written `write` and `DTYPES` (None for all of NumPy and
+ml_dtypes). Invariant: a leaf of a
 `ForeignFile` can be saved and restored; its bytes are as many as its shape says.
 """
 
@@ -31,6 +32,7 @@ _MODULES = {
     "orbax": "orbax_folder",
 }
 FORMATS = tuple(_MODULES)
+WRITTEN = FORMATS[:3]
 
 _ENDS = {".safetensors": "safetensors", ".npz": "npz"}
 _ENDS |= dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")

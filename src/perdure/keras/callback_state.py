@@ -153,10 +153,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def pack(value: Any) -> dict[str, Any]:
-    """Pack a plain value as `{"json": uint8 text, "arrays": {"0": ...}}`, or raise TypeError.
-
-    Plain are None, booleans, numbers, strings, arrays, and lists, tuples and dicts of them.
-    """
+    """Pack a plain value as `{"json": uint8 text, "arrays": {"0": ...}}`, or raise TypeError."""
     arrays: dict[str, Any] = {}
     text = json.dumps(_encode(value, arrays), separators=(",", ":"))
     packed: dict[str, Any] = {"json": np.frombuffer(text.encode(), np.uint8)}

@@ -126,10 +126,7 @@ class PyDatasetOrder(DataOrder):
 
 
 class TensorFlowShuffle(DataOrder):
-    """Shuffles arrays on TensorFlow in an order that NumPy's generator draws.
-
-    `tf.random.shuffle` keeps its state inside a compiled pipeline, where nothing can read it.
-    """
+    """Shuffles arrays on TensorFlow by NumPy: nothing can read the state of `tf.random.shuffle`."""
 
     def __init__(self, iterator: FitIterator) -> None:
         import tensorflow as tf
@@ -176,10 +173,7 @@ def control_order(iterator: FitIterator) -> DataOrder:
 
 
 class FitBatches:
-    """Follows the epoch iterator of one `fit`, or returns it to a position.
-
-    `executions` of this epoch have ended, with `batch` batches.
-    """
+    """Follows one `fit`: `executions` of this epoch have ended, with `batch` batches."""
 
     def __init__(self, iterator: FitIterator) -> None:
         self._iterator = iterator
@@ -228,10 +222,7 @@ class FitBatches:
             self._kept_position = self.position()
 
     def restore(self, position: dict[str, Any], before_first_batch: Callable[[], Any]) -> None:
-        """Let the next epoch begin at `position`.
-
-        `before_first_batch` may return a step that the loop gets before the first batch.
-        """
+        """Begin the next epoch at `position`; `before_first_batch` may return a step to run first."""
         self._resume_position, self._before_first_batch = position, before_first_batch
         self.executions, self.batch = position["executions"], position["batch"]
         self._passes, self._taken = position["made"], position["taken"]
@@ -361,11 +352,7 @@ class FitBatches:
 
 
 def random_state(generators: Sequence[Any] = ()) -> dict[str, Any]:
-    """The generators that `fit` draws the order of data from, as plain values.
-
-    NumPy's for arrays on JAX, torch's on PyTorch, Python's for a `PyDataset`; `generators` of a
-    DataLoader.
-    """
+    """The generators of the process and of a DataLoader, from which the order is drawn."""
     shared = process_random.capture()
     return {
         "shared": {name: np.frombuffer(data, np.uint8) for name, data in shared.items()},
@@ -409,12 +396,42 @@ def position_warning(data: FitData) -> str | None:
             "its start, so it needs a new process and a generator that yields the same batches again. "
             "Use arrays, a PyDataset, a tf.data.Dataset or a DataLoader."
         )
-    if data.kind == "PyDataset":
-        return _py_dataset_warning(data.py_dataset)
+    if data.kind == "PyDataset" and not is_stateful(data.py_dataset):
+        kind, base = type(data.py_dataset), keras.utils.PyDataset
+        for name in ("on_epoch_begin", "on_epoch_end"):
+            if getattr(kind, name) is not getattr(base, name):
+                return (
+                    f"the data are a {kind.__name__} with `{name}`: what that changes is not in the "
+                    f"backup. Give it `state_dict` and `load_state_dict`, or make a batch a function "
+                    f"of its index."
+                )
     if data.kind == "tf.data":
-        return _tf_dataset_warning(data.tf_dataset())
+        dataset = data.tf_dataset()
+        for node in filter(tf_shuffles, tf_dataset_nodes(dataset)):
+            if all(seed is not None and int(seed) == 0 for seed in tf_seeds(node)):
+                return (
+                    "the data are a tf.data.Dataset that shuffles without a seed: a resumed run gets "
+                    "another order. Pass one: `dataset.shuffle(n, seed=0)`, or call "
+                    "`keras.utils.set_random_seed(0)` before."
+                )
+        if dataset.options().deterministic is False:
+            return (
+                "the data are a tf.data.Dataset with `deterministic=False`: a resumed run gets "
+                "another order."
+            )
     if data.kind == "DataLoader":
-        return _loader_warning(data.torch_loader())
+        from torch.utils import data as torch_data
+
+        loader = data.torch_loader()
+        sampler = getattr(loader, "sampler", None)
+        known = (torch_data.SequentialSampler, torch_data.RandomSampler)
+        known += (torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
+        is_iterable = isinstance(loader.dataset, torch_data.IterableDataset)
+        if not is_iterable and type(sampler) not in known:
+            return (
+                f"the data are a DataLoader with a {type(sampler).__name__}: its order is restored "
+                f"only if it draws from the generators of torch, NumPy or Python."
+            )
     return None
 
 
@@ -430,45 +447,3 @@ def describe(data: FitData) -> dict[str, Any]:
                 tuple(np.asarray(array) for array in arrays)
             ).fingerprint()
     return fields
-
-
-def _py_dataset_warning(dataset: Any) -> str | None:
-    kind, base = type(dataset), keras.utils.PyDataset
-    methods = ("on_epoch_begin", "on_epoch_end")
-    overridden = [name for name in methods if getattr(kind, name) is not getattr(base, name)]
-    if not overridden or is_stateful(dataset):
-        return None
-    return (
-        f"the data are a {kind.__name__} with `{overridden[0]}`: what that changes is not in the "
-        f"backup. Give it `state_dict` and `load_state_dict`, or make a batch a function of its index."
-    )
-
-
-def _tf_dataset_warning(dataset: Any) -> str | None:
-    for node in filter(tf_shuffles, tf_dataset_nodes(dataset)):
-        if all(seed is not None and int(seed) == 0 for seed in tf_seeds(node)):
-            return (
-                "the data are a tf.data.Dataset that shuffles without a seed: a resumed run gets "
-                "another order. Pass one: `dataset.shuffle(n, seed=0)`, or call "
-                "`keras.utils.set_random_seed(0)` before."
-            )
-    if dataset.options().deterministic is False:
-        return (
-            "the data are a tf.data.Dataset with `deterministic=False`: a resumed run gets another "
-            "order."
-        )
-    return None
-
-
-def _loader_warning(loader: Any) -> str | None:
-    import torch.utils.data as data
-
-    sampler = getattr(loader, "sampler", None)
-    known = (data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler)
-    known += (data.WeightedRandomSampler,)
-    if isinstance(loader.dataset, data.IterableDataset) or type(sampler) in known:
-        return None
-    return (
-        f"the data are a DataLoader with a {type(sampler).__name__}: its order is restored only if it "
-        f"draws from the generators of torch, NumPy or Python."
-    )

@@ -1,8 +1,7 @@
 """All private details of Keras that this package relies on; no other module of it knows any.
 
-How `fit` gets its batches is in its local variables and in the methods of its epoch iterator. They
-are changed only on that iterator, its data adapter and the list of callbacks, which end with the
-call.
+They are changed only on the epoch iterator of a `fit`, its data adapter and its list of callbacks,
+which end with the call.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ from perdure.errors import TrainError
 
 __all__ = ["MonitorCallback", "print_msg"]
 
-CALLBACK_ATTRIBUTES = frozenset({"_model", "params", "model"})
-"""Attributes that Keras sets on every callback."""
-
+CALLBACK_ATTRIBUTES = frozenset({"_model", "params", "model"})  # Keras sets them on every callback
+# Of a compiled model. `fit` of an outer model may never use those of a nested one.
 COMPILED_ATTRIBUTES = ("_optimizer", "_loss_tracker", "_compile_metrics")
-"""Attributes of a compiled model. `fit` of an outer model may never use those of a nested one."""
 
 _OLDEST = (3, 12)  # the first with today's epoch iterator; tested with 3.15
 _NEEDED = ("data_adapter", "steps_per_epoch", "steps_per_execution", "_current_iterator")
@@ -48,9 +45,7 @@ _ADAPTERS: dict[str, Any] = {
 
 
 class FitData:
-    """The training data of one `fit`; `kind` is "arrays", "generator", "PyDataset", "tf.data",
-    "DataLoader" or "other".
-    """
+    """The training data of one `fit`; `kind` is a key of `_ADAPTERS` or "other"."""
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
@@ -184,9 +179,7 @@ class RunningFit:
         self.arguments = {name: local[name] for name in names if name in local and name != "self"}
 
     def build(self) -> None:
-        """Make the variables that TensorFlow makes late; shapes and dtypes are enough, no batch is
-        taken.
-        """
+        """Make the variables that TensorFlow makes late, by shapes and dtypes."""
         model = self.model
         if keras.backend.backend() == "tensorflow":
             model._symbolic_build(data_batch=self.iterator.data.tf_dataset().element_spec)
@@ -216,11 +209,7 @@ class RunningFit:
             del self.callbacks.on_test_begin
 
     def replay_step(self, logs: dict[str, float]) -> tuple[int, int, Any]:
-        """What the iterator yields so that the body of the loop runs once and changes nothing.
-
-        `fit` keeps the logs of the last step in a local variable, and an epoch may have no step
-        left.
-        """
+        """A step that changes nothing: `fit` keeps `logs` in a local, and an epoch may have no step."""
         model, callbacks = self.model, self.callbacks
         train_function = model.train_function
 
@@ -238,9 +227,7 @@ class RunningFit:
 
 
 def running_fit(model: Any) -> RunningFit:
-    """The `fit` of `model` that the caller is called from; TrainError for none, or an unknown
-    Keras.
-    """
+    """The `fit` of `model` that the caller is called from, or TrainError."""
     frame = _fit_frame(sys._getframe(1), lambda local: local.get("self") is model)
     if frame is None:
         raise TrainError(
@@ -265,10 +252,7 @@ def has_direction(callback: Any) -> bool:
 
 
 def set_direction(callback: Any) -> None:
-    """Let the callback decide that, once: it changes the sign of `min_delta`.
-
-    ValueError if it cannot.
-    """
+    """Let the callback decide that, once: it changes the sign of `min_delta`; or ValueError."""
     callback._set_monitor_op()
 
 

@@ -42,10 +42,7 @@ def metrics(model: Any) -> dict[str, Any]:
 
 
 def attributes(model: Any) -> dict[str, Any]:
-    """Optimizers, metrics and seed generators that are not in `model.variables`, by attribute path.
-
-    TrainError for an optimizer that is not built, whose variables could not be restored.
-    """
+    """Optimizers, metrics and seed generators that are not in `model.variables`, by path."""
     members = dict(_uncounted(model))
     for path, member in members.items():
         if not getattr(member, "built", True):
@@ -105,9 +102,7 @@ def _children(value: Any) -> list[tuple[str, Any]]:
 def open_manager(
     directory: Any, params: Any, options: ManagerOptions | None = None, **arguments: Any
 ) -> CheckpointManager:
-    """A manager for `directory`; that of an earlier `fit` is closed, of the same `fit` an
-    ArgumentError.
-    """
+    """A manager; that of an earlier `fit` is closed, one of the same `fit` is an ArgumentError."""
     # A backup holds the random generators itself, as they are at the batch at which `fit` resumes.
     options = replace(options or ManagerOptions(), save_random_state=False)
     # No strategy of perdure computes the state of a `fit`.

@@ -230,24 +230,16 @@ def load_weights(
 
 
 def _check_directory(filepath: Any) -> None:
-    """Raise `ArgumentError` for a file name, which `keras.callbacks.ModelCheckpoint` takes here."""
-    if filepath is None or filepath == "":
-        raise ArgumentError(f"filepath: expected a directory, found {filepath!r}.")
-    if not isinstance(filepath, (str, os.PathLike)):
-        return
-    name = os.fspath(filepath)
-    if name.endswith((".keras", ".h5")):
-        reason = "a file name"
-    elif "{" in name:
-        reason = "a pattern for file names"
-    else:
-        return
-    raise ArgumentError(
-        f"filepath: expected a directory, found {reason}: {name!r}. This callback keeps all its "
-        f"checkpoints in one run directory, each named by its step: pass a directory such as "
-        f"'runs/model'. `max_to_keep` says how many stay, `perdure ls` lists them with their metrics, "
-        f"and `perdure.keras.load_weights` loads one."
-    )
+    """Refuse a file name, which `keras.callbacks.ModelCheckpoint` takes here."""
+    name = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else filepath
+    is_file = isinstance(name, str) and (name.endswith((".keras", ".h5")) or "{" in name)
+    if name is None or name == "" or is_file:
+        raise ArgumentError(
+            f"filepath: expected a directory, found {name!r}. This callback keeps all its checkpoints "
+            f"in one run directory, each named by its step: pass a directory such as 'runs/model'. "
+            f"`max_to_keep` says how many stay, `perdure ls` lists them with their metrics, and "
+            f"`perdure.keras.load_weights` loads one."
+        )
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Exports whose consumers need JAX, in a fork of a process that has it."""
+"""Imports from Orbax, in a fork of a process that has JAX."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from pathlib import Path
 
 from forked import run_forked
 
-WORKER = Path(__file__).with_name("jax_export_worker.py")
+WORKER = Path(__file__).with_name("orbax_worker.py")
 
 
-def test_orbax_loads_the_bits(tmp_path: Path) -> None:
+def test_the_bits_come_from_orbax(tmp_path: Path) -> None:
     ((status, output, errors),) = run_forked("keras-jax", WORKER, [[str(tmp_path)]], [{}])
     assert status == 0, errors
     orbax = json.loads(output.splitlines()[-1])
-    assert orbax["arrays"]
-    assert orbax["scalars"] == [3, "x"]
-    assert orbax["refused"] == "UnsupportedLeafError"
     assert orbax["back"] == [
         ["name", "py:str", []],
         ["params/b", "bfloat16", [3]],
@@ -24,6 +21,6 @@ def test_orbax_loads_the_bits(tmp_path: Path) -> None:
         ["params/w", "float32", [2, 3]],
         ["step", "py:int", []],
     ]
-    assert orbax["changed"], "the bytes could not be held"
+    assert orbax["same"]
     assert orbax["standard"] == [["train/params/w", "bfloat16", [4, 2]]]
     assert orbax["no such"] == "DataError"

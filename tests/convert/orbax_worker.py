@@ -1,4 +1,4 @@
-"""Orbax both ways, which needs JAX. Prints one JSON object."""
+"""Imports from Orbax, which needs JAX. Prints one JSON object."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 
-from perdure import CheckpointManager
-from perdure.convert import export, import_run
+from perdure import CheckpointManager, load_checkpoint
+from perdure.convert import import_run
 from perdure.errors import PerdureError
 from perdure.store import Run
 
@@ -38,27 +38,18 @@ def orbax(folder: Path) -> dict[str, Any]:
     }
     run = folder / "arrays"
     with CheckpointManager(run) as manager:
-        manager.save(1, {**state, "raw": b"1"})
+        manager.save(1, state)
     fingerprint = Run(run).manifest(1).fingerprint
-    refused = kind_of_error(lambda: export(run, "orbax", folder / "orbax"))
-    leaves = ["params", "step", "name"]
-    export(run, "orbax", folder / "orbax", leaves=leaves, verify=True)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.restore(folder / "orbax")
+        checkpointer.save(folder / "orbax", load_checkpoint(run, leaves=["params", "step", "name"]))
     back = import_run(folder / "orbax", folder / "back")
     sharded = {"params": {"w": jax.numpy.ones((4, 2), "bfloat16")}}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "standard", sharded)
     standard = import_run(folder / "standard", folder / "from-standard", branch="train")
     return {
-        "arrays": all(
-            np.asarray(tree["params"][name]).tobytes() == array.tobytes()
-            for name, array in state["params"].items()
-        ),
-        "scalars": [tree["step"], tree["name"]],
-        "refused": refused,
         "back": [[leaf.path, leaf.dtype, list(leaf.shape)] for leaf in back.leaves],
-        "changed": back.fingerprint != fingerprint,
+        "same": back.fingerprint == fingerprint,
         "standard": [[leaf.path, leaf.dtype, list(leaf.shape)] for leaf in standard.leaves],
         "no such": kind_of_error(lambda: import_run(folder, folder / "y", kind="orbax")),
     }

@@ -33,26 +33,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Resolved on first use, so that `import perdure` and `perdure ls` stay quick and framework-free.
+# Resolved on first use, so that `import perdure` and `perdure ls` stay quick and framework-free. Names
+# without an entry are in `perdure.checkpoint`.
 _HOMES = {
-    "EXIT_PREEMPTED": "perdure.checkpoint",
     "ArrayDataset": "perdure.data",
-    "Checkpoint": "perdure.checkpoint",
-    "CheckpointManager": "perdure.checkpoint",
     "LocalStorage": "perdure.store",
-    "ManagerOptions": "perdure.checkpoint",
     "MemoryStorage": "perdure.store",
     "PerdureError": "perdure.errors",
-    "PreemptionCheckpointHandler": "perdure.checkpoint",
-    "Retention": "perdure.checkpoint",
     "RunConfig": "perdure.train",
-    "TerminationConfig": "perdure.checkpoint",
     "Trainer": "perdure.train",
-    "verify_run": "perdure.store",
     "heartbeat": "perdure.runtime.heartbeats",
     "initialize_distributed": "perdure.distribute",
-    "latest_checkpoint": "perdure.checkpoint",
-    "load_checkpoint": "perdure.checkpoint",
+    "verify_run": "perdure.store",
 }
 
 __all__ = [
@@ -79,8 +71,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in __all__:
+        return getattr(import_module(_HOMES.get(name, "perdure.checkpoint")), name)
     if name in ("jax", "keras", "torch"):  # as `tf.keras`, without an import of its own
         return import_module(f"perdure.{name}")
     raise missing("perdure", name)

@@ -48,10 +48,7 @@ class NoGoodCheckpointError(CorruptionError):
 
 
 class UnreachableError(StoreError):
-    """The storage cannot be read, retries included: no answer, no permission, too many open files, ...
-
-    Its contents are unknown, so nothing was changed.
-    """
+    """The storage cannot be read, retries included. Its contents are unknown; nothing was changed."""
 
 
 class SaveError(StoreError):
@@ -104,10 +101,7 @@ class JournalMismatchError(PerdureError):
 
 
 class CorruptDevice(NamedTuple):
-    """A device that an audit suspects: its host, its process, its number there, and its name.
-
-    The number is that by which PERDURE_EXCLUDED_DEVICES leaves it out.
-    """
+    """A device that an audit suspects; its number is the one in PERDURE_EXCLUDED_DEVICES."""
 
     host: str
     process: int

@@ -98,19 +98,15 @@ class MultiWorkerMirroredStrategy(Strategy):
     """The devices of a group of processes. Make it before anything else that uses JAX.
 
     The group is, in this order: the one that the program has already initialized in the framework, that
-    of `cluster_resolver`, or the one that the environment describes (docs/CLUSTER.md).
-
-    A step raises WorkerLostError when another process dies: save nothing, leave with os._exit, and
-    restart the whole group from the last checkpoint.
+    of `cluster_resolver`, or the one that the environment describes (docs/CLUSTER.md). A step raises
+    WorkerLostError when another process dies: save nothing, leave with os._exit, and restart the group.
 
     Args:
         cluster_resolver: The group, or the name of a source ("slurm").
-        replicas: V, the number of logical replicas; by default the number of devices in the group.
-        devices: The local devices, as in MirroredStrategy.
-        seed: 0 to 2**63 - 1.
-        threads: The size of the CPU's thread pool, as in MirroredStrategy.
         local_device_ids: The accelerators that JAX gives to this process.
         options: Time limits.
+
+    The other arguments are those of `MirroredStrategy`; `devices` are the local ones.
 
     Raises:
         ClusterError: A process does not come or comes twice, or descriptions contradict each other.

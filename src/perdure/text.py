@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-FEW = 5
-"""Items that a message names; a reader who needs all of them asks the command with `--json`."""
+FEW = 5  # items that a message names; `--json` has all
 
 
 def few(items: Iterable[object], limit: int = FEW, separator: str = ", ") -> str:

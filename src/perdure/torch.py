@@ -78,12 +78,11 @@ class MirroredStrategy(Strategy):
         replicas: V, the number of logical replicas; by default the number of devices.
         seed: 0 to 2**63 - 1.
         threads: The number of threads inside an operation, which is part of the recipe; by default 1.
-        compile: A backend of `torch.compile` ("inductor") for the `grad` of `step`. It is part of the
-            recipe, so that no run resumes what was compiled in another way; by default None.
+        compile: A backend of `torch.compile` ("inductor") for the `grad` of `step`, which is part of
+            the recipe; by default None.
 
     Raises:
-        TopologyError: The devices do not exist, or are several accelerators, or there is no such
-            backend.
+        TopologyError: The devices or the backend do not exist, or are several accelerators.
     """
 
     def __init__(
@@ -119,19 +118,14 @@ class MultiWorkerMirroredStrategy(Strategy):
     """The devices of a group of processes.
 
     The group is, in this order: the one that the program has already initialized in the framework, that
-    of `cluster_resolver`, or the one that the environment describes (docs/CLUSTER.md).
-
-    A step raises WorkerLostError when another process dies: save nothing, leave, and restart the whole
-    group from the last checkpoint.
+    of `cluster_resolver`, or the one that the environment describes (docs/CLUSTER.md). A step raises
+    WorkerLostError when another process dies: save nothing, leave, and restart the whole group.
 
     Args:
         cluster_resolver: The group, or the name of a source ("slurm").
-        replicas: V, the number of logical replicas; by default the number of devices in the group.
-        devices: The local devices, as in MirroredStrategy.
-        seed: 0 to 2**63 - 1.
-        threads: The number of threads inside an operation, as in MirroredStrategy.
-        compile: A backend of `torch.compile`, as in MirroredStrategy.
         options: Time limits.
+
+    The other arguments are those of `MirroredStrategy`; `devices` are the local ones.
 
     Raises:
         ClusterError: A process does not come or comes twice, or descriptions contradict each other.
@@ -158,17 +152,12 @@ class MultiWorkerMirroredStrategy(Strategy):
 def process_group(group: Any = None) -> Processes:
     """The processes of a `torch.distributed` group that exists, for a `CheckpointManager`.
 
-    For scripts that call `init_process_group`, with any backend, under torchrun for instance:
-    `CheckpointManager(..., processes=process_group())`. For the default group this is
-    `perdure.initialize_distributed("torch")`, which can also make that group. May be called twice.
+    For scripts that call `init_process_group`: `CheckpointManager(..., processes=process_group())`.
+    Messages go through the store of the default group, and not through its collectives.
 
     Args:
         group: The group; None for the default one. For others, every process of the default group makes
             this call with a group to which it belongs, before the first manager.
-
-    Returns:
-        The processes. Messages between them go through the store of the default group, and not through
-        its collectives.
 
     Raises:
         ClusterError: There is no default group, or this process does not belong to `group`.
@@ -202,24 +191,16 @@ def gradients(
     """
     if unused not in ("error", "zeros"):
         raise StateError(f'unused: expected "error" or "zeros", found {unused!r}')
-    names, parameters = [], []
-    for name, parameter in named_parameters(module).items():
-        if parameter.requires_grad:
-            names.append(name)
-            parameters.append(parameter)
-    grads = dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+    parameters = {n: p for n, p in named_parameters(module).items() if p.requires_grad}
+    found = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)
+    grads = dict(zip(parameters, found, strict=True))
     missing = [name for name, grad in grads.items() if grad is None]
-    if not missing:
-        return grads
-    if unused == "error":
+    if missing and unused == "error":
         raise StateError(
             f"the loss does not depend on {', '.join(missing)}; freeze them with "
             'requires_grad_(False), or pass unused="zeros"'
         )
-    return {
-        name: torch.zeros_like(parameter) if grads[name] is None else grads[name]
-        for name, parameter in zip(names, parameters, strict=True)
-    }
+    return grads | {name: torch.zeros_like(parameters[name]) for name in missing}
 
 
 def apply_gradients(
@@ -236,8 +217,7 @@ def apply_gradients(
         StateError: A name is not that of a parameter.
     """
     parameters = named_parameters(module)
-    if not parameters.keys() >= grads.keys():
-        unknown = sorted(grads.keys() - parameters.keys())
+    if unknown := sorted(grads.keys() - parameters.keys()):
         raise StateError(
             f"grads: expected names of parameters of the module, found {', '.join(unknown)} as well; "
             "take them from module.named_parameters()"
@@ -256,15 +236,12 @@ def state_dict(
 ) -> dict[str, Any]:
     """The tensors of one module in a checkpoint, as its `load_state_dict` takes them.
 
-    Needs none of the code of the model, and reads only this branch. Changes nothing in the run
-    directory.
+    Needs none of the code of the model, reads only this branch, and changes nothing.
 
     Args:
-        directory: The run directory, or one checkpoint of it: `RUN@STEP`, `RUN@latest`, `RUN@best`,
-            `RUN@best:max:METRIC` or `RUN@best:min:METRIC`.
+        directory: The run directory or one checkpoint of it, as for `perdure.load_checkpoint`.
         branch: The path of the module in the state, such as "model"; "" if the module is the state.
-        step: The step; None for the newest good checkpoint. Newer ones that are damaged are skipped
-            with a warning.
+        step: The step; None for the newest good checkpoint, with a warning of newer damaged ones.
 
     Returns:
         Tensors on the CPU by dotted name (`encoder.0.weight`), each with memory and dtype of its own.

@@ -100,7 +100,6 @@ def test_a_listing_has_age_and_why_a_step_is_kept() -> None:
     assert rows[3].age_s == 7200
     assert rows[3].metrics == {"loss": 1 / 3}
     assert "2 h" in str(listing)
-    assert "<table>" in listing._repr_html_()
 
 
 def test_a_listing_names_the_rules_that_a_manager_recorded(tmp_path: Path) -> None:
@@ -135,6 +134,6 @@ def test_ages(seconds: float, text: str) -> None:
 def test_a_terminal_obeys_no_name(tmp_path: Path) -> None:
     where = tmp_path / "run\x1b[2J\udcff"
     make(where, 1)
-    for text in (str(tree(where)), tree(where)._repr_html_()):
+    for text in (str(tree(where)), repr(tree(where))):
         assert "\x1b" not in text
         assert text.isprintable() or all(line.isprintable() for line in text.splitlines())

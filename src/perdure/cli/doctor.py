@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -60,12 +60,9 @@ def doctor(
     run: str | None,
     names: tuple[str, ...],
     repeats: int,
-    steps: int,
-    workers: int,
-    devices: int | None,
-    read_only: tuple[str, ...],
     as_json: bool,
     command: tuple[str, ...],
+    **how: Any,
 ) -> bool:
     """Compute things several times, and compare the bits: on each device, and in several processes.
 
@@ -89,9 +86,8 @@ def doctor(
     machine = describe_machine()
     files = check_file_system(run) if run is not None else ()
     if command:
-        options = ProgramOptions(steps, workers, devices, read_only)
         with kept_or_temporary(None, "doctor") as work:
-            found = check_program(command, options, work, progress)
+            found = check_program(command, ProgramOptions(**how), work, progress)
         diagnosis = DoctorReport(machine, files, program=found)
     else:
         results = [check_framework(name, repeats, progress=progress) for name in chosen]

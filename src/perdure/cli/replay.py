@@ -139,12 +139,10 @@ def bisect(
     one: str,
     two: str,
     command2: str | None,
-    workers: int | None,
-    devices: int | None,
-    read_only: tuple[str, ...],
     directory: Path | None,
     as_json: bool,
     command: tuple[str, ...],
+    **how: Any,
 ) -> bool:
     """Find the first step at which the run directories RUN1 and RUN2 part.
 
@@ -162,8 +160,7 @@ def bisect(
     from perdure.checkpoint.address import open_run
     from perdure.look.journal_bisect import bisect_runs
 
-    options = (command2, workers, devices, read_only or None, directory)
-    if not command and any(option is not None for option in options):
+    if not command and (command2 is not None or directory or any(how.values())):
         raise click.UsageError("expected what RUN1 was started with after the options: -- COMMAND")
     for run in (one, two):
         open_run(run)  # refuses the name of a checkpoint
@@ -174,7 +171,7 @@ def bisect(
     if found.step is not None and command:
         from perdure.drill.step_bisect import BisectOptions, bisect_step
 
-        options = BisectOptions(command, _words(command2), workers, devices, read_only)
+        options = BisectOptions(command, _words(command2), **how)
         with kept_or_temporary(directory, "bisect") as work:
             stepped = bisect_step((one, two), found.step, found.last_equal, options, work, progress)
         result["replay"] = {**asdict(stepped), "part_name": stepped.part and stepped.part.name}

@@ -39,9 +39,7 @@ _Weighted = Sequence[tuple[StoredCheckpoint, float]]
 
 @dataclass(frozen=True, repr=False)
 class Averaged(Shown):
-    """What `average` made: (checkpoint, weight) in the order of the sum, and the paths of leaves
-    that were averaged, are `equal` in all sources, or were taken from `like`.
-    """
+    """What `average` made, and of which leaves: averaged, `equal` in all, taken from `like`."""
 
     run: str
     manifest: Manifest

@@ -22,7 +22,6 @@ from perdure.data.sources import ArraySource, add_weight, as_source, stack, unst
 from perdure.errors import DataError, TopologyError
 
 WeightedIndex = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-"""The example number (int64) and the weight (float32; 1, or 0 for padding) of each of some rows."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,11 @@ class Augment:
 
     Args:
         fn: `fn(example, rng)` returns the changed example; `rng` is a `numpy.random.Generator` for
-            this example alone. With `batched` it is `fn(batch, keys)`: `keys` is uint32[rows, 2], the
-            data of one threefry key of JAX per row (`jax.random.wrap_key_data(keys)`), and no row may
-            depend on another.
-        batched: whether `fn` takes whole batches.
+            this example alone. An exception becomes a `DataError` that names the example.
+        batched: whether it is `fn(batch, keys)`: `keys` is uint32[rows, 2], the data of one threefry
+            key of JAX per row, and no row may depend on another.
         name: the name of the change in the recipe, by default that of the function. Change it when the
             function changes.
-
-    An exception in `fn` becomes a `DataError` that names the example.
     """
 
     fn: Callable[[Any, Any], Any]
@@ -100,11 +96,7 @@ class DatasetBase:
         self._settings: dict[str, int | bool] = {}  # for the recipe
 
     def epoch(self, step: int) -> tuple[int, int]:
-        """The epoch of a global step, and its number within that epoch. Both start at 0.
-
-        Raises:
-            ArgumentError: `step` is negative, or no integer.
-        """
+        """The epoch of a global step, and its number within that epoch; both start at 0."""
         return divmod(step_number(step), self.steps_per_epoch)
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Any:
@@ -113,7 +105,7 @@ class DatasetBase:
         Args:
             step: the global step.
             replica: which of the equal, contiguous parts of the batch.
-            replicas: the number of parts; it must divide `batch_size`.
+            replicas: the number of parts.
 
         Returns:
             The stacked examples with their weights (float32[batch_size / replicas]; 0 for padding): a
@@ -169,15 +161,14 @@ class Dataset(DatasetBase):
 
     Args:
         source: a list, a torch Dataset, a Grain MapDataset or the like. An example is an array, a
-            number, or a dict, tuple or list of them; all have the same structure, dtypes and shapes.
+            number, or a dict, tuple or list of them, of one structure, dtypes and shapes.
         batch_size: rows of the *global* batch.
         seed: decides the order of the examples and what `augment` draws.
         shuffle: whether every epoch has an order of its own; otherwise it is that of `source`.
         drop_remainder: whether to leave out the last batch of an epoch if it is incomplete. Otherwise
             it is padded with rows from the start of that epoch's order, which have weight 0.
         augment: a function (example, rng) or an `Augment`.
-        fingerprint: replaces the fingerprint that is computed from examples: a name and version that
-            change whenever the data change.
+        fingerprint: a name and version of the data, in place of the computed fingerprint.
 
     Raises:
         DataError: there are no examples, or no whole batch with `drop_remainder`.
@@ -211,12 +202,7 @@ class Dataset(DatasetBase):
     _open = staticmethod(as_source)
 
     def indices(self, step: int) -> WeightedIndex:
-        """Which examples are in the global batch of a step.
-
-        Returns:
-            The number of each example (int64[batch_size]), and its weight (float32[batch_size]): 1, or
-            0 for padding. Both are read-only.
-        """
+        """The examples of a global batch (int64[batch_size]) and their weights (float32; 0 pads)."""
         if self._last_index is not None and self._last_index[0] == step:
             return self._last_index[1]
         epoch, within = self.epoch(step)

@@ -82,11 +82,7 @@ class Prefetch:
         return future.result()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the threads, after the batches that they are making. May be called twice.
-
-        Errors of batches that were not asked for are not raised. With `wait=False` the call returns at
-        once, and a thread that still reads ends later, or with the process.
-        """
+        """Stop the threads, after the batches that they are making; `wait=False` returns at once."""
         with self._lock:
             if self._closed:
                 return

@@ -23,7 +23,7 @@ Open = Callable[[Any, int], Iterable[Any]]
 class StreamDataset(DatasetBase):
     """Batches of the examples of streams: iterators, generators, tar files, IterableDatasets.
 
-    The number of virtual shards is part of the recipe. The number of logical replicas must divide it.
+    The number of virtual shards is part of the recipe; the number of logical replicas must divide it.
     After a resume, every stream is read up to its position.
 
     Args:
@@ -36,11 +36,9 @@ class StreamDataset(DatasetBase):
         batch_size: rows of the *global* batch, a multiple of the number of shards.
         seed: decides what `augment` draws.
         drop_remainder: whether an epoch ends with the last batch that all shards can fill. Otherwise
-            it ends with the longest shard, and the rows of the others are padding: the first example
-            of the dataset, with weight 0.
+            it ends with the longest shard, and the rows of the others are padding of weight 0.
         augment: a function (example, rng) or an `Augment`.
-        fingerprint: replaces the fingerprint that is computed from the shards: a name and version that
-            change whenever the data change.
+        fingerprint: a name and version of the data, in place of the computed fingerprint.
 
     Raises:
         DataError: there are no shards or no examples, the batch size does not fit, or a stream that is

@@ -27,23 +27,21 @@ class BackupAndRestore(keras.callbacks.Callback):
     """Backs up `fit` and resumes it at the batch where it was interrupted, with the same bits.
 
     Takes the arguments of `keras.callbacks.BackupAndRestore`. If the same program calls `fit` again
-    after an interruption, training resumes after the last backup. Weights, optimizer, seeds, metrics,
-    the order of the data, `History` and the state of other callbacks are then those of a run without
-    the interruption. `epochs` may be another number than in the interrupted call.
+    after an interruption, training resumes after the last backup, with weights, optimizer, seeds,
+    metrics, the order of the data, `History` and the state of other callbacks as without it. `epochs`
+    may be another number.
 
     Args:
         backup_dir: Directory of the backups, for this callback alone.
         save_freq: "epoch", a number of batches, or False to save before a preemption only. A save
             runs in the background; a resume uses the newest backup that is complete and undamaged.
         double_checkpoint: Accepted for compatibility. Two backups are always kept.
-        delete_checkpoint: Delete `backup_dir` when training is finished, except for files that the
-            callback did not write.
+        delete_checkpoint: Delete what the callback wrote when training is finished.
         save_before_preemption: On SIGTERM, finish the step, save, and exit with status 75.
         allow: Fields of the recipe that may differ between the backup and this run
             (`docs/STRATEGIES.md`).
         journal_every: Record a digest of the model, its optimizer and its metrics in the journal of
-            `backup_dir` after every so many batches (`docs/JOURNAL.md`). `delete_checkpoint` deletes
-            the journal, too.
+            `backup_dir` after every so many batches (`docs/JOURNAL.md`).
 
     Raises:
         ArgumentError: An argument has a value that cannot be used (also a `ValueError`).

@@ -76,18 +76,10 @@ class Stateless:
         *,
         training: bool = True,
     ) -> tuple[Any, dict[str, Any]]:
-        """Call the model for one logical replica. Losses that layers add are not computed.
+        """Call the model for one logical replica; every seed generator starts from its `key`.
 
-        Args:
-            state: The state.
-            trainable: The trainable variables by path.
-            x: The inputs.
-            key: The key of the replica; every seed generator of the model starts from it.
-            training: As in `model(x, training=...)`.
-
-        Returns:
-            The outputs, and the non-trainable variables (of BatchNormalization) by path; return these
-            as contributions.
+        Losses that layers add are not computed. Returns the outputs, and the non-trainable variables
+        (of BatchNormalization) by path; return these as contributions.
         """
         values = {**flatten_dict(state["model"]), **trainable, **self._seeded(key)}
         model = self._model
@@ -104,15 +96,9 @@ class Stateless:
     def apply(
         self, state: Mapping[str, Any], grads: Mapping[str, Any], statistics: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The state after one step of the optimizer.
+        """The state after one step of the optimizer, or StateError if there is none.
 
-        Args:
-            state: The state before.
-            grads: Mean gradients by path.
-            statistics: Means over the replicas, by path.
-
-        Raises:
-            StateError: There is no optimizer.
+        `grads` and `statistics` are means over the replicas, by path.
         """
         if self._optimizer is None:
             raise StateError("apply needs an optimizer: Stateless(model, optimizer)")

@@ -21,16 +21,11 @@ if TYPE_CHECKING:
     from perdure.look.leaf_stats import stats
     from perdure.look.listing import list_run, tree
 
-# Imported at first use, because most commands need few of them.
+# Imported at first use, because most commands need few of them; the others are in `leaf_reader`.
 _HOMES = {
     "diff": "perdure.look.checkpoint_diff",
     "list_run": "perdure.look.listing",
     "open_checkpoint": "perdure.checkpoint.address",
-    "origin": "perdure.look.leaf_reader",
-    "read_array": "perdure.look.leaf_reader",
-    "read_elements": "perdure.look.leaf_reader",
-    "scalar_value": "perdure.look.leaf_reader",
-    "select_leaves": "perdure.look.leaf_reader",
     "stats": "perdure.look.leaf_stats",
     "tree": "perdure.look.listing",
 }
@@ -54,6 +49,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in __all__:
+        return getattr(import_module(_HOMES.get(name, "perdure.look.leaf_reader")), name)
     raise AttributeError(f"module 'perdure.look' has no attribute {name!r}")

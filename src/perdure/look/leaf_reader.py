@@ -22,20 +22,13 @@ from perdure.text import counted
 if TYPE_CHECKING:
     import numpy as np
 
-KEY_PREFIX = "key<"
-"""The dtype of typed random keys begins with this; their elements are `uint32` words."""
-
-ORIGIN = "origin"
-"""The path of the process leaf with the note on what a checkpoint was made from, which is JSON."""
-
-ChunksOf = Callable[[LeafEntry], Iterator[memoryview]]
-"""Yields the verified bytes of a leaf in parts of 4 MiB."""
+KEY_PREFIX = "key<"  # of the dtype of typed random keys, whose elements are `uint32` words
+ORIGIN = "origin"  # the process leaf with the note on what a checkpoint was made from, in JSON
+ChunksOf = Callable[[LeafEntry], Iterator[memoryview]]  # the verified bytes in parts of 4 MiB
 
 
 class Elements(NamedTuple):
-    """Elements of an array leaf that follow each other from number `start`, row-major, in own
-    memory.
-    """
+    """Elements of an array leaf that follow each other from number `start`, row-major."""
 
     entry: LeafEntry
     start: int
@@ -120,11 +113,7 @@ def describe(entry: LeafEntry) -> str:
 
 
 def element_dtype(entry: LeafEntry) -> np.dtype[Any]:
-    """The NumPy dtype of the elements of an array leaf; `uint32` for random keys, a byte for
-    `int4`.
-
-    Raises `UnsupportedLeafError` if there is none.
-    """
+    """The NumPy dtype of the elements (`uint32` of random keys), or `UnsupportedLeafError`."""
     if entry.dtype.startswith(KEY_PREFIX):
         return numpy_dtype("uint32")
     if entry.dtype.startswith(SCALAR_PREFIX):

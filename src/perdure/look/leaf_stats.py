@@ -52,9 +52,7 @@ class Stats:
 
 @dataclass(frozen=True, repr=False)
 class StatsTable(Shown):
-    """The figures of a checkpoint by path, and an error for each leaf whose dtype is not known
-    here.
-    """
+    """The figures of a checkpoint by path, and an error for each leaf of an unknown dtype."""
 
     name: str
     rows: tuple[Stats, ...]

@@ -1,4 +1,4 @@
-"""Results for people: aligned text in a terminal of any width, HTML in a notebook; and as JSON."""
+"""Results for people, as aligned text in a terminal of any width; and as JSON."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 @dataclass(frozen=True)
 class Table:
-    """A header and rows of cells (None is empty); a narrow terminal does without `optional`
-    columns.
-    """
+    """A header and rows of cells (None is empty); narrow terminals lack `optional` columns."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
     optional: Sequence[str] = ()
 
     def text(self, width: int | None = None) -> str:
-        """The table as text.
-
-        If a row needs more than `width` characters, optional columns are left out; if that is not
-        enough, each cell has a line.
-        """
+        """As text; of a row of more than `width` characters each cell has a line, at the last."""
         cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         left = list(range(len(widths)))
@@ -54,19 +48,6 @@ class Table:
     def __str__(self) -> str:
         return self.text()
 
-    def _repr_html_(self) -> str:
-        import html  # only a notebook needs it
-
-        sides = ["right" if right else "left" for right in self._right()]
-        rows = []
-        for tag, row in zip(("th", *["td"] * len(self.rows)), self._cells(), strict=True):
-            cells = (
-                f'<{tag} style="text-align:{side};white-space:pre">{html.escape(cell)}</{tag}>'
-                for cell, side in zip(row, sides, strict=True)
-            )
-            rows.append(f"<tr>{''.join(cells)}</tr>")
-        return f"<table>{''.join(rows)}</table>"
-
     def _cells(self) -> list[list[str]]:
         return [list(self.header), *([printable(_text(cell)) for cell in row] for row in self.rows)]
 
@@ -76,7 +57,7 @@ class Table:
 
 
 class Shown:
-    """Base of a result: `str` and a notebook show the blocks of `_blocks`, text and tables."""
+    """Base of a result: `str` and `repr` show the blocks of `_blocks`, text and tables."""
 
     def as_dict(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -91,18 +72,8 @@ class Shown:
             for block in self._blocks()
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text()
-
-    def _repr_html_(self) -> str:
-        import html
-
-        return "".join(
-            block._repr_html_()
-            if isinstance(block, Table)
-            else f"<p>{html.escape(visible(block))}</p>"
-            for block in self._blocks()
-        )
 
 
 def plain(value: Any) -> Any:

@@ -49,10 +49,9 @@ class OutputConfig:
     """Where a `Trainer` writes for people.
 
     Args:
-        summary_dir: Local directory of `metrics.jsonl` and of the TensorBoard events. None is the run
+        summary_dir: Local directory of `metrics.jsonl` and the TensorBoard events; None is the run
             directory, if that is local.
-        tensorboard: Whether to write events for TensorBoard, which needs the extra `tensorboard`; None
-            writes them if that is installed.
+        tensorboard: Whether to write events for TensorBoard; None writes them if it is installed.
         progress: "lines" or "off".
         console: A text stream for the lines. None is standard error.
     """
@@ -80,16 +79,13 @@ class RunConfig(TensorFlowNames):
             keeps all (`max_to_keep` of `CheckpointManager`).
         keep_checkpoint_every_n_hours: Keep one checkpoint for every so many hours too
             (`Retention.keep_every_n_hours`).
-        save_summary_steps: Write the metrics into TensorBoard events and `metrics.jsonl` after every so
-            many steps.
+        save_summary_steps: Write the metrics for people after every so many steps.
         log_step_count_steps: Show progress after every so many steps. None: every ten seconds.
         seed: Recorded in the recipe, and passed to a `state` that is a function of one argument.
         steps_per_execution: Steps that run in one call. Saves, hooks and preemption are then handled
             after every so many steps.
-        journal_every: Record digests of the state and the batch in the journal of the run after every
-            so many steps, and compare the steps that a resumed run repeats
-            (`ManagerOptions.journal_every`). An execution of several steps that passes a multiple is
-            recorded at its end.
+        journal_every: Record digests of the state and the batch in the journal after every so many
+            steps, and compare the steps that a resumed run repeats (`ManagerOptions.journal_every`).
         audit: Share of the steps of a strategy, 0 to 1, in which the contribution of one replica is
             computed again and compared (`Strategy.step`). None for what the step itself says.
         checkpoint: The other options of the checkpoints.

@@ -42,10 +42,9 @@ PredictFn = Callable[[Any, Any], Any]
 class Hook:
     """Base class of hooks. Override any of the methods; the others do nothing.
 
-    The trainer that is passed has `step` (finished steps), `state`, which a hook may replace, `due`,
-    `request_stop`, `summaries`, and `manager`, to pin a step or to look at others. With
-    `steps_per_execution`, `before_step` and `after_step` are called before and after several steps.
-    In a group every process calls every hook, and must come to the same decisions.
+    The trainer has `step` (finished steps), `state`, which a hook may replace, `due`, `request_stop`,
+    `summaries` and `manager`. With `steps_per_execution`, `before_step` and `after_step` are called
+    around several steps. In a group every process calls every hook, with the same decisions.
     """
 
     def begin(self, trainer: Trainer) -> None:
@@ -58,14 +57,12 @@ class Hook:
         """A step has run; `logs` is what it returned. Reading a value of it waits for the step."""
 
     def before_save(self, trainer: Trainer) -> None:
-        """The state of `trainer.step` is about to be saved. The hook must not change it: an
-        interrupted run saves at other steps than an uninterrupted one."""
+        """The state is about to be saved. Do not change it: interrupted runs save at other steps."""
 
     def after_save(self, trainer: Trainer) -> None:
-        """The checkpoint of `trainer.step` is durable.
+        """The checkpoint of `trainer.step` is durable: training waits for it if a hook has this method.
 
-        If a hook overrides this method, training waits for every save. It is not called for a save that
-        fails, nor for the save before a preempted run exits.
+        Not called for a save that fails, nor for the save before a preempted run exits.
         """
 
     def after_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -83,17 +80,15 @@ class Trainer(TrainingState, TensorFlowNames):
             (the loss), or a mapping of scalars and (sum, weight) pairs.
         state: A tree of values that a checkpoint takes, or a function that makes it. If the function
             has a parameter, it is called with `config.seed`.
-        data: A dataset addressed by step, a function of the step, a list of batches, or an iterator
-            whose position can be saved and restored. With a strategy, batches are
-            `strategy.batch(data, step)`.
+        data: A dataset addressed by step (with a strategy: `strategy.batch(data, step)`), a function of
+            the step, a list of batches, or an iterator whose position can be saved and restored.
         config: Where the run lives, and when it saves.
         hooks: Called around steps, saves and evaluations.
         strategy: How the steps are distributed.
         eval_fn: `eval_fn(state, batch)` returns the metrics of a batch as (sum, weight) pairs. With a
             strategy it runs for each logical replica.
-        warm_start_from: A run directory or one of its checkpoints, `RUN@STEP`. A new run begins with
-            the values of its leaves, where path, shape and dtype are those of `state`; a warning lists
-            the others.
+        warm_start_from: A run directory or `RUN@STEP`. A new run begins with the values of its leaves,
+            where path, shape and dtype are those of `state`; a warning lists the others.
 
     Raises:
         ArgumentError, TrainError: An argument cannot be used.
@@ -148,16 +143,14 @@ class Trainer(TrainingState, TensorFlowNames):
         Without `max_steps` and `steps` training ends with the data, or when a hook stops it.
 
         On SIGTERM or a cloud's notice, the step is finished and saved, and the process exits with
-        status 75. After an error of a step or a hook, another call resumes from the last checkpoint. On
-        JAX a step of a strategy that fails may have used the memory of `state`, which is lost then:
-        reading it raises `StateError`.
+        status 75. After an error, another call resumes from the last checkpoint. On JAX a step that
+        fails may have used the memory of `state`: reading it raises `StateError` then.
 
         Args:
             max_steps: Train until the state contains this many steps, those of earlier calls and runs
                 included. If it does already, `train` logs that and returns.
-            steps: Instead of `max_steps`: train for so many steps more than the checkpoint has when
-                this call begins. A program that is restarted after an interruption then trains for
-                `steps` more again, so pass `max_steps` in a job that may be interrupted.
+            steps: Instead of `max_steps`: so many steps more than the checkpoint has when this call
+                begins; a program that is restarted trains for `steps` more again.
             hooks: Further hooks of this call, which have no state in the checkpoint.
             saving_listeners: Hooks with `before_save` and `after_save`; the same as `hooks`.
 
@@ -193,9 +186,8 @@ class Trainer(TrainingState, TensorFlowNames):
     ) -> dict[str, float]:
         """Train as `train` does, and evaluate on `data` after each `every` steps and at the end.
 
-        Every evaluation is saved with the state of its step, under names such as `eval/accuracy`
-        (for `Retention(best_metric=...)`). The hooks get those after each `every` steps; one at the end
-        that is none of these is only returned, because a run to more steps would not have it.
+        Every evaluation is saved with the state of its step, as `eval/accuracy` and so on. The hooks
+        get those after each `every` steps; another one at the end is only returned.
 
         Args:
             data: What to evaluate on.

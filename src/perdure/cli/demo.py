@@ -20,17 +20,8 @@ from perdure.look.tables import Table
 
 
 @command("demo")
-@click.option(
-    "--engine",
-    type=click.Choice(["jax", "torch"]),
-    default="jax",
-    help="The framework to train with.",
-)
-@click.option(
-    "--data",
-    type=click.Path(path_type=str, exists=True),
-    help="MNIST or Fashion-MNIST: IDX files or .npz.",
-)
+@click.option("--engine", type=click.Choice(["jax", "torch"]), default="jax", help="The framework.")
+@click.option("--data", type=click.Path(exists=True), help="MNIST: IDX files or .npz.")
 @click.option("--epochs", type=click.IntRange(2), default=6, help="Epochs to train.")
 @seed_option
 @directory_option

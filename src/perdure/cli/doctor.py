@@ -27,31 +27,12 @@ _MOST_LINES = 40
 
 
 @command("doctor")
+@click.option("--run", metavar="RUN", help="Also try the file system of a run directory.")
 @click.option(
-    "--run",
-    metavar="RUN",
-    type=click.Path(path_type=str),
-    help="Also try the file system of a run directory; it is not changed.",
+    "--framework", "names", type=click.Choice(["jax", "torch"]), multiple=True, help="Else all."
 )
-@click.option(
-    "--framework",
-    "names",
-    type=click.Choice(["jax", "torch"]),
-    multiple=True,
-    help="By default all that are installed. May be repeated.",
-)
-@click.option(
-    "--repeats",
-    type=click.IntRange(2),
-    default=5,
-    help="Results of each kernel on each device of each process.",
-)
-@click.option(
-    "--steps",
-    type=COUNT,
-    default=2,
-    help="End COMMAND once it has saved or recorded so many steps.",
-)
+@click.option("--repeats", type=click.IntRange(2), default=5, help="Results of each kernel.")
+@click.option("--steps", type=COUNT, default=2, help="End COMMAND after so many saved steps.")
 @workers_option
 @devices_option
 @read_only_option

@@ -26,15 +26,8 @@ from perdure.errors import ArgumentError
 
 
 @command("drill")
-@click.option(
-    "--faults", help="Kinds of faults, separated by commas; by default all that can happen."
-)
-@click.option(
-    "--runs",
-    type=COUNT,
-    default=20,
-    help="Faulted runs, besides the restores that every drill tries.",
-)
+@click.option("--faults", help="Kinds of faults, separated by commas; by default all.")
+@click.option("--runs", type=COUNT, default=20, help="Faulted runs, besides the restores.")
 @seed_option
 @workers_option
 @read_only_option

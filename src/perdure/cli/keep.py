@@ -104,15 +104,11 @@ def _print_report(report: VerifyReport, repaired: bool) -> None:
 @click.option(
     "--keep-every-n-hours",
     type=click.FloatRange(0, min_open=True),
-    help="Also keep one checkpoint for every N hours.",
+    help="Also one for every N hours.",
 )
 @click.option("--keep-period", type=COUNT, help="Also keep the steps that are multiples of N.")
 @click.option("--best-metric", type=str, help="Also keep the best checkpoints by this metric.")
-@click.option(
-    "--best-mode",
-    type=click.Choice(["max", "min"]),
-    help="Whether the largest (max, the default) or the smallest value is best.",
-)
+@click.option("--best-mode", type=click.Choice(["max", "min"]), help="max is the default.")
 @click.option("--best-to-keep", type=COUNT, help="How many of the best to keep (1 by default).")
 @click.option("--rolled-back", is_flag=True, help="Also remove what rollbacks set aside.")
 @dry_run_option

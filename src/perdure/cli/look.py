@@ -76,7 +76,7 @@ def diff(first: str, second: str, leaves: tuple[str, ...], as_json: bool) -> boo
     "--depth",
     metavar="N",
     type=click.IntRange(0),
-    help="Of --tree or --stats: branches of N parts, nothing below; 0 is the whole state.",
+    help="Of --tree or --stats: branches of N parts.",
 )
 def show(
     run: str, tree: bool, stats: bool, leaves: tuple[str, ...], depth: int | None, as_json: bool

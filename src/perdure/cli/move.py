@@ -101,9 +101,7 @@ def fork(run: str, new: str, as_json: bool) -> None:
 @command("average", epilog=EXIT_STATUS)
 @checkpoint_argument("checkpoints", "RUN@STEP...", nargs=-1, required=True)
 @output_option("The new run directory.", required=True, type=NewRun())
-@click.option(
-    "--weights", metavar="W,W,...", help="A weight for each checkpoint, in their order; else equal."
-)
+@click.option("--weights", metavar="W,W,...", help="A weight for each; else equal ones.")
 @leaves_option
 @click.option("--like", metavar="RUN@STEP", help="Where all other leaves come from.")
 def average(
@@ -145,12 +143,7 @@ def _names(file: str | None) -> NameMap | None:
 @click.option("--to", required=True, type=click.Choice(WRITTEN), help="The format.")
 @leaves_option
 @click.option("--names", metavar="FILE", help="New names: old=new in each line, with * and **.")
-@click.option(
-    "--shard-size",
-    "shard_bytes",
-    type=Size(),
-    help="The most bytes of a file of safetensors; 5GB by default.",
-)
+@click.option("--shard-size", "shard_bytes", type=Size(), help="Of safetensors; 5GB by default.")
 @click.option("--verify", is_flag=True, help="Read the result and compare it with the checkpoint.")
 def export(
     checkpoint: str, out: str, leaves: tuple[str, ...], names: str | None, as_json: bool, **how: Any

@@ -30,12 +30,7 @@ _STEPS = re.compile(r"(\d*):(\d*)")
 
 @command("replay")
 @run_argument
-@click.option(
-    "--steps",
-    metavar="A:B",
-    help="From the checkpoint at or before A up to step B; by default from the oldest checkpoint to "
-    "the last step. `0:` replays from the beginning.",
-)
+@click.option("--steps", metavar="A:B", help="From the checkpoint at or before A up to step B.")
 @click.option("--sample", type=COUNT, help="Only so many stretches between two checkpoints.")
 @seed_option
 @workers_option
@@ -126,9 +121,7 @@ def _print_replay(found: dict[str, Any]) -> None:
 @click.argument("one", metavar="RUN1", type=click.Path(path_type=str))
 @click.argument("two", metavar="RUN2", type=click.Path(path_type=str))
 @click.option(
-    "--command2",
-    metavar="'COMMAND2 ...'",
-    help="What RUN2 was started with, in quotes, if that is not COMMAND.",
+    "--command2", metavar="'COMMAND2 ...'", help="What RUN2 was started with, if not COMMAND."
 )
 @click.option("--workers", type=COUNT, help="Processes; by default as in each run.")
 @devices_option

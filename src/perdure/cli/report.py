@@ -17,24 +17,12 @@ from perdure.text import counted
 @runs_argument
 @output_option("The HTML file, or with --plot a .png or .svg. An older one is replaced.")
 @click.option("--plot", is_flag=True, help="Draw metrics over steps; without -o as text.")
-@click.option(
-    "--metric", multiple=True, metavar="PATTERN", help="Of --plot: these metrics; all by default."
-)
+@click.option("--metric", multiple=True, metavar="PATTERN", help="Of --plot: these metrics.")
 @click.option("--norms", is_flag=True, help="Of --plot: norms and update ratios of leaves instead.")
 @leaves_option
-@click.option(
-    "--log-dir",
-    "logs",
-    multiple=True,
-    type=PATH,
-    help="A log directory of `perdure run`; found by default. May be repeated.",
-)
-@click.option(
-    "--drill", multiple=True, type=PATH, help="A file with the document of `perdure drill --json`."
-)
-@click.option(
-    "--verify", multiple=True, type=PATH, help="A file with that of `perdure verify RUN --json`."
-)
+@click.option("--log-dir", "logs", multiple=True, type=PATH, help="Logs of `perdure run`.")
+@click.option("--drill", multiple=True, type=PATH, help="Output of `perdure drill --json`.")
+@click.option("--verify", multiple=True, type=PATH, help="Output of `perdure verify RUN --json`.")
 def report(
     runs: tuple[str, ...],
     output: Path | None,

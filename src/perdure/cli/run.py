@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 # Options after the program belong to the program.
 @command("run", context_settings={"allow_interspersed_args": False})
 @click.option("--workers", type=COUNT, help="Processes of the group.  [default: 1, or MAX]")
-@click.option(
-    "--multi-node",
-    is_flag=True,
-    help="This machine is one of several that run this command; the environment says which "
-    "(docs/CLUSTER.md).",
-)
+@click.option("--multi-node", is_flag=True, help="One of several machines, by the environment.")
 @devices_option
 @click.option(
     "--max-restarts", type=click.IntRange(0), default=100, help="Failures after which to restart."
@@ -53,45 +48,26 @@ if TYPE_CHECKING:
     "step, save, evaluate, end or stopped.",
 )
 @click.option(
-    "--grace",
-    type=click.FloatRange(0),
-    default=60.0,
-    help="Seconds to save and exit after a signal.",
+    "--grace", type=click.FloatRange(0), default=60.0, help="Seconds to save after a signal."
+)
+@click.option("--log-dir", type=click.Path(), help="For the logs of the run and of each worker.")
+@click.option("--timestamps", is_flag=True, help="Begin each line with the time.")
+@click.option(
+    "--compilation-cache", type=PATH, help="Of JAX; 'off' for none.  [default: in ~/.cache, on CPU]"
 )
 @click.option(
-    "--log-dir",
-    type=click.Path(),
-    help="For one log file per worker and attempt, and the log of the run.",
-)
-@click.option(
-    "--timestamps", is_flag=True, help="Begin each line of output and logs with the time."
-)
-@click.option(
-    "--compilation-cache",
-    type=PATH,
-    help="Where JAX keeps compiled programs; 'off' for nowhere.  [default: in ~/.cache, on CPU]",
-)
-@click.option(
-    "--warm",
-    metavar="MODULE",
-    multiple=True,
-    help="Keep a warm process beside each worker that has imported MODULE; costs its memory.",
+    "--warm", metavar="MODULE", multiple=True, help="Keep spare processes that have imported it."
 )
 @click.option(
     "--audit",
     type=click.FloatRange(0, 1),
-    help="Share of the steps of a strategy in which a contribution is computed again and compared.",
+    help="Share of the steps that are partly computed again.",
 )
 @click.option(
-    "--on-corruption",
-    type=click.Choice(["raise", "exclude"]),
-    help="After wrong numbers: end as after any error, or continue without the device.",
+    "--on-corruption", type=click.Choice(["raise", "exclude"]), help="What to do with the device."
 )
 @click.option(
-    "--allow",
-    metavar="FIELD",
-    multiple=True,
-    help="Resume from a checkpoint whose recipe differs in FIELD, with a warning.",
+    "--allow", metavar="FIELD", multiple=True, help="Resume although the recipe differs in FIELD."
 )
 @command_argument()
 def run(

@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, Literal
 from weakref import ref
@@ -52,6 +53,11 @@ class FitData:
         self.adapter_name = type(adapter).__name__
         matching = (kind for kind, cls in _ADAPTERS.items() if isinstance(adapter, cls))
         self.kind = next(matching, "other")
+        self.py_dataset: Any = getattr(adapter, "py_dataset", None)
+        shuffle = "_shuffle" if self.kind == "arrays" else "shuffle"
+        self.shuffles = bool(getattr(adapter, shuffle, False))  # of arrays and of a PyDataset
+        self.tf_dataset: Callable[[], Any] = adapter.get_tf_dataset
+        self.torch_loader: Callable[[], Any] = adapter.get_torch_dataloader
 
     @property
     def num_batches(self) -> int | None:
@@ -63,16 +69,8 @@ class FitData:
         arrays = [array for array in keras.tree.flatten(adapter._inputs) if array is not None]
         return arrays, adapter._num_samples, adapter._batch_size
 
-    @property
-    def shuffles(self) -> bool:
-        adapter = self._adapter
-        return bool(adapter._shuffle if self.kind == "arrays" else adapter.shuffle)
-
-    @property
-    def py_dataset(self) -> Any:
-        return self._adapter.py_dataset
-
     def replace_py_dataset(self, dataset: Any) -> None:
+        """Let Keras, and its workers, read `dataset` in order."""
         adapter = self._adapter
         for reader in (adapter, adapter.enqueuer):
             if reader is not None:
@@ -82,12 +80,6 @@ class FitData:
         """Drop what workers read in the pass before, which Keras would yield first in the next."""
         if self._adapter.enqueuer is not None:
             self._adapter.enqueuer.ready_queue.queue.clear()
-
-    def tf_dataset(self) -> Any:
-        return self._adapter.get_tf_dataset()
-
-    def torch_loader(self) -> Any:
-        return self._adapter.get_torch_dataloader()
 
 
 class FitIterator:
@@ -102,12 +94,14 @@ class FitIterator:
                 f"batch, found {keras.__version__}{f' without {missing[0]}' if missing else ''}."
             )
         self._iterator = iterator
-        self._class: Any = type(iterator)
         self.data = FitData(iterator.data_adapter)
-
-    @property
-    def has_steps_per_epoch(self) -> bool:
-        return self._iterator.steps_per_epoch is not None
+        self.has_steps_per_epoch = iterator.steps_per_epoch is not None
+        kind: Any = type(iterator)
+        # Keras's own methods: the steps of an epoch (first step, last step, batches); the next pass.
+        self.enumerate_steps: Callable[[], Iterator[Any]] = partial(
+            kind._enumerate_iterator, iterator
+        )
+        self.make_pass: Callable[[], Any] = partial(kind._get_iterator, iterator)
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -136,13 +130,6 @@ class FitIterator:
     ) -> None:
         self._iterator._enumerate_iterator = enumerate_steps
         self._iterator._get_iterator = make_pass
-
-    def enumerate_steps(self) -> Iterator[Any]:
-        """Keras's own steps of an epoch: (first step, last step, batches)."""
-        return self._class._enumerate_iterator(self._iterator)
-
-    def make_pass(self) -> Any:
-        return self._class._get_iterator(self._iterator)
 
     @property
     def tf_pipeline(self) -> Any:

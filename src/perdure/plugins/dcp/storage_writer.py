@@ -27,7 +27,7 @@ from perdure.checkpoint.retention import (
     recorded_retention,
 )
 from perdure.errors import ArgumentError, StateError, warn_caller
-from perdure.plugins.dcp.layout import (
+from perdure.plugins.dcp.storage_reader import (
     DcpRank,
     done,
     generators,

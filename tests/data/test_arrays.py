@@ -125,12 +125,12 @@ def test_a_batch_that_does_not_divide_names_the_sizes_that_do() -> None:
 @pytest.mark.parametrize(
     ("arrays", "says"),
     [
-        ({}, "no arrays"),
-        ({"x": np.zeros((0, 2))}, "no examples"),
+        ({}, "found none"),
+        ({"x": np.zeros((0, 2))}, "found x: 0"),
         ({"x": np.zeros(3), "y": np.zeros(4)}, "x: 3, y: 4"),
         ({"x": np.zeros(3), "weight": np.zeros(3)}, '"weight"'),
-        (np.float32(1), "scalar"),
-        (np.array([object()]), "Python objects"),
+        (np.float32(1), "found float32[]"),
+        (np.array([object()]), "found object[1]"),
         ({1: np.zeros(3)}, "expected strings, found 1"),
     ],
 )

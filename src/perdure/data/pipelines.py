@@ -32,29 +32,22 @@ def is_pipeline(data: Any) -> bool:
 def refuse_pipeline(data: Any) -> None:
     if not is_pipeline(data):
         return
-    name = f"{type(data).__module__}.{type(data).__qualname__}"
-    if is_grain(data, "MapDataset"):
+    if is_grain(data, "MapDataset") or is_grain(data, "IterDataset"):
         advice = (
-            "Give the examples instead, without Grain's batch() and repeat(): "
-            "perdure.data.Dataset(map_dataset, batch_size=128)."
-        )
-    elif is_grain(data, "IterDataset"):
-        advice = (
-            "Use the grain.MapDataset that it was made from: perdure.data.Dataset(map_dataset, "
-            "batch_size=128). A Trainer without a strategy takes the IterDataset itself."
+            "perdure.data.Dataset(map_dataset, batch_size=128), without Grain's batch() and repeat(); "
+            "a Trainer without a strategy takes batches"
         )
     elif callable(getattr(data, "__getitem__", None)):
-        advice = "It is read by index, so wrap it: perdure.data.Dataset(data, batch_size=128)."
+        advice = "perdure.data.Dataset(data, batch_size=128), which reads it by index"
     else:
         advice = (
-            "It can only be read from its start (strategy.distribute_dataset and a Trainer take a "
-            "tf.data pipeline that has an index: docs/DATA.md). Read its examples into arrays for "
-            "perdure.ArrayDataset, read shards of it through perdure.data.StreamDataset, or pass a "
-            "function of the step. (`fit` of Keras takes it, with perdure.keras.BackupAndRestore.)"
+            "arrays in perdure.ArrayDataset, shards in perdure.data.StreamDataset, a function of the "
+            "step, or a tf.data pipeline that has an index (docs/DATA.md); `fit` of Keras takes it"
         )
     raise DataError(
-        f"expected a dataset with the batch of every step, found a pipeline of type {name}, whose "
-        f"batch(n) sets a batch size. {advice}"
+        f"expected a dataset with the batch of every step, found a pipeline of type "
+        f"{type(data).__module__}.{type(data).__qualname__}, whose batch(n) sets a batch size. Give "
+        f"{advice}."
     )
 
 

@@ -79,8 +79,7 @@ class ExampleSource:
         if (length := len(self._source)) != self._length:
             raise DataError(
                 f"the dataset changed: it had {self._length} examples when the run began and has "
-                f"{length} now. A run needs a dataset that does not change; start a new run for "
-                f"another one."
+                f"{length} now. Start a new run for another dataset."
             )
         if self._reference is None:
             first = self._read(0, 0)
@@ -93,9 +92,8 @@ class ExampleSource:
         first, second = (_hashed(self.take(index, 0)) for _ in range(2))
         if first != second:
             raise DataError(
-                f"reading examples {index.min()} to {index.max()} twice gave different bits, so no run "
-                f"can be repeated. Take random changes out of the dataset and give them as augment=, "
-                f"whose generators are seeded by seed, epoch and index."
+                f"reading examples {index.min()} to {index.max()} twice gave different bits. Take the "
+                f"random changes out of the dataset; give them as augment=, which is seeded."
             )
         return f"sampled:{self._length}:{first}"
 
@@ -153,41 +151,34 @@ def _length(source: Any) -> int:
         length = len(source)
     except OverflowError:
         length = sys.maxsize
-    if length == 0:
-        raise DataError("the dataset is empty: expected at least 1 example.")
-    if length >= sys.maxsize:
+    if not 0 < length < sys.maxsize:
         raise DataError(
-            "the dataset is endless (its length is the largest there is), so it has no epochs. Leave "
-            "out its repeat(): the steps continue into the next epoch without it."
+            f"the dataset is {'endless' if length else 'empty'}: expected at least 1 example, and no "
+            f"repeat(), without which the steps continue into the next epoch, too."
         )
     return length
 
 
 def _common_length(arrays: dict[str, npt.NDArray[Any]]) -> int:
-    if not arrays:
-        raise DataError("no arrays: a dataset needs at least one.")
     for name, array in arrays.items():
-        if array.ndim == 0:
-            raise DataError(f"array {name!r} is a scalar; its first axis must be the examples.")
-        if array.dtype.hasobject:
-            raise DataError(f"array {name!r} holds Python objects, which have no fixed bytes.")
+        if array.ndim == 0 or array.dtype.hasobject:
+            raise DataError(
+                f"array {name!r}: expected numbers, with the examples as the first axis, found "
+                f"{_describe(array)}."
+            )
     lengths = {name: array.shape[0] for name, array in arrays.items()}
-    if len(set(lengths.values())) > 1:
+    if len({*lengths.values()}) != 1 or 0 in lengths.values():
         listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise DataError(f"arrays differ in the length of their first axis ({listed}).")
-    length = next(iter(lengths.values()))
-    if length == 0:
-        raise DataError("the arrays hold no examples.")
-    return length
+        raise DataError(
+            f"expected arrays with first axes of one length above 0, found {listed or 'none'}."
+        )
+    return next(iter(lengths.values()))
 
 
 def stack(
     examples: Sequence[Any], reference: Any, name: Callable[[int], str], path: str = ""
 ) -> Any:
-    """One tree of arrays with a leading axis over the examples, which must be like `reference`.
-
-    `name` returns the name of a row for errors. Raises DataError for an example that differs.
-    """
+    """One tree of arrays over the examples, or DataError with `name(row)` if one differs."""
 
     def differs(row: int, expected: Any, found: Any, advice: str) -> DataError:
         return DataError(

@@ -1,7 +1,6 @@
 """Gives the loop the batch of a step, and says what to save of the data.
 
-Data by index have no position. An iterator is accepted if its position can be saved and restored:
-that before the batches that were fetched and not used yet.
+The position of an iterator is that before the batches that were fetched and not used yet.
 """
 
 from __future__ import annotations
@@ -81,17 +80,11 @@ class LoaderBatchSource(IteratorBatchSource):
 
 
 def open_source(data: Any, strategy: Any = None) -> BatchSource:
-    """The source of training batches for `data`.
+    """The source of training batches for `data`, or DataError.
 
-    Args:
-        data: A dataset with `batch(step)` (with a strategy: `strategy.batch(data, step)`), a strategy's
-            distributed dataset, a function of the step, a sequence of batches (which starts again at
-            its end), a loader with `state_dict` (likewise), or an iterator with a position. Without a
-            strategy also Grain's `MapDataset` and `IterDataset` of batches.
-        strategy: The strategy that the steps run under, or None.
-
-    Raises:
-        DataError: `data` is something else.
+    A dataset with `batch(step)` (with a strategy: `strategy.batch(data, step)`), a strategy's
+    distributed dataset, a function of the step, a sequence of batches or a loader with `state_dict`
+    (which start again at their end), an iterator with a position, batches of Grain.
     """
     data = by_index(data)
     strategy_recipe = strategy.recipe() if strategy is not None else {}
@@ -100,9 +93,7 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
         return BatchSource(lambda step: next(iter(data.from_step(step).take(1))), recipe)
     if is_grain(data, "MapDataset") and strategy is None:
         # Not modulo its length: Grain draws the order of the next epoch from the larger index.
-        return BatchSource(
-            lambda step: _grain_batch(data, step), {**strategy_recipe, "batches": len(data)}
-        )
+        return BatchSource(partial(_grain_batch, data), {"batches": len(data)})
     if strategy is not None or not is_grain(data, "IterDataset"):
         refuse_pipeline(data)
     if gives_batch_of_step(data):
@@ -147,8 +138,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _grain_batch(data: Any, step: int) -> Any:
-    batch = data[step]
-    if batch is None:
+    if (batch := data[step]) is None:
         raise DataError(
             f"batch {step} of the grain.MapDataset is None: a filter after batch() dropped it. Filter "
             f"the examples before they are batched."

@@ -69,18 +69,14 @@ class SaveTimer:
         return isinstance(self._every, AutoInterval)
 
     @property
-    def cost(self) -> float | None:
-        """Seconds that a save costs the loop: the median of the last saves, None before the first."""
-        return median(self._costs) if self._costs else None
-
-    @property
     def seconds(self) -> float:
         """The interval now: the optimum, or more if that would cost more than is allowed."""
-        auto, cost = self._every, self.cost
+        auto = self._every
         if not isinstance(auto, AutoInterval):
             return auto
-        if cost is None:
+        if not self._costs:
             return min(FIRST_S, auto.mean_time_between_failures / 10)
+        cost = median(self._costs)  # of the last saves
         best = optimum_interval(cost, auto.mean_time_between_failures)
         return max(best, cost / auto.max_overhead)
 

@@ -139,8 +139,7 @@ class Computation:
     def train(self, training: TrainingState, batches: list[Any]) -> Any:
         """Make one step for each batch; returns the logs of the last one.
 
-        `training.state` is replaced after every step, so that no older state is kept alive. It is
-        lost if a step failed that has changed it in place, or has used its memory (`donate`).
+        `training.state` is replaced after every step, so that no older state is kept alive.
         """
         try:
             return self._train(training, batches)

@@ -355,7 +355,6 @@ def test_an_unfinished_export_never_looks_finished(
 def test_verify_finds_a_changed_byte(
     run: str, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from perdure.convert import exporting
     from perdure.convert.formats import read_foreign as read
 
     changed = []
@@ -369,7 +368,7 @@ def test_verify_finds_a_changed_byte(
         changed.append(path)
         return read(path, kind)
 
-    monkeypatch.setattr(exporting, "read_foreign", after_a_flip)
+    monkeypatch.setattr("perdure.convert.formats.read_foreign", after_a_flip)
     with pytest.raises(CorruptionError):
         export(run, to, tmp_path / "out", leaves="model", verify=True)
     assert len(changed) == 1

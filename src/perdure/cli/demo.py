@@ -12,19 +12,19 @@ from typing import Any
 
 import click
 
-from perdure.cli.options import command, directory_option, seed_option
+from perdure.cli import options as cli
 from perdure.cli.output import document, say
 from perdure.demo import GUARDS
 from perdure.errors import missing_extra
 from perdure.look.tables import Table
 
 
-@command("demo")
+@cli.command("demo")
 @click.option("--engine", type=click.Choice(["jax", "torch"]), default="jax", help="The framework.")
 @click.option("--data", type=click.Path(exists=True), help="MNIST: IDX files or .npz.")
 @click.option("--epochs", type=click.IntRange(2), default=6, help="Epochs to train.")
-@seed_option
-@directory_option
+@cli.seed_option
+@cli.directory_option
 @click.option("--without", type=click.Choice(GUARDS), help="Remove one guard; the demo then fails.")
 def demo(
     engine: str,

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.options import (
-    COUNT,
-    command,
-    command_argument,
-    devices_option,
-    kept_or_temporary,
-    read_only_option,
-    workers_option,
-)
+from perdure.cli import options as cli
 from perdure.cli.output import document, progress, say, table
 from perdure.text import few
 
@@ -26,17 +18,17 @@ _MOST_LEAVES = 8
 _MOST_LINES = 40
 
 
-@command("doctor")
+@cli.command("doctor")
 @click.option("--run", metavar="RUN", help="Also try the file system of a run directory.")
 @click.option(
     "--framework", "names", type=click.Choice(["jax", "torch"]), multiple=True, help="Else all."
 )
 @click.option("--repeats", type=click.IntRange(2), default=5, help="Results of each kernel.")
-@click.option("--steps", type=COUNT, default=2, help="End COMMAND after so many saved steps.")
-@workers_option
-@devices_option
-@read_only_option
-@command_argument(required=False)
+@click.option("--steps", type=cli.COUNT, default=2, help="End COMMAND after so many saved steps.")
+@cli.workers_option
+@cli.devices_option
+@cli.read_only_option
+@cli.command_argument(required=False)
 def doctor(
     run: str | None,
     names: tuple[str, ...],
@@ -67,7 +59,7 @@ def doctor(
     machine = describe_machine()
     files = check_file_system(run) if run is not None else ()
     if command:
-        with kept_or_temporary(None, "doctor") as work:
+        with cli.kept_or_temporary(None, "doctor") as work:
             found = check_program(command, ProgramOptions(**how), work, progress)
         diagnosis = DoctorReport(machine, files, program=found)
     else:

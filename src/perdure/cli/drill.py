@@ -8,33 +8,22 @@ from typing import Any
 
 import click
 
-from perdure.cli.options import (
-    COUNT,
-    command,
-    command_argument,
-    directory_option,
-    kept_or_temporary,
-    options_of_library,
-    output_option,
-    read_only_option,
-    seed_option,
-    workers_option,
-)
+from perdure.cli import options as cli
 from perdure.cli.output import document
 from perdure.cli.output import report as report_error
 from perdure.errors import ArgumentError
 
 
-@command("drill")
+@cli.command("drill")
 @click.option("--faults", help="Kinds of faults, separated by commas; by default all.")
-@click.option("--runs", type=COUNT, default=20, help="Faulted runs, besides the restores.")
-@seed_option
-@workers_option
-@read_only_option
-@directory_option
-@output_option("Also write the report as an HTML file.")
+@click.option("--runs", type=cli.COUNT, default=20, help="Faulted runs, besides the restores.")
+@cli.seed_option
+@cli.workers_option
+@cli.read_only_option
+@cli.directory_option
+@cli.output_option("Also write the report as an HTML file.")
 @click.option("--fail-fast", is_flag=True, help="Stop at the first run that differs or fails.")
-@command_argument()
+@cli.command_argument()
 def drill(
     faults: str | None,
     directory: Path | None,
@@ -64,7 +53,7 @@ def drill(
     kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)
     if faults is not None and not kinds:
         raise ArgumentError(f"--faults: expected some of {', '.join(KINDS)}, found {faults!r}.")
-    with options_of_library():
+    with cli.options_of_library():
         options = DrillOptions(kinds, **how)
     if output is not None:
         templates()  # raises before the drill if they are not installed
@@ -76,7 +65,7 @@ def drill(
         except OSError as error:
             raise ArgumentError(_unwritable(output, error)) from error
     reporter = TextReporter(Console(stderr=as_json, soft_wrap=True))
-    with kept_or_temporary(directory, "drill") as work:
+    with cli.kept_or_temporary(directory, "drill") as work:
         try:
             report = run_drill(command, options, work, reporter.progress).document()
         except DrillStopped as stopped:

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.options import (
-    COUNT,
-    EXIT_STATUS,
-    checkpoint_argument,
-    command,
-    dry_run_option,
-    run_argument,
-)
+from perdure.cli import options as cli
 from perdure.cli.output import document, say, table
 from perdure.errors import ArgumentError
 from perdure.look.tables import size_text
@@ -28,8 +21,8 @@ if TYPE_CHECKING:
     from perdure.store.verify import VerifyReport
 
 
-@command("verify")
-@run_argument
+@cli.command("verify")
+@cli.run_argument
 @click.option("--repair", is_flag=True, help="Set aside what is damaged, then check again.")
 def verify(run: str, repair: bool, as_json: bool) -> bool:
     """Read and hash everything in the run directory RUN, and report damage.
@@ -98,20 +91,22 @@ def _print_report(report: VerifyReport, repaired: bool) -> None:
         say("`perdure verify --repair` sets aside what is damaged")
 
 
-@command("prune", epilog=EXIT_STATUS)
-@run_argument
-@click.option("--max-to-keep", type=COUNT, help="Keep the newest N checkpoints; by default all.")
+@cli.command("prune", epilog=cli.EXIT_STATUS)
+@cli.run_argument
+@click.option(
+    "--max-to-keep", type=cli.COUNT, help="Keep the newest N checkpoints; by default all."
+)
 @click.option(
     "--keep-every-n-hours",
     type=click.FloatRange(0, min_open=True),
     help="Also one for every N hours.",
 )
-@click.option("--keep-period", type=COUNT, help="Also keep the steps that are multiples of N.")
+@click.option("--keep-period", type=cli.COUNT, help="Also keep the steps that are multiples of N.")
 @click.option("--best-metric", type=str, help="Also keep the best checkpoints by this metric.")
 @click.option("--best-mode", type=click.Choice(["max", "min"]), help="max is the default.")
-@click.option("--best-to-keep", type=COUNT, help="How many of the best to keep (1 by default).")
+@click.option("--best-to-keep", type=cli.COUNT, help="How many of the best to keep (1 by default).")
 @click.option("--rolled-back", is_flag=True, help="Also remove what rollbacks set aside.")
-@dry_run_option
+@cli.dry_run_option
 def prune(
     run: str, max_to_keep: int | None, rolled_back: bool, dry_run: bool, as_json: bool, **rules: Any
 ) -> bool:
@@ -198,10 +193,10 @@ def _print_plan(plan: PrunePlan, lines: list[StepRange]) -> None:
     )
 
 
-@command("rollback", epilog=EXIT_STATUS)
-@checkpoint_argument("run")
+@cli.command("rollback", epilog=cli.EXIT_STATUS)
+@cli.checkpoint_argument("run")
 @click.option("--undo", is_flag=True, help="Bring back what rollbacks of RUN set aside.")
-@dry_run_option
+@cli.dry_run_option
 def rollback(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
     """Make RUN@STEP the newest checkpoint of its run; newer ones are set aside.
 

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.options import (
-    EXIT_STATUS,
-    checkpoint_argument,
-    command,
-    leaves_option,
-    run_argument,
-)
+from perdure.cli import options as cli
 from perdure.cli.output import document, print_result, say, terminal_width
 from perdure.look.tables import Table, printable, size_text
 from perdure.text import counted
@@ -26,8 +20,8 @@ if TYPE_CHECKING:
 VALUE_CHARACTERS = 200  # a longer value is cut in output for people; --json has all of it
 
 
-@command("ls", epilog=EXIT_STATUS)
-@run_argument
+@cli.command("ls", epilog=cli.EXIT_STATUS)
+@cli.run_argument
 def ls(run: str, as_json: bool) -> bool:
     """List the checkpoints of the run directory RUN, oldest first.
 
@@ -45,10 +39,10 @@ def ls(run: str, as_json: bool) -> bool:
     return bool(listing.damaged or listing.unread)
 
 
-@command("diff")
-@checkpoint_argument("first", "A")
-@checkpoint_argument("second", "B")
-@leaves_option
+@cli.command("diff")
+@cli.checkpoint_argument("first", "A")
+@cli.checkpoint_argument("second", "B")
+@cli.leaves_option
 def diff(first: str, second: str, leaves: tuple[str, ...], as_json: bool) -> bool:
     """Compare the checkpoints A and B: leaves, recipe, environment and metrics.
 
@@ -67,11 +61,11 @@ def diff(first: str, second: str, leaves: tuple[str, ...], as_json: bool) -> boo
     return not result.equal
 
 
-@command("show")
-@checkpoint_argument("run")
+@cli.command("show")
+@cli.checkpoint_argument("run")
 @click.option("--tree", is_flag=True, help="Show the leaves as a tree with the sizes of branches.")
 @click.option("--stats", is_flag=True, help="Show minimum, maximum, mean, norm and more of leaves.")
-@leaves_option
+@cli.leaves_option
 @click.option(
     "--depth",
     metavar="N",

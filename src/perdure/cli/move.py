@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.options import (
-    EXIT_STATUS,
-    NewRun,
-    Size,
-    checkpoint_argument,
-    command,
-    dry_run_option,
-    fresh_run,
-    leaves_option,
-    new_run_argument,
-    output_option,
-)
+from perdure.cli import options as cli
 from perdure.cli.output import document, print_result, say
 from perdure.convert.formats import FORMATS, WRITTEN
 from perdure.look.tables import leaves_text, size_text
@@ -30,10 +19,10 @@ if TYPE_CHECKING:
     from perdure.store import Copied
 
 
-@command("copy")
-@checkpoint_argument("run", "RUN[@STEP,...]")
-@new_run_argument("target", "TARGET")
-@dry_run_option
+@cli.command("copy")
+@cli.checkpoint_argument("run", "RUN[@STEP,...]")
+@cli.new_run_argument("target", "TARGET")
+@cli.dry_run_option
 def copy(run: str, target: str, dry_run: bool, as_json: bool) -> bool:
     """Copy checkpoints of the run directory RUN into the run directory TARGET, oldest first.
 
@@ -71,9 +60,9 @@ def copy(run: str, target: str, dry_run: bool, as_json: bool) -> bool:
     return bool(missing)
 
 
-@command("fork", epilog=EXIT_STATUS)
-@checkpoint_argument("run", "RUN@STEP")
-@new_run_argument("new", "NEW")
+@cli.command("fork", epilog=cli.EXIT_STATUS)
+@cli.checkpoint_argument("run", "RUN@STEP")
+@cli.new_run_argument("new", "NEW")
 def fork(run: str, new: str, as_json: bool) -> None:
     """Start the run directory NEW from one checkpoint of RUN, and leave RUN as it is.
 
@@ -98,11 +87,11 @@ def fork(run: str, new: str, as_json: bool) -> None:
         say(f"{new} starts at step {manifest.step} of {source.given}")
 
 
-@command("average", epilog=EXIT_STATUS)
-@checkpoint_argument("checkpoints", "RUN@STEP...", nargs=-1, required=True)
-@output_option("The new run directory.", required=True, type=NewRun())
+@cli.command("average", epilog=cli.EXIT_STATUS)
+@cli.checkpoint_argument("checkpoints", "RUN@STEP...", nargs=-1, required=True)
+@cli.output_option("The new run directory.", required=True, type=cli.NewRun())
 @click.option("--weights", metavar="W,W,...", help="A weight for each; else equal ones.")
-@leaves_option
+@cli.leaves_option
 @click.option("--like", metavar="RUN@STEP", help="Where all other leaves come from.")
 def average(
     checkpoints: tuple[str, ...],
@@ -126,7 +115,7 @@ def average(
     from perdure.convert import average
 
     given: Any = weights.split(",") if weights is not None else None  # `average` makes them numbers
-    with fresh_run():
+    with cli.fresh_run():
         made = average(checkpoints, output, weights=given, leaves=leaves or None, like=like)
     print_result(made, as_json)
 
@@ -137,13 +126,15 @@ def _names(file: str | None) -> NameMap | None:
     return None if file is None else NameMap.read(file)
 
 
-@command("export", epilog=EXIT_STATUS)
-@checkpoint_argument("checkpoint")
+@cli.command("export", epilog=cli.EXIT_STATUS)
+@cli.checkpoint_argument("checkpoint")
 @click.argument("out", metavar="OUT")
 @click.option("--to", required=True, type=click.Choice(WRITTEN), help="The format.")
-@leaves_option
+@cli.leaves_option
 @click.option("--names", metavar="FILE", help="New names: old=new in each line, with * and **.")
-@click.option("--shard-size", "shard_bytes", type=Size(), help="Of safetensors; 5GB by default.")
+@click.option(
+    "--shard-size", "shard_bytes", type=cli.Size(), help="Of safetensors; 5GB by default."
+)
 @click.option("--verify", is_flag=True, help="Read the result and compare it with the checkpoint.")
 def export(
     checkpoint: str, out: str, leaves: tuple[str, ...], names: str | None, as_json: bool, **how: Any
@@ -164,9 +155,9 @@ def export(
     print_result(done, as_json)
 
 
-@command("import", epilog=EXIT_STATUS)
+@cli.command("import", epilog=cli.EXIT_STATUS)
 @click.argument("source", metavar="SRC")
-@new_run_argument("run", "RUN")
+@cli.new_run_argument("run", "RUN")
 @click.option("--from", "kind", type=click.Choice(FORMATS), help="The format of SRC.")
 @click.option("--branch", metavar="PATH", help="Put the leaves below this path.")
 @click.option("--names", metavar="FILE", help="Paths: old=new in each line, with * and **.")
@@ -189,7 +180,7 @@ def import_(
 
     if not os.path.lexists(source):
         raise ArgumentError(f"{source}: expected a file or folder, found nothing.")
-    with fresh_run():
+    with cli.fresh_run():
         manifest = import_run(source, run, kind=kind, branch=branch or "", names=_names(names))
     if as_json:
         leaves = [{"path": leaf.path} for leaf in manifest.leaves]

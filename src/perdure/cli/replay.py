@@ -10,34 +10,23 @@ from typing import Any
 
 import click
 
-from perdure.cli.options import (
-    COUNT,
-    command,
-    command_argument,
-    devices_option,
-    directory_option,
-    kept_or_temporary,
-    read_only_option,
-    run_argument,
-    seed_option,
-    workers_option,
-)
+from perdure.cli import options as cli
 from perdure.cli.output import document, print_leaves, progress, say
 from perdure.text import counted
 
 _STEPS = re.compile(r"(\d*):(\d*)")
 
 
-@command("replay")
-@run_argument
+@cli.command("replay")
+@cli.run_argument
 @click.option("--steps", metavar="A:B", help="From the checkpoint at or before A up to step B.")
-@click.option("--sample", type=COUNT, help="Only so many stretches between two checkpoints.")
-@seed_option
-@workers_option
-@devices_option
-@read_only_option
-@directory_option
-@command_argument()
+@click.option("--sample", type=cli.COUNT, help="Only so many stretches between two checkpoints.")
+@cli.seed_option
+@cli.workers_option
+@cli.devices_option
+@cli.read_only_option
+@cli.directory_option
+@cli.command_argument()
 def replay(
     run: str,
     steps: str | None,
@@ -70,7 +59,7 @@ def replay(
     storage = open_run(run).storage
     first, last = _parsed(steps)
     options = ReplayOptions(first, last, **how)
-    with kept_or_temporary(directory, "replay") as work:
+    with cli.kept_or_temporary(directory, "replay") as work:
         results = replay_run(command, run, options, work, progress)
     found = replay_document(storage.where, command, options, results)
     # The record first, because nobody may read the output; and the output if the disk is full.
@@ -117,17 +106,17 @@ def _print_replay(found: dict[str, Any]) -> None:
     say(f"{found['verdict']}: {found['run']}{basis}")
 
 
-@command("bisect")
+@cli.command("bisect")
 @click.argument("one", metavar="RUN1", type=click.Path(path_type=str))
 @click.argument("two", metavar="RUN2", type=click.Path(path_type=str))
 @click.option(
     "--command2", metavar="'COMMAND2 ...'", help="What RUN2 was started with, if not COMMAND."
 )
-@click.option("--workers", type=COUNT, help="Processes; by default as in each run.")
-@devices_option
-@read_only_option
-@directory_option
-@command_argument(required=False)
+@click.option("--workers", type=cli.COUNT, help="Processes; by default as in each run.")
+@cli.devices_option
+@cli.read_only_option
+@cli.directory_option
+@cli.command_argument(required=False)
 def bisect(
     one: str,
     two: str,
@@ -165,7 +154,7 @@ def bisect(
         from perdure.drill.step_bisect import BisectOptions, bisect_step
 
         options = BisectOptions(command, _words(command2), **how)
-        with kept_or_temporary(directory, "bisect") as work:
+        with cli.kept_or_temporary(directory, "bisect") as work:
             stepped = bisect_step((one, two), found.step, found.last_equal, options, work, progress)
         result["replay"] = {**asdict(stepped), "part_name": stepped.part and stepped.part.name}
         if not as_json:

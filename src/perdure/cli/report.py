@@ -8,21 +8,23 @@ from typing import Any
 
 import click
 
-from perdure.cli.options import PATH, command, leaves_option, output_option, runs_argument
+from perdure.cli import options as cli
 from perdure.cli.output import document, say, terminal_width
 from perdure.text import counted
 
 
-@command("report")
-@runs_argument
-@output_option("The HTML file, or with --plot a .png or .svg. An older one is replaced.")
+@cli.command("report")
+@cli.runs_argument
+@cli.output_option("The HTML file, or with --plot a .png or .svg. An older one is replaced.")
 @click.option("--plot", is_flag=True, help="Draw metrics over steps; without -o as text.")
 @click.option("--metric", multiple=True, metavar="PATTERN", help="Of --plot: these metrics.")
 @click.option("--norms", is_flag=True, help="Of --plot: norms and update ratios of leaves instead.")
-@leaves_option
-@click.option("--log-dir", "logs", multiple=True, type=PATH, help="Logs of `perdure run`.")
-@click.option("--drill", multiple=True, type=PATH, help="Output of `perdure drill --json`.")
-@click.option("--verify", multiple=True, type=PATH, help="Output of `perdure verify RUN --json`.")
+@cli.leaves_option
+@click.option("--log-dir", "logs", multiple=True, type=cli.PATH, help="Logs of `perdure run`.")
+@click.option("--drill", multiple=True, type=cli.PATH, help="Output of `perdure drill --json`.")
+@click.option(
+    "--verify", multiple=True, type=cli.PATH, help="Output of `perdure verify RUN --json`."
+)
 def report(
     runs: tuple[str, ...],
     output: Path | None,

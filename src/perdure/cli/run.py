@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.options import (
-    COUNT,
-    EXIT_STATUS,
-    PATH,
-    command,
-    command_argument,
-    devices_option,
-    options_of_library,
-)
+from perdure.cli import options as cli
 from perdure.cli.output import discard_unwritten, document, report, say, table
 from perdure.errors import NotARunError, UnreachableError
 from perdure.supervise.attempts_log import DEFAULT_LOGS, FILE, RunHistory, read_runs
@@ -29,10 +21,10 @@ if TYPE_CHECKING:
 
 
 # Options after the program belong to the program.
-@command("run", context_settings={"allow_interspersed_args": False})
-@click.option("--workers", type=COUNT, help="Processes of the group.  [default: 1, or MAX]")
+@cli.command("run", context_settings={"allow_interspersed_args": False})
+@click.option("--workers", type=cli.COUNT, help="Processes of the group.  [default: 1, or MAX]")
 @click.option("--multi-node", is_flag=True, help="One of several machines, by the environment.")
-@devices_option
+@cli.devices_option
 @click.option(
     "--max-restarts", type=click.IntRange(0), default=100, help="Failures after which to restart."
 )
@@ -53,7 +45,9 @@ if TYPE_CHECKING:
 @click.option("--log-dir", type=click.Path(), help="For the logs of the run and of each worker.")
 @click.option("--timestamps", is_flag=True, help="Begin each line with the time.")
 @click.option(
-    "--compilation-cache", type=PATH, help="Of JAX; 'off' for none.  [default: in ~/.cache, on CPU]"
+    "--compilation-cache",
+    type=cli.PATH,
+    help="Of JAX; 'off' for none.  [default: in ~/.cache, on CPU]",
 )
 @click.option(
     "--warm", metavar="MODULE", multiple=True, help="Keep spare processes that have imported it."
@@ -69,7 +63,7 @@ if TYPE_CHECKING:
 @click.option(
     "--allow", metavar="FIELD", multiple=True, help="Resume although the recipe differs in FIELD."
 )
-@command_argument()
+@cli.command_argument()
 def run(
     workers: int | None,
     multi_node: bool,
@@ -100,7 +94,7 @@ def run(
     from perdure.supervise.supervisor import Supervisor
 
     bounds = _elastic(elastic)
-    with options_of_library():
+    with cli.options_of_library():
         options = RunOptions(
             workers=workers or (bounds[1] if bounds else 1),
             nodes=_nodes() if multi_node else None,
@@ -215,7 +209,7 @@ def _limits(texts: tuple[str, ...]) -> dict[str, float]:
     return limits
 
 
-@command("status", epilog=EXIT_STATUS)
+@cli.command("status", epilog=cli.EXIT_STATUS)
 @click.argument(
     "logs", metavar="LOG_DIR", required=False, default=DEFAULT_LOGS, type=click.Path(path_type=Path)
 )
@@ -229,7 +223,19 @@ def status(logs: Path, as_json: bool) -> None:
       perdure status perdure-logs
     """
     path = logs if logs.is_dir() else logs.parent
-    runs = _recorded(path)
+    try:
+        runs = read_runs(path)
+    except OSError as error:
+        raise UnreachableError(
+            f"{path}: a log of `perdure run` cannot be read: {error}."
+        ) from error
+    if not runs:
+        raise NotARunError(
+            f"{path}: expected the log directory of `perdure run`, with {FILE} in it or in a directory "
+            f"of it, found none. Name the directory that was given to --log-dir; without it the logs "
+            f"are in {DEFAULT_LOGS} of the directory where `perdure run` was started."
+        )
+    runs = [run for run in runs if run.program == runs[-1].program]  # of the newest
     unreadable = sum(run.unreadable for run in runs)
     if as_json:
         rows = [_history(run) for run in runs]
@@ -242,30 +248,18 @@ def status(logs: Path, as_json: bool) -> None:
         say(f"{path}: {text}")
 
 
-def _recorded(logs: Path) -> list[RunHistory]:
-    """The newest run in `logs`, after the earlier runs of the same program."""
-    try:
-        runs = read_runs(logs)
-    except OSError as error:
-        raise UnreachableError(
-            f"{logs}: a log of `perdure run` cannot be read: {error}."
-        ) from error
-    if not runs:
-        raise NotARunError(
-            f"{logs}: expected the log directory of `perdure run`, with {FILE} in it or in a directory "
-            f"of it, found none. Name the directory that was given to --log-dir; without it the logs "
-            f"are in {DEFAULT_LOGS} of the directory where `perdure run` was started."
-        )
-    return [run for run in runs if run.program == runs[-1].program]
-
-
 def _print_history(run: RunHistory) -> None:
-    start = run.start
+    start, end, last = run.start, run.end, run.last_time
+    states = {
+        "ended": f"ended {end.get('time')} with status {end.get('status')}: {end.get('reason')}",
+        "lost": f"ended without a word after {last}: killed, or the machine went down",
+        "unknown": f"not ended by {last}; ask on its machine, and in its container, whether it runs",
+    }
     say(f"run      {run.name}  {' '.join(start.get('command', []))}")
     place = f"{start.get('host')}, process {start.get('pid')}, in {start.get('directory')}"
     say(f"started  {start.get('time', 'unknown')} on {place}")
     say(f"logs     {start.get('logs')}")
-    say(f"state    {_state(run)}")
+    say(f"state    {states.get(run.state, run.state)}")
     rows: list[tuple[object, ...]] = [
         (
             *(attempt.number, attempt.workers),
@@ -282,16 +276,6 @@ def _print_history(run: RunHistory) -> None:
     if run.goodput is not None:
         say(f"goodput  {run.goodput:.3f}, {counted(sum(run.repeated), 'step')} repeated")
     say("")
-
-
-def _state(run: RunHistory) -> str:
-    end, last = run.end, run.last_time
-    states = {
-        "ended": f"ended {end.get('time')} with status {end.get('status')}: {end.get('reason')}",
-        "lost": f"ended without a word after {last}: killed, or the machine went down",
-        "unknown": f"not ended by {last}; ask on its machine, and in its container, whether it runs",
-    }
-    return states.get(run.state, run.state)
 
 
 def _history(run: RunHistory) -> dict[str, Any]:

@@ -17,16 +17,7 @@ import numpy as np
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
 from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError
-from perdure.look.leaf_reader import (
-    ORIGIN,
-    chunks_in_order,
-    describe,
-    element_dtype,
-    is_scalar,
-    origin,
-    read_elements,
-    select_leaves,
-)
+from perdure.look import leaf_reader
 from perdure.look.numerics import is_inexact, parts_dtype
 from perdure.look.tables import Shown, Table
 from perdure.store import Run, Storage
@@ -57,7 +48,7 @@ class Averaged(Shown):
             "averaged": list(self.averaged),
             "equal": list(self.equal),
             "taken": list(self.taken),
-            **(origin(self.manifest) or {}),
+            **(leaf_reader.origin(self.manifest) or {}),
         }
 
     def _blocks(self) -> list[str | Table]:
@@ -108,7 +99,9 @@ def average(
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
     averaged, equal = _split(opened, base, patterns)
     taken = sorted({leaf.path for leaf in base.manifest.leaves} - {*averaged, *equal})
-    processes = [leaf.path for leaf in base.manifest.process_leaves if leaf.path != ORIGIN]
+    processes = [
+        leaf.path for leaf in base.manifest.process_leaves if leaf.path != leaf_reader.ORIGIN
+    ]
     note = {
         "made_by": "average",
         "leaves": patterns,
@@ -126,7 +119,7 @@ def average(
             containers=base.manifest.containers,
             process_leaves=[
                 *_copied(base, processes),
-                text_leaf(ORIGIN, "py:str", json.dumps(note)),
+                text_leaf(leaf_reader.ORIGIN, "py:str", json.dumps(note)),
             ],
         )
         return Averaged(
@@ -180,18 +173,18 @@ def _split(
     tables = [_by_path(checkpoint) for checkpoint in sources]
     averaged: list[str] = []
     equal: list[str] = []
-    for entry in _in_pack_order(select_leaves(base, patterns)):
+    for entry in _in_pack_order(leaf_reader.select_leaves(base, patterns)):
         if not _can_be_averaged(entry):
             continue
         entries = []
         for checkpoint, table in zip(sources, tables, strict=True):
             other = table.get(entry.path)
             if other is None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
+                found = "missing" if other is None else leaf_reader.describe(other)
                 raise MismatchError(
-                    f"leaf {entry.path!r} is {describe(entry)} in {base.name} and "
-                    f"{'missing' if other is None else describe(other)} in {checkpoint.name}; "
-                    f"expected the same dtype and shape in all. Select what to average without it: "
-                    f"`--leaves`."
+                    f"leaf {entry.path!r} is {leaf_reader.describe(entry)} in {base.name} and {found} "
+                    f"in {checkpoint.name}; expected the same dtype and shape in all. Select what to "
+                    f"average without it: `--leaves`."
                 )
             entries.append(other)
         same = all(other.hashes() == entries[0].hashes() for other in entries)
@@ -206,7 +199,7 @@ def _split(
 
 def _can_be_averaged(entry: LeafEntry) -> bool:
     try:
-        return not is_scalar(entry) and is_inexact(element_dtype(entry))
+        return not leaf_reader.is_scalar(entry) and is_inexact(leaf_reader.element_dtype(entry))
     except UnsupportedLeafError:
         return False  # taken from `like`, as its bytes are
 
@@ -217,7 +210,7 @@ def _mean_leaves(sources: _Weighted, paths: list[str]) -> list[StreamedLeaf]:
     # Read ahead less from each of many sources, so that the memory stays the same.
     ahead = max(1, 8 // len(sources))
     streams = [
-        read_elements(checkpoint, [table[path] for path in paths], ahead=ahead)
+        leaf_reader.read_elements(checkpoint, [table[path] for path in paths], ahead=ahead)
         for (checkpoint, _), table in zip(sources, tables, strict=True)
     ]
     # A power of two, which changes no bit of the mean: now no sum of finite numbers overflows.
@@ -225,7 +218,7 @@ def _mean_leaves(sources: _Weighted, paths: list[str]) -> list[StreamedLeaf]:
     weights = [math.ldexp(weight, -exponent) for _, weight in sources]
 
     def mean_of(entry: LeafEntry) -> Iterator[memoryview]:
-        dtype = element_dtype(entry)
+        dtype = leaf_reader.element_dtype(entry)
         for _ in entry.chunks:
             yield _mean((next(stream).values for stream in streams), weights, dtype)
 
@@ -247,7 +240,7 @@ def _mean(parts: Iterator[np.ndarray[Any, Any]], weights: list[float], dtype: An
 def _copied(checkpoint: StoredCheckpoint, paths: Iterable[str]) -> list[StreamedLeaf]:
     table = _by_path(checkpoint)
     entries = _in_pack_order(table[path] for path in paths)
-    chunks_of = chunks_in_order(checkpoint, entries)
+    chunks_of = leaf_reader.chunks_in_order(checkpoint, entries)
     return [_streamed(entry, chunks_of) for entry in entries]
 
 

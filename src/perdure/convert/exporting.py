@@ -14,22 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from perdure import errors
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
-from perdure.convert.formats import (
-    WRITTEN,
-    NamedLeaf,
-    NameMap,
-    format_module,
-    named_leaves,
-    read_foreign,
-)
-from perdure.errors import (
-    ArgumentError,
-    CorruptionError,
-    DataError,
-    SaveError,
-    UnsupportedLeafError,
-)
+from perdure.convert import formats
 from perdure.look.leaf_reader import element_dtype, is_scalar, select_leaves
 from perdure.look.tables import Shown, Table, leaves_text
 from perdure.text import counted
@@ -78,7 +65,7 @@ def export(
     out: str | os.PathLike[str],
     *,
     leaves: str | Iterable[str] | None = None,
-    names: NameMap | None = None,
+    names: formats.NameMap | None = None,
     shard_bytes: int | None = None,
     verify: bool = False,
 ) -> Exported:
@@ -106,11 +93,13 @@ def export(
         UnreachableError: The checkpoint cannot be read.
         SaveError: `out` cannot be written.
     """
-    if to not in WRITTEN:
-        raise ArgumentError(f"to: expected one of {', '.join(WRITTEN)}, found {to!r}.")
+    if to not in formats.WRITTEN:
+        raise errors.ArgumentError(
+            f"to: expected one of {', '.join(formats.WRITTEN)}, found {to!r}."
+        )
     is_folder = to == "safetensors" and not os.fspath(out).endswith(".safetensors")
     if shard_bytes is not None and (shard_bytes < 1 or not is_folder):
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"shard_bytes (`--shard-size`): expected at least 1, and only for a folder of safetensors, "
             f"found {shard_bytes} for {os.fspath(out)} as {to}."
         )
@@ -118,13 +107,13 @@ def export(
     patterns = None if leaves is None else [leaves] if isinstance(leaves, str) else list(leaves)
     branch = patterns[0].removesuffix("/**") if patterns and len(patterns) == 1 else ""
     branch = "" if "*" in branch else branch
-    written = named_leaves(select_leaves(found, patterns), to != "npz", branch, names)
+    written = formats.named_leaves(select_leaves(found, patterns), to != "npz", branch, names)
     arrays = [leaf for leaf in written if not is_scalar(leaf.entry)]
     scalars = [leaf for leaf in written if is_scalar(leaf.entry)]
     _refuse_dtypes(arrays, to)
     more = {"shard_bytes": shard_bytes or SHARD_BYTES} if is_folder else {}
     with new_output(out) as temporary:
-        format_module(to).write(temporary, found, arrays, scalars, **more)
+        formats.format_module(to).write(temporary, found, arrays, scalars, **more)
         if verify:
             _check_export(arrays, found.name, to, temporary)
         files = _files(temporary, out)
@@ -139,7 +128,7 @@ def new_output(out: str | os.PathLike[str]) -> Iterator[str]:
     path = os.path.abspath(os.fspath(out))
     folder, name = os.path.split(path)
     if "://" in os.fspath(out) or not os.path.isdir(folder):
-        raise ArgumentError(f"{os.fspath(out)}: expected a path in a directory that exists.")
+        raise errors.ArgumentError(f"{os.fspath(out)}: expected a path in a directory that exists.")
     _refuse_existing(path)
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -150,7 +139,7 @@ def new_output(out: str | os.PathLike[str]) -> Iterator[str]:
         os.rename(temporary, path)
         _sync(folder)
     except OSError as error:
-        raise SaveError(
+        raise errors.SaveError(
             f"{os.fspath(out)}: cannot be written: {error}. Nothing is there. Correct the cause (free "
             f"space, permissions), then repeat the call."
         ) from error
@@ -163,7 +152,9 @@ def new_output(out: str | os.PathLike[str]) -> Iterator[str]:
 
 def _refuse_existing(path: str) -> None:
     if os.path.lexists(path):
-        raise ArgumentError(f"{path}: exists, and was not changed. Name another file or folder.")
+        raise errors.ArgumentError(
+            f"{path}: exists, and was not changed. Name another file or folder."
+        )
 
 
 def _files(path: str, name: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -182,13 +173,13 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
-    known = {other: format_module(other).DTYPES for other in WRITTEN}
+def _refuse_dtypes(arrays: Iterable[formats.NamedLeaf], to: str) -> None:
+    known = {other: formats.format_module(other).DTYPES for other in formats.WRITTEN}
     for leaf in arrays:
         try:
             element_dtype(leaf.entry)
             unknown = None
-        except UnsupportedLeafError as error:
+        except errors.UnsupportedLeafError as error:
             unknown = error  # complex32, which is PyTorch's alone, or a dtype of a newer perdure
         can = [
             other
@@ -198,18 +189,18 @@ def _refuse_dtypes(arrays: Iterable[NamedLeaf], to: str) -> None:
         if not can and unknown is not None:
             raise unknown
         if to not in can:
-            raise UnsupportedLeafError(
+            raise errors.UnsupportedLeafError(
                 f"leaf {leaf.entry.path!r} has dtype {leaf.dtype}, which {to} files cannot hold; "
                 f"{', '.join(can)} can. Leave it out with `--leaves`, or take another format."
             )
 
 
-def _check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: str) -> None:
+def _check_export(arrays: Sequence[formats.NamedLeaf], checkpoint: str, to: str, path: str) -> None:
     advice = "The export was removed; write it again, on another disk if this repeats."
     try:
-        found = read_foreign(path, to).leaves
-    except DataError as error:
-        raise CorruptionError(
+        found = formats.read_foreign(path, to).leaves
+    except errors.DataError as error:
+        raise errors.CorruptionError(
             f"{path}: the export cannot be read back: {error} {advice}"
         ) from error
     for leaf in arrays:
@@ -220,7 +211,7 @@ def _check_export(arrays: Sequence[NamedLeaf], checkpoint: str, to: str, path: s
             or (array.dtype, array.shape) not in shapes
             or array.hashes() != entry.hashes()
         ):
-            raise CorruptionError(
+            raise errors.CorruptionError(
                 f"{path}: {leaf.name!r} reads back as {array and array.describe()}, and not with the "
                 f"bytes of the leaf {entry.path!r} of {checkpoint}, {entry.dtype}{list(entry.shape)}. "
                 f"{advice}"

@@ -5,14 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from perdure.convert.formats import (
-    FORMATS,
-    ForeignFile,
-    NameMap,
-    kind_of,
-    path_of,
-    read_foreign,
-)
+from perdure.convert import formats
 from perdure.errors import ArgumentError
 from perdure.look.leaf_reader import ORIGIN
 from perdure.state.paths import nearest
@@ -28,7 +21,7 @@ def import_run(
     *,
     kind: str | None = None,
     branch: str = "",
-    names: NameMap | None = None,
+    names: formats.NameMap | None = None,
 ) -> Manifest:
     """Save the arrays of a file or folder as step 0 of the new run directory `out`.
 
@@ -57,15 +50,15 @@ def import_run(
         SaveError: `out` cannot be written to.
     """
     where = os.fspath(source)
-    if kind is not None and kind not in FORMATS:
-        raise ArgumentError(f"kind: expected one of {', '.join(FORMATS)}, found {kind!r}.")
+    if kind is not None and kind not in formats.FORMATS:
+        raise ArgumentError(f"kind: expected one of {', '.join(formats.FORMATS)}, found {kind!r}.")
     if branch and not all(branch.split("/")):
         raise ArgumentError(
             f"branch: expected a path such as 'model' or 'model/encoder', found {branch!r}, which has "
             f"an empty part."
         )
-    kind = kind or kind_of(where)
-    leaves = _leaves_by_path(read_foreign(where, kind), where, branch, names)
+    kind = kind or formats.kind_of(where)
+    leaves = _leaves_by_path(formats.read_foreign(where, kind), where, branch, names)
     note = json.dumps({"made_by": "import", "source": os.path.abspath(where), "format": kind})
     with new_run(out, f"an import of {where}") as run:
         origin = Leaf("py:str", (), memoryview(note.encode()), frozen=True)
@@ -73,14 +66,14 @@ def import_run(
 
 
 def _leaves_by_path(
-    found: ForeignFile, where: str, branch: str, names: NameMap | None
+    found: formats.ForeignFile, where: str, branch: str, names: formats.NameMap | None
 ) -> dict[str, Leaf]:
     """The leaves of a file by their paths in a state; raises `ArgumentError` if they make up none."""
     if not found.leaves:
         raise ArgumentError(f"{where}: holds no array.")
     sources: dict[str, str] = {}
     for name in found.leaves:
-        inside = found.paths.get(name, path_of(name))
+        inside = found.paths.get(name, formats.path_of(name))
         path = (names and names(name)) or "/".join(filter(None, (branch, inside)))
         wrong = None
         if path and not all(path.split("/")):

@@ -12,15 +12,7 @@ from typing import Any
 import numpy as np
 
 from perdure.checkpoint.address import StoredCheckpoint
-from perdure.convert.formats import (
-    ForeignFile,
-    LeafNote,
-    NamedLeaf,
-    add_notes,
-    noted_file,
-    read_notes,
-    text_notes,
-)
+from perdure.convert import formats
 from perdure.errors import ArgumentError, DataError
 from perdure.look.leaf_reader import chunks_in_order
 from perdure.state.leaf_values import array_leaf
@@ -37,8 +29,8 @@ _NOTES = "perdure.json"
 def write(
     path: str,
     checkpoint: StoredCheckpoint,
-    arrays: Sequence[NamedLeaf],
-    scalars: Sequence[NamedLeaf],
+    arrays: Sequence[formats.NamedLeaf],
+    scalars: Sequence[formats.NamedLeaf],
 ) -> None:
     """Write arrays; those of ml_dtypes as NumPy does, as raw elements: `array.view(bfloat16)`."""
     names = {leaf.name for leaf in arrays}
@@ -52,12 +44,12 @@ def write(
                 f"name: `--names`."
             )
     chunks_of = chunks_in_order(checkpoint, [leaf.entry for leaf in arrays])
-    notes = text_notes(scalars)
+    notes = formats.text_notes(scalars)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for leaf in arrays:
             dtype, note = numpy_dtype(leaf.dtype), leaf.note
             if _is_raw(dtype):
-                note = LeafNote(note.dtype or leaf.dtype, note.path)
+                note = formats.LeafNote(note.dtype or leaf.dtype, note.path)
                 dtype = np.dtype(f"V{dtype.itemsize}")
             notes[leaf.name] = note
             info = zipfile.ZipInfo(f"{leaf.name}{_END}")  # of 1980-01-01
@@ -66,15 +58,15 @@ def write(
                 np.lib.format.write_array_header_1_0(member, fields)
                 for part in chunks_of(leaf.entry):
                     member.write(part)
-    add_notes(path, _NOTES, notes)
+    formats.add_notes(path, _NOTES, notes)
 
 
-def read(path: str) -> ForeignFile:
+def read(path: str) -> formats.ForeignFile:
     """The arrays of an archive, in memory; raises `DataError` for another file."""
     leaves: dict[str, Leaf] = {}
     member = _NOTES
     try:
-        notes = read_notes(path, _NOTES)
+        notes = formats.read_notes(path, _NOTES)
         with zipfile.ZipFile(path) as archive:
             for member in archive.namelist():
                 name = member.removesuffix(_END)
@@ -86,9 +78,9 @@ def read(path: str) -> ForeignFile:
                     array = np.lib.format.read_array(file, allow_pickle=False)
                     if file.read():  # to the end, so that the checksum is compared
                         raise ValueError("it has more bytes than its header says")
-                leaves[name] = array_leaf(_known(array, notes.get(name, LeafNote()).dtype))
+                leaves[name] = array_leaf(_known(array, notes.get(name, formats.LeafNote()).dtype))
         member = _NOTES
-        return noted_file(leaves, notes)
+        return formats.noted_file(leaves, notes)
     except Exception as error:  # the header of a member is read by NumPy, and can be anything
         raise DataError(
             f"{path}: not a .npz archive that can be read: {member!r}: {str(error).rstrip('.')}."

@@ -35,14 +35,8 @@ import numpy as np
 
 from perdure.data.sources import ArraySource
 from perdure.errors import DataError, PerdureError, TrainError
+from perdure.keras import fit_internals
 from perdure.keras.callback_state import copy_plain, is_stateful
-from perdure.keras.fit_internals import (
-    FitData,
-    FitIterator,
-    tf_dataset_nodes,
-    tf_seeds,
-    tf_shuffles,
-)
 from perdure.state import process_random
 
 # A shuffled tf.data.Dataset counts its iterators, and draws another order for each.
@@ -75,7 +69,7 @@ class DataOrder:
 class PyDatasetOrder(DataOrder):
     """Replaces a `PyDataset`: draws the order when Keras would, and reads no finished batch again."""
 
-    def __init__(self, data: FitData) -> None:
+    def __init__(self, data: fit_internals.FitData) -> None:
         self._data = data
         self._dataset = data.py_dataset
         self._shuffle = data.shuffles
@@ -128,7 +122,7 @@ class PyDatasetOrder(DataOrder):
 class TensorFlowShuffle(DataOrder):
     """Shuffles arrays on TensorFlow by NumPy: nothing can read the state of `tf.random.shuffle`."""
 
-    def __init__(self, iterator: FitIterator) -> None:
+    def __init__(self, iterator: fit_internals.FitIterator) -> None:
         import tensorflow as tf
 
         original, tf.random.shuffle = tf.random.shuffle, self._shuffled
@@ -153,7 +147,7 @@ class TensorFlowShuffle(DataOrder):
         return tf.ensure_shape(drawn, indices.shape)
 
 
-def control_order(iterator: FitIterator) -> DataOrder:
+def control_order(iterator: fit_internals.FitIterator) -> DataOrder:
     """Take control of the order of the data where that is needed to resume in the middle of a pass."""
     data = iterator.data
     if data.kind == "PyDataset":
@@ -175,7 +169,7 @@ def control_order(iterator: FitIterator) -> DataOrder:
 class FitBatches:
     """Follows one `fit`: `executions` of this epoch have ended, with `batch` batches."""
 
-    def __init__(self, iterator: FitIterator) -> None:
+    def __init__(self, iterator: fit_internals.FitIterator) -> None:
         self._iterator = iterator
         self._tensorflow = keras.backend.backend() == "tensorflow"
         self._generators = loader_generators(iterator.data)
@@ -369,7 +363,7 @@ def restore_random(saved: dict[str, Any], generators: Sequence[Any] = ()) -> Non
             generator.set_state(torch.from_numpy(words.copy()))
 
 
-def loader_generators(data: FitData) -> list[Any]:
+def loader_generators(data: fit_internals.FitData) -> list[Any]:
     """The random generators that belong to a torch DataLoader."""
     if data.kind != "DataLoader":
         return []
@@ -380,15 +374,19 @@ def loader_generators(data: FitData) -> list[Any]:
     return list({id(generator): generator for generator in generators if generator}.values())
 
 
-def reshuffling_dataset(data: FitData) -> Any:
+def reshuffling_dataset(data: fit_internals.FitData) -> Any:
     """The tf.data.Dataset whose order depends on how often it was iterated, or None."""
     if data.kind != "tf.data":
         return None
     dataset = data.tf_dataset()
-    return dataset if any(map(tf_shuffles, tf_dataset_nodes(dataset))) else None
+    return (
+        dataset
+        if any(map(fit_internals.tf_shuffles, fit_internals.tf_dataset_nodes(dataset)))
+        else None
+    )
 
 
-def position_warning(data: FitData) -> str | None:
+def position_warning(data: fit_internals.FitData) -> str | None:
     """Why the position in the data may not be restored exactly, and what to do; None if it is."""
     if data.kind == "generator":
         return (
@@ -407,8 +405,8 @@ def position_warning(data: FitData) -> str | None:
                 )
     if data.kind == "tf.data":
         dataset = data.tf_dataset()
-        for node in filter(tf_shuffles, tf_dataset_nodes(dataset)):
-            if all(seed is not None and int(seed) == 0 for seed in tf_seeds(node)):
+        for node in filter(fit_internals.tf_shuffles, fit_internals.tf_dataset_nodes(dataset)):
+            if all(seed is not None and int(seed) == 0 for seed in fit_internals.tf_seeds(node)):
                 return (
                     "the data are a tf.data.Dataset that shuffles without a seed: a resumed run gets "
                     "another order. Pass one: `dataset.shuffle(n, seed=0)`, or call "
@@ -435,7 +433,7 @@ def position_warning(data: FitData) -> str | None:
     return None
 
 
-def describe(data: FitData) -> dict[str, Any]:
+def describe(data: fit_internals.FitData) -> dict[str, Any]:
     """Fields of the recipe that distinguish these data from others."""
     fields: dict[str, Any] = {"kind": data.adapter_name, "batches": str(data.num_batches)}
     if data.kind == "arrays":

@@ -18,30 +18,8 @@ from perdure.checkpoint.address import (
     open_checkpoint,
 )
 from perdure.errors import StepNotFoundError, UnsupportedLeafError
-from perdure.look.leaf_reader import (
-    KEY_PREFIX,
-    ORIGIN,
-    describe,
-    element_dtype,
-    element_shape,
-    is_scalar,
-    read_elements,
-    refuse_unused,
-    scalar_value,
-)
-from perdure.look.numerics import (
-    Array,
-    as_float64,
-    bits,
-    blocks,
-    cosine,
-    integer_distance,
-    is_integer,
-    parts_dtype,
-    product_sum,
-    root_ratio,
-    ulp_distance,
-)
+from perdure.look import leaf_reader, numerics
+from perdure.look.numerics import blocks, cosine
 from perdure.look.tables import Shown, Table, plain, printable, size_text
 from perdure.store.format import steps_text
 from perdure.store.manifest import LeafEntry, Manifest
@@ -148,12 +126,12 @@ class CheckpointDiff(Shown):
             if fields:
                 rows = [(each.name, _value(each.first), _value(each.second)) for each in fields]
                 blocks.append(Table((title, "A", "B"), rows))
-        if generators := len(self.process_leaves) - self.process_leaves.count(ORIGIN):
+        if generators := len(self.process_leaves) - self.process_leaves.count(leaf_reader.ORIGIN):
             count = counted(generators, "leaf", "leaves")
             blocks.append(
                 f"differing beside the state, such as random generators of processes: {count}"
             )
-        if ORIGIN in self.process_leaves:
+        if leaf_reader.ORIGIN in self.process_leaves:
             blocks.append("the note on what a checkpoint was made from (average, import) differs")
         if self.containers:
             blocks.append(f"containers differ at {few(self.containers)}")
@@ -217,7 +195,7 @@ def diff(
     ours, theirs = _leaves(a.manifest, selection), _leaves(b.manifest, selection)
     if selection is not None:
         paths = {leaf.path for side in (a, b) for leaf in side.manifest.leaves}
-        refuse_unused(selection, sorted(paths), f"{a.name} and {b.name}")
+        leaf_reader.refuse_unused(selection, sorted(paths), f"{a.name} and {b.name}")
     both = [(leaf, theirs[path]) for path, leaf in ours.items() if path in theirs]
     differing = [pair for pair in both if not _same(*pair)]
     changed, read = _compare((a, b), differing)
@@ -296,7 +274,9 @@ def _compare(
     for ours, theirs in to_read:
         hashes = zip(ours.chunks, theirs.chunks, strict=True)
         chunks[ours.path] = [n for n, (a, b) in enumerate(hashes) if a.hash != b.hash]
-    streams = [read_elements(sides[n], [pair[n] for pair in to_read], chunks) for n in (0, 1)]
+    streams = [
+        leaf_reader.read_elements(sides[n], [pair[n] for pair in to_read], chunks) for n in (0, 1)
+    ]
     read = 0
     for first, second in zip(*streams, strict=True):
         read += first.values.nbytes + second.values.nbytes
@@ -307,21 +287,23 @@ def _compare(
 def _without_reading(ours: LeafEntry, theirs: LeafEntry) -> LeafDiff | None:
     """The difference of a pair whose elements cannot be compared one by one."""
     try:
-        if is_scalar(ours) and is_scalar(theirs):
+        if leaf_reader.is_scalar(ours) and leaf_reader.is_scalar(theirs):
             return _diff_scalars(ours, theirs)
         if (ours.dtype, ours.shape, ours.nbytes) != (theirs.dtype, theirs.shape, theirs.nbytes):
             kinds = "dtype" if ours.dtype != theirs.dtype else "shape"
             same = ", the same bytes" if ours.hashes() == theirs.hashes() else ""
             return _problem(ours, theirs, f"another {kinds}{same}")
-        element_dtype(ours)
+        leaf_reader.element_dtype(ours)
     except UnsupportedLeafError as error:
         return _problem(ours, theirs, str(error))
     return None
 
 
 def _problem(ours: LeafEntry, theirs: LeafEntry, problem: str) -> LeafDiff:
-    count = math.prod(element_shape(ours))
-    return LeafDiff(ours.path, describe(ours), describe(theirs), count, problem=problem)
+    count = math.prod(leaf_reader.element_shape(ours))
+    return LeafDiff(
+        ours.path, leaf_reader.describe(ours), leaf_reader.describe(theirs), count, problem=problem
+    )
 
 
 def _fields(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[FieldDiff, ...]:
@@ -346,8 +328,8 @@ class _Comparison:
 
     def __init__(self, entry: LeafEntry) -> None:
         self._entry = entry
-        self._shape = element_shape(entry)
-        self._keys = entry.dtype.startswith(KEY_PREFIX)
+        self._shape = leaf_reader.element_shape(entry)
+        self._keys = entry.dtype.startswith(leaf_reader.KEY_PREFIX)
         self._compared = self._differing = self._not_finite = 0
         self._first: tuple[int, str, str] | None = None
         self._ulp: int | None = None
@@ -356,7 +338,7 @@ class _Comparison:
         # Sums over pairs: of squared differences, of squares of each side, of products.
         self._distance = self._squares = self._other_squares = self._products = 0.0
 
-    def add(self, start: int, first: Array, second: Array) -> None:
+    def add(self, start: int, first: numerics.Array, second: numerics.Array) -> None:
         with np.errstate(over="ignore", under="ignore"):
             for x, y in blocks(first, second):
                 self._add_block(start, x, y)
@@ -371,8 +353,8 @@ class _Comparison:
         measured = self._abs is not None
         return LeafDiff(
             self._entry.path,
-            describe(self._entry),
-            describe(self._entry),
+            leaf_reader.describe(self._entry),
+            leaf_reader.describe(self._entry),
             math.prod(self._shape),
             self._compared,
             self._differing,
@@ -382,14 +364,14 @@ class _Comparison:
             self._ulp,
             self._abs,
             self._rel,
-            root_ratio(self._distance, self._squares) if measured else None,
+            numerics.root_ratio(self._distance, self._squares) if measured else None,
             cosine(self._products, self._squares, self._other_squares) if measured else None,
         )
 
-    def _add_block(self, start: int, x: Array, y: Array) -> None:
-        dtype = parts_dtype(x.dtype)
+    def _add_block(self, start: int, x: numerics.Array, y: numerics.Array) -> None:
+        dtype = numerics.parts_dtype(x.dtype)
         x_parts, y_parts = x.view(dtype), y.view(dtype)
-        differs = bits(x_parts) != bits(y_parts)
+        differs = numerics.bits(x_parts) != numerics.bits(y_parts)
         elements = differs if dtype == x.dtype else differs.reshape(-1, 2).any(axis=1)
         self._compared += x.size
         if count := int(np.count_nonzero(elements)):
@@ -400,10 +382,10 @@ class _Comparison:
         if not self._keys:
             self._measure(x_parts, y_parts, differs)
 
-    def _measure(self, x: Array, y: Array, differs: Array) -> None:
+    def _measure(self, x: numerics.Array, y: numerics.Array, differs: numerics.Array) -> None:
         same = not differs.any()
-        a = as_float64(x)
-        b = a if same else as_float64(y)
+        a = numerics.as_float64(x)
+        b = a if same else numerics.as_float64(y)
         finite = np.isfinite(a) & np.isfinite(b)
         if not finite.all():
             self._not_finite += int(np.count_nonzero(differs & ~finite))
@@ -413,10 +395,10 @@ class _Comparison:
         if not a.size:
             return
         self._abs = self._abs or 0
-        squares = product_sum(a, a)
+        squares = numerics.product_sum(a, a)
         self._squares += squares
-        self._other_squares += squares if same else product_sum(b, b)
-        self._products += squares if same else product_sum(a, b)
+        self._other_squares += squares if same else numerics.product_sum(b, b)
+        self._products += squares if same else numerics.product_sum(a, b)
         if not differs.any():
             return
         x, y, a, b = x[differs], y[differs], a[differs], b[differs]
@@ -425,18 +407,18 @@ class _Comparison:
         larger = np.maximum(np.abs(a), np.abs(b))
         relative = np.abs(distance) / np.where(larger > 0, larger, 1.0)
         self._rel = max(self._rel or 0.0, float(relative.max()))
-        self._distance += product_sum(distance, distance)
-        exact = is_integer(x.dtype)
-        largest = integer_distance(x, y) if exact else float(np.abs(distance).max())
+        self._distance += numerics.product_sum(distance, distance)
+        exact = numerics.is_integer(x.dtype)
+        largest = numerics.integer_distance(x, y) if exact else float(np.abs(distance).max())
         self._abs = max(self._abs, largest)
 
-    def _steps(self, x: Array, y: Array) -> None:
-        if x.size and not is_integer(x.dtype):
-            self._ulp = max(self._ulp or 0, ulp_distance(x, y))
+    def _steps(self, x: numerics.Array, y: numerics.Array) -> None:
+        if x.size and not numerics.is_integer(x.dtype):
+            self._ulp = max(self._ulp or 0, numerics.ulp_distance(x, y))
 
 
 def _diff_scalars(first: LeafEntry, second: LeafEntry) -> LeafDiff:
-    values = scalar_value(first), scalar_value(second)
+    values = leaf_reader.scalar_value(first), leaf_reader.scalar_value(second)
     types = {type(value) for value in values}
     measured = LeafDiff(first.path, "", "")
     if types == {float} or types == {complex}:
@@ -450,8 +432,8 @@ def _diff_scalars(first: LeafEntry, second: LeafEntry) -> LeafDiff:
         measured = replace(measured, max_abs=distance, max_rel=distance / largest, not_finite=0)
     return replace(
         measured,
-        first=describe(first),
-        second=describe(second),
+        first=leaf_reader.describe(first),
+        second=leaf_reader.describe(second),
         compared=1,
         differing=1,
         first_index=(),

@@ -11,15 +11,7 @@ import numpy as np
 
 from perdure.checkpoint.address import Where, open_checkpoint
 from perdure.errors import UnsupportedLeafError
-from perdure.look.leaf_reader import (
-    KEY_PREFIX,
-    check_depth,
-    element_dtype,
-    is_scalar,
-    read_elements,
-    scalar_value,
-    select_leaves,
-)
+from perdure.look import leaf_reader
 from perdure.look.numerics import as_float64, block_sum, blocks, is_integer, parts_dtype
 from perdure.look.tables import Shown, Table, plain, printable
 from perdure.store.manifest import LeafEntry
@@ -166,9 +158,9 @@ def stats(
         CorruptionError: A chunk is damaged, or its pack is missing.
         StoreError: As `open_checkpoint`.
     """
-    check_depth(depth)
+    leaf_reader.check_depth(depth)
     checkpoint = open_checkpoint(where)
-    entries = select_leaves(checkpoint, leaves)
+    entries = leaf_reader.select_leaves(checkpoint, leaves)
     figures: dict[str, _Figures] = {}
     problems: dict[str, str] = {}
     unknown: list[str] = []
@@ -182,8 +174,10 @@ def stats(
             problems[entry.path] = found
         else:
             figures[entry.path] = found
-    arrays = [entry for entry in entries if entry.path in figures and not is_scalar(entry)]
-    for part in read_elements(checkpoint, arrays):
+    arrays = [
+        entry for entry in entries if entry.path in figures and not leaf_reader.is_scalar(entry)
+    ]
+    for part in leaf_reader.read_elements(checkpoint, arrays):
         figures[part.entry.path].add(part.values)
     rows: dict[str, _Figures] = {}
     for entry in entries:
@@ -207,12 +201,12 @@ def _begun(entry: LeafEntry) -> _Figures | str:
     """The figures of a scalar, those of an array that is to be read, or why the leaf has none."""
     figures = _Figures()
     figures.leaf_count = 1
-    if entry.dtype.startswith(KEY_PREFIX):
+    if entry.dtype.startswith(leaf_reader.KEY_PREFIX):
         return "random keys"
-    if not is_scalar(entry):
-        element_dtype(entry)  # raises for an unknown one
+    if not leaf_reader.is_scalar(entry):
+        leaf_reader.element_dtype(entry)  # raises for an unknown one
         return figures
-    value = scalar_value(entry)
+    value = leaf_reader.scalar_value(entry)
     if not isinstance(value, (bool, int, float, complex)):
         return f"{entry.dtype.removeprefix('py:')}, no number"
     try:

@@ -16,17 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from perdure import errors
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
-from perdure.errors import (
-    ArgumentError,
-    CorruptionError,
-    NotARunError,
-    StateError,
-    UnsupportedLeafError,
-    missing_extra,
-)
 from perdure.plugins import host
 from perdure.runtime.heartbeats import beat
 from perdure.state import flatten
@@ -43,7 +36,7 @@ try:
 
     from perdure.state.torch_loader import ResumableLoader
 except ModuleNotFoundError as error:
-    raise missing_extra("lightning", error) from error
+    raise errors.missing_extra("lightning", error) from error
 
 __all__ = ["CheckpointIO", "ExactResume", "fit"]
 
@@ -81,9 +74,9 @@ def fit(
             another directory.
     """
     if "ckpt_path" in arguments:
-        raise ArgumentError("fit: it selects the checkpoint itself; leave out ckpt_path.")
+        raise errors.ArgumentError("fit: it selects the checkpoint itself; leave out ckpt_path.")
     if type(every_n_train_steps) is not int or every_n_train_steps < 1:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"every_n_train_steps: expected a positive integer, found {every_n_train_steps!r}."
         )
     where = Path(directory).absolute()
@@ -108,7 +101,7 @@ def _equip(trainer: Trainer, where: Path, interval: int) -> None:
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     for saver in callbacks:
         if isinstance(saver, _Saver) and Path(str(saver.dirpath)) != where:
-            raise StateError(
+            raise errors.StateError(
                 f"fit: this trainer has its checkpoints in {saver.dirpath}; expected that directory "
                 f"again, found {where}. Make another Trainer."
             )
@@ -126,21 +119,21 @@ def _newest(where: Path) -> Path | None:
     for path in where.glob("*.ckpt"):
         try:
             run = Run(path)
-        except NotARunError:  # of another plugin, or killed before it was committed
+        except errors.NotARunError:  # of another plugin, or killed before it was committed
             continue
         steps += [(step, path) for step in run.steps()[-1:]]
     damage: list[str] = []
     for _, path in sorted(steps, reverse=True):
         try:
             load_verified(path)
-        except CorruptionError as error:
+        except errors.CorruptionError as error:
             damage.append(f"{path}: {error}")
             continue
         for text in damage:
             warnings.warn(f"{text} Resuming from {path}, an older checkpoint.", stacklevel=3)
         return path
     if damage:
-        raise CorruptionError(f"no checkpoint in {where} is whole: {' '.join(damage)}")
+        raise errors.CorruptionError(f"no checkpoint in {where} is whole: {' '.join(damage)}")
     return None
 
 
@@ -169,7 +162,7 @@ class CheckpointIO(TorchCheckpointIO):
             try:
                 flatten(_State({"value": value}))
                 state["exact"][name] = value
-            except UnsupportedLeafError:
+            except errors.UnsupportedLeafError:
                 torch.save(value, buffer := io.BytesIO())
                 state["pickled"][name] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         leaves = flatten(_State(state))
@@ -196,7 +189,7 @@ class CheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(os.fspath(path), map_location, weights_only)
         leaves = load_verified(os.fspath(path)).leaves
         if others := {path.partition("/")[0] for path in leaves} - {"exact", "pickled", "order"}:
-            raise StateError(
+            raise errors.StateError(
                 f"{os.fspath(path)}: expected a checkpoint of CheckpointIO, found one with the members "
                 f"{', '.join(sorted(others))}. Restore it with a CheckpointManager."
             )
@@ -231,7 +224,7 @@ class _StoredState(Stateful):
 
 
 def _refuse(_: Any, path: str) -> Any:
-    raise StateError(f"{path}: only the object that saved this can rebuild it.")
+    raise errors.StateError(f"{path}: only the object that saved this can rebuild it.")
 
 
 class ExactResume(Callback):
@@ -338,9 +331,11 @@ class ExactResume(Callback):
 def _fetcher(trainer: Trainer) -> Any:
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
     if fetcher is None or not hasattr(fetcher, "combined_loader"):
-        raise StateError("ExactResume: this release of Lightning draws its batches in another way.")
+        raise errors.StateError(
+            "ExactResume: this release of Lightning draws its batches in another way."
+        )
     if hasattr(fetcher, "iterator_wrapper"):
-        raise StateError(
+        raise errors.StateError(
             "ExactResume: `training_step` takes a `dataloader_iter`, so that nobody can tell which "
             "batches were trained on; take a batch instead."
         )
@@ -360,12 +355,12 @@ def _require_positions(fetcher: Any) -> None:
     if not _resumable_loaders(fetcher):
         return
     if not _is_positioned(fetcher):
-        raise StateError(
+        raise errors.StateError(
             "ExactResume: some loaders are ResumableLoaders and others have no position. Expected that "
             "all are ResumableLoaders, or none."
         )
     if fetcher.length is None:
-        raise StateError(
+        raise errors.StateError(
             "ExactResume: the sampler of a ResumableLoader has no length, so that Lightning reads a "
             "batch ahead, which a resumed run would leave out. Expected a sampler with `__len__`."
         )
@@ -388,7 +383,7 @@ def _validation_loaders(trainer: Trainer) -> list[Any]:
     loop = trainer.fit_loop.epoch_loop.val_loop
     loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
     if any(isinstance(loader, ResumableLoader) for loader in loaders):
-        raise StateError(
+        raise errors.StateError(
             "ExactResume: a validation has a ResumableLoader, whose passes continue where the last one "
             "has ended. Expected a DataLoader there."
         )

@@ -24,12 +24,7 @@ from perdure.state import StateWithExtras
 from perdure.store import LocalStorage
 from perdure.store.urls import open_storage
 from perdure.tensorflow_names import TensorFlowNames, names_forms
-from perdure.train.batch_source import (
-    BatchSource,
-    IteratorBatchSource,
-    evaluation_batches,
-    open_source,
-)
+from perdure.train import batch_source
 from perdure.train.config import RunConfig
 from perdure.train.loop import Loop
 from perdure.train.progress import Progress
@@ -116,8 +111,10 @@ class Trainer(TrainingState, TensorFlowNames):
         if config.audit is not None:
             self._computation.audit(config.audit)
         self.processes = self._computation.processes
-        self._source = open_source(data, strategy)
-        if isinstance(self._source, IteratorBatchSource) and (strategy or self.processes.count > 1):
+        self._source = batch_source.open_source(data, strategy)
+        if isinstance(self._source, batch_source.IteratorBatchSource) and (
+            strategy or self.processes.count > 1
+        ):
             raise TrainError(
                 "a strategy takes its shares by index: expected a dataset with batch(step, replica, "
                 "replicas), found an iterator."
@@ -219,7 +216,7 @@ class Trainer(TrainingState, TensorFlowNames):
         self._computation.require_eval_fn()
         self._restore_newest(steps)
         means = Means()
-        for batch in evaluation_batches(data, steps, self.strategy):
+        for batch in batch_source.evaluation_batches(data, steps, self.strategy):
             means.add(self._computation.evaluate(self.state, batch))
         return means.result()
 
@@ -235,7 +232,7 @@ class Trainer(TrainingState, TensorFlowNames):
         """
         self._restore_newest(steps)
         weighted = gives_batch_of_step(data)
-        for batch in evaluation_batches(data, steps):
+        for batch in batch_source.evaluation_batches(data, steps):
             rows = unstack(predict_fn(self.state, batch))
             weights = weight_of(batch) if weighted else itertools.repeat(1)
             yield from (row for row, weight in zip(rows, weights, strict=False) if weight)
@@ -314,7 +311,7 @@ def _initial_state(state: Any, seed: int | None) -> Any:
     return state(seed) if takes_one else state()
 
 
-def _recipe(seed: int | None, source: BatchSource, strategy: Any) -> Mapping[str, Any]:
+def _recipe(seed: int | None, source: batch_source.BatchSource, strategy: Any) -> Mapping[str, Any]:
     recipe = source.recipe
     if seed is None:
         return recipe
@@ -335,7 +332,7 @@ def _summary_dir(config: RunConfig) -> Any:
     return storage.where if isinstance(storage, LocalStorage) else None
 
 
-def _extras(hooks: Iterable[Hook], source: BatchSource) -> dict[str, Any]:
+def _extras(hooks: Iterable[Hook], source: batch_source.BatchSource) -> dict[str, Any]:
     """What a checkpoint holds besides the state: hooks by name (`early_stopping`), and the data."""
     members: dict[str, Any] = {}
     for hook in hooks:
@@ -347,4 +344,6 @@ def _extras(hooks: Iterable[Hook], source: BatchSource) -> dict[str, Any]:
                 name, number = f"{stem}_{number}", number + 1
             members[name] = hook
     extras: dict[str, Any] = {"hooks": members} if members else {}
-    return extras | ({"data": source} if isinstance(source, IteratorBatchSource) else {})
+    return extras | (
+        {"data": source} if isinstance(source, batch_source.IteratorBatchSource) else {}
+    )

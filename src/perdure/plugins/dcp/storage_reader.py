@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from msgspec import Struct
+from torch.distributed.checkpoint import planner as planners
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -18,27 +19,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    WriteItem,
-)
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from perdure import errors
 from perdure.checkpoint.address import find_step
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.errors import (
-    ArgumentError,
-    CorruptionError,
-    MismatchError,
-    NoGoodCheckpointError,
-    StateError,
-    StepNotFoundError,
-    warn_caller,
-)
 from perdure.runtime.heartbeats import beat
 from perdure.state.leaf_values import plain_value
 from perdure.state.paths import join_dotted, split_path
@@ -89,7 +75,7 @@ class DcpRank:
 
 def refuse_id(checkpoint_id: str | os.PathLike[str] | None, instead: str) -> None:
     if checkpoint_id is not None:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"checkpoint_id: expected none, found {checkpoint_id!r}. A checkpoint of a run directory "
             f"is named by its step: {instead}."
         )
@@ -108,7 +94,7 @@ def saved_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def leaf_path(item: WriteItem) -> str:
+def leaf_path(item: planners.WriteItem) -> str:
     """The path of the leaf for an item: that of the whole value, or of one box of a tensor."""
     path = join_dotted("", item.index.fqn)
     data = item.tensor_data
@@ -128,7 +114,7 @@ def layout_of(metadata: Metadata, entries: Sequence[LeafEntry]) -> DcpLayout:
     for name, entry in metadata.state_dict_metadata.items():
         path = join_dotted("", name)
         if ".".join(split_path(path)) != name:
-            raise StateError(f"{name!r}: a name of a state has an empty part; rename it.")
+            raise errors.StateError(f"{name!r}: a name of a state has an empty part; rename it.")
         if isinstance(entry, BytesStorageMetadata):
             if not dtypes[path].startswith(SCALAR_PREFIX):
                 layout.objects.append(name)
@@ -229,24 +215,24 @@ class Reader(StorageReader):
     ) -> None:
         self._rank = DcpRank.of(kwargs)
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: planners.LoadPlan) -> planners.LoadPlan:
         """Add which checkpoint this rank has found, for `prepare_global_plan`."""
         assert self._manifest is not None, "DCP reads the metadata first"
         plan.storage_data = (self._manifest.step, self._manifest.fingerprint)
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[planners.LoadPlan]) -> list[planners.LoadPlan]:
         """Raise `StateError` unless all ranks have found the same checkpoint."""
         found = [plan.storage_data for plan in plans]
         if len(set(found)) > 1:
             steps = ", ".join(f"rank {rank}: {step}" for rank, (step, _) in enumerate(found))
-            raise StateError(
+            raise errors.StateError(
                 f"{self._run.where}: the ranks found different checkpoints to load ({steps}); nothing "
                 f"was changed. Name the step, and use a directory that all ranks see."
             )
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: planners.LoadPlan, planner: planners.LoadPlanner) -> Future[None]:
         """Fill the state with verified bytes; CorruptionError or MismatchError before that."""
         wanted = [(item, self._record(item), self._target(item, planner)) for item in plan.items]
         loaded, generators_of_ranks = self._load({leaf.path for _, leaf, _ in wanted})
@@ -261,7 +247,7 @@ class Reader(StorageReader):
         if generators_of_ranks:  # last, because the other parts of a load may draw random numbers
             where = f"{self._run.where}: step {self.step}"
             for note in generators.restore(generators_of_ranks, self._rank, where):
-                warn_caller(note)
+                errors.warn_caller(note)
         beat("compile", self.step)
         return done(None)
 
@@ -270,32 +256,34 @@ class Reader(StorageReader):
         for step in reversed(self._run.steps()):
             try:
                 manifest = self._run.manifest(step)
-            except CorruptionError as error:
+            except errors.CorruptionError as error:
                 damaged.append(f"{self._run.where}: step {step} is damaged: {error}")
                 continue
             for line in damaged:
-                warn_caller(f"{line} Step {step} is loaded instead.")
+                errors.warn_caller(f"{line} Step {step} is loaded instead.")
             return manifest
         if damaged:
-            raise NoGoodCheckpointError("\n".join(damaged))
-        raise StepNotFoundError(
+            raise errors.NoGoodCheckpointError("\n".join(damaged))
+        raise errors.StepNotFoundError(
             f"{self._run.where}: expected a checkpoint, found none. Save one first."
         )
 
-    def _record(self, item: ReadItem) -> LeafEntry:
+    def _record(self, item: planners.ReadItem) -> LeafEntry:
         index = item.storage_index
         return self._entries[index.fqn, None if index.offset is None else tuple(index.offset)]
 
-    def _target(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor | None:
+    def _target(
+        self, item: planners.ReadItem, planner: planners.LoadPlanner
+    ) -> torch.Tensor | None:
         """The tensor that an item fills; None for an object. Raises `MismatchError`."""
-        if item.type == LoadItemType.BYTE_IO:
+        if item.type == planners.LoadItemType.BYTE_IO:
             return None
         target = planner.resolve_tensor(item).detach()
         entry = self._record(item)
         expected = str(target.dtype).removeprefix("torch.")
         stored = entry.dtype.removeprefix(WEAK_PREFIX)
         if stored != expected or target.size() != item.lengths:
-            raise MismatchError(
+            raise errors.MismatchError(
                 f"{self._run.where}: step {self.step}, leaf {entry.path!r}: expected "
                 f"{expected}{list(target.size())}, found {stored}{list(item.lengths)} in the "
                 f"checkpoint; nothing was changed. Load it into a tensor of its own dtype, and "
@@ -312,13 +300,13 @@ class Reader(StorageReader):
             leaves = self._run.load(self.step, paths.__contains__).leaves if paths else {}
             wanted = entries if self._random else []
             return leaves, load_entries(self._run.storage, self._manifest, wanted)
-        except CorruptionError as error:
+        except errors.CorruptionError as error:
             older = [step for step in self._run.steps() if step < self.step]
             advice = f"load an older one ({steps_text(older)})" if older else "it is the oldest one"
-            raise CorruptionError(f"{error} Nothing of it was loaded; {advice}.") from error
+            raise errors.CorruptionError(f"{error} Nothing of it was loaded; {advice}.") from error
 
 
-def _part_of(leaf: Leaf, item: ReadItem) -> torch.Tensor:
+def _part_of(leaf: Leaf, item: planners.ReadItem) -> torch.Tensor:
     dtype = getattr(torch, leaf.strong().dtype)
     if not leaf.nbytes:
         tensor = torch.empty(leaf.shape, dtype=dtype, device="cpu")

@@ -16,26 +16,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from perdure.checkpoint import retention as retention_rules
 from perdure.checkpoint.arguments import integer, metric_numbers, step_number
 from perdure.checkpoint.group_save import require_visible
 from perdure.checkpoint.manager_options import ManagerOptions
-from perdure.checkpoint.retention import (
-    Retention,
-    execute_prune,
-    lost_rules,
-    plan_prune,
-    recorded_retention,
-)
 from perdure.errors import ArgumentError, StateError, warn_caller
-from perdure.plugins.dcp.storage_reader import (
-    DcpRank,
-    done,
-    generators,
-    layout_of,
-    leaf_path,
-    refuse_id,
-    saved_bytes,
-)
+from perdure.plugins.dcp import storage_reader
 from perdure.runtime.heartbeats import beat
 from perdure.state import process_random
 from perdure.state.leaf_spec import add_path
@@ -77,7 +63,7 @@ class Writer(StorageWriter):
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
         max_to_keep: int | None = None,
-        retention: Retention | None = None,
+        retention: retention_rules.Retention | None = None,
         save_random_state: bool = ManagerOptions.save_random_state,
     ) -> None:
         super().__init__()
@@ -88,7 +74,7 @@ class Writer(StorageWriter):
         self._retention = retention
         self._captured = process_random.capture() if save_random_state else None
         self._run: Run | None = None
-        self._rank = DcpRank(0, 1)
+        self._rank = storage_reader.DcpRank(0, 1)
         beat("step", self._step)
 
     @classmethod
@@ -97,7 +83,7 @@ class Writer(StorageWriter):
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        refuse_id(checkpoint_id, f"Writer(directory, step={self._step})")
+        storage_reader.refuse_id(checkpoint_id, f"Writer(directory, step={self._step})")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -105,7 +91,7 @@ class Writer(StorageWriter):
                 "use_collectives: expected True, found False. Without collectives no rank knows "
                 "whether the others have written their parts, so that nothing could be committed."
             )
-        self._rank = DcpRank.of(kwargs)
+        self._rank = storage_reader.DcpRank.of(kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return dataclasses.replace(plan, storage_data=self._step)
@@ -129,14 +115,18 @@ class Writer(StorageWriter):
         """Write the part of this rank; durable, and not yet committed, once the future is done."""
         leaves: dict[str, Leaf] = {}
         for item in plan.items:
-            path = leaf_path(item)
+            path = storage_reader.leaf_path(item)
             try:
                 leaves[path] = _leaf(item, planner)
             except StateError as error:
                 add_path(error, path)
                 raise
         index = self._rank.index
-        local = {} if self._captured is None else generators.leaves(self._captured, index)
+        local = (
+            {}
+            if self._captured is None
+            else storage_reader.generators.leaves(self._captured, index)
+        )
         run = self._run or Run(self._directory, create=True)
         held = Directory(run.storage).stored_chunks()
         own = LocalLeaves(leaves, local)
@@ -144,7 +134,7 @@ class Writer(StorageWriter):
         part = write_pack_part(run.storage, self._step, {}, held, share, None, own)
         size = sum(leaf.nbytes for leaf in leaves.values())
         # The results alone are never those of an earlier save: DCP's planner may reuse its plans.
-        return done([WriteResult(MetadataIndex(str(self._step)), size, part)])
+        return storage_reader.done([WriteResult(MetadataIndex(str(self._step)), size, part)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written, and apply the retention. The chief calls this.
@@ -155,7 +145,9 @@ class Writer(StorageWriter):
         assert run is not None, "DCP calls finish after prepare_global_plan"
         self._require_one_step(run, [rank[0].index.fqn for rank in results])
         parts = list(_without_doubles([rank[0].storage_data for rank in results]))
-        layout = layout_of(metadata, [leaf for part in parts for leaf in part.per_rank])
+        layout = storage_reader.layout_of(
+            metadata, [leaf for part in parts for leaf in part.per_rank]
+        )
         text = msgspec.json.encode(layout).decode()
         chief = parts[0]
         parts[0] = msgspec.structs.replace(
@@ -193,14 +185,14 @@ class Writer(StorageWriter):
             return
         rules = self._retention
         if rules is None:
-            if why := lost_rules(run.log.view):
+            if why := retention_rules.lost_rules(run.log.view):
                 warn_caller(f"{why} Nothing is deleted.")
                 return
-            recorded = recorded_retention(run)
-            rules = Retention() if recorded is None else recorded.retention
-        plan = plan_prune(run, self._max_to_keep, rules, saved=self._step)
+            recorded = retention_rules.recorded_retention(run)
+            rules = retention_rules.Retention() if recorded is None else recorded.retention
+        plan = retention_rules.plan_prune(run, self._max_to_keep, rules, saved=self._step)
         if not plan.store.empty:
-            execute_prune(run, plan)
+            retention_rules.execute_prune(run, plan)
 
 
 def _leaf(item: WriteItem, planner: SavePlanner) -> Leaf:
@@ -216,7 +208,7 @@ def _leaf(item: WriteItem, planner: SavePlanner) -> Leaf:
     lookup = getattr(planner, "lookup_object", None)
     value = None if lookup is None else lookup(item.index)
     # A planner may write another thing than the object; then its bytes are kept as they are.
-    if lookup is not None and type(value) in SCALARS and saved_bytes(value) == text:
+    if lookup is not None and type(value) in SCALARS and storage_reader.saved_bytes(value) == text:
         return scalar_leaf(value)
     return Leaf("uint8", (len(text),), memoryview(text), frozen=True)
 

@@ -115,7 +115,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     refused(tmp_path, "found nothing", "images-idx3-ubyte")
     path = write(tmp_path, "t10k-", 2)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    refused(path, "no labels", "t10k-labels-idx1-ubyte")
+    refused(path, "expected labels", "t10k-labels-idx1-ubyte")
     path.rename(tmp_path / "pictures")
     refused(tmp_path / "pictures", "images-idx3-ubyte")
     with pytest.raises(DataError) as error:

@@ -585,8 +585,8 @@ def test_a_missing_learning_rate_is_refused_at_the_start(tmp_path: Path) -> None
             lambda: trainer("x").evaluate(data(), 0),
             "steps: expected None or an integer of at least 1",
         ),
-        (lambda: trainer("x", Hook()), "hooks: expected a list of hooks, found <"),
-        (lambda: trainer("x", [Hook]), "hooks: expected objects of perdure.train.Hook, found <cl"),
+        (lambda: trainer("x", Hook()), "hooks: expected a list of perdure.train.Hook, found <"),
+        (lambda: trainer("x", [Hook]), "hooks: expected a list of perdure.train.Hook, found [<cl"),
         (
             lambda: trainer("x").train_and_evaluate(data(), 5, every=0),
             "every: expected an integer of at least 1",

@@ -18,7 +18,10 @@ def read(path: str) -> ForeignFile:
 
     Their names are paths: a key of the tree is one part, even if it has dots.
     """
-    ocp = _orbax()
+    try:
+        import orbax.checkpoint as ocp
+    except ModuleNotFoundError as error:
+        raise missing_extra("orbax", error) from error
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             found = checkpointer.metadata(os.path.abspath(path))
@@ -38,11 +41,3 @@ def _restore_arguments(ocp: Any, tree: Any) -> Any:
         return [_restore_arguments(ocp, child) for child in tree]
     is_array = hasattr(tree, "shape") and type(tree).__name__ != "ScalarMetadata"
     return ocp.RestoreArgs(restore_type=np.ndarray) if is_array else ocp.RestoreArgs()
-
-
-def _orbax() -> Any:
-    try:
-        import orbax.checkpoint
-    except ModuleNotFoundError as error:
-        raise missing_extra("orbax", error) from error
-    return orbax.checkpoint

@@ -96,17 +96,16 @@ def load_images(path: str | os.PathLike[str]) -> Images:
         # The two parts of MNIST in the order in which they are concatenated, then others.
         ranks = {"train": 0, "t10k": 1}
         order = sorted(found, key=lambda prefix: (ranks.get(prefix.rstrip("-."), 2), prefix))
-        parts = [_from_idx(found[prefix], prefix) for prefix in order]
+        parts = []
+        for prefix in order:
+            file = found[prefix]
+            names = [f"{prefix}labels{mark}idx1-ubyte{end}" for mark in "-." for end in ("", ".gz")]
+            at = next((p for p in (file.with_name(name) for name in names) if p.exists()), None)
+            if at is None:
+                raise DataError(f"{file}: expected labels beside it, {names[0]} or {names[1]}.")
+            parts.append(_checked(read_idx(file), read_idx(at), f"{file}", f"{at}"))
     images, labels = zip(*parts, strict=True)
     return np.concatenate(images), np.concatenate(labels)
-
-
-def _from_idx(path: Path, prefix: str) -> Images:
-    names = [f"{prefix}labels{mark}idx1-ubyte{end}" for mark in "-." for end in ("", ".gz")]
-    labels = next((p for p in (path.with_name(name) for name in names) if p.exists()), None)
-    if labels is None:
-        raise DataError(f"{path}: no labels in its directory: expected {names[0]} or {names[1]}.")
-    return _checked(read_idx(path), read_idx(labels), f"{path}", f"{labels}")
 
 
 def _from_npz(path: Path) -> list[Images]:

@@ -150,17 +150,18 @@ class FitSession(Callback):
                 f"{manager.directory}: expected a backup of `fit`, found checkpoints of something "
                 f"else. Give BackupAndRestore a directory of its own."
             )
-        self._check_recipe(json.loads(bytes(tree["recipe"])))
+        where = f"{manager.directory}: the backup of step {self._step}"
+        saved = json.loads(bytes(tree["recipe"]))
+        if note := check_resume(where, saved, self._recipe, allowed(self._allow)):
+            warnings.warn(note, stacklevel=5)
         position = unpack(tree["fit"])
         in_epoch = bool(position["batches"]["executions"])
         begun = position["epoch"] + in_epoch
         if begun > fit.arguments["epochs"]:
             raise TrainError(
-                f"{manager.directory}: the backup of step {self._step} is "
-                f"{'in' if in_epoch else 'at the end of'} epoch {begun}, and fit was called with "
-                f"epochs={fit.arguments['epochs']}, which ends before. Nothing was changed. Call fit "
-                f"with epochs={begun} or more, or give BackupAndRestore another directory to start "
-                f"again."
+                f"{where} is {'in' if in_epoch else 'at the end of'} epoch {begun}, and fit was called "
+                f"with epochs={fit.arguments['epochs']}, which ends before. Nothing was changed. Call "
+                f"fit with epochs={begun} or more, or give BackupAndRestore another directory."
             )
         fit.build()
         self._restore_members(tree)
@@ -174,11 +175,6 @@ class FitSession(Callback):
             self._batches.restore(position["batches"], lambda: None)
             self._callback_state.restore(position["others"])
             fit.model.stop_training = stopped
-
-    def _check_recipe(self, saved: dict[str, Any]) -> None:
-        where = f"{self._manager.directory}: the backup of step {self._step}"
-        if note := check_resume(where, saved, self._recipe, allowed(self._allow)):
-            warnings.warn(note, stacklevel=6)
 
     def _restore_members(self, tree: dict[str, Any]) -> None:
         members = {n: member for n, member in self._members().items() if n in _RESTORED_IN_PLACE}

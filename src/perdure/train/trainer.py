@@ -121,7 +121,10 @@ class Trainer(TrainingState, TensorFlowNames):
             )
         self._recipe = _recipe(config.seed, self._source, strategy)
         self._extras = _extras(self.hooks, self._source)
-        directory = _summary_dir(config) if self.processes.is_chief else None
+        directory: Any = None
+        if self.processes.is_chief and (directory := config.output.summary_dir) is None:
+            storage = open_storage(config.model_dir)
+            directory = storage.where if isinstance(storage, LocalStorage) else None
         summaries = Summaries(directory, tensorboard=config.output.tensorboard)
         super().__init__(config, _initial_state(state, config.seed), summaries)
         self.warm_start_from = warm_start_from
@@ -289,13 +292,10 @@ class Trainer(TrainingState, TensorFlowNames):
 
 
 def _checked(hooks: Any) -> tuple[Hook, ...]:
-    if isinstance(hooks, Hook) or not isinstance(hooks, Iterable):
-        raise TrainError(f"hooks: expected a list of hooks, found {hooks!r}.")
-    checked = tuple(hooks)
-    for hook in checked:
-        if not isinstance(hook, Hook):
-            raise TrainError(f"hooks: expected objects of perdure.train.Hook, found {hook!r}.")
-    return checked
+    checked = tuple(hooks) if isinstance(hooks, Iterable) else (None,)
+    if not all(isinstance(hook, Hook) for hook in checked):
+        raise TrainError(f"hooks: expected a list of perdure.train.Hook, found {hooks!r}.")
+    return checked  # type: ignore[return-value]
 
 
 def _initial_state(state: Any, seed: int | None) -> Any:
@@ -313,23 +313,14 @@ def _initial_state(state: Any, seed: int | None) -> Any:
 
 def _recipe(seed: int | None, source: batch_source.BatchSource, strategy: Any) -> Mapping[str, Any]:
     recipe = source.recipe
-    if seed is None:
+    if seed is None or (strategy is not None and recipe.get("seed") == seed):
         return recipe
     if strategy is not None:
-        if recipe.get("seed") != seed:
-            raise TrainError(
-                f"expected one seed, found {seed} in RunConfig and {recipe.get('seed')} in the "
-                f"strategy; leave the one of RunConfig out."
-            )
-        return recipe
+        raise TrainError(
+            f"expected one seed, found {seed} in RunConfig and {recipe.get('seed')} in the strategy; "
+            f"leave the one of RunConfig out."
+        )
     return {"seed": seed, **{f"data_{n}" if n == "seed" else n: v for n, v in recipe.items()}}
-
-
-def _summary_dir(config: RunConfig) -> Any:
-    if config.output.summary_dir is not None:
-        return config.output.summary_dir
-    storage = open_storage(config.model_dir)
-    return storage.where if isinstance(storage, LocalStorage) else None
 
 
 def _extras(hooks: Iterable[Hook], source: batch_source.BatchSource) -> dict[str, Any]:

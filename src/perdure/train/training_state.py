@@ -63,15 +63,6 @@ class TrainingState:
         # What a restore gives back: of a lost state the deleted arrays.
         self._target, self._is_lost = state, False
 
-    def _step_failed(self) -> None:
-        """Find out whether the step that has raised an error had used the memory of `state`."""
-        if (jax := sys.modules.get("jax")) is not None:
-            with suppress(TypeError, ValueError):  # no tree of JAX
-                self._is_lost = any(
-                    isinstance(leaf, jax.Array) and leaf.is_deleted()
-                    for leaf in jax.tree.leaves(self._target)
-                )
-
     def due(self, every: int) -> bool:
         """Whether the execution that ended at `step` contains a multiple of `every`.
 
@@ -144,7 +135,13 @@ class Computation:
         try:
             return self._train(training, batches)
         except BaseException:
-            training._step_failed()
+            # The step may have used the memory of the state.
+            if (jax := sys.modules.get("jax")) is not None:
+                with suppress(TypeError, ValueError):  # no tree of JAX
+                    training._is_lost = any(
+                        isinstance(leaf, jax.Array) and leaf.is_deleted()
+                        for leaf in jax.tree.leaves(training._target)
+                    )
             raise
 
     def _train(self, training: TrainingState, batches: list[Any]) -> Any:

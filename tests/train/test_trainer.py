@@ -355,7 +355,7 @@ def test_data_without_a_position_are_refused_at_once(tmp_path: Path, source: Any
     with pytest.raises(DataError) as caught:
         Trainer(step_fn, fresh(), source, config(tmp_path))
     assert "expected data whose position can be restored" in str(caught.value)
-    assert "a list of batches, or an iterator with get_state" in str(caught.value)
+    assert "a list of batches, an iterator with get_state" in str(caught.value)
 
 
 def test_early_stopping_is_final(tmp_path: Path) -> None:

@@ -53,8 +53,7 @@ def replay(
 
     if directory is not None and directory.resolve().is_relative_to(Path(run).resolve()):
         raise click.UsageError(
-            f"--directory: expected a place outside of the run directory {run}, which is only read; "
-            f"found {directory}."
+            f"--directory: expected a place outside of the run directory {run}, found {directory}."
         )
     storage = open_run(run).storage
     first, last = _parsed(steps)

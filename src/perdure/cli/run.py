@@ -150,8 +150,7 @@ def _nodes() -> Nodes | None:
     if cluster.coordinator is None and cluster.source == "the environment":
         raise click.UsageError(
             "--multi-node: expected a description of the machines in the environment, found none. "
-            "Start this command on each machine by srun or as a pod of a JobSet, or set MASTER_ADDR, "
-            "MASTER_PORT, RANK (the number of the machine) and WORLD_SIZE (how many there are)"
+            "Start this command by srun or a JobSet, or set MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE"
         )
     if cluster.coordinator is None:  # a job of one machine
         return None
@@ -232,8 +231,7 @@ def status(logs: Path, as_json: bool) -> None:
     if not runs:
         raise NotARunError(
             f"{path}: expected the log directory of `perdure run`, with {FILE} in it or in a directory "
-            f"of it, found none. Name the directory that was given to --log-dir; without it the logs "
-            f"are in {DEFAULT_LOGS} of the directory where `perdure run` was started."
+            f"of it, found none. Name that of --log-dir, by default {DEFAULT_LOGS} where it began."
         )
     runs = [run for run in runs if run.program == runs[-1].program]  # of the newest
     unreadable = sum(run.unreadable for run in runs)

@@ -183,8 +183,7 @@ def _split(
                 found = "missing" if other is None else leaf_reader.describe(other)
                 raise MismatchError(
                     f"leaf {entry.path!r} is {leaf_reader.describe(entry)} in {base.name} and {found} "
-                    f"in {checkpoint.name}; expected the same dtype and shape in all. Select what to "
-                    f"average without it: `--leaves`."
+                    f"in {checkpoint.name}; expected one dtype and shape. Leave it out: `--leaves`."
                 )
             entries.append(other)
         same = all(other.hashes() == entries[0].hashes() for other in entries)

@@ -97,8 +97,7 @@ def _known(array: np.ndarray[Any, Any], note: str | None) -> np.ndarray[Any, Any
             return array.view(dtype)
     raise ValueError(
         f"an array of dtype {array.dtype} ({array.dtype.str}) cannot be a leaf; expected booleans or "
-        f"numbers. Arrays of ml_dtypes, such as bfloat16, are exact as safetensors; as .npz write "
-        f"array.astype('float32')"
+        f"numbers. Write bfloat16 and its like as safetensors, or as float32"
     )
 
 

@@ -97,9 +97,8 @@ def _load(torch: Any, path: str) -> Any:
                 )
             raise DataError(
                 f"{path}: expected tensors, Python scalars and containers that PyTorch can load, found "
-                f"{what}. perdure loads nothing else, because that can run any code. Where you "
-                f"trust the file, load it with the program that wrote it, and save "
-                f"`model.state_dict()` alone."
+                f"{what}. All else can run any code: if you trust it, load it with the program that "
+                f"wrote it, and save `model.state_dict()` alone."
             ) from error
 
 

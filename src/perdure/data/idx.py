@@ -50,8 +50,7 @@ def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _TYPES:
         raise DataError(
             f"{path}: wrong magic number: an IDX file starts with 00 00, a type (08 to 0e) and a "
-            f"number of axes; found {data[:4].hex(' ') or 'an empty file'}. Is this another format, "
-            "or an error page saved under this name? Download it again."
+            f"number of axes; found {data[:4].hex(' ') or 'an empty file'}. Download it again."
         )
     dtype, start = np.dtype(_TYPES[data[2]]), 4 + 4 * data[3]
     shape = tuple(int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4))

@@ -76,8 +76,7 @@ def by_index(data: Any) -> Any:
         graph, own = (int(value) for value in (shuffle._seed, shuffle._seed2))
         if not (graph or own) or not shuffle._reshuffle_each_iteration:
             raise DataError(
-                "tf.data: expected `shuffle(n, seed=...)`, which gives each epoch an order of its own "
-                "that a resumed run can find again, found a shuffle without a seed, or with "
+                "tf.data: expected `shuffle(n, seed=...)`, found a shuffle without a seed, or with "
                 "reshuffle_each_iteration=False."
             )
         seed = own if graph == _NO_GRAPH_SEED else fold((graph, own)) >> 1

@@ -96,9 +96,8 @@ class StreamDataset(DatasetBase):
     def _rows(self, step: int, start: int, size: int) -> Any:
         if size % self._rows_per_shard:
             raise TopologyError(
-                f"{len(self._shards)} virtual shards do not divide into "
-                f"{self.batch_size // size} logical replicas, each of which owns whole shards. Choose "
-                f"a number of shards that is a multiple of the replicas; it is part of the recipe."
+                f"{len(self._shards)} virtual shards do not divide into {self.batch_size // size} "
+                f"logical replicas. Choose a multiple of the replicas; it is part of the recipe."
             )
         first = self._reference()
         epoch, within = self.epoch(step)

@@ -105,9 +105,8 @@ class CallbackState:
         if lost and not self._warned:
             self._warned = True
             warnings.warn(
-                f"BackupAndRestore: these attributes of callbacks are not in the backup, because they "
-                f"are no plain values: {', '.join(lost)}. Give the callback `state_dict` and "
-                f"`load_state_dict`, or use lists and dicts of numbers, strings and arrays.",
+                f"BackupAndRestore: not in the backup, because they are no plain values: "
+                f"{', '.join(lost)}. Give the callback `state_dict` and `load_state_dict`.",
                 stacklevel=6,
             )
 
@@ -179,9 +178,8 @@ def copy_plain(value: Any, what: str) -> Any:
         return unpack(pack(value))
     except TypeError as error:
         raise TrainError(
-            f"{what}: expected numbers, strings, arrays, and lists, tuples and dicts of them with keys "
-            f"that are strings, found a value of type {error}, which a backup cannot hold. Turn it "
-            f"into such values there, and back in `load_state_dict`."
+            f"{what}: expected numbers, strings, arrays, and lists, tuples and dicts (with strings as "
+            f"keys) of them, found a value of type {error}, which a backup cannot hold."
         ) from None
 
 

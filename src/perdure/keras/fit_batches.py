@@ -158,8 +158,7 @@ def control_order(iterator: fit_internals.FitIterator) -> DataOrder:
         if not isinstance(iterator.tf_pipeline, tf.data.Dataset):
             raise TrainError(
                 "expected `fit` on the default strategy of TensorFlow, found a tf.distribute strategy, "
-                "whose data cannot be resumed at a batch. Use the JAX backend, or the strategies of "
-                "perdure."
+                "whose data cannot be resumed at a batch. Use the strategies of perdure."
             )
         if data.kind == "arrays" and data.shuffles:
             return TensorFlowShuffle(iterator)
@@ -391,8 +390,7 @@ def position_warning(data: fit_internals.FitData) -> str | None:
     if data.kind == "generator":
         return (
             "the data are a generator, whose position cannot be restored: a resumed run reads it from "
-            "its start, so it needs a new process and a generator that yields the same batches again. "
-            "Use arrays, a PyDataset, a tf.data.Dataset or a DataLoader."
+            "its start. Use arrays, a PyDataset, a tf.data.Dataset or a DataLoader."
         )
     if data.kind == "PyDataset" and not is_stateful(data.py_dataset):
         kind, base = type(data.py_dataset), keras.utils.PyDataset
@@ -400,8 +398,7 @@ def position_warning(data: fit_internals.FitData) -> str | None:
             if getattr(kind, name) is not getattr(base, name):
                 return (
                     f"the data are a {kind.__name__} with `{name}`: what that changes is not in the "
-                    f"backup. Give it `state_dict` and `load_state_dict`, or make a batch a function "
-                    f"of its index."
+                    f"backup. Give it `state_dict` and `load_state_dict`."
                 )
     if data.kind == "tf.data":
         dataset = data.tf_dataset()
@@ -409,8 +406,7 @@ def position_warning(data: fit_internals.FitData) -> str | None:
             if all(seed is not None and int(seed) == 0 for seed in fit_internals.tf_seeds(node)):
                 return (
                     "the data are a tf.data.Dataset that shuffles without a seed: a resumed run gets "
-                    "another order. Pass one: `dataset.shuffle(n, seed=0)`, or call "
-                    "`keras.utils.set_random_seed(0)` before."
+                    "another order. Pass one: `dataset.shuffle(n, seed=0)`."
                 )
         if dataset.options().deterministic is False:
             return (

@@ -47,9 +47,8 @@ def attributes(model: Any) -> dict[str, Any]:
     for path, member in members.items():
         if not getattr(member, "built", True):
             raise TrainError(
-                f"model.{path}: expected an optimizer that is built, found one without variables, so "
-                f"that a resume could not restore it. Call `model.{path}.build(...)` before `fit`, "
-                f"with the variables that it trains."
+                f"model.{path}: expected an optimizer that is built, found one without variables. "
+                f"Call `model.{path}.build(...)` before `fit`, with the variables that it trains."
             )
     return members
 

@@ -166,8 +166,7 @@ class ModelCheckpoint(fit_internals.MonitorCallback):
             return False
         warnings.warn(
             f"{manager.directory}: step {step} is not saved: an earlier fit reached step {steps[-1]} "
-            f"there, and its checkpoint of step {step} is gone. A resumed fit saves again from step "
-            f"{steps[-1]} on; for another training use another directory.",
+            f"there, and its checkpoint is gone. For another training use another directory.",
             stacklevel=2,
         )
         return True
@@ -235,10 +234,8 @@ def _check_directory(filepath: Any) -> None:
     is_file = isinstance(name, str) and (name.endswith((".keras", ".h5")) or "{" in name)
     if name is None or name == "" or is_file:
         raise ArgumentError(
-            f"filepath: expected a directory, found {name!r}. This callback keeps all its checkpoints "
-            f"in one run directory, each named by its step: pass a directory such as 'runs/model'. "
-            f"`max_to_keep` says how many stay, `perdure ls` lists them with their metrics, and "
-            f"`perdure.keras.load_weights` loads one."
+            f"filepath: expected a directory, found {name!r}. All checkpoints are in one run directory "
+            f"such as 'runs/model'; `perdure.keras.load_weights` loads one."
         )
 
 

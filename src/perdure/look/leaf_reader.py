@@ -66,8 +66,7 @@ def refuse_unused(selection: Selection, paths: Iterable[str], where: str) -> Non
     close = get_close_matches(unused[0], paths, 3) or paths[:3]
     raise ArgumentError(
         f"{where}: no leaf matches {', '.join(map(repr, unused))}. It has {held}, with paths such as "
-        f"{', '.join(close) or '(none)'}; `perdure show --tree` lists them. In a pattern, * is any "
-        f"text within one part of a path and ** any number of parts."
+        f"{', '.join(close) or '(none)'}; `perdure show --tree` lists them."
     )
 
 

@@ -113,8 +113,7 @@ def require_new_workers(is_kept: bool, remedy: str) -> None:
     if is_kept:
         raise StateError(
             f"persistent_workers: expected False, found True. A resumed process starts new workers, "
-            f"which draw other random numbers than workers that are kept from epoch to epoch, and "
-            f"their start changes the order of the data. {remedy}"
+            f"which draw other random numbers and change the order of the data. {remedy}"
         )
 
 

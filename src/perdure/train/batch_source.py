@@ -126,10 +126,9 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
         return IteratorBatchSource(iterator, strategy_recipe)
     raise DataError(
         f"expected data whose position can be restored after an interruption, found a "
-        f"{type(data).__module__}.{type(data).__qualname__}. Pass a dataset addressed by step "
-        f"(perdure.ArrayDataset, anything with batch(step)), a function of the step, a list of "
-        f"batches, or an iterator with get_state and set_state, or state_dict and load_state_dict. For "
-        f"a torch DataLoader: perdure.torch.ResumableLoader(loader)."
+        f"{type(data).__module__}.{type(data).__qualname__}. Pass a dataset with batch(step), a "
+        f"function of the step, a list of batches, an iterator with get_state and set_state, or "
+        f"state_dict and load_state_dict, or perdure.torch.ResumableLoader(loader)."
     )
 
 

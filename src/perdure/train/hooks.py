@@ -153,8 +153,7 @@ class ReduceLROnPlateau(_Monitor):
         paths = [path for path in rates if fnmatchcase(path, self._leaf)]
         if not paths:
             raise TrainError(
-                f"ReduceLROnPlateau: expected a leaf {self._leaf!r} in the state that is one floating-"
-                f"point number, found {', '.join(rates[:10]) or 'no such leaf'}. Keep the "
-                f"learning rate in the state, where the step reads it."
+                f"ReduceLROnPlateau: expected a leaf {self._leaf!r} in the state, a float; found "
+                f"{', '.join(rates[:10]) or 'none'}. Keep the learning rate in the state."
             )
         return paths

@@ -52,9 +52,8 @@ class TrainingState:
         """
         if self._is_lost:
             raise StateError(
-                "the state is lost: it was given to the step that failed, which used its memory. "
-                "`train` resumes from the last checkpoint. To keep it, do not give it away: "
-                "strategy.step(..., donate=False), or jax.jit without `donate_argnums`."
+                "the state is lost: the step that failed used its memory. `train` resumes from the "
+                "last checkpoint. To keep it: strategy.step(..., donate=False), or no `donate_argnums`."
             )
         return self._target
 

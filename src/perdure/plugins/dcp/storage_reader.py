@@ -286,8 +286,7 @@ class Reader(StorageReader):
             raise errors.MismatchError(
                 f"{self._run.where}: step {self.step}, leaf {entry.path!r}: expected "
                 f"{expected}{list(target.size())}, found {stored}{list(item.lengths)} in the "
-                f"checkpoint; nothing was changed. Load it into a tensor of its own dtype, and "
-                f"convert that."
+                f"checkpoint; nothing was changed. Load it into a tensor of its own dtype."
             )
         return target
 

@@ -40,9 +40,8 @@ def doctor(
     """Compute things several times, and compare the bits: on each device, and in several processes.
 
     Without COMMAND these are small kernels of each installed framework. With `-- COMMAND` it is the
-    first training step of that program, which needs no change and runs in a copy of the working
-    directory. The exit status is 0 if all is equal, 1 if something differs or fails, 2 for a mistake in
-    the arguments.
+    first training step of that program, which runs in a copy of the working directory. Exits with 1 if
+    something differs or fails.
 
     \b
     Example:

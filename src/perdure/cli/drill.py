@@ -36,8 +36,7 @@ def drill(
 
     COMMAND follows `--` and needs no change. Each run has a copy of the working directory, without the
     run directories in it. The exit status is 0 only if all runs end with the same bits, every fault has
-    fired, and a run has continued from a checkpoint; 130 after Ctrl-C, with the report so far. With
-    --json, the progress goes to the standard error.
+    fired, and a run has continued from a checkpoint; 130 after Ctrl-C, with the report so far.
 
     \b
     Example:

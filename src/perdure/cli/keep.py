@@ -28,9 +28,8 @@ def verify(run: str, repair: bool, as_json: bool) -> bool:
     """Read and hash everything in the run directory RUN, and report damage.
 
     Nothing changes without --repair. With it, damaged checkpoints and packs move to quarantine,
-    leftovers of crashes are removed, a missing or damaged perdure.json is written again, and the
-    checkpoints that can be restored are reported. What cannot be read (no permission, a disk error)
-    is reported as UNREAD and stays where it is. Exits with 1 if anything is damaged or unread.
+    leftovers of crashes are removed, and a missing or damaged perdure.json is written again. What
+    cannot be read is reported as UNREAD and stays. Exits with 1 if anything is damaged or unread.
 
     \b
     Example:
@@ -113,8 +112,7 @@ def prune(
     """Delete the checkpoints of the run directory RUN that the policy does not keep.
 
     The plan is printed and carried out at once; --dry-run only prints it. Pinned checkpoints stay.
-    Without --max-to-keep every checkpoint stays, and only unneeded space is freed. Without
-    another rule, those that the run has recorded keep what they keep beside the newest.
+    Without --max-to-keep only unneeded space is freed; without another rule, recorded ones count.
 
     \b
     Example:

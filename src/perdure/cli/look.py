@@ -47,8 +47,7 @@ def diff(first: str, second: str, leaves: tuple[str, ...], as_json: bool) -> boo
     """Compare the checkpoints A and B: leaves, recipe, environment and metrics.
 
     A and B are RUN@STEP, as for `perdure show`; two runs without a step are compared at the first
-    common step that differs. Equal leaves are known by their hashes; only chunks that differ are read.
-    Exits with 0 if the states are equal, with 1 if they differ or something is damaged.
+    common step that differs. Only chunks that differ are read. Exits with 1 if the states differ.
 
     \b
     Example:
@@ -79,8 +78,7 @@ def show(
 
     RUN@STEP names one, RUN and RUN@latest the newest, RUN@best:max:METRIC and RUN@best:min:METRIC the
     best by a metric, RUN@best by that of the run's retention. Manifests are read and no packs, but with
-    --stats, which verifies every byte that it reads. The exit status is 1 if a leaf of --stats has a
-    dtype that is not known here, 2 for a mistake in the arguments.
+    --stats. The exit status is 1 if a leaf of --stats has an unknown dtype.
 
     \b
     Example:

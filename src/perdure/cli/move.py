@@ -27,8 +27,7 @@ def copy(run: str, target: str, dry_run: bool, as_json: bool) -> bool:
     """Copy checkpoints of the run directory RUN into the run directory TARGET, oldest first.
 
     Both are paths or URLs (s3://...). RUN@100,200 copies only these steps. Every byte is verified, and
-    steps that TARGET holds already are skipped, so a copy can be repeated. A step is not copied if
-    TARGET has other bits at that step or a newer step; the exit status is 1 then.
+    steps that TARGET holds already are skipped. Exits with 1 if TARGET has other bits or a newer step.
 
     \b
     Example:
@@ -66,9 +65,8 @@ def copy(run: str, target: str, dry_run: bool, as_json: bool) -> bool:
 def fork(run: str, new: str, as_json: bool) -> None:
     """Start the run directory NEW from one checkpoint of RUN, and leave RUN as it is.
 
-    NEW must be empty or missing. On one local file system the new run needs little space: packs that
-    the checkpoint mostly needs become hard links. Pruning or deleting one run does not affect the
-    other.
+    NEW must be empty or missing. On one local file system packs become hard links; pruning or deleting
+    one run does not affect the other.
 
     \b
     Example:
@@ -104,9 +102,7 @@ def average(
     """Average checkpoints into the new run directory of -o: RUN@100,200,300 or several RUN@STEP.
 
     Arrays of floating-point numbers are averaged in float64, in the order of the steps, and rounded
-    once, so that the result has the same fingerprint wherever it is made. All other leaves are those
-    of the newest of the checkpoints, or of --like. It has the step of that one, and its manifest
-    says what it was made from.
+    once. The step and all other leaves are those of the newest of the checkpoints, or of --like.
 
     \b
     Example:
@@ -141,9 +137,8 @@ def export(
 ) -> None:
     """Write leaves of a checkpoint to the new file or folder OUT.
 
-    safetensors (a folder in the layout of Hugging Face, or one file if OUT ends in .safetensors),
-    torch (a state dict) and npz; none needs the code of the model. With --leaves model, names begin
-    below `model`. OUT appears when it is complete.
+    safetensors is a folder in the layout of Hugging Face, or one file if OUT ends in .safetensors.
+    With --leaves model, names begin below `model`. OUT appears when it is complete.
 
     \b
     Example:
@@ -167,9 +162,8 @@ def import_(
     """Save the arrays of SRC as step 0 of the new run directory RUN.
 
     SRC is a .safetensors file, a folder of them, a state dict of PyTorch, a .npz archive or a folder
-    of Orbax. The dots of a name become the parts of a path: encoder.0.weight is the leaf
-    encoder/0/weight. A SRC that is one array becomes the leaf PATH of --branch. Torch files are read
-    with weights_only=True only, so that no code in them runs.
+    of Orbax; no code in it runs. The dots of a name become the parts of a path: encoder.0.weight is the
+    leaf encoder/0/weight. A SRC that is one array becomes the leaf PATH of --branch.
 
     \b
     Example:

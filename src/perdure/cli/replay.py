@@ -37,11 +37,10 @@ def replay(
 ) -> bool:
     """Compute steps of the run directory RUN again with COMMAND, and compare them with its journal.
 
-    COMMAND follows `--` and needs no change: it is what the run was started with. It runs in a copy of
-    the working directory, with a fork of RUN in place of RUN, and is ended after the last step. Without
-    a journal the fingerprints of the checkpoints are compared. The result is also written into
-    RUN/replays. The exit status is 0 if all is reproduced, 1 if something differs or cannot be
-    compared, 2 for a mistake in the arguments.
+    COMMAND follows `--` and is what the run was started with. It runs in a copy of the working
+    directory, with a fork of RUN in place of RUN. Without a journal the fingerprints of the checkpoints
+    are compared. The result is also written into RUN/replays. Exits with 1 if something differs or
+    cannot be compared.
 
     \b
     Example:
@@ -129,9 +128,8 @@ def bisect(
 
     All lines of their journals are compared, and all checkpoints that both have. With COMMAND, which
     follows `--` and is what RUN1 was started with, that step is then replayed in both runs and compared
-    in the order of the computation: random generators, state, batch, random keys, the contribution of
-    each logical replica, total, update. COMMAND finds RUN2 in the place of RUN1, unless --command2 says
-    how RUN2 was started. The exit status is 0 if all steps that both have are equal, 1 if one differs.
+    in the order of the computation. COMMAND finds RUN2 in the place of RUN1, unless --command2 says how
+    RUN2 was started. Exits with 1 if a step differs.
 
     \b
     Example:

@@ -38,9 +38,8 @@ def report(
 
     It has the recipe, the attempts, the metrics, the checkpoints, and how much each layer changed
     between them; several runs stand side by side. With --plot only the metrics are drawn, or with
-    --norms or --leaves the norms of leaves. With --json the same is printed as one document, and -o may
-    be left out. Pages and pictures need the extra: pip install 'perdure[report]'. Exits with 1 if a
-    checkpoint is damaged or cannot be read, with 2 for a mistake in the arguments.
+    --norms or --leaves the norms of leaves. Pages and pictures need pip install 'perdure[report]'.
+    Exits with 1 if a checkpoint is damaged or cannot be read.
 
     \b
     Example:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     help="Share of the steps that are partly computed again.",
 )
 @click.option(
-    "--on-corruption", type=click.Choice(["raise", "exclude"]), help="What to do with the device."
+    "--on-corruption", type=click.Choice(["raise", "exclude"]), help="After wrong bits of a device."
 )
 @click.option(
     "--allow", metavar="FIELD", multiple=True, help="Resume although the recipe differs in FIELD."

@@ -89,9 +89,9 @@ class DatasetBase:
             raise DataError(f"batch_size: expected at least 1, found {batch_size}.")
         self.batch_size = batch_size
         self.seed = seed
-        self._augment = (
-            Augment(augment) if augment and not isinstance(augment, Augment) else augment
-        )
+        if augment is not None and not isinstance(augment, Augment):
+            augment = Augment(augment)
+        self._augment = augment
         self._given_fingerprint = fingerprint
         self._settings: dict[str, int | bool] = {}  # for the recipe
 
@@ -191,7 +191,7 @@ class Dataset(DatasetBase):
         if drop_remainder and batch_size > self.num_examples:
             raise DataError(
                 f"drop_remainder leaves no batch: batch_size is {batch_size} and there are "
-                f"{self.num_examples} examples; use a smaller batch_size or drop_remainder=False."
+                f"{self.num_examples} examples."
             )
         self.shuffle = shuffle
         self._settings = {"shuffle": shuffle, "drop_remainder": drop_remainder}

@@ -60,12 +60,9 @@ class StreamDataset(DatasetBase):
     ) -> None:
         super().__init__(batch_size, seed, augment, fingerprint)
         names = list(shards)
-        if not names:
-            raise DataError("no shards: a stream needs at least one.")
-        if batch_size % len(names):
+        if not names or batch_size % len(names):
             raise DataError(
-                f"a global batch of {batch_size} does not divide among {len(names)} virtual shards, "
-                f"each of which has the same number of rows in every batch."
+                f"a global batch of {batch_size} does not divide among {len(names)} virtual shards."
             )
         self._rows_per_shard = batch_size // len(names)
         given = shards if isinstance(shards, Mapping) else {}
@@ -75,11 +72,8 @@ class StreamDataset(DatasetBase):
             raise DataError(f"the streams hold no examples: found the lengths {lengths}.")
         self._settings = {"shards": len(names), "drop_remainder": drop_remainder}
         self.num_examples = sum(lengths)
-        self.steps_per_epoch = (
-            min(lengths) // self._rows_per_shard
-            if drop_remainder
-            else -(-max(lengths) // self._rows_per_shard)
-        )
+        shorter, longer = min(lengths), max(lengths) + self._rows_per_shard - 1
+        self.steps_per_epoch = (shorter if drop_remainder else longer) // self._rows_per_shard
         if self.steps_per_epoch == 0:
             raise DataError(
                 f"drop_remainder leaves no batch: a shard has {min(lengths)} examples, and a batch "

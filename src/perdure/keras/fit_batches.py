@@ -27,7 +27,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
@@ -41,14 +41,6 @@ from perdure.state import process_random
 
 # A shuffled tf.data.Dataset counts its iterators, and draws another order for each.
 _iterator_counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-
-
-class _NextPass(NamedTuple):
-    """A pass that is about to be made: the generators then and at its first batch; batches to drop."""
-
-    random_when_made: dict[str, Any]
-    random_when_started: dict[str, Any] | None
-    drop: int
 
 
 class DataOrder:
@@ -176,7 +168,9 @@ class FitBatches:
         self._order = control_order(iterator)
         self._resume_position: dict[str, Any] | None = None
         self._before_first_batch: Callable[[], Any] = lambda: None
-        self._next_pass: _NextPass | None = None  # the pass that the epoch begins with
+        # The pass that the epoch begins with: the generators when it is made and at its first batch
+        # (None: not recorded), and the batches to drop.
+        self._next_pass: tuple[dict[str, Any], dict[str, Any] | None, int] | None = None
         self._random_when_made: dict[str, Any] = {}
         self._random_when_started: dict[str, Any] | None = None
         self._kept_position: dict[str, Any] | None = None
@@ -270,7 +264,7 @@ class FitBatches:
         if position is not None or not continues_pass:
             # Before Keras makes the pass: workers of a PyDataset begin to read earlier.
             random = self.random()
-            self._next_pass = _NextPass(random, started, self._order.begin_pass(self._skip))
+            self._next_pass = random, started, self._order.begin_pass(self._skip)
         if position is not None and position["inside"]:
             if iterator.has_steps_per_epoch:
                 batches = iter(self._make_pass())
@@ -288,7 +282,7 @@ class FitBatches:
             self.keep_position()  # the epoch has ended; a resume makes this pass again
             if not self._iterator.has_steps_per_epoch:
                 return self._make_unused_pass()
-            next_pass = _NextPass(self.random(), None, self._order.begin_pass(0))
+            next_pass = self.random(), None, self._order.begin_pass(0)
         self._random_when_made, self._random_when_started, drop = next_pass
         self._taken, self._skip = self._skip, 0
         self._count_iterator()

@@ -52,7 +52,7 @@ def drill(
     kinds = tuple(name for name in (faults or "").replace(" ", "").split(",") if name)
     if faults is not None and not kinds:
         raise ArgumentError(f"--faults: expected some of {', '.join(KINDS)}, found {faults!r}.")
-    with cli.options_of_library():
+    with cli.wrong_usage():
         options = DrillOptions(kinds, **how)
     if output is not None:
         templates()  # raises before the drill if they are not installed

@@ -11,6 +11,7 @@ import click
 from perdure.cli import options as cli
 from perdure.cli.output import document, print_result, say
 from perdure.convert.formats import FORMATS, WRITTEN
+from perdure.errors import StepExistsError, StoreError
 from perdure.look.tables import leaves_text, size_text
 from perdure.text import counted
 
@@ -111,7 +112,7 @@ def average(
     from perdure.convert import average
 
     given: Any = weights.split(",") if weights is not None else None  # `average` makes them numbers
-    with cli.fresh_run():
+    with cli.wrong_usage(StoreError, StepExistsError):
         made = average(checkpoints, output, weights=given, leaves=leaves or None, like=like)
     print_result(made, as_json)
 
@@ -174,7 +175,7 @@ def import_(
 
     if not os.path.lexists(source):
         raise ArgumentError(f"{source}: expected a file or folder, found nothing.")
-    with cli.fresh_run():
+    with cli.wrong_usage(StoreError, StepExistsError):
         manifest = import_run(source, run, kind=kind, branch=branch or "", names=_names(names))
     if as_json:
         leaves = [{"path": leaf.path} for leaf in manifest.leaves]

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from perdure.errors import ArgumentError, PerdureError, StepExistsError, StoreError
+from perdure.errors import ArgumentError, PerdureError
 
 EXIT_STATUS = (  # ends the help of each command whose status says no more than that
     "Exit status: 0 if it is done, 1 if it failed, 2 for a mistake in the arguments, 130 after "
@@ -118,20 +118,11 @@ def kept_or_temporary(directory: Path | None, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def options_of_library() -> Iterator[None]:
-    """Count an option that the library refuses as wrong usage, whatever error it raises."""
+def wrong_usage(*kinds: type[PerdureError]) -> Iterator[None]:
+    """Count these errors (by default all) as wrong usage: options, or a run that cannot be new."""
     try:
         yield
     except PerdureError as error:
-        raise error if isinstance(error, ArgumentError) else ArgumentError(str(error)) from error
-
-
-@contextmanager
-def fresh_run() -> Iterator[None]:
-    """Count a new run directory that cannot be one, such as a run that exists, as wrong usage."""
-    try:
-        yield
-    except StoreError as error:
-        if type(error) not in (StoreError, StepExistsError):
+        if isinstance(error, ArgumentError) or (kinds and type(error) not in kinds):
             raise
         raise ArgumentError(str(error)) from error

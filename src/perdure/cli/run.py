@@ -94,7 +94,7 @@ def run(
     from perdure.supervise.supervisor import Supervisor
 
     bounds = _elastic(elastic)
-    with cli.options_of_library():
+    with cli.wrong_usage():
         options = RunOptions(
             workers=workers or (bounds[1] if bounds else 1),
             nodes=_nodes() if multi_node else None,

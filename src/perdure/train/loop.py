@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import or_
@@ -32,7 +32,7 @@ from perdure.state import StateWithExtras
 from perdure.train.batch_source import BatchSource, IteratorBatchSource, evaluation_batches
 from perdure.train.interval import SaveTimer
 from perdure.train.summaries import Means, scalars
-from perdure.train.training_state import Computation, HookCalls, TrainingState
+from perdure.train.training_state import Computation, TrainingState
 
 EVALUATION_PREFIX = "eval/"
 """Before the names of an evaluation's metrics, in summaries and in checkpoints."""
@@ -61,7 +61,8 @@ class Loop:
         source: BatchSource,
         manager: CheckpointManager,
         extras: Mapping[str, Any],
-        hooks: HookCalls,
+        hooks: Sequence[Any],
+        waits_for_saves: bool,
         max_steps: int | None,
         steps: int | None = None,
         evaluation_data: Any = None,
@@ -70,7 +71,8 @@ class Loop:
     ) -> None:
         self._training, self._computation, self._source = training, computation, source
         self._manager = training.manager = manager
-        self._extras, self._hooks = extras, hooks
+        self._extras, self._hooks, self._waits_for_saves = extras, hooks, waits_for_saves
+        self._begun: list[Any] = []  # hooks that have an `end`
         self._max_steps: float = math.inf if max_steps is None else max_steps
         self._steps = steps
         self._evaluation_data, self._evaluation_every = evaluation_data, evaluation_every
@@ -95,7 +97,9 @@ class Loop:
             training.progress.begin(training.step, self._max_steps, training.config.clock())
             self._computation.note_into(self._journal)
             self._computation.donate(True)
-            self._hooks.begin()
+            for hook in self._hooks:
+                self._begun.append(hook)
+                hook.begin(training)
             self._repeat_evaluation_hooks()
             if training.step >= self._max_steps:
                 training.say(f"max_steps {self._max_steps} has been reached already: nothing to do")
@@ -141,6 +145,10 @@ class Loop:
         if self._computation.processes.is_chief and training.summaries.directory is None:
             training.say("no summaries: the run directory is not local; name a summary_dir")
 
+    def _call(self, name: str, *arguments: Any) -> None:
+        for hook in self._hooks:
+            getattr(hook, name)(self._training, *arguments)
+
     def _agree(self, vote: int) -> int:
         """The votes of all processes joined; whether a save is due is for process 0's clock alone."""
         if self._group is None:
@@ -165,12 +173,17 @@ class Loop:
             training.say(f"stopped after step {start}: {training.stop_reason or 'the data ended'}")
             return False
         busy = timer is not None and timer.is_measuring and self._manager.is_saving_in_progress()
-        self._hooks.call("before_step")
+        self._call("before_step")
         self._logs = self._computation.train(training, batches)
         training.step = start + len(batches)
         if isinstance(source, IteratorBatchSource):
             source.used()
-        failure = self._hooks.call_all("after_step", self._logs)
+        failure: Exception | None = None
+        for hook in self._hooks:
+            try:
+                hook.after_step(training, self._logs)
+            except Exception as error:  # noqa: BLE001 (raised below, after the others)
+                failure = failure or error
         if failure is None:
             self._record()
         beat("step", training.step)
@@ -255,11 +268,11 @@ class Loop:
         step, clock = self._training.step, self._training.config.clock
         began = clock()
         if self._allows(metrics):
-            self._hooks.call("before_save")
+            self._call("before_save")
             if self._manager.save(step, self._tree(), metrics, force=True):
                 self._saved_step = step
-                if self._hooks.overrides("after_save") and self._manager.wait_until_finished():
-                    self._hooks.call("after_save")
+                if self._waits_for_saves and self._manager.wait_until_finished():
+                    self._call("after_save")
         if self._timer is not None:
             now = clock()
             self._timer.saved(now, now - began)
@@ -322,7 +335,7 @@ class Loop:
 
     def _call_evaluation_hooks(self) -> None:
         self._evaluated.handed_over = True
-        self._hooks.call("after_evaluate", self._evaluated.metrics)
+        self._call("after_evaluate", self._evaluated.metrics)
 
     def _leave(self) -> NoReturn:
         training, manager, evaluated = self._training, self._manager, self._evaluated
@@ -337,7 +350,7 @@ class Loop:
             training.say(f"{text}; the newest checkpoint is step {manager.latest_step()}")
             manager.exit_preempted()
         training.say(f"{text}; saving it now")
-        self._hooks.call("before_save")
+        self._call("before_save")
         manager.save_and_exit(step, self._tree(), values)
 
     def _close(self) -> None:
@@ -348,7 +361,7 @@ class Loop:
         self._computation.donate(False)  # the state that is returned is the caller's
         problems: list[Exception] = []
         closes = [training.summaries.close, self._manager.close]
-        for close in [*self._hooks.ends(), *closes]:
+        for close in [*(partial(hook.end, training) for hook in self._begun), *closes]:
             try:
                 close()
             except Exception as error:  # noqa: BLE001 (raised below, after everything was closed)

@@ -29,7 +29,7 @@ from perdure.train.config import RunConfig
 from perdure.train.loop import Loop
 from perdure.train.progress import Progress
 from perdure.train.summaries import Means, Summaries
-from perdure.train.training_state import Computation, EvalFn, HookCalls, StepFn, TrainingState
+from perdure.train.training_state import Computation, EvalFn, StepFn, TrainingState
 
 PredictFn = Callable[[Any, Any], Any]
 
@@ -268,9 +268,10 @@ class Trainer(TrainingState, TensorFlowNames):
         self.stop_reason = ""
         shown = output.progress == "lines" and self.processes.is_chief
         self.progress = Progress(shown, output.console, config.log_step_count_steps)
-        calls = HookCalls(self, (*self.hooks, *hooks), Hook)
-        manager = self._open_manager()
-        loop = Loop(self, self._computation, self._source, manager, self._extras, calls, *goal)
+        calls = (*self.hooks, *hooks)
+        waits = any(type(hook).after_save is not Hook.after_save for hook in calls)
+        manager, source = self._open_manager(), self._source
+        loop = Loop(self, self._computation, source, manager, self._extras, calls, waits, *goal)
         return loop.run()
 
     def _open_manager(self) -> CheckpointManager:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from perdure.checkpoint import CheckpointManager, Processes, SingleProcess
@@ -80,40 +79,6 @@ class TrainingState:
     def say(self, text: str) -> None:
         """Print one line about the run."""
         self.progress.say(text)
-
-
-class HookCalls:
-    def __init__(self, trainer: Any, hooks: Sequence[Any], base: type) -> None:
-        self._trainer, self._hooks, self._base = trainer, hooks, base
-        self._begun: list[Any] = []
-
-    def begin(self) -> None:
-        """Call `begin` of each hook; those that are called have an `end`."""
-        for hook in self._hooks:
-            self._begun.append(hook)
-            hook.begin(self._trainer)
-
-    def ends(self) -> list[Callable[[], None]]:
-        return [partial(hook.end, self._trainer) for hook in self._begun]
-
-    def overrides(self, name: str) -> bool:
-        return any(
-            getattr(type(hook), name) is not getattr(self._base, name) for hook in self._hooks
-        )
-
-    def call(self, name: str, *arguments: Any) -> None:
-        for hook in self._hooks:
-            getattr(hook, name)(self._trainer, *arguments)
-
-    def call_all(self, name: str, *arguments: Any) -> Exception | None:
-        """`call` that goes on after an error; returns the first one."""
-        first: Exception | None = None
-        for hook in self._hooks:
-            try:
-                getattr(hook, name)(self._trainer, *arguments)
-            except Exception as error:  # noqa: BLE001 (the caller raises it)
-                first = first or error
-        return first
 
 
 class Computation:

@@ -27,8 +27,7 @@ from perdure.tensorflow_names import TensorFlowNames, names_forms
 from perdure.train import batch_source
 from perdure.train.config import RunConfig
 from perdure.train.loop import Loop
-from perdure.train.progress import Progress
-from perdure.train.summaries import Means, Summaries
+from perdure.train.summaries import Means, Progress, Summaries
 from perdure.train.training_state import Computation, EvalFn, StepFn, TrainingState
 
 PredictFn = Callable[[Any, Any], Any]

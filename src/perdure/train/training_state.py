@@ -12,8 +12,7 @@ from perdure.checkpoint import CheckpointManager, Processes, SingleProcess
 from perdure.checkpoint.journal import Journal, trace_recorded
 from perdure.errors import StateError, TrainError
 from perdure.train.config import RunConfig
-from perdure.train.progress import Progress
-from perdure.train.summaries import Summaries
+from perdure.train.summaries import Progress, Summaries
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 EvalFn = Callable[[Any, Any], Mapping[str, Any]]
@@ -114,7 +113,10 @@ class Computation:
             return _last(logs)
         logs = None
         for number, batch in enumerate(batches, training.step + 1):
-            self._note(batch, number)
+            if not self._notes_itself:
+                trace_recorded(number, "batch", batch)
+                if self._journal is not None and self._journal.wants(number):
+                    self._journal.note([batch], SingleProcess())
             result = self._step_fn(training.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TrainError(
@@ -126,8 +128,7 @@ class Computation:
 
     def donate(self, on: bool) -> None:
         """Let a step of a strategy use the memory of the state before it; `train` does not keep it."""
-        donate_results = getattr(self._step_fn, "donate_results", None)
-        if donate_results is not None:
+        if (donate_results := getattr(self._step_fn, "donate_results", None)) is not None:
             donate_results(on)
 
     def note_into(self, journal: Journal | None) -> None:
@@ -145,12 +146,6 @@ class Computation:
             )
         step: Any = self._step_fn
         step.set_audit(replace(step.audit_options, rate=float(rate)))
-
-    def _note(self, batch: Any, step: int) -> None:
-        if not self._notes_itself:
-            trace_recorded(step, "batch", batch)
-        if self._journal is not None and not self._notes_itself and self._journal.wants(step):
-            self._journal.note([batch], SingleProcess())
 
     def require_eval_fn(self) -> None:
         if self._eval_fn is None:

@@ -344,7 +344,7 @@ def test_an_unfinished_export_never_looks_finished(
         fired.append(1)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("perdure.convert.exporting.os.fsync", full)
+    monkeypatch.setattr("perdure.convert.exchange.os.fsync", full)
     with pytest.raises(SaveError, match="No space left"):
         export(run, to, tmp_path / "out")
     assert fired

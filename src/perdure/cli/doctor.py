@@ -111,8 +111,7 @@ def _print(diagnosis: DoctorReport) -> None:
 
 
 def _section(title: str, found: Mapping[str, str]) -> None:
-    """Names and values, which are text: a table would align some of them to the right."""
-    if found:
+    if found:  # text: a table would align some values to the right
         say(title)
         width = max(map(len, found))
         for name, value in found.items():

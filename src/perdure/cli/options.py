@@ -66,42 +66,36 @@ def command(name: str, **settings: Any) -> Callable[[Callable[..., Any]], click.
 run_argument = click.argument("run", metavar="RUN", type=_TEXT_PATH)
 runs_argument = click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=_TEXT_PATH)
 leaves_option = click.option(
-    "--leaves",
-    metavar="PATTERN",
-    multiple=True,
-    help="Only these leaves, such as model, '*/bias' or 'model/**/kernel'. May be repeated.",
+    "--leaves", metavar="PATTERN", multiple=True, help="Only leaves such as 'model/**/kernel'."
 )
 directory_option = click.option("--directory", type=PATH, help="Keep what is run here.")
 workers_option = click.option("--workers", type=COUNT, default=1, help="Processes of the group.")
 devices_option = click.option("--devices", type=COUNT, help="Devices of each worker.")
 seed_option = click.option("--seed", type=click.IntRange(0), default=0, help="Of random choices.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
+_existing = click.Path(path_type=str, exists=True, file_okay=False)
 read_only_option = click.option(
     "--read-only",
     metavar="RUN",
     multiple=True,
-    type=click.Path(path_type=str, exists=True, file_okay=False),
-    help="A run directory that COMMAND only reads; it is left where it is. May be repeated.",
+    type=_existing,
+    help="A run that COMMAND only reads.",
 )
 
 
 def checkpoint_argument(name: str, metavar: str = "RUN[@STEP]", **more: Any) -> Any:
-    """An argument that names one or several checkpoints."""
     return click.argument(name, metavar=metavar, type=_TEXT_PATH, **more)
 
 
 def new_run_argument(name: str, metavar: str) -> Any:
-    """An argument that names a run directory to write."""
     return click.argument(name, metavar=metavar, type=NewRun())
 
 
 def command_argument(required: bool = True) -> Any:
-    """The program and its arguments, which follow `--`."""
     return click.argument("command", nargs=-1, type=click.UNPROCESSED, required=required)
 
 
 def output_option(what: str, **more: Any) -> Any:
-    """`-o`: where the result is written."""
     return click.option("-o", "--output", help=what, **{"type": PATH, **more})
 
 

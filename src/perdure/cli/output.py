@@ -32,7 +32,6 @@ def print_result(result: Shown, as_json: bool) -> None:
 
 
 def document(value: object) -> None:
-    """Print one JSON document."""
     click.echo(json.dumps(plain(value), indent=2))
 
 
@@ -43,7 +42,6 @@ def say(*texts: object, err: bool = False) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows in aligned columns, with columns of numbers aligned to the right."""
     click.echo(Table(header, rows).text(terminal_width()))
 
 

@@ -22,11 +22,7 @@ class Digits(NamedTuple):
 
 
 def load_digits(path: str | os.PathLike[str] | None = None) -> Digits:
-    """Load digits: the first 80% for training, the rest for testing; DataError, MissingExtraError.
-
-    Without `path` the 1,797 scans of scikit-learn (UCI "Optical Recognition of Handwritten Digits",
-    8x8 pixels), each pixel enlarged to 3x3, with a margin of two pixels.
-    """
+    """The digits at `path`, by default scikit-learn's 1,797 scans of 8x8 pixels, enlarged."""
     images, labels = _scans() if path is None else load_images(path)
     if images.shape[1:] != (SIDE, SIDE):
         raise DataError(f"{path}: expected images of {SIDE}x{SIDE}, found {images.shape[1:]}.")

@@ -15,7 +15,7 @@ from perdure.look.tables import size_text
 from perdure.text import counted, few
 
 if TYPE_CHECKING:
-    from perdure.checkpoint.retention import PrunePlan
+    from perdure.checkpoint import retention as policies
     from perdure.store import Run
     from perdure.store.journal_lines import StepRange
     from perdure.store.verify import VerifyReport
@@ -118,13 +118,8 @@ def prune(
     Example:
       perdure prune runs/a --max-to-keep 3 --keep-period 1000 --dry-run
     """
+    from perdure.checkpoint import retention as policies
     from perdure.checkpoint.address import open_run
-    from perdure.checkpoint.retention import (
-        Retention,
-        execute_prune,
-        plan_prune,
-        recorded_retention,
-    )
     from perdure.store.garbage_collection import stopped
     from perdure.store.run_events import Dropped
 
@@ -136,19 +131,19 @@ def prune(
     with open_run(run) as opened:
         if not dry_run:
             opened.begin_writing()
-        recorded = None if given else recorded_retention(opened)
-        retention = Retention(**given) if recorded is None else recorded.retention
+        recorded = None if given else policies.recorded_retention(opened)
+        retention = policies.Retention(**given) if recorded is None else recorded.retention
         known = {name for row in opened.contents().readable.values() for name in row.metrics}
         if "best_metric" in given and given["best_metric"] not in known:
             raise ArgumentError(
                 f"{run}: expected --best-metric to name a metric of a checkpoint, found "
                 f"{given['best_metric']!r}; they have {few(sorted(known)) or 'none'}."
             )
-        plan = plan_prune(opened, max_to_keep, retention, rolled_back=rolled_back)
+        plan = policies.plan_prune(opened, max_to_keep, retention, rolled_back=rolled_back)
         lines = opened.log.view.journal.steps_aside() if rolled_back else []
         if not as_json:
             _print_plan(plan, lines)
-        left = {} if dry_run else dict(execute_prune(opened, plan).left)
+        left = {} if dry_run else dict(policies.execute_prune(opened, plan).left)
         if lines and not dry_run and not plan.store.is_frozen:
             try:
                 opened.log.append(Dropped())
@@ -167,7 +162,7 @@ def prune(
     return bool(left) or plan.store.is_frozen
 
 
-def _print_plan(plan: PrunePlan, lines: list[StepRange]) -> None:
+def _print_plan(plan: policies.PrunePlan, lines: list[StepRange]) -> None:
     from perdure.store.format import PACKS, span_text
 
     if plan.verdicts:

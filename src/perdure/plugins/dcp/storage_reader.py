@@ -11,14 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from msgspec import Struct
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as planners
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -103,19 +97,19 @@ def leaf_path(item: planners.WriteItem) -> str:
     return box_path(path, data.chunk)
 
 
-def box_path(path: str, chunk: ChunkStorageMetadata) -> str:
+def box_path(path: str, chunk: dcp_metadata.ChunkStorageMetadata) -> str:
     ends = zip(chunk.offsets, chunk.sizes, strict=True)
     return f"{path}/[{','.join(f'{start}:{start + size}' for start, size in ends)}]"
 
 
-def layout_of(metadata: Metadata, entries: Sequence[LeafEntry]) -> DcpLayout:
+def layout_of(metadata: dcp_metadata.Metadata, entries: Sequence[LeafEntry]) -> DcpLayout:
     layout = DcpLayout(flat=metadata.planner_data is None)
     dtypes = {entry.path: entry.dtype for entry in entries}
     for name, entry in metadata.state_dict_metadata.items():
         path = join_dotted("", name)
         if ".".join(split_path(path)) != name:
             raise errors.StateError(f"{name!r}: a name of a state has an empty part; rename it.")
-        if isinstance(entry, BytesStorageMetadata):
+        if isinstance(entry, dcp_metadata.BytesStorageMetadata):
             if not dtypes[path].startswith(SCALAR_PREFIX):
                 layout.objects.append(name)
         elif [chunk.sizes for chunk in entry.chunks] != [entry.size]:
@@ -182,7 +176,7 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         refuse_id(checkpoint_id, "Reader(directory, step)")
 
-    def read_metadata(self, *args: Any) -> Metadata:
+    def read_metadata(self, *args: Any) -> dcp_metadata.Metadata:
         """What the checkpoint holds; StepNotFoundError, CorruptionError if the manifest is damaged."""
         beat("restore")
         run = self._run
@@ -197,21 +191,23 @@ class Reader(StorageReader):
         found: dict[str, Any] = {}
         for (name, offsets), leaf in self._entries.items():
             if offsets is None:
-                found[name] = BytesStorageMetadata()
+                found[name] = dcp_metadata.BytesStorageMetadata()
                 continue
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(leaf.shape))
+            chunk = dcp_metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(leaf.shape))
             if name not in found:
                 size = torch.Size(layout.sizes.get(name, leaf.shape))
                 dtype = getattr(torch, leaf.dtype.removeprefix(WEAK_PREFIX))
-                found[name] = TensorStorageMetadata(TensorProperties(dtype), size, [])
+                found[name] = dcp_metadata.TensorStorageMetadata(
+                    dcp_metadata.TensorProperties(dtype), size, []
+                )
             found[name].chunks.append(chunk)
         keys = None
         if not layout.flat:
             keys = {name: layout.keys.get(name, tuple(name.split("."))) for name in found}
-        return Metadata(found, planner_data=keys)
+        return dcp_metadata.Metadata(found, planner_data=keys)
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        self, metadata: dcp_metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         self._rank = DcpRank.of(kwargs)
 

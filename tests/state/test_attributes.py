@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import itertools
 import random
 from collections import defaultdict, deque
@@ -146,6 +147,26 @@ class Agent(torch.nn.Module):
         return out * (scale + sum(self.logs[0]) + len(self.visited))
 
 
+class Staged(torch.nn.Module):
+    """Hashes by what it holds, as metrics do, and gets an enumeration in the place of None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.stage: Any = None
+        self.note: Any = None
+        self.seen: list[Any] = []
+
+    def __hash__(self) -> int:
+        return hash((id(type(self)), len(getattr(self, "seen", ()))))
+
+    def forward(self, x: Any) -> Any:
+        self.stage = Phase.HOT if self.stage is Phase.COLD else Phase.COLD
+        self.note = self.stage, len(self.seen)
+        self.seen.append(x.mean())
+        return self.layer(x) * (self.stage.value + self.note[0].value * self.note[1])
+
+
 class Forgetful(Queue):
     """Leaves its average and its place out of its own `state_dict`."""
 
@@ -211,8 +232,11 @@ def run(
     return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}
 
 
+KINDS = [Codebook, Queue, Forgetful, Recurrent, Agent, Staged, parametrized]
+
+
 @pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize("kind", [Codebook, Queue, Forgetful, Recurrent, Agent, parametrized])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_resume_continues_with_what_the_module_holds(kind: Any, interval: int) -> None:
     whole = run(kind, MemoryStorage(), 6, interval)
     for stop in (2, 4):
@@ -221,7 +245,7 @@ def test_a_resume_continues_with_what_the_module_holds(kind: Any, interval: int)
         assert run(kind, where, 6, interval) == whole
 
 
-@pytest.mark.parametrize("kind", [Codebook, Queue, Forgetful, Recurrent, Agent, parametrized])
+@pytest.mark.parametrize("kind", KINDS)
 def test_without_the_attributes_a_resume_differs(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +254,48 @@ def test_without_the_attributes_a_resume_differs(
     whole = run(kind, MemoryStorage(), 6)
     run(kind, where := MemoryStorage(), 4)
     assert run(kind, where, 6) != whole
+
+
+METRIC = """
+import torch
+
+class Mean(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.total, self.count, self.values = torch.zeros(()), 0, []
+
+    def update(self, value):
+        self.total += value
+        self.count += 1
+        self.values.append(value)
+"""
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_a_metric_of_a_library_that_is_a_member_keeps_its_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """A module of a library with parameters (the control) has its state in `state_dict` alone."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / f"a_metric_library{layers}.py").write_text(METRIC)
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    library = importlib.import_module(f"a_metric_library{layers}")
+
+    def resumed(updates: int) -> Any:
+        metric = library.Mean()
+        for number in range(layers):
+            metric.add_module(str(number), torch.nn.Linear(1, 1))
+        with CheckpointManager(where, recipe={}) as manager:
+            manager.restore_or_initialize({"metric": metric})
+            for number in range(updates):
+                metric.update(torch.tensor(float(number)))
+                manager.save(number + 1, {"metric": metric})
+        return metric
+
+    where = MemoryStorage()
+    resumed(3)
+    found = resumed(0)
+    assert (found.total == 3, found.count == 3, len(found.values) == 3) == (not layers,) * 3
 
 
 SHARING: dict[str, Callable[[State], State]] = {

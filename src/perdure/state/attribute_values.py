@@ -186,7 +186,7 @@ class _TensorMark:
 
 def stored_form(value: Any) -> Any:
     """The plain containers and arrays that stand for a value in a checkpoint."""
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum) and _enumeration(type_name(value)) is not type(value):
         return value.name
     if is_generator(value):
         return {_GENERATOR: generator_name(value), "state": read_generator(value)}
@@ -247,8 +247,9 @@ def plain_form(stored: Any) -> Any:
     elif isinstance(stored, (list, deque)):
         for place, part in enumerate(stored):
             stored[place] = plain_form(part)
-    elif type(stored) is tuple:
-        return tuple(map(plain_form, stored))
+    elif isinstance(stored, tuple):
+        parts = map(plain_form, stored)
+        return type(stored)._make(parts) if hasattr(stored, "_fields") else tuple(parts)  # type: ignore[attr-defined]
     return stored
 
 

@@ -76,8 +76,8 @@ _RESTORED = object()
 """In place of the mark of a value that a restore has put: it equals no mark, so that every later save
 stores the value again."""
 
-_fresh: weakref.WeakKeyDictionary[Any, dict[Key, Any]] = weakref.WeakKeyDictionary()
-"""The marks of an owner's values when it was first seen."""
+_fresh: dict[int, tuple[weakref.ref[Any], dict[Key, Any]]] = {}
+"""The marks of an owner's values when it was first seen, by identity: a class may hash by values."""
 
 
 class Attributes(ExtraMember):
@@ -173,17 +173,23 @@ class Attributes(ExtraMember):
                     f"{type(owner.value).__name__} cannot take the stored value: {error}. The rest of "
                     f"the state is restored. Build the target with the code that saved it."
                 ) from error
-            if owner.value in _fresh:
-                _fresh[owner.value][tuple(key)] = _RESTORED
+            if (fresh := _seen(owner)) is not None:
+                fresh[tuple(key)] = _RESTORED
         return []
 
 
 def _fresh_of(owner: _Owner, known: _Known) -> dict[Key, Any]:
     """The fresh marks of an owner, which are those of now if it was not seen before."""
-    if (fresh := _fresh.get(owner.value)) is None:
+    if (fresh := _seen(owner)) is None:
         fresh = {key: mark_of(value) for key, value in _values(owner, known)}
-        _fresh[owner.value] = fresh
+        number = id(owner.value)
+        _fresh[number] = weakref.ref(owner.value, lambda _: _fresh.pop(number, None)), fresh
     return fresh
+
+
+def _seen(owner: _Owner) -> dict[Key, Any] | None:
+    reference, fresh = _fresh.get(id(owner.value), (None, None))
+    return fresh if reference is not None and reference() is owner.value else None
 
 
 def _owners(walk: Walk) -> Iterator[_Owner]:
@@ -200,11 +206,16 @@ def _owners(walk: Walk) -> Iterator[_Owner]:
                 if id(part) in seen:
                     continue
                 seen.add(id(part))
-                if is_owner(type(part)):
+                # A member without any state, such as a metric of torchmetrics, is its attributes.
+                if is_owner(type(part)) or (part is value and not any(map(len, _kept(part)))):
                     yield _Owner(join_dotted(path, name) if name else path, part, value)
         elif isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
             seen.add(id(value))
             yield _Owner(path, value, value)
+
+
+def _kept(module: Any) -> Iterator[dict[str, Any]]:
+    return (each for part in module.modules() for each in (part._parameters, part._buffers))
 
 
 class _Known:

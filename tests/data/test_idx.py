@@ -111,7 +111,7 @@ def refused(path: Path, *says: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "nowhere")
+    refused(tmp_path / "nowhere", "nowhere", "found nothing")
     refused(tmp_path, "found nothing", "images-idx3-ubyte")
     path = write(tmp_path, "t10k-", 2)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()

@@ -42,8 +42,12 @@ def test_orders_look_random() -> None:
     assert counts.max() < 330
 
 
-def test_lengths_out_of_range_are_refused() -> None:
+def test_lengths_and_indices_out_of_range_are_refused() -> None:
     for length in (0, -1, 2**40 + 1):
         with pytest.raises(DataError) as error:
             permute(np.arange(1), length, (0,))
         assert "from 1 to 2**40" in str(error.value)
+    for index in ([-1], [5]):
+        with pytest.raises(DataError) as error:
+            permute(index, 5, (0,))
+        assert "expected 0 to 4" in str(error.value)

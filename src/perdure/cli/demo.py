@@ -73,7 +73,7 @@ def _text(document: Mapping[str, Any]) -> str:
             phase["topology"],
             f"{phase['from']}-{phase['to']}",
             phase["ended"],
-            phase["resumed_from"] or "-",
+            "-" if phase["resumed_from"] is None else phase["resumed_from"],
             phase["repeated"],
             (phase["fingerprint"] or "-")[:12],
         )

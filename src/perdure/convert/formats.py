@@ -1,8 +1,8 @@
 """The formats of other tools: a module for each, and the names and notes of leaves in their files.
 
 A module has `read`, and for a format that is written `write` and `DTYPES` (None for all of NumPy and
-ml_dtypes). Invariant: a leaf of a
-`ForeignFile` can be saved and restored; its bytes are as many as its shape says.
+ml_dtypes). Invariant: a leaf of a `ForeignFile` can be saved and restored; its bytes are as many as its
+shape says.
 """
 
 from __future__ import annotations

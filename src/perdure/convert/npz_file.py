@@ -37,7 +37,11 @@ def write(
     for leaf in arrays:
         stem = leaf.name.removesuffix(_END)
         # NumPy confuses `a` and `a.npy`; zipfile cuts a name at NUL.
-        if len(leaf.name.encode()) > 65_000 or "\0" in leaf.name or stem in names - {leaf.name}:
+        if (
+            len(leaf.name.encode()) > 65_000
+            or "\0" in leaf.name
+            or (stem != leaf.name and stem in names)
+        ):
             raise ArgumentError(
                 f"leaf {leaf.entry.path[:80]!r}: expected a name of at most 65,000 bytes without NUL, "
                 f"and not that of another array with {_END}, found {leaf.name[:80]!r}; give it another "

@@ -91,10 +91,9 @@ def _load(torch: Any, path: str) -> Any:
             what = match[1] if match else "something else, or no file of torch.save"
             if "TorchScript" in text:
                 what = "a program of TorchScript"
+            # Other texts are a number, or advice to read the file unsafely.
             elif isinstance(error, (RuntimeError, OSError)):
-                what += (
-                    f": {text.rstrip('.')}"  # others are a number, or advice to read it unsafely
-                )
+                what += f": {text.rstrip('.')}"
             raise DataError(
                 f"{path}: expected tensors, Python scalars and containers that PyTorch can load, found "
                 f"{what}. All else can run any code: if you trust it, load it with the program that "

@@ -82,7 +82,7 @@ def load_images(path: str | os.PathLike[str]) -> Images:
     if path.suffix == ".npz":
         parts = _from_npz(path)
     else:
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
         found: dict[str, Path] = {}
         for file in files:  # of a file that is there twice, the plain one is first
             if match := _IMAGES.search(file.name):

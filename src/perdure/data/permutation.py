@@ -34,6 +34,10 @@ def permute(index: npt.ArrayLike, length: int, key: tuple[int, ...]) -> npt.NDAr
     if not 1 <= length <= 2**40:
         raise DataError(f"length of a permutation: expected from 1 to 2**40, found {length}.")
     index = np.asarray(index, dtype=np.int64)
+    if index.size and not (index.min() >= 0 and index.max() < length):
+        raise DataError(
+            f"index out of range: expected 0 to {length - 1}, found {index.min()} to {index.max()}."
+        )
     # Two halves of the same size; the domain is less than four times the length.
     half = max(1, ((length - 1).bit_length() + 1) // 2)
     keys = _round_keys(key)

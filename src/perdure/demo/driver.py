@@ -118,7 +118,7 @@ def run_group(
         logs = Path(directory, "logs")
         options = RunOptions(processes, log_directory=logs, environment=environment or {})
         once = _Once()
-        console = _Events(lambda worker, event: on_event(worker, event, once.group))
+        console = _EventConsole(lambda worker, event: on_event(worker, event, once.group))
         summary = Supervisor(command, options, console=console, observer=once).run()
         if summary.signal is not None:
             raise KeyboardInterrupt
@@ -144,7 +144,7 @@ class _Once(Observer):
         return replace(attempt, kind="done")
 
 
-class _Events(Console):
+class _EventConsole(Console):
     def __init__(self, on_event: Callable[[int, dict[str, Any]], None]) -> None:
         super().__init__(io.StringIO(), io.StringIO())
         self._on_event = on_event

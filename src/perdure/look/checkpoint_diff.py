@@ -199,9 +199,7 @@ def diff(
     both = [(leaf, theirs[path]) for path, leaf in ours.items() if path in theirs]
     differing = [pair for pair in both if not _same(*pair)]
     changed, read = _compare((a, b), differing)
-    from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS  # takes long to import
-
-    fields = _fields(a.manifest.recipe, b.manifest.recipe)
+    recipe, environment = _recipes(a.manifest, b.manifest)
     process_leaves = [{leaf.path: leaf for leaf in each.manifest.process_leaves} for each in (a, b)]
     return CheckpointDiff(
         a.name,
@@ -211,8 +209,8 @@ def diff(
         changed=changed,
         only_first=tuple(path for path in ours if path not in theirs),
         only_second=tuple(path for path in theirs if path not in ours),
-        recipe=tuple(field for field in fields if field.name not in ENVIRONMENT_FIELDS),
-        environment=tuple(field for field in fields if field.name in ENVIRONMENT_FIELDS),
+        recipe=recipe,
+        environment=environment,
         metrics=_fields(a.manifest.metrics, b.manifest.metrics),
         process_leaves=_unequal(*process_leaves, same=_same),
         containers=_unequal(a.manifest.containers, b.manifest.containers),
@@ -304,6 +302,18 @@ def _problem(ours: LeafEntry, theirs: LeafEntry, problem: str) -> LeafDiff:
     return LeafDiff(
         ours.path, leaf_reader.describe(ours), leaf_reader.describe(theirs), count, problem=problem
     )
+
+
+def _recipes(
+    first: Manifest, second: Manifest
+) -> tuple[tuple[FieldDiff, ...], tuple[FieldDiff, ...]]:
+    """The fields of the recipe that differ, and those of the environment."""
+    if not (fields := _fields(first.recipe, second.recipe)):
+        return (), ()
+    from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS  # takes long to import
+
+    inside = tuple(field for field in fields if field.name in ENVIRONMENT_FIELDS)
+    return tuple(field for field in fields if field not in inside), inside
 
 
 def _fields(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[FieldDiff, ...]:

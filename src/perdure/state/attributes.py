@@ -9,7 +9,6 @@ code, and what is stored does not depend on when saves happen.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import cache, cached_property
@@ -75,9 +74,6 @@ class _Owner(NamedTuple):
 _RESTORED = object()
 """In place of the mark of a value that a restore has put: it equals no mark, so that every later save
 stores the value again."""
-
-_fresh: dict[int, tuple[weakref.ref[Any], dict[Key, Any]]] = {}
-"""The marks of an owner's values when it was first seen, by identity: a class may hash by values."""
 
 
 class Attributes(ExtraMember):
@@ -173,23 +169,25 @@ class Attributes(ExtraMember):
                     f"{type(owner.value).__name__} cannot take the stored value: {error}. The rest of "
                     f"the state is restored. Build the target with the code that saved it."
                 ) from error
-            if (fresh := _seen(owner)) is not None:
+            if (fresh := _fresh_marks().get(owner.value)) is not None:
                 fresh[tuple(key)] = _RESTORED
         return []
 
 
 def _fresh_of(owner: _Owner, known: _Known) -> dict[Key, Any]:
     """The fresh marks of an owner, which are those of now if it was not seen before."""
-    if (fresh := _seen(owner)) is None:
+    if (fresh := _fresh_marks().get(owner.value)) is None:
         fresh = {key: mark_of(value) for key, value in _values(owner, known)}
-        number = id(owner.value)
-        _fresh[number] = weakref.ref(owner.value, lambda _: _fresh.pop(number, None)), fresh
+        _fresh_marks()[owner.value] = fresh
     return fresh
 
 
-def _seen(owner: _Owner) -> dict[Key, Any] | None:
-    reference, fresh = _fresh.get(id(owner.value), (None, None))
-    return fresh if reference is not None and reference() is owner.value else None
+@cache
+def _fresh_marks() -> Any:
+    """The fresh marks by owner, compared by identity: a class may hash by its values."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()
 
 
 def _owners(walk: Walk) -> Iterator[_Owner]:
@@ -207,15 +205,15 @@ def _owners(walk: Walk) -> Iterator[_Owner]:
                     continue
                 seen.add(id(part))
                 # A member without any state, such as a metric of torchmetrics, is its attributes.
-                if is_owner(type(part)) or (part is value and not any(map(len, _kept(part)))):
+                if is_owner(type(part)) or (part is value and _is_stateless(part)):
                     yield _Owner(join_dotted(path, name) if name else path, part, value)
         elif isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
             seen.add(id(value))
             yield _Owner(path, value, value)
 
 
-def _kept(module: Any) -> Iterator[dict[str, Any]]:
-    return (each for part in module.modules() for each in (part._parameters, part._buffers))
+def _is_stateless(module: Any) -> bool:
+    return not any(part._parameters or part._buffers for part in module.modules())
 
 
 class _Known:

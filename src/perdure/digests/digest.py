@@ -125,9 +125,7 @@ def _hashed(fields: list[Any]) -> Digest:
 
 
 class LeafSums(NamedTuple):
-    """What the digest of a leaf is made of, besides its path; a function gives sums that are still
-    to come.
-    """
+    """The digest of a leaf but for its path; a function gives sums that are still to come."""
 
     dtype: str
     shape: tuple[int, ...]

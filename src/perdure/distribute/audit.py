@@ -355,9 +355,7 @@ ASKED = 3
 
 
 class Draw(NamedTuple):
-    """One contribution that is computed again: by its own device, then by at most two others, in
-    order.
-    """
+    """One contribution that is computed again: by its device, then by at most two others."""
 
     replica: int
     devices: tuple[int, ...]
@@ -410,9 +408,7 @@ def further(devices: Sequence[int]) -> tuple[int, ...]:
 
 
 class Judgement(NamedTuple):
-    """What several computations say: the devices that were `wrong` (empty if undecided), a right
-    one, another.
-    """
+    """What computations say: the `wrong` devices (empty if undecided), a right one, another."""
 
     wrong: tuple[int, ...]
     right: int

@@ -137,9 +137,7 @@ class EagerRun:
         kwargs: Mapping[str, Any],
         stream: Stream | None = None,
     ) -> Any:
-        """fn(*args, **kwargs), eagerly, on `device`; `stream` decides the global generators'
-        numbers.
-        """
+        """fn(*args, **kwargs), eagerly, on `device`; `stream` decides the global generators."""
         return fn(*args, **kwargs)
 
     def replica(self, replica: int, arguments: Any) -> AbstractContextManager[None]:

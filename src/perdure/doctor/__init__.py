@@ -109,9 +109,7 @@ class Check(NamedTuple):
 
 @dataclass
 class FrameworkResult:
-    """A framework's settings and comparisons; `by_threads` are kernels with other bits on one
-    thread.
-    """
+    """A framework's settings and comparisons; `by_threads` kernels differ on one thread."""
 
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)

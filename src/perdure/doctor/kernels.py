@@ -62,9 +62,7 @@ Inputs = Callable[[np.random.Generator], tuple[Any, ...]]
 
 
 class Kernel(NamedTuple):
-    """A computation but for its function, which is that of a framework; `inputs` makes NumPy
-    arrays.
-    """
+    """A computation but for its function, which a framework has; `inputs` are NumPy's."""
 
     inputs: Inputs
     dtypes: tuple[str, ...] = ("float32",)
@@ -285,9 +283,7 @@ def _run(request: Mapping[str, Any], limit_s: float) -> tuple[list[dict[str, Any
 
 
 def _by_threads(computed: list[Computed]) -> tuple[str, ...] | None:
-    """The computations with other results on one thread; those that give several anyway are left
-    out.
-    """
+    """The computations with another result on one thread, but for those that give several."""
     by_key: dict[tuple[str, str], dict[str, set[Any]]] = {}
     for result in computed:
         framework, _, condition = result.group.rpartition(", ")

@@ -173,9 +173,7 @@ class _Drill:
         return outcome
 
     def _try_topologies(self, probes: Probes, observed: Observed, report: DrillReport) -> Observed:
-        """Try other numbers of devices and workers without a fault; one that is refused is no
-        failure.
-        """
+        """Try other numbers of devices and workers; one that is refused is no failure."""
         may: dict[str, tuple[int, ...]] = {}
         for what, counts in other_topologies(observed).items():
             kind, usable = f"other-{what}", []

@@ -160,9 +160,7 @@ class DrillReport:
         }
 
     def _tried(self) -> dict[str, list[int]]:
-        """How many checkpoints, phases and kinds were tried (started again from), and how many
-        there are.
-        """
+        """How many checkpoints, phases and kinds were tried, of how many there are."""
         seen = self.observed
         restored = {a.restored for row in self.rows for a in row.outcome.attempts if a.restored}
         phases = [(seen.phase(n), step) for n, step in enumerate(seen.sequence, 1) if step > 0]
@@ -261,9 +259,7 @@ class TextReporter:
         self._done = 0
 
     def progress(self, what: str, row: DrillRow | None) -> None:
-        """Print what begins now, or a faulted run that is over, with the number of those that are
-        over.
-        """
+        """Print what begins now, or a faulted run that is over."""
         if row is None:
             self._console.print(f"[dim]{escape(what)} ...[/dim]")
             return

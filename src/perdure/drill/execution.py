@@ -307,9 +307,7 @@ def _infer_restore(done: LaunchOutcome, commits: Sequence[int], earlier: int) ->
 def written_files(
     directory: Path, source: str, events: Sequence[Mapping[str, Any]]
 ) -> dict[str, WrittenFile]:
-    """The files that a run has written and left: by path in its working directory, or the whole
-    path.
-    """
+    """The files that a run has left: by path in its working directory, or the whole path."""
     steps = [number for number, event in enumerate(events) if event["e"] == "step"]
     last, found = (steps or [0])[-1], {}
     drill = os.path.realpath(directory.parent) + os.sep

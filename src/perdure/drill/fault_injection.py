@@ -78,9 +78,7 @@ def fault_injector(directory: str) -> FaultInjector:
 
 
 class FaultInjector:
-    """Watches this process for the drilled run in `directory`, and carries out the faults of its
-    plan.
-    """
+    """Watches this process for the drilled run in `directory`, and carries out its faults."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

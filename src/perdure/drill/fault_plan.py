@@ -128,9 +128,7 @@ class _Places:
         self._after_commit = after_commit
 
     def nth(self, *points: str, first: int = 1, late: bool = False) -> tuple[str, int]:
-        """One of the `points`, and which occurrence of it; `late` leaves out those before the first
-        step.
-        """
+        """One of the `points`, and which occurrence; `late` leaves out those before step 1."""
         seen = self.observed
         if late:
             first += max((seen.early.get(point, 0) for point in points), default=0)

@@ -24,9 +24,7 @@ _BLOCKS = 2000  # of draws from the Mersenne Twister
 
 
 def freeze(value: Any, depth: int = 0) -> Frozen | None:
-    """Copy `value` into plain data; None if it has no such form, or cannot be read now (Keras in
-    `fit`).
-    """
+    """Copy `value` into plain data; None if it has no such form, or cannot be read now."""
     if depth > _DEEPEST:
         return None
     try:

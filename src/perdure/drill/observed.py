@@ -62,9 +62,7 @@ class Observed:
 
     @property
     def restorable(self) -> list[int]:
-        """The commits, counted from 1, above step 0, after which the same run directory has later
-        steps.
-        """
+        """The commits, counted from 1, above step 0, after which their run has later steps."""
         runs = self.runs or ("",) * len(self.sequence)
         last = {runs[0]: max(self.steps, default=0)} if len(set(runs)) == 1 else {}
         for run, step in zip(runs, self.sequence, strict=True):

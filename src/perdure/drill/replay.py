@@ -52,9 +52,7 @@ _STARTS = 100  # of a program that asks to be started again before the last step
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps after `start` (None: a fresh state) up to `stop`; parts of step `traced` are
-    reported.
-    """
+    """The steps after `start` (None: a fresh state) up to `stop`; parts of `traced`."""
 
     start: int | None
     stop: int

@@ -183,9 +183,7 @@ def _all_differ(probes: Probes, runs: Sequence[Outcome]) -> str | None:
 
 
 class ResumeDiagnosis:
-    """The diagnosis of one faulted run that differs; `attempts` are faults under which it always
-    does.
-    """
+    """The diagnosis of one faulted run; under the faults `attempts` it always differs."""
 
     def __init__(self, probes: Probes, scenario: Scenario) -> None:
         self.evidence: list[str] = []

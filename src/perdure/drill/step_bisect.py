@@ -162,9 +162,7 @@ def bisect_step(
 
 @dataclass(frozen=True)
 class _Side:
-    """One run, and how it is replayed; unless `is_own`, by the other's program, which opens
-    `named`.
-    """
+    """One run, and how it is replayed: by its own program, or the other's, opening `named`."""
 
     run: Run
     is_own: bool

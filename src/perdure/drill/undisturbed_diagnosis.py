@@ -120,9 +120,7 @@ def _left_over(probes: Probes, later: Sequence[Outcome], tried: Sequence[str] = 
 
 
 def repeats_for(equal: float) -> int:
-    """How many equal runs rule out chance, if the share `equal` of pairs is equal despite the
-    cause.
-    """
+    """How many equal runs rule out chance, if a share of pairs is equal despite the cause."""
     if not 0 < equal < 1:
         return 3 if equal <= 0 else _MOST_REPEATS
     return min(_MOST_REPEATS, max(3, 1 + math.ceil(math.log(_CHANCE) / math.log(equal))))

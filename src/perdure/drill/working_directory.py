@@ -31,9 +31,7 @@ _LINKED = {".git", ".hg", ".svn", "__pycache__", "node_modules"}
 
 
 class WorkingDirectory:
-    """What the working directory held when the drill began; `make` writes a copy without
-    `left_out`.
-    """
+    """The working directory when the drill began; `make` writes a copy without `left_out`."""
 
     def __init__(
         self, source: Path, left_out: Iterable[Path] = (), read_only: Iterable[str] = ()

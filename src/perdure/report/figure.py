@@ -350,9 +350,7 @@ class _Graph(NamedTuple):
         return levels[min(len(levels) - 1, int(share * len(levels)))]
 
     def drawn(self, line: PlotLine, levels: str) -> str:
-        """The mean of the values in each column; one without a step has that of the column before
-        it.
-        """
+        """The mean of the values in each column; an empty one has that of the one before it."""
         found: dict[int, list[float | None]] = {}
         for step, value in line.points:
             found.setdefault(self.column(step), []).append(value)

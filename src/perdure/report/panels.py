@@ -99,9 +99,7 @@ class Panel:
 
 
 class Drawing(NamedTuple):
-    """What is drawn, in plain values, with a sentence on each damaged checkpoint and each empty
-    run.
-    """
+    """What is drawn, with a sentence on each damaged checkpoint and each empty run."""
 
     panels: list[Panel]
     problems: list[str]

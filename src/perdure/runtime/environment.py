@@ -205,9 +205,7 @@ def instruction_set(cpuinfo: str | None = None, machine: str | None = None) -> s
 
 
 def variables(kind: str, environ: Mapping[str, str] | None = None) -> str:
-    """The variables that count for `kind` ("cpu" or "gpu"), as `MKL_CBWR=AVX2 ...`; empty if none
-    is set.
-    """
+    """The variables that count for `kind` ("cpu" or "gpu"), as `MKL_CBWR=AVX2 ...`."""
     environ = os.environ if environ is None else environ
     found = [f"{name}={environ[name]}" for name in _VARIABLES[kind] if environ.get(name)]
     other = "--xla_gpu_" if kind == "cpu" else "--xla_cpu_"

@@ -50,15 +50,11 @@ class Processes(Rank, Protocol):
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of each process in the order of their numbers, in every process; `agree` sends
-        less.
-        """
+        """The bytes of each process, by number, in every process; `agree` sends less."""
         ...
 
     def agree(self, data: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """In every process what `decide`, which raises nothing, makes in process 0 of the bytes of
-        all.
-        """
+        """In every process what `decide` makes of the bytes of all; it raises nothing."""
         ...
 
     def collect(self, data: bytes) -> list[bytes]:
@@ -165,9 +161,7 @@ class FrameworkGroup:
 
 
 def framework_group(engine: str | None = None) -> FrameworkGroup | None:
-    """The group that the program or its launcher has initialized (the larger of two); None for
-    none.
-    """
+    """The group that the program has initialized (the larger of two); None for none."""
     groups = [
         group
         for name, find in (("jax", _jax_group), ("torch", _torch_group))

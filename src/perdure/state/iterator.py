@@ -56,9 +56,7 @@ class PositionedIterator(Stateful):
 
 
 def _order_of(iterator: Any) -> Order | None:
-    """The seeds and lengths below an iterator of Grain, which has no public names; None for any
-    other.
-    """
+    """The seeds and lengths below an iterator of Grain (private names); None for any other."""
     grain = sys.modules.get("grain")
     if grain is None or not isinstance(iterator, getattr(grain, "DatasetIterator", ())):
         return None

@@ -74,9 +74,7 @@ Check = Callable[[Mapping[str, Leaf]], list[Difference]]
 
 
 def fits(expected: LeafSpec, stored: LeafSpec) -> bool:
-    """Whether a stored leaf fits a place; a Python number takes a zero-dimensional array of its
-    kind.
-    """
+    """Whether a stored leaf fits a place; a number takes a zero-dimensional array of its kind."""
     kinds = {
         "py:int": ("int", "uint"),
         "py:float": ("float", "bfloat"),

@@ -120,9 +120,7 @@ class Bucket:
         return bytes(self.call("reading", name, self._get, name))
 
     def stream(self, name: str, start: int, length: int) -> Iterator[memoryview]:
-        """Bytes of an object from `start`, in pieces as they arrive; a broken transfer is
-        continued.
-        """
+        """The bytes from `start`, in pieces as they arrive; a broken transfer is continued."""
         position, broke_at = start, -1
         while position < start + length:
             try:
@@ -213,9 +211,7 @@ class Bucket:
             return
 
     def list(self, prefix: str, after: str | None = None) -> Iterator[tuple[str, Entry]]:
-        """Names under `prefix` after `after`, each once, with size and version; a broken listing is
-        continued.
-        """
+        """Names with `prefix` after `after`, once, with size and version; also if it broke off."""
         last, broke_at = after, None
         while True:
             try:

@@ -159,9 +159,7 @@ def relocated(
 
 
 def _in_order(live: Mapping[str, LiveChunks], done: Collection[str]) -> list[Wanted]:
-    """The chunks that are not `done`, each once, large ones of whole blocks first, as a save has
-    them.
-    """
+    """The chunks that are not `done`, each once, large ones first, as a save has them."""
     smallest = {chunk: None for chunk in _smallest(live) if chunk[0] not in done}
     rows: list[tuple[bool, str, int, PackedChunk]] = []
     for name, chunks in live.items():
@@ -221,9 +219,7 @@ def _replace(
     moved: Mapping[tuple[str, int], StoredChunk],
     sizes: Mapping[str, int],
 ) -> Manifest:
-    """Replace a manifest by one with chunks at `moved` places, by pack and offset; durable on
-    return.
-    """
+    """Replace a manifest by one with chunks at `moved` places; durable on return."""
     known = {pack.name: pack.size for pack in manifest.packs} | dict(sizes)
 
     def place(pack: str, chunk: Chunk) -> StoredChunk:

@@ -202,9 +202,7 @@ class Cursor:
         self._credit = 0
 
     def advance(self, manifest: Manifest, nbytes: int) -> list[tuple[LeafEntry, Chunk, int]]:
-        """Move on by the share of a save of `nbytes`; returns the passed shared chunks: (leaf,
-        chunk, bytes).
-        """
+        """Move on by the share of a save; returns the passed chunks: (leaf, chunk, bytes)."""
         shared = [pack_step(pack.name) != manifest.step for pack in manifest.packs]
         leaves = manifest.leaves
         if not leaves or not any(shared):

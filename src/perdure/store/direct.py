@@ -33,9 +33,7 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class StagedWriter:
-    """Appends to a new file of at most `size` bytes, from staging buffers written in the
-    background.
-    """
+    """Appends at most `size` bytes to a new file, from buffers written in the background."""
 
     def __init__(self, path: str, size: int, before: Callable[[str, str], None]) -> None:
         self._path = path

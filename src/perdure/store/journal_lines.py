@@ -24,9 +24,7 @@ class ReturningLines(NamedTuple):
 
 @dataclass
 class _Lines:
-    """Lines of growing steps, by number; they continue line `before`, the run went back to
-    `cut_to`.
-    """
+    """Lines of growing steps, by number, after line `before`; the run went back to `cut_to`."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     numbers: array[int] = field(default_factory=lambda: array("q"))

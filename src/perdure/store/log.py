@@ -50,9 +50,7 @@ class LineReference(NamedTuple):
 
 
 class Line(Struct, frozen=True, gc=False):
-    """One line of a log: its number from 1, its chained hash, its JSON without that, its end in
-    bytes.
-    """
+    """One line of a log: its number from 1, its hash, its JSON without that, its end."""
 
     number: int
     hash: str

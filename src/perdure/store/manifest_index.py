@@ -69,9 +69,7 @@ _rows = msgspec.json.Decoder(list[_Row])
 
 
 class Segment:
-    """The file of the index: summaries by step, and sorted keys of chunks with the number of their
-    step.
-    """
+    """The file of the index: summaries by step, and sorted keys of chunks with their steps."""
 
     def __init__(self, name: str, data: bytes) -> None:
         """Read a segment; raises `ValueError` if it is damaged."""
@@ -128,9 +126,7 @@ class ManifestIndex:
         summaries: Mapping[int, ManifestSummary],
         fresh: Mapping[int, Manifest | None],
     ) -> None:
-        """Write the index again, with the `fresh` steps; their manifest is None if only the summary
-        changed.
-        """
+        """Write the index again, with `fresh` steps; manifest None: only the summary changed."""
         old = self.segment
         data = _encode(summaries, fresh, old)
         number = 1 if old is None else _number(old.name) + 1

@@ -50,9 +50,7 @@ class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class LocalLeaves:
-    """The leaves that only one process has: `PerRank` members, and process leaves, such as
-    generators.
-    """
+    """The leaves that only one process has: `PerRank` members, and process leaves."""
 
     per_rank: Mapping[str, Leaf] = field(default_factory=dict)
     process_leaves: Mapping[str, Leaf] = field(default_factory=dict)
@@ -60,9 +58,7 @@ class LocalLeaves:
 
 @dataclass(frozen=True)
 class WriterShare:
-    """Which chunks process number `process` writes; `fetch` gets slices of them from other
-    processes.
-    """
+    """Which chunks a process writes; `fetch` gets slices of them from other processes."""
 
     process: int
     count: int

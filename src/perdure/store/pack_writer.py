@@ -68,9 +68,7 @@ Release = Callable[[], None] | None
 
 
 class ChunkRows:
-    """Chunks to write with the dtypes of their leaves; hashes and places once `write_chunks`
-    returned.
-    """
+    """Chunks to write, with dtypes; hashes and places once `write_chunks` returned."""
 
     def __init__(self, chunks: list[ChunkBytes], dtypes: list[str]) -> None:
         self.chunks, self.dtypes = chunks, dtypes
@@ -131,9 +129,7 @@ class LeafRows(ChunkRows):
 
 
 class Written(NamedTuple):
-    """What a save wrote: the entries of leaves, all packs that they read from, the new chunks by
-    hash.
-    """
+    """What a save wrote: the entries of leaves, all packs they need, the new chunks by hash."""
 
     leaves: list[LeafEntry]
     packs: list[PackEntry]

@@ -29,9 +29,7 @@ os.register_at_fork(after_in_child=pool.cache_clear)
 
 
 def submit(executor: ThreadPoolExecutor, work: Callable[..., R], *args: Any) -> Future[R]:
-    """Submit `work`, or call it here if no thread can begin, as while Python exits: the save
-    completes.
-    """
+    """Submit `work`, or call it here if no thread can begin, as while Python exits."""
     done: Future[R] = Future()
     turns = [None]
 

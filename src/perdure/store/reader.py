@@ -259,9 +259,7 @@ def verify_leaves(
 def damaged_chunks(
     storage: Storage, manifest: Manifest, chunks: Iterable[tuple[LeafEntry, Chunk, int]]
 ) -> list[DamagedChunk]:
-    """An error for each damaged one of `chunks` (leaf, chunk, bytes); `UnreachableError` for an
-    unread one.
-    """
+    """An error for each damaged one of `chunks` (leaf, chunk, bytes), or UnreachableError."""
     in_order = sorted(chunks, key=lambda row: (row[1].pack, row[1].offset))
     wanted = (
         wanted_chunk(manifest, entry, chunk, None if chunk.length == size else new_bytes(size))
@@ -303,9 +301,7 @@ def of_step(storage: Storage, manifest: Manifest) -> str:
 
 
 def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEntry]) -> None:
-    """Raise unless the packs are long enough for `entries`, before memory of any stated size is
-    taken.
-    """
+    """Raise unless the packs are long enough, before memory of any stated size is taken."""
     if sum(entry.nbytes for entry in entries) < INLINE_READ_BYTES:
         return
     ends = dict.fromkeys(range(len(manifest.packs)), 0)

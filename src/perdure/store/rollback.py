@@ -173,9 +173,7 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
 def _returning(
     candidates: Iterable[AsideCheckpoint], newest: tuple[int, str] | None
 ) -> list[AsideCheckpoint]:
-    """What continues `newest` (step and fingerprint), oldest first; of several, what was last set
-    aside.
-    """
+    """What continues `newest`, oldest first; of several, what was last set aside."""
     following: dict[tuple[int, str] | None, AsideCheckpoint] = {}
     for candidate in sorted(candidates, key=lambda candidate: candidate.why.rollback):
         following[candidate.why.after] = candidate

@@ -174,9 +174,7 @@ class LogView:
                 pass
 
     def require(self, references: Mapping[int, LineReference] | None = None) -> None:
-        """Raise `CorruptionError` if there is a problem, or a line that `references` name is
-        missing.
-        """
+        """Raise `CorruptionError` for a problem, or a line of `references` that is missing."""
         if problem := self.problem_with(references or {}):
             raise CorruptionError(problem)
 

@@ -45,9 +45,7 @@ class ShardLayout(Struct, frozen=True):
 
 
 class Slice(NamedTuple):
-    """The elements `part` of a chunk in one `region`, and the contiguous `block` around them at
-    `start`.
-    """
+    """The elements `part` of a chunk in a `region`, and the contiguous `block` around them."""
 
     part: Region
     region: Region

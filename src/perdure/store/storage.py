@@ -228,9 +228,7 @@ class MemoryStorage(Storage):
 
 
 def confirmed(storage: Storage, name: str, work: Callable[[], T]) -> T:
-    """What `work`, which checks `name`, returns; on CorruptionError it is called again, past the
-    cache.
-    """
+    """What `work` returns, which checks `name`; after damage again, past the page cache."""
     try:
         return work()
     except CorruptionError:

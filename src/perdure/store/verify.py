@@ -34,9 +34,7 @@ from perdure.store.storage import confirmed
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: `harmful` to a committed checkpoint, or `unread`, so that nobody
-    knows.
-    """
+    """One thing that is wrong: `harmful` to a checkpoint, or `unread`: nobody knows."""
 
     name: str
     what: str
@@ -93,9 +91,7 @@ class Packs:
                 self._read(pack)
 
     def require(self, manifest: Manifest) -> None:
-        """Raise `CorruptionError` unless every chunk of `manifest` is at its place,
-        `UnreachableError` if unread.
-        """
+        """Raise `CorruptionError` unless every chunk is there, `UnreachableError` if unread."""
         where = f"{self.run.where}: step {manifest.step}"
         for pack in manifest.packs:
             if pack.name not in self.sizes:

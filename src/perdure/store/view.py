@@ -155,9 +155,7 @@ class View:
 
     @cached_property
     def manifests(self) -> Mapping[int, Manifest]:
-        """The readable manifests by step, read when asked for; `OutdatedPlanError` if one has
-        changed.
-        """
+        """The readable manifests, read when asked for; `OutdatedPlanError` if one changed."""
         return _Lazy(self.readable, self._manifest)
 
     @cached_property

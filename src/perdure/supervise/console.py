@@ -56,9 +56,7 @@ class OutputWriter:
             self._changed.notify_all()
 
     def flush(self, deadline: float) -> int:
-        """Wait until all is written or the reader does not read; returns how many bytes it does not
-        get.
-        """
+        """Wait until all is written; returns how many bytes the reader does not get."""
         with self._changed:
             self._taken = time.monotonic()  # the reader may begin to read now
             while self._queue and time.monotonic() < min(deadline, self._taken + PATIENCE_S):
@@ -190,9 +188,7 @@ class Console:
 
 
 def _open_writers(*streams: TextIO) -> dict[TextIO, OutputWriter]:
-    """A writer for each stream that is a file; streams on one file share it, which keeps their
-    order.
-    """
+    """A writer for each stream that is a file; streams on one file share it, in order."""
     by_file: dict[tuple[int, int], OutputWriter] = {}
     writers: dict[TextIO, OutputWriter] = {}
     for stream in streams:

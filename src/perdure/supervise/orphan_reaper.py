@@ -87,9 +87,7 @@ def marked(
     excluded: frozenset[int] = frozenset(),
     sessions: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """IDs of the processes that carry `mark`, and of all in their sessions, except `excluded` and
-    zombies.
-    """
+    """IDs of the processes with `mark`, and of all in their sessions, but `excluded`."""
     wanted = f"{MARK}=".encode()
     text, this = mark.encode(), os.getpid()
     pids: list[int] = []

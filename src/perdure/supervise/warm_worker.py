@@ -65,9 +65,7 @@ class WarmWorkers:
         )
 
     def take(self, place: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """The process of `place`, which now runs the program; None if none runs with these
-        variables.
-        """
+        """The process of `place`, which now runs the program; None without a fitting one."""
         process = self._ready.pop(place, None)
         if process is None:
             return None

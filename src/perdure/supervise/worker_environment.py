@@ -147,9 +147,7 @@ def excluded_variables(devices: Collection[int]) -> dict[str, str]:
 
 
 def default_cache(environ: Mapping[str, str] | None = None) -> Path | None:
-    """A directory of this user for this kind of CPU; None if one is set, or accelerators may be
-    used.
-    """
+    """A directory of this user for this CPU; None if one is set, or for accelerators."""
     environ = os.environ if environ is None else environ
     if "JAX_COMPILATION_CACHE_DIR" in environ:
         return None

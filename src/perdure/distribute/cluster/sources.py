@@ -246,9 +246,7 @@ def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """The hosts of a Slurm node list: `node[01-03,7],login` is node01, node02, node03, node7,
-    login.
-    """
+    """The hosts of a Slurm node list: `node[01-02,7],login` is node01, node02, node7, login."""
     hosts: list[str] = []
     # Commas inside brackets are not between names.
     for name in re.split(r",(?![^\[\]]*\])", text):

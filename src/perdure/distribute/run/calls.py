@@ -26,9 +26,7 @@ _compiled_in_scope: WeakSet[Any] = WeakSet()
 
 
 def install() -> None:
-    """Wrap Keras's optimizers, variables and models, if Keras is imported; called at each `run` and
-    scope.
-    """
+    """Wrap Keras's classes, if it is imported; called at each `run` and scope."""
     keras = sys.modules.get("keras")
     if keras is None or not hasattr(keras, "optimizers"):  # its import is under way
         return

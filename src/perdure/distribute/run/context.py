@@ -19,9 +19,7 @@ from perdure.errors import TopologyError
 
 
 class Scope(NamedTuple):
-    """A strategy (None in a compiled function), the context of a replica, the compiled function's
-    name.
-    """
+    """A strategy (None in a compiled function), the context of a replica, a function's name."""
 
     strategy: Any
     replica: ReplicaContext | None = None
@@ -81,9 +79,7 @@ def in_cross_replica_context() -> bool:
 
 
 class Meeting(NamedTuple):
-    """One replica's part in a collective: the `call` as a user reads it, its `value`, how to `join`
-    all.
-    """
+    """One replica's part in a collective: the `call` for a user, `value`, how to `join` all."""
 
     call: str
     value: Any

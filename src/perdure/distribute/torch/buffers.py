@@ -151,9 +151,7 @@ def _take_buffers(view: StateView, before: list[Tensor]) -> tuple[dict[str, Tens
 
 
 def _in_form(now: Tensor | None, value: Tensor) -> tuple[Tensor, str]:
-    """(what a replica made of a buffer, in its own dtype or one that it holds; what is wrong with
-    it).
-    """
+    """(what a replica made of a buffer, in its dtype or one that it holds; what is wrong)."""
     if (
         now is not None
         and now.shape == value.shape
@@ -166,9 +164,7 @@ def _in_form(now: Tensor | None, value: Tensor) -> tuple[Tensor, str]:
 
 @contextlib.contextmanager
 def written(view: StateView, totals: dict[str, Tensor], replicas: int) -> Iterator[None]:
-    """The changed buffers get the mean over the replicas, integers by integer division; undone on
-    error.
-    """
+    """The changed buffers get the mean, integers by integer division; undone on an error."""
     names = [name for name in totals if name != CHANGED]
     changed = {n for n, count in zip(names, totals[CHANGED].tolist(), strict=True) if count}
     buffers = [(name, buffer) for name, *_, buffer in view.buffers if name in changed]

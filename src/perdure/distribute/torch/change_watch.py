@@ -76,9 +76,7 @@ class ChangeWatch(TorchDispatchMode):
 
 @functools.cache
 def _described(func: Any) -> tuple[str, list[tuple[int, str, bool]], bool]:
-    """Of an operation: its name, the (position, name, is unread) it writes to, whether results are
-    new.
-    """
+    """An operation's name, the (position, name, is unread) it writes to, if results are new."""
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     written = [

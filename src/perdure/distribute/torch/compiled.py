@@ -26,9 +26,7 @@ from perdure.errors import StateError, TopologyError
 
 
 class CompiledGrads:
-    """Compiles each `grad` once; TopologyError for an unknown backend, or torch.compile switched
-    off.
-    """
+    """Compiles each `grad` once; TopologyError without torch.compile or for its backend."""
 
     def __init__(self, backend: str) -> None:
         import torch._dynamo as dynamo

@@ -46,9 +46,7 @@ def _unnoticed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Gradients:
-    """The `.grad` of one parameter: outside of replicas, each replica's own, and who read that
-    outside.
-    """
+    """The `.grad` of a parameter: outside of replicas, each replica's own, and who read that."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         # A tensor that a replica made, as reentrant checkpointing does, ends with it.

@@ -291,9 +291,7 @@ def keep_memory(environ: Mapping[str, str]) -> bool:
 
 
 def fix_cublas(environ: MutableMapping[str, str], started: bool) -> None:
-    """Give cuBLAS workspaces of a fixed size, without which results may differ; TopologyError if
-    too late.
-    """
+    """Give cuBLAS workspaces of a fixed size, or results differ; TopologyError if too late."""
     if environ.get(CUBLAS, "") in (":4096:8", ":16:8"):
         return
     if started or CUBLAS in environ:

@@ -43,9 +43,7 @@ _LOOK_S = 0.1
 
 
 def initialize(cluster: Cluster, options: ClusterOptions | None = None) -> Processes:
-    """`join`, for programs that use `torch.distributed` themselves: with NCCL, and a group of one,
-    too.
-    """
+    """`join`, for programs with `torch.distributed`: with NCCL, and a group of one, too."""
     cluster = with_existing(cluster, "torch")
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -317,9 +315,7 @@ _exchange = _Exchange()
 
 
 def _end_collectives(*, everything: bool = True) -> None:
-    """Close connections (`everything`: of the default group, too): who waits for this process gets
-    an error.
-    """
+    """Close connections (`everything`: of the default group, too), so that waits for them end."""
     with contextlib.suppress(RuntimeError, ValueError):
         _exchange.close()
         if everything and dist.is_initialized():

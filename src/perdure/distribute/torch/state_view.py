@@ -42,9 +42,7 @@ _NAMES, _VALUES = operator.methodcaller("keys"), operator.methodcaller("values")
 
 
 def instances(state: Any, kinds: Any) -> list[tuple[str, Any]]:
-    """Objects of some types in a state's containers and objects, outside of modules, with their
-    paths.
-    """
+    """Objects of some types in a state, outside of modules, with their paths."""
     return list(_instances(state, kinds, "", {}))
 
 

@@ -375,9 +375,7 @@ def paths_of(what: str, tree: Any) -> list[str]:
 
 
 class _Packed(NamedTuple):
-    """A program with arguments whose elements share a byte (int4): it is called through its
-    function.
-    """
+    """A program with arguments whose elements share a byte (int4), called by its function."""
 
     compiled: Any
     program: Any

@@ -388,9 +388,7 @@ def _warn(why: str, platform: str, stacklevel: int) -> None:
 
 
 def difference(expected: list[tuple[Any, Any]], result: Any, devices: Sequence[Any]) -> str:
-    """The first leaf of (state, logs) with other bits on a device, and the device; "" if there is
-    none.
-    """
+    """The first leaf of (state, logs) with other bits on a device, and the device; or ""."""
     paths = paths_of("new state", result[0]) + paths_of("logs", result[1])
     parts = [
         {shard.device: shard.data for shard in leaf.addressable_shards}

@@ -222,12 +222,16 @@ def test_an_average_that_keeps_the_dict_from_before_the_restore_is_named(
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_list_of_modules_under_its_old_name_is_no_reason_for_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_list_of_modules_under_its_old_name_is_no_reason_for_a_warning(
+    tmp_path: Path, depth: int
+) -> None:
     for steps in (range(1, 3), range(3, 7)):
-        models = [torch.nn.Linear(2, 2) for _ in range(2)]
+        layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+        models = [{"net": layer} for layer in layers] if depth else layers
         with CheckpointManager(tmp_path, recipe={}) as manager:
             state, _ = manager.restore_or_initialize({"models": models})
             for step in steps:
                 with torch.no_grad():
-                    models[0].weight += 1
+                    layers[0].weight += 1
                 manager.save(step, state)

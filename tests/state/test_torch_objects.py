@@ -560,3 +560,38 @@ def test_a_restore_does_not_depend_on_the_default_device(tmp_path: Path) -> None
             restored, _ = manager.restore(like=like)
     assert restored["x"].tolist() == [0, 1, 2]
     assert torch.equal(restored["net"].weight, state["net"].weight)
+
+
+def compressed(layer: torch.nn.Module) -> dict[str, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    model = torch.nn.parallel.DistributedDataParallel(layer)
+    hook_state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    model.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
+    return {"member": model}
+
+
+def zero(layer: torch.nn.Module) -> dict[str, Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return {"member": ZeroRedundancyOptimizer(layer.parameters(), torch.optim.Adam, lr=0.1)}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "reason"), [(compressed, "keeps errors"), (zero, "no `state_dict` of all")]
+)
+def test_what_keeps_state_that_no_checkpoint_gets_is_refused(
+    tmp_path: Path, make: Any, reason: str
+) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        state = make(torch.nn.Linear(2, 2))
+        with (
+            CheckpointManager(tmp_path) as manager,
+            pytest.raises(UnsupportedLeafError, match=f"member: .*{reason}"),
+        ):
+            manager.restore_or_initialize(state)
+    finally:
+        torch.distributed.destroy_process_group()

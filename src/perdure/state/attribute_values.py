@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
-import itertools
-import operator
 import sys
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
-from fractions import Fraction
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from perdure.errors import UnsupportedLeafError
 from perdure.state import bits
 from perdure.state.adapter import Node, loaded_adapters
 from perdure.state.generators import (
     generator_name,
     is_generator,
-    new_generator,
     read_generator,
     write_generator,
 )
 from perdure.state.leaf_spec import type_name
 from perdure.state.paths import join_key
 from perdure.state.program_code import is_of_program
+from perdure.state.value_forms import (
+    CONTAINERS,
+    SCALARS,
+    attributes_of,
+    class_named,
+    form_of,
+    generator_form,
+    with_pairs,
+)
 from perdure.state.walk import Walk, node_of
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes)
-CONTAINERS = (tuple, list, dict, deque, set, frozenset)
 _MOST = 100_000
 """A container of more elements is not compared: that would take milliseconds in each save."""
 _COPIED = 4096
 """Elements of a tensor that is copied, so that an equal one that was made again is no change."""
 _HASHED = 64 * 1024 * 1024
 """Bytes of a NumPy array that is read in each save; a larger one changes if it is another array."""
-
-
-_GENERATOR = "!generator"
-_LISTED = "!listed"
-_TEXT = {"fraction": Fraction, "decimal": Decimal, "count": itertools.count}
-"""Numbers and counters that a text says exactly: of a counter, the next number and the step."""
-
-
-_PLAIN = (np.generic, enum.Enum, *_TEXT.values())
 
 
 class Kind(enum.Enum):
@@ -66,13 +57,15 @@ class Kind(enum.Enum):
 def kind_of(value: Any) -> Kind:
     """What a value is."""
     kind = type(value)
-    if kind in _SCALARS or isinstance(value, _PLAIN):
+    if _is_plain(value):
         return Kind.PLAIN
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return Kind.ARRAY if _is_kept(value) else Kind.OTHER
     if isinstance(value, np.ndarray):
         return Kind.OTHER if value.dtype.hasobject else Kind.ARRAY
+    if is_container_of_program(value):
+        return Kind.MIXED
     if isinstance(value, CONTAINERS):
         return _kind_of_container(value)
     if is_generator(value):
@@ -87,6 +80,17 @@ def kind_of(value: Any) -> Kind:
     return Kind.OTHER
 
 
+def is_container_of_program(value: Any) -> bool:
+    """Whether a value is a container with methods and attributes of its own: no named tuple."""
+    is_one = isinstance(value, CONTAINERS) and type(value) not in CONTAINERS
+    return is_one and not hasattr(value, "_fields") and is_of_program(type(value))
+
+
+def _is_plain(value: Any) -> bool:
+    is_number = type(value) in SCALARS or isinstance(value, (np.generic, enum.Enum))
+    return is_number or form_of(value) is not None
+
+
 def _kind_of_container(value: Any) -> Kind:
     nodes, count = [value], 0
     while nodes:
@@ -94,9 +98,11 @@ def _kind_of_container(value: Any) -> Kind:
         count += 1
         if count > _MOST:  # it may also contain itself
             return Kind.OTHER
+        if is_container_of_program(part):
+            return Kind.MIXED
         if isinstance(part, CONTAINERS):
             nodes += part.values() if isinstance(part, dict) else part
-        elif type(part) not in _SCALARS and not isinstance(part, _PLAIN):
+        elif not _is_plain(part):
             return Kind.MIXED
     return Kind.PLAIN
 
@@ -117,15 +123,6 @@ def items_of(
     return list(attributes_of(value).items())
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in `__slots__` too."""
-    slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    found = {name: part for name, part in found.items() if not name.startswith("__")}
-    return {**found, **getattr(value, "__dict__", {})}
-
-
 def has_others(value: Any) -> bool:
     """Whether a value of a kind that is not stored is in a container, at any depth."""
     nodes, count = [value], 0
@@ -133,7 +130,7 @@ def has_others(value: Any) -> bool:
         part = nodes.pop()
         if isinstance(part, CONTAINERS):
             nodes += part.values() if isinstance(part, dict) else part
-        elif type(part) not in _SCALARS and kind_of(part) is Kind.OTHER:
+        elif type(part) not in SCALARS and kind_of(part) is Kind.OTHER:
             return True
     return False
 
@@ -145,7 +142,7 @@ def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
     if kind in (bool, int, str, type(None)):  # nearly every value
         return kind, value
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if torch is not None and isinstance(value, torch.Tensor) and form_of(value) is None:
         return _TensorMark(value, is_fresh)
     if isinstance(value, np.ndarray) and value.nbytes > _HASHED:
         return kind, id(value), value.shape
@@ -186,10 +183,10 @@ class _TensorMark:
 
 def stored_form(value: Any) -> Any:
     """The plain containers and arrays that stand for a value in a checkpoint."""
-    if isinstance(value, enum.Enum) and _enumeration(type_name(value)) is not type(value):
+    if isinstance(value, enum.Enum) and class_named(type_name(value)) is not type(value):
         return value.name
     if is_generator(value):
-        return {_GENERATOR: generator_name(value), "state": read_generator(value)}
+        return generator_form(value)
     if kind_of(value) is Kind.OBJECT:
         node: Any = node_of(value, "", loaded_adapters(), None)
         state = node.read()
@@ -197,90 +194,13 @@ def stored_form(value: Any) -> Any:
     return with_pairs(value)
 
 
-def with_pairs(value: Any) -> Any:
-    """A container whose keys without a text, and whose values of enumerations, have one."""
-    if isinstance(value, enum.Enum) and _enumeration(type_name(value)) is type(value):
-        return {_LISTED: value.name, "in": type_name(value)}
-    for name, kind in _TEXT.items():
-        if type(value) is kind:
-            return {_LISTED: _text_of(value), "in": name}
-    if not isinstance(value, CONTAINERS) or not value:
-        return value
-    if isinstance(value, (set, frozenset)):
-        if all(type(part) in _SCALARS for part in value):
-            return value
-        return {
-            _LISTED: [with_pairs(part) for part in sorted(value, key=repr)],
-            "in": type(value)(),
-        }
-    if not isinstance(value, dict):
-        parts = [with_pairs(part) for part in value]
-        if all(map(operator.is_, parts, value)):
-            return value
-        if isinstance(value, deque):
-            return deque(parts, value.maxlen)
-        return type(value)._make(parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[attr-defined]
-    pairs = [(key, with_pairs(part)) for key, part in value.items()]
-    is_named = all(type(key) in (str, int) and key != "" for key in value)
-    is_named = is_named and value.keys() != {_LISTED, "in"}
-    if is_named and len(set(map(str, value))) == len(value):
-        if all(map(operator.is_, [part for _, part in pairs], value.values())):
-            return value
-        return _like(value, pairs)
-    return {_LISTED: pairs, "in": _like(value, [])}
-
-
-def plain_form(stored: Any) -> Any:
-    """What a container was before `with_pairs`."""
-    if isinstance(stored, dict):
-        if stored.keys() == {_LISTED, "in"}:
-            parts, like = stored[_LISTED], stored["in"]
-            if isinstance(like, str) and like in _TEXT:
-                return _TEXT[like](*parts) if like == "count" else _TEXT[like](parts)
-            if isinstance(like, str):
-                return _enumeration(like)[parts]
-            if isinstance(like, dict):
-                return _like(like, [(key, plain_form(part)) for key, part in parts])
-            return type(like)(map(plain_form, parts))
-        for key, part in stored.items():
-            stored[key] = plain_form(part)
-    elif isinstance(stored, (list, deque)):
-        for place, part in enumerate(stored):
-            stored[place] = plain_form(part)
-    elif isinstance(stored, tuple):
-        parts = map(plain_form, stored)
-        return type(stored)._make(parts) if hasattr(stored, "_fields") else tuple(parts)  # type: ignore[attr-defined]
-    return stored
-
-
-def _text_of(value: Any) -> Any:
-    if not isinstance(value, itertools.count):
-        return str(value)
-    try:
-        return list(ast.literal_eval(f"[{repr(value)[len('count(') : -1]}]"))
-    except ValueError:  # of numbers of a class of the program
-        raise UnsupportedLeafError(f"{value!r} has no exact form in a checkpoint.") from None
-
-
-def _enumeration(name: str) -> Any:
-    module, _, kind = name.rpartition(".")
-    return getattr(sys.modules.get(module), kind, None)
-
-
-def _like(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> Any:
-    if isinstance(value, defaultdict):
-        return type(value)(value.default_factory, pairs)
-    return type(value)(dict(pairs))
-
-
 def put_value(present: Any, stored: Any) -> Any:
     """The stored value, if possible in the object `present`, which others may have too."""
-    if isinstance(stored, dict) and stored.keys() == {_GENERATOR, "state"}:
-        kind = stored[_GENERATOR]
-        has_one = is_generator(present) and generator_name(present) == kind
-        generator = present if has_one else new_generator(kind)
-        write_generator(generator, stored["state"])
-        return generator
+    if is_generator(stored):
+        if not is_generator(present) or generator_name(present) != generator_name(stored):
+            return stored
+        write_generator(present, read_generator(stored))
+        return present
     if present is not None and kind_of(present) is Kind.OBJECT:
         node: Any = node_of(present, "", loaded_adapters(), None)
         node.load(stored)
@@ -291,6 +211,10 @@ def put_value(present: Any, stored: Any) -> Any:
         return _put_array(present, stored)
     if type(present) is not type(stored):
         return stored
+    if kind_of(stored) is Kind.MIXED and not isinstance(stored, CONTAINERS):
+        for name, part in attributes_of(stored).items():
+            object.__setattr__(present, name, put_value(getattr(present, name, None), part))
+        return present
     return _put_container(present, stored)
 
 

@@ -9,31 +9,36 @@ code, and what is stored does not depend on when saves happen.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterator
-from functools import cache, cached_property
+from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
 
-from perdure.errors import StateError
+from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.attribute_values import (
     CONTAINERS,
     Kind,
     has_others,
+    is_container_of_program,
     items_of,
     kind_of,
     mark_of,
-    plain_form,
     put_value,
     static_owners,
     stored_form,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
+from perdure.state.known_values import Key, Known, stepped
+from perdure.state.leaf_spec import type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
-from perdure.state.program_code import is_owner
+from perdure.state.program_code import is_made, is_owner
 from perdure.state.snapshots import described
+from perdure.state.value_forms import plain_form, whole_form
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container
@@ -41,13 +46,13 @@ from perdure.store.manifest import Container
 _OF_OPTIMIZERS = frozenset(["state", "param_groups", "defaults", "_opt_called", "_step_count"])
 """What an optimizer saves, and what a learning rate scheduler sets in it."""
 _MODE, _TRAINED = "training", "requires_grad"
+_SHAPE = "!shape"
+"""The key of what has to be equal so that the parts of a container or an object are stored one by
+one: class, length, keys. Else the whole is stored."""
+_SLOTS = "!slots"
+"""The key of the parameters and modules of a module by name, each with its class."""
 _COMPUTED = ("_orig", "_v")
 """The ends of the names of parameters from which a parametrization computes an attribute."""
-
-_NAMED = "!of:"
-"""Begins the name of a parameter or a module that is a key of a dict."""
-
-Key = tuple[str | int, ...]
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -90,7 +95,7 @@ class Attributes(ExtraMember):
                 for name in names
             }
         if owners := [*_owners(walk)]:
-            known = _Known(walk)
+            known = Known(walk)
             for owner in owners:
                 _fresh_of(owner, known)
 
@@ -103,23 +108,35 @@ class Attributes(ExtraMember):
         # Keeps the values alive, so that no `id` is used again.
         first: dict[int, tuple[str, Any]] = {}
         owners = [*_owners(saving.walk)]
-        known = _Known(saving.walk) if owners else None
+        known = Known(saving.walk) if owners else None
         for owner in owners:
             assert known is not None
             fresh = _fresh_of(owner, known)
+            _require_same_slots(owner, fresh, owners)
             values, others = deque(_values(owner, known)), dict[int, bool]()
+            whole: set[Key] = set()
             while values:
                 key, value = values.popleft()
                 if key in fresh and fresh[key] == mark_of(value, is_fresh=False):
                     continue
-                if key not in fresh and _is_beside_others(owner, known.real(key), others):
+                if whole and any(key[:length] in whole for length in range(1, len(key))):
+                    continue
+                form, is_whole = None, key[-1] == _SHAPE
+                if is_whole:
+                    key = key[:-1]
+                    value = _get(owner, known.real(key))
+                    if (form := _form_of_whole(value, known, _path(owner.path, key))) is None:
+                        continue
+                elif key not in fresh and _is_beside_others(owner, known.real(key), others):
                     continue
                 path = _path(f"{top}/{owner.path}" if owner.path else top, key)
                 is_plain = kind_of(value) is Kind.PLAIN
+                if not is_plain:
+                    _require_present(value, fresh.get(key), _path(owner.path, key))
                 if not is_plain and id(value) in first:
                     same[path] = first[id(value)][0]
-                elif not _add(leaves, value, path):
-                    if isinstance(value, dict) and len(key) <= _DEEPEST:
+                elif not _add(leaves, value, path, form):
+                    if isinstance(value, dict) and len(key) <= _DEEPEST and not is_whole:
                         values.extendleft(
                             [((*key, name), part) for name, part in items_of(value, known.name_of)]
                         )
@@ -127,6 +144,8 @@ class Attributes(ExtraMember):
                 elif not is_plain:
                     first[id(value)] = path, value
                 keys[path] = (owner.path, *key)
+                if is_whole:
+                    whole.add(key)
         for path, value, names in static_owners(saving.walk):
             for name in names:
                 mark, before = mark_of(getattr(value, name)), (self._static or {}).get((path, name))
@@ -144,7 +163,7 @@ class Attributes(ExtraMember):
         top = restoring.path("attributes_index").removesuffix("_index")
         states = ObjectStates(Leaves(restoring.leaves, stored.containers))
         owners = {owner.path: owner for owner in _owners(walk)}
-        known = _Known(walk)
+        known = Known(walk)
         static = {path: value for path, value, _ in static_owners(walk)}
         put: dict[str, Any] = {}
         for path, (first, *key) in stored.keys.items():
@@ -161,7 +180,8 @@ class Attributes(ExtraMember):
                         _set(owner, place, put[stored.same[path]], is_shared=True)
                 else:
                     like = _get(owner, place)
-                    value = plain_form(states.value(path, like))
+                    stored_value = states.value(path, like)
+                    value = plain_form(stored_value, lambda name: known.real((name,))[0])
                     put[path] = _set(owner, place, value)
             except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
                 raise StateError(
@@ -174,12 +194,87 @@ class Attributes(ExtraMember):
         return []
 
 
-def _fresh_of(owner: _Owner, known: _Known) -> dict[Key, Any]:
+def _fresh_of(owner: _Owner, known: Known) -> dict[Key, Any]:
     """The fresh marks of an owner, which are those of now if it was not seen before."""
     if (fresh := _fresh_marks().get(owner.value)) is None:
         fresh = {key: mark_of(value) for key, value in _values(owner, known)}
+        fresh[_SLOTS,] = {
+            name: (weakref.ref(value), _class_name(value)) for name, value in _slots(owner.value)
+        }
         _fresh_marks()[owner.value] = fresh
     return fresh
+
+
+def _slots(module: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters and modules of a module by name, without wrappers (DDP); of an optimizer none."""
+    from perdure.state.torch_module import unwrapped
+
+    for name, parameter in getattr(module, "_parameters", {}).items():
+        if parameter is not None:
+            yield name, parameter
+    for name, part in getattr(module, "_modules", {}).items():
+        if part is not None:
+            yield name, unwrapped(part)
+
+
+def _class_name(value: Any) -> str:
+    """The class of a module: of one that a library has made of another class (`fully_shard`) that
+    one, and of a lazy one the class that it will be."""
+    kind = getattr(type(value), "cls_to_become", None) or type(value)
+    kind = next(base for base in kind.__mro__ if not is_made(base))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _require_same_slots(owner: _Owner, fresh: dict[Key, Any], owners: list[_Owner]) -> None:
+    """Refuse a module that training has replaced by one of another class, and what it has moved: a
+    resumed program builds the first one, and no `state_dict` says so."""
+    before = fresh.get((_SLOTS,), {})
+    for name, value in _slots(owner.value):
+        reference, kind = before.get(name, (lambda: None, "nothing"))
+        if reference() is value:
+            continue
+        reason = None
+        if hasattr(value, "_modules") and kind != _class_name(value):
+            reason = f"is a {_class_name(value)}, and was {kind}"
+        for other in owners:
+            slots = _fresh_marks().get(other.value, {}).get((_SLOTS,), {})
+            if was := [slot for slot, (held, _) in slots.items() if held() is value]:
+                reason = f"is what was {join_dotted(other.path, was[0])}"
+        if reason is not None:
+            raise UnsupportedLeafError(
+                f"{join_dotted(owner.path, name)}: {reason} when the program gave the state to the "
+                f"restore or first saved it. A resumed program builds the first one again. Change the "
+                f"module before that, or keep both and choose between them by an attribute."
+            )
+
+
+def _require_present(value: Any, mark: Any, path: str) -> None:
+    """Refuse an object with `state_dict` that the target has not had: only an object can load it."""
+    if kind_of(value) is not Kind.OBJECT or mark is _RESTORED:
+        return
+    if not isinstance(mark, tuple) or mark[0] is not type(value):
+        raise UnsupportedLeafError(
+            f"{path}: this {type_name(value)} was not there when the program gave the state to the "
+            f"restore or first saved it, and only an object of its class can load its state. Make it "
+            f"where its owner is made."
+        )
+
+
+def _form_of_whole(value: Any, known: Known, path: str) -> Any:
+    """The form of a container or an object that training has made or given other parts; None for a
+    container with values that have no form, of which the others are stored one by one."""
+    try:
+        form = whole_form(value, known.name_of)
+        described(form, path)
+    except StateError as error:
+        if isinstance(value, CONTAINERS):
+            return None
+        raise UnsupportedLeafError(
+            f"{path}: this {type_name(value)} was not there when the program gave the state to the "
+            f"restore or first saved it, and cannot be stored as a whole: {error} Make it where its "
+            f"owner is made, or give it `state_dict` and `load_state_dict`."
+        ) from error
+    return form
 
 
 @cache
@@ -216,94 +311,7 @@ def _is_stateless(module: Any) -> bool:
     return not any(part._parameters or part._buffers for part in module.modules())
 
 
-class _Known:
-    """The values that a state has, by identity, and the memory of its tensors."""
-
-    def __init__(self, walk: Walk) -> None:
-        torch = sys.modules.get("torch")
-        self._walk = walk
-        self._tensors: list[Any] = []
-        found: list[Any] = [node.target for node in walk.objects.values()]
-        optimizers: list[Any] = []
-        for target in [*found]:
-            if torch is None:
-                break
-            if isinstance(target, torch.nn.Module):
-                for part in target.modules():
-                    found.append(part)
-                    self._tensors += part._parameters.values()
-                    lost = part._non_persistent_buffers_set
-                    self._tensors += [b for name, b in part._buffers.items() if name not in lost]
-            elif isinstance(target, torch.optim.Optimizer):
-                optimizers.append(target)
-        found += self._tensors
-        self._ids = {*map(id, found), *map(id, walk.values)}
-        self._ids.update(id(branch.value) for branch in walk.branches)
-        self._ids -= {id(None), id(True), id(False)}
-        for optimizer in optimizers:
-            for values in getattr(optimizer, "state", {}).values():
-                self._tensors += values.values() if isinstance(values, dict) else ()
-        held = [stepped for optimizer in optimizers for _, stepped in _stepped(optimizer)]
-        self.has_stepped = any(map(self.has, held))
-        """Whether the state has a tensor of an optimizer. Without any, the program saves its model
-        elsewhere."""
-
-    def has(self, value: Any) -> bool:
-        """Whether the state has `value`, or the memory of this tensor."""
-        if id(value) in self._ids:
-            return True
-        torch = sys.modules.get("torch")
-        is_tensor = torch is not None and isinstance(value, torch.Tensor)
-        return is_tensor and _memory(value) in self._memory
-
-    def name_of(self, value: Any) -> str | None:
-        """The name of a parameter or a module that is a key of a dict; None for anything else."""
-        return self._names.get(id(value))
-
-    def real(self, key: Key) -> Key:
-        """A key with the parameters and modules in place of their names."""
-        if not any(str(name).startswith(_NAMED) for name in key):
-            return key
-        return tuple(self._named.get(str(name), name) for name in key)
-
-    @cached_property
-    def _named(self) -> dict[str, Any]:
-        torch, named = sys.modules["torch"], dict[str, Any]()
-        for path, node in self._walk.objects.items():
-            if isinstance(module := node.target, torch.nn.Module):
-                parts = [*module.named_modules(), *module.named_parameters()]
-                named.update((f"{_NAMED}{path}:{name}", part) for name, part in parts)
-        tensors = [(path, each) for path, each in self._walk.pairs() if torch.is_tensor(each)]
-        return {**named, **{f"{_NAMED}{path}": each for path, each in tensors}}
-
-    @cached_property
-    def _names(self) -> dict[int, str]:
-        return {id(part): name for name, part in self._named.items()}
-
-    @cached_property
-    def _memory(self) -> set[int]:
-        torch = sys.modules["torch"]
-        tensors = [*self._tensors, *self._walk.values]
-        for state in self._walk.states.values():
-            tensors += state.values() if isinstance(state, dict) else ()
-        return {_memory(each) for each in tensors if isinstance(each, torch.Tensor)} - {0}
-
-
-def _memory(tensor: Any) -> int:
-    """Where the elements of a tensor begin; 0 if they are in no memory of this process."""
-    try:
-        return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # of a subclass, or sparse
-        return 0
-
-
-def _stepped(optimizer: Any) -> Iterator[tuple[Key, Any]]:
-    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
-        for place, parameter in enumerate(group["params"]):
-            yield ("param_groups", number, "params", place), parameter
-
-
-def _values(owner: _Owner, known: _Known) -> Iterator[tuple[Key, Any]]:
+def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
     """The values that an owner holds and no member of the state has, with the names that lead there."""
     torch = sys.modules["torch"]
     part, is_module = owner.value, isinstance(owner.value, torch.nn.Module)
@@ -317,7 +325,7 @@ def _values(owner: _Owner, known: _Known) -> Iterator[tuple[Key, Any]]:
             yield from _inside((name,), part._buffers.get(name), known, {id(part)})
     else:
         if known.has_stepped:
-            yield from ((key, value) for key, value in _stepped(part) if not known.has(value))
+            yield from ((key, value) for key, value in stepped(part) if not known.has(value))
         if not is_owner(type(part)):
             return
     skipped = _of_modules() if is_module else _OF_OPTIMIZERS
@@ -332,7 +340,7 @@ def _values(owner: _Owner, known: _Known) -> Iterator[tuple[Key, Any]]:
         yield from _inside((name,), value, known, {id(part)})
 
 
-def _inside(key: Key, value: Any, known: _Known, seen: set[int]) -> Iterator[tuple[Key, Any]]:
+def _inside(key: Key, value: Any, known: Known, seen: set[int]) -> Iterator[tuple[Key, Any]]:
     """A value that is stored as a whole, or what is stored of those inside it."""
     kind = kind_of(value)
     if kind is Kind.OTHER or (kind is not Kind.PLAIN and known.has(value)):
@@ -341,6 +349,9 @@ def _inside(key: Key, value: Any, known: _Known, seen: set[int]) -> Iterator[tup
         yield key, value
         return
     if id(value) in seen or len(key) > _DEEPEST:
+        return
+    if is_container_of_program(value):
+        yield from _whole(key, value, known)
         return
     seen = seen | {id(value)}
     parts = list(items_of(value, known.name_of))
@@ -356,7 +367,22 @@ def _inside(key: Key, value: Any, known: _Known, seen: set[int]) -> Iterator[tup
     if is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
         yield key, value
     elif not has_keys or all(type(each) in (str, int) for each in value):
+        yield (*key, _SHAPE), _shape_of(value)
         yield from inside
+    else:
+        yield from _whole(key, value, known)
+
+
+def _whole(key: Key, value: Any, known: Known) -> Iterator[tuple[Key, Any]]:
+    """A container that is stored whenever a part of it has changed, if it has a form."""
+    with suppress(StateError):
+        yield (*key, _SHAPE), whole_form(value, known.name_of)
+
+
+def _shape_of(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, dict):
+        return type_name(value), *map(str, value)
+    return type_name(value), len(value) if isinstance(value, CONTAINERS) else None
 
 
 _DEEPEST = 6
@@ -396,10 +422,10 @@ def _path(path: str, key: Key) -> str:
     return path
 
 
-def _add(leaves: Leaves, value: Any, path: str) -> bool:
-    """Add the leaves of a value; False if it has no exact form."""
+def _add(leaves: Leaves, value: Any, path: str, form: Any = None) -> bool:
+    """Add the leaves of a value (of its `form`, if there is one); False if it has no exact form."""
     try:
-        found, is_plain = described(stored_form(value), path)
+        found, is_plain = described(stored_form(value) if form is None else form, path)
     except StateError:
         return False
     if not is_plain or any(leaf.shards is not None for leaf in found.values()):

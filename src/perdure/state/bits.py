@@ -25,6 +25,10 @@ def _bytes_of(value: Any) -> Iterator[bytes]:
     if isinstance(value, (np.ndarray, np.generic)):
         yield f"{value.dtype.str}{value.shape}".encode()
         yield value.tobytes()
+        if isinstance(value, np.ma.MaskedArray):
+            yield from _bytes_of((np.asarray(value.mask), value.fill_value))
+    elif getattr(value, "is_sparse", False):
+        yield from _bytes_of((tuple(value.shape), value._indices(), value._values()))
     elif hasattr(value, "untyped_storage"):
         import torch
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cache, cached_property, partial
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from perdure.store.leaf import Leaf
 
 _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 
+_DEFAULTS = (type(None), bool, int, float, complex, str)
 # Mappings that `_rebuild_mapping` rebuilds exactly. Any other class is tried at the save.
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter, MappingProxyType}
 
@@ -152,20 +153,34 @@ def is_plain_object(value: Any) -> bool:
 
 def _attributes_node(value: Any) -> Node:
     """An object whose attributes are its state, changed in place."""
-    from perdure.state.attribute_values import CONTAINERS, plain_form, with_pairs
+    from perdure.state.value_forms import CONTAINERS, plain_form, with_pairs
 
-    names = list(vars(value))
+    names = [*vars(value), *_defaults_of(type(value)) - vars(value).keys()]
 
     def rebuild(new: Sequence[Any]) -> None:
         plain = [plain_form(each) if isinstance(each, CONTAINERS) else each for each in new]
-        vars(value).update(zip(names, plain, strict=True))
+        for name, each in zip(names, plain, strict=True):
+            if name in vars(value) or each is not getattr(value, name):
+                vars(value)[name] = each
 
     return Node(
-        [(name, with_pairs(vars(value)[name])) for name in names],
+        [(name, with_pairs(getattr(value, name))) for name in names],
         rebuild,
         in_place=True,
         can_undo=True,
     )
+
+
+@cache
+def _defaults_of(kind: type) -> Set[str]:
+    """The numbers and texts of a class of the program that an object may get as its own
+    (`count = 0`, and later `self.count += 1`): no constants."""
+    return dict.fromkeys(
+        name
+        for base in kind.__mro__
+        for name, value in (vars(base).items() if is_of_program(base) else ())
+        if type(value) in _DEFAULTS and not name.startswith("__") and not name.isupper()
+    ).keys()
 
 
 def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:

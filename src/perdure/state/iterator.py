@@ -14,7 +14,7 @@ from typing import Any
 
 from perdure.errors import StateError
 from perdure.state.adapter import Stateful
-from perdure.state.attribute_values import plain_form, with_pairs
+from perdure.state.value_forms import plain_form, with_pairs
 from perdure.store.format import hash_bytes
 
 _PARENTS = ("_map_parent", "_iter_parent", "_maybe_nonnative_parent")

@@ -169,7 +169,8 @@ class ObjectStates:
     def _value(self, path: str, like: Any, arrays: str, *, root: bool = False) -> Any:
         """The value at `path`; its arrays have the class `arrays` unless an entry names another."""
         entry = self.containers.get(path)
-        if entry is not None and entry.type is not None and not root:
+        is_record = entry is not None and entry.kind == "object" and entry.keys is not None
+        if entry is not None and entry.type is not None and (not root or is_record):
             return self._live(path, like, entry.type, arrays)
         if entry is not None and entry.arrays is not None:
             arrays = entry.arrays

@@ -9,10 +9,16 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_NAMESPACES = (
+    "types.SimpleNamespace",
+    "argparse.Namespace",
+    "collections.UserDict",
+    "collections.UserList",
+    "collections.ChainMap",
+)
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -25,8 +31,8 @@ def is_program_file(path: str) -> bool:
 
 @cache
 def is_of_program(kind: type) -> bool:
-    """Whether a class is a namespace, or from a file of the program."""
-    if kind is SimpleNamespace:
+    """Whether a class is from a file of the program, or has nothing but attributes of its own."""
+    if f"{kind.__module__}.{kind.__qualname__}" in _NAMESPACES:
         return True
     if issubclass(kind, (enum.Enum, type)) or kind.__module__ == "builtins":
         return False
@@ -44,8 +50,12 @@ def is_owner(kind: type) -> bool:
     """Whether the attributes of a module or an optimizer are saved: of a class of the program, or
     of a layer of PyTorch. Other libraries keep what belongs to the process in theirs. A class that
     a library makes of another one (`fully_shard`) counts as that one."""
-    module = sys.modules.get(kind.__module__)
-    is_made = "." not in kind.__qualname__ and not hasattr(module, kind.__qualname__)
-    if is_made and not is_of_program(kind):
+    if is_made(kind) and not is_of_program(kind):
         return any(is_owner(base) for base in kind.__bases__)
     return is_of_program(kind) or kind.__module__.startswith("torch.nn.modules.")
+
+
+def is_made(kind: type) -> bool:
+    """Whether a class was made while the program runs, and no module has it."""
+    module = sys.modules.get(kind.__module__)
+    return "." not in kind.__qualname__ and not hasattr(module, kind.__qualname__)

@@ -109,7 +109,7 @@ class ReplacedMembers:
             if not (path := self._path_of(value)) or id(value) in saved:
                 continue
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            now = {key: mark_of(item) for key, item in items if id(item) not in saved}
+            now = {key: _mark(item, saved) for key, item in items}
             self._marks[name] = now
             if name in before and before[name] != now:
                 self._looks = _LOOKS
@@ -301,6 +301,15 @@ class RestoreCheck:
         if self._inner is not None and containers:
             lines += lost_objects(leaves, template.objects, self._inner)
         return lines
+
+
+def _mark(value: Any, saved: Collection[int]) -> Any:
+    """As `mark_of`, without the values that are members of the state, at any depth."""
+    if id(value) in saved:
+        return None
+    if type(value) is dict:
+        return {key: _mark(part, saved) for key, part in value.items()}
+    return [_mark(part, saved) for part in value] if type(value) is list else mark_of(value)
 
 
 def _require_values(walk: Walk) -> None:

@@ -31,6 +31,7 @@ from perdure.state.containers import (
     describe_container,
     describe_record,
 )
+from perdure.state.generators import is_generator
 from perdure.state.leaf_spec import (
     Difference,
     LeafSpec,
@@ -212,7 +213,7 @@ class FreshTarget:
         }
         objects = {b.path for b in branches if is_of_program(type(b.value)) and b.path}
         self._shapes = {
-            path: (value.dtype, value.shape)
+            path: (getattr(value, "dtype", None), getattr(value, "shape", None))
             for path, value in (pairs if objects else ())
             if _may_change_shape(value) and nearest(path, objects) is not None
         }
@@ -230,10 +231,18 @@ class FreshTarget:
                     containers |= entries
         for path, before in self._shapes.items():
             now = walk.by_path.get(path)
-            if now is None or not _may_change_shape(now) or (now.dtype, now.shape) == before:
+            if not hasattr(now, "dtype") or not _may_change_shape(now):
+                continue
+            if (now.dtype, now.shape) == before:
                 continue
             grown = Container("array", arrays=_class_of(now), grown=True)
             containers.setdefault(path, grown)
+        for branch in walk.branches:
+            if branch.path in self._none and is_generator(branch.value):
+                raise UnsupportedLeafError(
+                    f"{branch.path}: there was no random generator here when the program gave the "
+                    f"state to the restore. Make it where its owner is made."
+                )
         for path in self._none & leaves.keys():
             if leaves[path].dtype[:3] != SCALAR_PREFIX and path not in containers:
                 containers[path] = Container("array", arrays=_class_of(walk.by_path[path]))
@@ -278,9 +287,14 @@ def _has_jax(found: Mapping[str, Container]) -> bool:
 
 
 def _may_change_shape(value: Any) -> bool:
-    """Whether a leaf of an object of the program may get another shape: no parameter of a module."""
+    """Whether a leaf of an object of the program may get another shape or become an array: no
+    parameter of a module."""
     torch = sys.modules.get("torch")
-    return type(value) is np.ndarray or (torch is not None and type(value) is torch.Tensor)
+    return (
+        type(value) in (np.ndarray, int, float)
+        or isinstance(value, np.generic)
+        or (torch is not None and type(value) is torch.Tensor)
+    )
 
 
 def _class_of(value: Any) -> Any:

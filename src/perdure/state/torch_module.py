@@ -184,6 +184,13 @@ def _without(cuts: list[tuple[str, str]], name: str) -> str:
     return name
 
 
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """What a wrapper (DDP, `torch.compile`) wraps; any other module itself."""
+    while (inner := _inner_name(type(module))) is not None:
+        module = getattr(module, inner)
+    return module
+
+
 def _inner_name(kind: type[torch.nn.Module]) -> str | None:
     if issubclass(kind, _WRAPPERS):
         return "module"

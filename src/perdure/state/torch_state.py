@@ -38,6 +38,7 @@ _BUFFER_DTYPES = {
     for name in BUFFER_DTYPES.values()
     if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
+_COMMUNICATION = "torch.distributed.algorithms."
 _NO_DISPATCH = (
     torch.Tensor.__torch_dispatch__,  # type: ignore[attr-defined]
     torch._C._disabled_torch_dispatch_impl,
@@ -154,8 +155,21 @@ class TorchState(Adapter):
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Stateful | None:
         if isinstance(value, torch.nn.Module):
+            for _, held in getattr(value, "_comm_hooks", ()):
+                if type(held).__module__.startswith(_COMMUNICATION):
+                    raise UnsupportedLeafError(
+                        f"the communication hook of this module has a {type_name(held)}, which "
+                        f"keeps errors and a step count that no checkpoint gets. Use a hook "
+                        f"without a state, such as `bf16_compress_hook`."
+                    )
             return ModuleState(value)
         if isinstance(value, torch.optim.Optimizer):
+            if type(value).__name__ == "ZeroRedundancyOptimizer":
+                raise UnsupportedLeafError(
+                    "a ZeroRedundancyOptimizer has the state of its own parameters only, and no "
+                    "`state_dict` of all. Shard the model with `fully_shard`, which is saved by "
+                    "shards, or use the optimizer that it wraps."
+                )
             return OptimizerState(value)
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
             return SchedulerState(value)

@@ -21,6 +21,7 @@ from perdure.state.leaf_spec import (
     Check,
     Difference,
     LeafSpec,
+    PathInErrors,
     add_path,
     duplicate_path,
     fits,
@@ -54,7 +55,9 @@ class Described(Stateful):
 
 def _gives_way(like: Any, entry: Container) -> bool:
     """Whether a restore builds the value of an entry in the place of `like`, which is no object."""
-    is_array = entry.kind == "array" and hasattr(like, "shape") and hasattr(like, "dtype")
+    is_array = entry.kind == "array" and (
+        type(like) in (int, float) or (hasattr(like, "shape") and hasattr(like, "dtype"))
+    )
     return like is None or type(like) in GROWING or is_array
 
 
@@ -325,7 +328,10 @@ class Template:
 def template_of(like: Any) -> Template:
     """The template of a target, or of the target that was walked."""
     walk = like if isinstance(like, Walk) else Walk(like)
-    checks = {path: node.check() for path, node in walk.objects.items()}
+    checks = {}
+    for path, node in walk.objects.items():
+        with PathInErrors(path, f"a {type_name(node.target)} did not return its state"):
+            checks[path] = node.check()
     return Template(walk.paths, walk.specs, checks)
 
 

@@ -1,0 +1,102 @@
+"""What a state has already, so that no attribute of a module or an optimizer stores it again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from perdure.state.walk import Walk
+
+_NAMED = "!of:"
+"""Begins the name of a parameter or a module that is a key of a dict, or part of an object."""
+
+Key = tuple[str | int, ...]
+
+
+class Known:
+    """The values that a state has, by identity, and the memory of its tensors."""
+
+    def __init__(self, walk: Walk) -> None:
+        torch = sys.modules.get("torch")
+        self._walk = walk
+        self._tensors: list[Any] = []
+        found: list[Any] = [node.target for node in walk.objects.values()]
+        optimizers: list[Any] = []
+        for target in [*found]:
+            if torch is None:
+                break
+            if isinstance(target, torch.nn.Module):
+                for part in target.modules():
+                    found.append(part)
+                    self._tensors += part._parameters.values()
+                    lost = part._non_persistent_buffers_set
+                    self._tensors += [b for name, b in part._buffers.items() if name not in lost]
+            elif isinstance(target, torch.optim.Optimizer):
+                optimizers.append(target)
+        found += self._tensors
+        self._ids = {*map(id, found), *map(id, walk.values)}
+        self._ids.update(id(branch.value) for branch in walk.branches)
+        self._ids -= {id(None), id(True), id(False)}
+        for optimizer in optimizers:
+            for values in getattr(optimizer, "state", {}).values():
+                self._tensors += values.values() if isinstance(values, dict) else ()
+        held = [parameter for optimizer in optimizers for _, parameter in stepped(optimizer)]
+        self.has_stepped = any(map(self.has, held))
+        """Whether the state has a tensor of an optimizer. Without any, the program saves its model
+        elsewhere."""
+
+    def has(self, value: Any) -> bool:
+        """Whether the state has `value`, or the memory of this tensor."""
+        if id(value) in self._ids:
+            return True
+        torch = sys.modules.get("torch")
+        is_tensor = torch is not None and isinstance(value, torch.Tensor)
+        return is_tensor and _memory(value) in self._memory
+
+    def name_of(self, value: Any) -> str | None:
+        """The name of a parameter or a module that is a key of a dict; None for anything else."""
+        return self._names.get(id(value))
+
+    def real(self, key: Key) -> Key:
+        """A key with the parameters and modules in place of their names."""
+        if not any(str(name).startswith(_NAMED) for name in key):
+            return key
+        return tuple(self._named.get(str(name), name) for name in key)
+
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        torch, named = sys.modules["torch"], dict[str, Any]()
+        for path, node in self._walk.objects.items():
+            if isinstance(module := node.target, torch.nn.Module):
+                parts = [*module.named_modules(), *module.named_parameters()]
+                named.update((f"{_NAMED}{path}:{name}", part) for name, part in parts)
+        tensors = [(path, each) for path, each in self._walk.pairs() if torch.is_tensor(each)]
+        return {**named, **{f"{_NAMED}{path}": each for path, each in tensors}}
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(part): name for name, part in self._named.items()}
+
+    @cached_property
+    def _memory(self) -> set[int]:
+        torch = sys.modules["torch"]
+        tensors = [*self._tensors, *self._walk.values]
+        for state in self._walk.states.values():
+            tensors += state.values() if isinstance(state, dict) else ()
+        return {_memory(each) for each in tensors if isinstance(each, torch.Tensor)} - {0}
+
+
+def _memory(tensor: Any) -> int:
+    """Where the elements of a tensor begin; 0 if they are in no memory of this process."""
+    try:
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # of a subclass, or sparse
+        return 0
+
+
+def stepped(optimizer: Any) -> Iterator[tuple[Key, Any]]:
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for place, parameter in enumerate(group["params"]):
+            yield ("param_groups", number, "params", place), parameter

@@ -1,0 +1,366 @@
+"""Values that have no entry in a manifest, as plain containers from which they are made again.
+
+`{"!listed": parts, "in": name}` stands for a value of the form `name`: a row of `_FORMS`, an
+enumeration or another class of the program, or a dict whose keys have no text. No code of the program
+runs when a value is made again, and only classes of modules that are imported are found.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime as dt
+import enum
+import itertools
+import operator
+import pathlib
+import re
+import sys
+import uuid
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from perdure.errors import UnsupportedLeafError
+from perdure.state.generators import (
+    generator_name,
+    is_generator,
+    new_generator,
+    read_generator,
+    write_generator,
+)
+from perdure.state.leaf_spec import type_name
+from perdure.state.program_code import is_of_program, is_program_module
+
+SCALARS = (type(None), bool, int, float, complex, str, bytes)
+CONTAINERS = (tuple, list, dict, deque, set, frozenset)
+_LISTED = "!listed"
+_MEMBER = "!member"
+_OBJECT = "!object"
+_GENERATOR = "generator"
+_BASES: dict[str, Any] = {each.__name__: each for each in (object, list, dict, SimpleNamespace)}
+_CALLABLES = (type, FunctionType, BuiltinFunctionType)
+_LIBRARIES = ("torch", "jax", "numpy")
+"""Packages whose functions and classes are kept by name, beside those of the program."""
+_ODD = (np.str_, np.bytes_, np.datetime64, np.timedelta64, np.void)
+"""Elements of arrays that no leaf can have."""
+
+
+class _Form(NamedTuple):
+    parts: Callable[[Any], Any]
+    """Plain values, containers and arrays that say the value exactly."""
+    made: Callable[[Any], Any]
+
+
+def _delta(value: dt.timedelta) -> list[int]:
+    return [value.days, value.seconds, value.microseconds]
+
+
+def _array_parts(value: Any) -> list[Any]:
+    descr = repr(np.lib.format.dtype_to_descr(value.dtype))
+    octets = np.frombuffer(value.tobytes(), np.uint8)
+    kind = "record" if isinstance(value, np.recarray) else "array"
+    kind = "scalar" if isinstance(value, np.generic) else kind
+    return [kind, descr, list(value.shape), octets]
+
+
+def _array_made(parts: Any) -> Any:
+    kind, descr, shape, octets = parts
+    dtype = np.lib.format.descr_to_dtype(ast.literal_eval(descr))
+    made = np.ndarray(tuple(shape), dtype, octets.tobytes() or None).copy()
+    return made[()] if kind == "scalar" else made.view(np.recarray) if kind == "record" else made
+
+
+def _sparse_parts(value: Any) -> list[Any]:
+    plain = value.detach()
+    return [list(value.shape), value.is_coalesced(), plain._indices(), plain._values()]
+
+
+def _sparse_made(parts: Any) -> Any:
+    shape, is_coalesced, indices, values = parts
+    make = sys.modules["torch"].sparse_coo_tensor
+    return make(indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False)
+
+
+def _generator_made(kind: str, state: Any) -> Any:
+    generator = new_generator(kind)
+    write_generator(generator, state)
+    return generator
+
+
+def _of_torch(name: str) -> Any:
+    return sys.modules["torch"].device(name)
+
+
+_FORMS: dict[str, _Form] = {
+    "fraction": _Form(str, Fraction),
+    "decimal": _Form(str, Decimal),
+    "count": _Form(lambda value: _count_parts(value), lambda parts: itertools.count(*parts)),
+    "range": _Form(lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
+    "slice": _Form(lambda s: [s.start, s.stop, s.step], lambda parts: slice(*parts)),
+    "ellipsis": _Form(str, lambda _: ...),
+    "bytearray": _Form(bytes, bytearray),
+    "path": _Form(str, pathlib.Path),
+    "uuid": _Form(str, uuid.UUID),
+    "datetime": _Form(dt.datetime.isoformat, dt.datetime.fromisoformat),
+    "date": _Form(dt.date.isoformat, dt.date.fromisoformat),
+    "time": _Form(dt.time.isoformat, dt.time.fromisoformat),
+    "timedelta": _Form(_delta, lambda parts: dt.timedelta(*parts)),
+    "pattern": _Form(lambda p: [p.pattern, p.flags], lambda parts: re.compile(*parts)),
+    "array.array": _Form(lambda a: [a.typecode, a.tobytes()], lambda parts: array(*parts)),
+    "mappingproxy": _Form(dict, MappingProxyType),
+    "dtype": _Form(
+        lambda dtype: repr(np.lib.format.dtype_to_descr(dtype)),
+        lambda text: np.lib.format.descr_to_dtype(ast.literal_eval(text)),
+    ),
+    "array": _Form(_array_parts, _array_made),
+    "masked": _Form(
+        lambda a: [np.asarray(a.data), np.asarray(a.mask), np.asarray(a.fill_value), a.hardmask],
+        lambda parts: np.ma.MaskedArray(
+            parts[0],
+            parts[1] if parts[1].shape or parts[1] else np.ma.nomask,
+            fill_value=parts[2],
+            hard_mask=parts[3],
+        ),
+    ),
+    "torch.device": _Form(str, _of_torch),
+    "torch.dtype": _Form(
+        lambda dtype: str(dtype).rpartition(".")[2],
+        lambda name: getattr(sys.modules["torch"], name),
+    ),
+    "sparse": _Form(_sparse_parts, _sparse_made),
+    _GENERATOR: _Form(
+        lambda generator: [generator_name(generator), read_generator(generator)],
+        lambda parts: _generator_made(*parts),
+    ),
+    "name": _Form(lambda value: _public_name(value), lambda name: _named(name)),
+}
+_BY_TYPE: dict[type, str] = {
+    Fraction: "fraction",
+    Decimal: "decimal",
+    itertools.count: "count",
+    range: "range",
+    slice: "slice",
+    EllipsisType: "ellipsis",
+    bytearray: "bytearray",
+    type(pathlib.Path()): "path",
+    uuid.UUID: "uuid",
+    dt.datetime: "datetime",
+    dt.date: "date",
+    dt.time: "time",
+    dt.timedelta: "timedelta",
+    re.Pattern: "pattern",
+    array: "array.array",
+    MappingProxyType: "mappingproxy",
+    np.ma.MaskedArray: "masked",
+    np.recarray: "array",
+}
+
+
+def form_of(value: Any) -> str | None:
+    """The name of the form of a value that is no scalar, array or container; None without one."""
+    kind = type(value)
+    if (name := _BY_TYPE.get(kind)) is not None:
+        is_kept = not isinstance(value, (dt.datetime, dt.time)) or not value.tzinfo
+        is_kept = is_kept or isinstance(value.tzinfo, dt.timezone)
+        return name if is_kept and not _has_objects(value) else None
+    if isinstance(value, (np.ndarray, np.generic)):
+        is_odd = kind is np.ndarray or isinstance(value, np.generic)
+        is_odd = is_odd and value.dtype.type in _ODD and not value.dtype.hasobject
+        return "array" if is_odd else None
+    if isinstance(value, np.dtype):
+        return "dtype" if value.isbuiltin == 1 or value.type in _ODD else None
+    if isinstance(value, _CALLABLES):
+        return "name" if _public_name(value) else None
+    if kind.__module__ == "torch":
+        if kind.__name__ in ("device", "dtype"):
+            return f"torch.{kind.__name__}"
+        torch = sys.modules["torch"]
+        is_sparse = kind is torch.Tensor and value.layout is torch.sparse_coo
+        return "sparse" if is_sparse and value.grad_fn is None else None
+    return None
+
+
+def _has_objects(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.hasobject
+
+
+def with_pairs(value: Any) -> Any:
+    """A value with the forms of all in it that has no entry in a manifest."""
+    if type(value) in SCALARS:
+        return value
+    if isinstance(value, enum.Enum) and class_named(type_name(value)) is type(value):
+        name = value.value if isinstance(value, enum.Flag) else value.name
+        return {_LISTED: name, "in": type_name(value)}
+    if (name := form_of(value)) is not None:
+        return {_LISTED: with_pairs(_FORMS[name].parts(value)), "in": name}
+    if not isinstance(value, CONTAINERS) or not value:
+        return value
+    if isinstance(value, (set, frozenset)):
+        if all(type(part) in SCALARS for part in value):
+            return value
+        parts = [with_pairs(part) for part in sorted(value, key=repr)]
+        return {_LISTED: parts, "in": type(value)()}
+    if not isinstance(value, dict):
+        return _like_sequence(value, [with_pairs(part) for part in value])
+    return _with_named_keys(value, [(key, with_pairs(part)) for key, part in value.items()])
+
+
+def generator_form(generator: Any) -> Any:
+    """The kind and the state of a random generator."""
+    return {_LISTED: _FORMS[_GENERATOR].parts(generator), "in": _GENERATOR}
+
+
+def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
+    """As `with_pairs`, also of objects of the program, at any depth. `name_of` names members of the
+    state, which stay what they are. `UnsupportedLeafError` for an object that cannot be made again."""
+    if type(value) in SCALARS:
+        return value
+    if (name := name_of(value)) is not None:
+        return {_LISTED: name, "in": _MEMBER}
+    if is_generator(value):
+        return generator_form(value)
+    kind = type(value)
+    if kind in CONTAINERS or hasattr(value, "_fields"):
+        if kind is dict or kind is defaultdict:
+            return _with_named_keys(value, [(k, whole_form(v, name_of)) for k, v in value.items()])
+        if isinstance(value, (tuple, list, deque)):
+            return _like_sequence(value, [whole_form(part, name_of) for part in value])
+    if not is_of_program(kind) or hasattr(kind, "state_dict"):
+        return with_pairs(value)
+    base = next(base for base in kind.__mro__ if base in _BASES.values())
+    if class_named(type_name(value)) is not kind or _new(kind, base) is None:
+        raise UnsupportedLeafError(
+            f"a {type_name(value)} cannot be made again from its attributes. Give it "
+            f"`state_dict` and `load_state_dict`, and give the restore a target that has one."
+        )
+    attributes = {key: whole_form(part, name_of) for key, part in attributes_of(value).items()}
+    items: Any = [*value.items()] if base is dict else [*value] if base is list else []
+    parts = [_with_named_keys(attributes, [*attributes.items()]), whole_form(items, name_of)]
+    return {_LISTED: parts, "in": type_name(value), _OBJECT: base.__name__}
+
+
+def plain_form(stored: Any, member: Callable[[str], Any] = lambda name: name) -> Any:
+    """The value that `with_pairs` or `whole_form` gave the form `stored`."""
+    if isinstance(stored, dict):
+        if stored.keys() - {_OBJECT} == {_LISTED, "in"}:
+            return _made(stored, member)
+        for key, part in stored.items():
+            stored[key] = plain_form(part, member)
+    elif isinstance(stored, (list, deque)):
+        for place, part in enumerate(stored):
+            stored[place] = plain_form(part, member)
+    elif isinstance(stored, tuple):
+        return _like_sequence(stored, [plain_form(part, member) for part in stored])
+    return stored
+
+
+def _made(stored: dict[str, Any], member: Callable[[str], Any]) -> Any:
+    parts, name = stored[_LISTED], stored["in"]
+    if name == _MEMBER:
+        return member(parts)
+    parts = plain_form(parts, member)
+    if isinstance(name, dict):
+        return _like(name, [tuple(pair) for pair in parts])
+    if not isinstance(name, str):
+        return type(name)(parts)
+    if name in _FORMS:
+        return _FORMS[name].made(parts)
+    kind = class_named(name)
+    if kind is None:
+        raise UnsupportedLeafError(
+            f"the program has no {name}, of which the checkpoint has a value"
+        )
+    if _OBJECT not in stored:
+        return kind[parts] if isinstance(parts, str) else kind(parts)
+    attributes, items = parts
+    base = _BASES[stored[_OBJECT]]
+    instance = _new(kind, base)
+    for key, part in attributes.items():
+        object.__setattr__(instance, key, part)  # a frozen dataclass has its own __setattr__
+    if base is list:
+        list.extend(instance, items)
+    elif base is dict:
+        dict.update(instance, items)
+    return instance
+
+
+def _new(kind: type, base: Any) -> Any:
+    try:
+        return base.__new__(kind)
+    except TypeError:  # of a class that another base lays out, such as an exception
+        return None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in `__slots__` too."""
+    slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    found = {name: part for name, part in found.items() if not name.startswith("__")}
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def class_named(name: str) -> Any:
+    """The class of this name among the modules that are imported; None without one."""
+    module, _, kind = name.rpartition(".")
+    found = getattr(sys.modules.get(module), kind, None)
+    return found if isinstance(found, type) else None
+
+
+def _like_sequence(value: Any, parts: list[Any]) -> Any:
+    if all(map(operator.is_, parts, value)):
+        return value
+    if isinstance(value, deque):
+        return deque(parts, value.maxlen)
+    return tuple.__new__(type(value), parts) if isinstance(value, tuple) else type(value)(parts)
+
+
+def _with_named_keys(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> Any:
+    is_named = all(type(key) in (str, int) and key != "" for key in value)
+    is_named = is_named and value.keys() - {_OBJECT} != {_LISTED, "in"}
+    if is_named and len(set(map(str, value))) == len(value):
+        if all(map(operator.is_, [part for _, part in pairs], value.values())):
+            return value
+        return _like(value, pairs)
+    return {_LISTED: [(with_pairs(key), part) for key, part in pairs], "in": _like(value, [])}
+
+
+def _like(value: Mapping[Any, Any], pairs: list[Any]) -> Any:
+    if isinstance(value, defaultdict):
+        return type(value)(value.default_factory, pairs)
+    return type(value)(dict(pairs))  # type: ignore[call-arg]
+
+
+def _count_parts(value: Any) -> Any:
+    try:
+        return list(ast.literal_eval(f"[{repr(value)[len('count(') : -1]}]"))
+    except ValueError:  # of numbers of a class of the program
+        raise UnsupportedLeafError(f"{value!r} has no exact form in a checkpoint.") from None
+
+
+def _public_name(value: Any) -> str | None:
+    """The name by which a function or a class is found again; None without one."""
+    module, name = str(getattr(value, "__module__", None)), value.__qualname__
+    places = [(module, name)]
+    if type(value) is BuiltinFunctionType:  # of the compiled part of PyTorch
+        places += [("torch", value.__name__), ("torch.nn.functional", value.__name__)]
+    for module, name in places:
+        text = f"{module}:{name}"
+        is_kept = module.partition(".")[0] in _LIBRARIES or is_program_module(module)
+        if is_kept and _named(text) is value:
+            return text
+    return None
+
+
+def _named(text: str) -> Any:
+    module, _, name = text.partition(":")
+    found = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,333 @@
+"""Every kind of value that training may put into an attribute comes back, or its save is refused."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import copy
+import dataclasses
+import datetime as dt
+import enum
+import pathlib
+import re
+import uuid
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perdure import CheckpointManager, MemoryStorage
+from perdure.errors import StateError, UnsupportedLeafError
+from perdure.state.bits import same
+
+UTC = dt.UTC
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    HOT = 2
+
+
+class Parts(enum.Flag):
+    HEAD = 1
+    BODY = 2
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    count: int
+    value: Any = None
+
+
+class Meter:
+    def __init__(self, total: Any = 0) -> None:
+        self.total = total
+
+
+class Recent(list):  # type: ignore[type-arg]
+    pass
+
+
+class Named(dict):  # type: ignore[type-arg]
+    pass
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = 2.0
+
+
+class Shift(Scale):
+    pass
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.act = Scale()
+        self.value: Any = None
+
+
+class Descent(torch.optim.SGD):
+    def __init__(self, net: Net) -> None:
+        super().__init__(net.parameters(), lr=0.1)
+        self.value: Any = None
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.value: Any = None
+
+
+def flat(value: Any) -> Any:
+    """A value as containers that `same` compares by their bits."""
+    if dataclasses.is_dataclass(value) or type(value) in (Meter, SimpleNamespace, Recent, Named):
+        items: Any = list(value) if isinstance(value, list) else []
+        items = list(value.items()) if isinstance(value, dict) else items
+        return type(value).__name__, flat(items), flat(vars(value))
+    if isinstance(value, dict):
+        return type(value).__name__, [(key, flat(part)) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [flat(part) for part in value]
+    if isinstance(value, (collections.UserDict, argparse.Namespace)):
+        return flat(vars(value))
+    return value
+
+
+VALUES: dict[str, Any] = {
+    "flag": Parts.HEAD | Parts.BODY,
+    "enumeration in a named tuple": Point(Phase.HOT, [1]),
+    "named tuple of an array": Point(np.arange(3), 1),
+    "dataclass": Record(3, np.arange(2)),
+    "object": Meter(Meter(torch.ones(2))),
+    "objects in a list": [Meter(1), Meter(2)],
+    "objects in a dict": {"a": Record(1), "b": Meter(3)},
+    "list of its own": Recent([1, 2.5]),
+    "dict of its own": Named(a=1),
+    "UserDict": collections.UserDict(a=1),
+    "namespace": SimpleNamespace(a=1, b=[2]),
+    "argparse": argparse.Namespace(rate=0.1),
+    "range": range(3, 9, 2),
+    "slice": slice(1, 5, 2),
+    "bytearray": bytearray(b"abc"),
+    "path": pathlib.Path("a") / "b",
+    "time": dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC),
+    "date": dt.date(2026, 1, 1),
+    "duration": dt.timedelta(seconds=-1.5),
+    "uuid": uuid.UUID(int=5),
+    "pattern": re.compile("a+", re.IGNORECASE),
+    "array.array": array.array("d", [1.0, 2.0]),
+    "dtype": np.dtype([("a", "<i4"), ("b", "<f8")]),
+    "torch dtype": torch.bfloat16,
+    "device": torch.device("cpu"),
+    "size": torch.Size([1, 2]),
+    "texts": np.array(["a", "bc"]),
+    "dates": np.array(["2026-01-01", "NaT"], "datetime64[D]"),
+    "records": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    "masked": np.ma.array([1, 2, 3], mask=[0, 1, 0]),
+    "no rows": np.zeros((0, 3), "U4"),
+    "sparse": torch.eye(2).to_sparse(),
+    "function": torch.nn.functional.gelu,
+    "compiled function": torch.relu,
+    "class": Shift,
+    "keys": {(1, 2): Meter(3), "b": range(3)},
+}
+
+
+def net() -> tuple[dict[str, Any], Any]:
+    made = Net()
+    return {"net": made}, made
+
+
+def optimizer() -> tuple[dict[str, Any], Any]:
+    made = Net()
+    descent = Descent(made)
+    return {"net": made, "optimizer": descent}, descent
+
+
+@pytest.mark.parametrize("make", [net, optimizer])
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_that_training_puts_into_an_attribute_comes_back(
+    make: Callable[[], Any], name: str
+) -> None:
+    storage = MemoryStorage()
+    state, owner = make()
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize(state)
+        owner.value = copy.deepcopy(VALUES[name])
+        manager.save(1, state)
+    for step in (2, 3):  # what a restore has put is stored by every later save
+        state, owner = make()
+        with CheckpointManager(storage) as manager:
+            manager.restore_or_initialize(state)
+            assert type(owner.value) is type(VALUES[name])
+            assert same(flat(owner.value), flat(VALUES[name]))
+            manager.save(step, state)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, value in VALUES.items() if type(value) in (range, slice, dt.date)]
+)
+def test_an_object_of_the_loop_keeps_such_values_too(name: str) -> None:
+    storage = MemoryStorage()
+    state = {"loop": Loop()}
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize(state)
+        state["loop"].value = VALUES[name]
+        manager.save(1, state)
+    state = {"loop": Loop()}
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize(state)
+    assert state["loop"].value == VALUES[name]
+
+
+class Average:
+    count = 0
+    best = None
+    NAME = "loss"
+
+    def __init__(self) -> None:
+        self.sum = 0
+        self.mean = 0.0
+
+
+def test_numbers_of_a_class_and_numbers_that_become_arrays_come_back() -> None:
+    storage = MemoryStorage()
+    meter = Average()
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize({"meter": meter})
+        meter.count += 1
+        meter.best = torch.ones(2)  # type: ignore[assignment]
+        meter.sum += torch.tensor(1.5)  # type: ignore[assignment]
+        meter.mean += np.float32(0.5)  # type: ignore[assignment]
+        manager.save(1, {"meter": meter})
+    meter = Average()
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize({"meter": meter})
+    found = vars(meter)
+    assert found.keys() == {"count", "best", "sum", "mean"}
+    assert same(found["best"], torch.ones(2))
+    assert same(found["sum"], torch.tensor(1.5))
+    assert same(found["mean"], np.float32(0.5))
+    assert found["count"] == 1
+    assert "count" not in vars(Average())
+
+
+def test_an_object_that_was_there_stays_the_same_object() -> None:
+    storage = MemoryStorage()
+
+    def make() -> Net:
+        made = Net()
+        made.value = [Meter(0)]
+        return made
+
+    model = make()
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize({"net": model})
+        model.value[0].total = 4
+        model.value.append(Meter(5))
+        manager.save(1, {"net": model})
+    model = make()
+    held = model.value[0]
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize({"net": model})
+    assert model.value[0] is held
+    assert [meter.total for meter in model.value] == [4, 5]
+
+
+def test_an_object_that_has_a_parameter_has_that_of_the_new_model() -> None:
+    storage = MemoryStorage()
+    model = Net()
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize({"net": model})
+        model.value = {"worst": Record(7, model.two.weight)}
+        manager.save(1, {"net": model})
+    model = Net()
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize({"net": model})
+    assert model.value["worst"].value is model.two.weight
+    assert model.value["worst"].count == 7
+
+
+def swap(model: Net) -> None:
+    model.one, model.two = model.two, model.one
+
+
+def tie(model: Net) -> None:
+    model.two.weight = model.one.weight
+
+
+def replace(model: Net) -> None:
+    model.act = Shift()
+
+
+def add(model: Net) -> None:
+    model.late = Scale()
+
+
+@pytest.mark.parametrize("change", [swap, tie, replace, add])
+def test_what_no_state_dict_says_of_the_structure_is_refused(change: Callable[[Net], None]) -> None:
+    model = Net()
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize({"net": model})
+        manager.save(1, {"net": model})
+        change(model)
+        with pytest.raises(UnsupportedLeafError, match="A resumed program builds the first one"):
+            manager.save(2, {"net": model})
+
+
+def test_a_new_layer_of_the_same_class_and_a_wrapper_are_no_change_of_the_structure() -> None:
+    model = Net()
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize({"net": model})
+        model.one = torch.nn.Linear(2, 2)
+        model.act = torch.compile(model.act, backend="eager")  # type: ignore[assignment]
+        manager.save(1, {"net": model})
+
+
+def test_a_lazy_layer_is_no_change_of_the_structure() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(2))
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize({"net": model})
+        model(torch.ones(1, 3))
+        manager.save(1, {"net": model})
+
+
+def test_an_object_with_a_state_that_only_training_makes_is_refused() -> None:
+    state, owner = optimizer()
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize(state)
+        owner.value = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        with pytest.raises(StateError, match="Make it where its owner is made"):
+            manager.save(1, state)
+
+
+def test_an_object_that_cannot_be_made_again_is_refused() -> None:
+    class Local:
+        def __init__(self) -> None:
+            self.total = 1
+
+    state, owner = net()
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize(state)
+        owner.value = Local()
+        with pytest.raises(UnsupportedLeafError, match="cannot be made again"):
+            manager.save(1, state)
+
+
+def test_a_generator_in_place_of_none_in_an_object_of_the_loop_is_refused() -> None:
+    state = {"loop": Loop()}
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize(state)
+        state["loop"].value = np.random.default_rng(0)
+        with pytest.raises(UnsupportedLeafError, match="no random generator here"):
+            manager.save(1, state)

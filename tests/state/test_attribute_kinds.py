@@ -133,7 +133,7 @@ VALUES: dict[str, Any] = {
     "texts": np.array(["a", "bc"]),
     "dates": np.array(["2026-01-01", "NaT"], "datetime64[D]"),
     "records": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
-    "masked": np.ma.array([1, 2, 3], mask=[0, 1, 0]),
+    "masked": np.ma.array([1, 2, 3], mask=[False, True, False]),
     "no rows": np.zeros((0, 3), "U4"),
     "sparse": torch.eye(2).to_sparse(),
     "function": torch.nn.functional.gelu,

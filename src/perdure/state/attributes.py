@@ -112,7 +112,7 @@ class Attributes(ExtraMember):
         for owner in owners:
             assert known is not None
             fresh = _fresh_of(owner, known)
-            _require_same_slots(owner, fresh, owners)
+            _require_same_slots(owner, fresh, owners, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
             whole: set[Key] = set()
             while values:
@@ -198,23 +198,27 @@ def _fresh_of(owner: _Owner, known: Known) -> dict[Key, Any]:
     """The fresh marks of an owner, which are those of now if it was not seen before."""
     if (fresh := _fresh_marks().get(owner.value)) is None:
         fresh = {key: mark_of(value) for key, value in _values(owner, known)}
-        fresh[_SLOTS,] = {
-            name: (weakref.ref(value), _class_name(value)) for name, value in _slots(owner.value)
-        }
+        fresh[_SLOTS,] = _slots(owner.value, known)
         _fresh_marks()[owner.value] = fresh
     return fresh
 
 
-def _slots(module: Any) -> Iterator[tuple[str, Any]]:
-    """The parameters and modules of a module by name, without wrappers (DDP); of an optimizer none."""
+def _slots(module: Any, known: Known) -> dict[str, tuple[Any, str]]:
+    """The modules in a module by name, without wrappers (DDP), as weak references and with their
+    classes, and its parameters that are those of another module too; of an optimizer none."""
     from perdure.state.torch_module import unwrapped
 
-    for name, parameter in getattr(module, "_parameters", {}).items():
-        if parameter is not None:
-            yield name, parameter
-    for name, part in getattr(module, "_modules", {}).items():
-        if part is not None:
-            yield name, unwrapped(part)
+    parts = getattr(module, "_modules", {})
+    found = {name: unwrapped(part) for name, part in parts.items() if part is not None}
+    slots = {name: (weakref.ref(part), _class_name(part)) for name, part in found.items()}
+    tied = (
+        name for name, each in getattr(module, "_parameters", {}).items() if known.is_tied(each)
+    )
+    return {**slots, **dict.fromkeys(tied, (_nothing, ""))}
+
+
+def _nothing() -> None:
+    """In place of a weak reference to a parameter, with which PyTorch could not exchange its memory."""
 
 
 def _class_name(value: Any) -> str:
@@ -225,21 +229,26 @@ def _class_name(value: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _require_same_slots(owner: _Owner, fresh: dict[Key, Any], owners: list[_Owner]) -> None:
+def _require_same_slots(
+    owner: _Owner, fresh: dict[Key, Any], owners: list[_Owner], known: Known
+) -> None:
     """Refuse a module that training has replaced by one of another class, and what it has moved: a
     resumed program builds the first one, and no `state_dict` says so."""
     before = fresh.get((_SLOTS,), {})
-    for name, value in _slots(owner.value):
-        reference, kind = before.get(name, (lambda: None, "nothing"))
-        if reference() is value:
+    for name, (reference, kind) in _slots(owner.value, known).items():
+        was, old_kind = before.get(name, (_nothing, "nothing"))
+        part = reference()
+        if was() is part and kind == old_kind:
             continue
-        reason = None
-        if hasattr(value, "_modules") and kind != _class_name(value):
-            reason = f"is a {_class_name(value)}, and was {kind}"
+        reason = f"is a {kind}, and was {old_kind}" if kind != old_kind else None
+        if part is None:
+            reason = "is one parameter with that of another module, and was not"
         for other in owners:
             slots = _fresh_marks().get(other.value, {}).get((_SLOTS,), {})
-            if was := [slot for slot, (held, _) in slots.items() if held() is value]:
-                reason = f"is what was {join_dotted(other.path, was[0])}"
+            if places := [
+                slot for slot, (held, _) in slots.items() if part is not None and held() is part
+            ]:
+                reason = f"is what was {join_dotted(other.path, places[0])}"
         if reason is not None:
             raise UnsupportedLeafError(
                 f"{join_dotted(owner.path, name)}: {reason} when the program gave the state to the "

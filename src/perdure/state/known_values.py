@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,8 @@ class Known:
         self._tensors: list[Any] = []
         found: list[Any] = [node.target for node in walk.objects.values()]
         optimizers: list[Any] = []
+        self._uses = Counter[int]()
+        seen: set[int] = set()
         for target in [*found]:
             if torch is None:
                 break
@@ -31,6 +34,9 @@ class Known:
                 for part in target.modules():
                     found.append(part)
                     self._tensors += part._parameters.values()
+                    if id(part) not in seen:
+                        seen.add(id(part))
+                        self._uses.update(map(id, part._parameters.values()))
                     lost = part._non_persistent_buffers_set
                     self._tensors += [b for name, b in part._buffers.items() if name not in lost]
             elif isinstance(target, torch.optim.Optimizer):
@@ -46,6 +52,10 @@ class Known:
         self.has_stepped = any(map(self.has, held))
         """Whether the state has a tensor of an optimizer. Without any, the program saves its model
         elsewhere."""
+
+    def is_tied(self, parameter: Any) -> bool:
+        """Whether two modules, or one module under two names, have this parameter."""
+        return parameter is not None and self._uses[id(parameter)] > 1
 
     def has(self, value: Any) -> bool:
         """Whether the state has `value`, or the memory of this tensor."""

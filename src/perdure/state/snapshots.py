@@ -230,7 +230,7 @@ class FreshTarget:
                 if is_plain_value and not (self._keys.get(path) and _has_jax(entries)):
                     containers |= entries
         for path, before in self._shapes.items():
-            now = walk.by_path.get(path)
+            now: Any = walk.by_path.get(path)
             if not hasattr(now, "dtype") or not _may_change_shape(now):
                 continue
             if (now.dtype, now.shape) == before:

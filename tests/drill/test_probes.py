@@ -360,6 +360,34 @@ print([round((after[0] - before[0]) / 86400), round((after[1] - before[1]).total
 """
 
 
+LIBRARY = """
+import datetime
+from datetime import datetime as when
+KINDS = (datetime.datetime, datetime.date, when)
+"""
+
+BESIDE_A_LIBRARY = """
+import datetime, library
+real = type(datetime.datetime(2026, 1, 1)).__mro__[1]
+assert library.KINDS == (real, datetime.date.__mro__[1], real), library.KINDS
+assert datetime.datetime is not real
+assert isinstance(library.when.now(), datetime.datetime)
+assert not isinstance(1, datetime.datetime)
+"""
+
+
+@pytest.mark.parametrize("probe", ["jumps", "clock"])
+def test_a_library_has_the_classes_of_the_module_datetime(tmp_path: Path, probe: str) -> None:
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "library.py").write_text(LIBRARY)
+    environment = dict(probe_environment(tmp_path, (probe,)))
+    environment["PYTHONPATH"] += f":{installed}"
+    program = tmp_path / "program.py"
+    program.write_text(BESIDE_A_LIBRARY)
+    subprocess.run([sys.executable, str(program)], env={**os.environ, **environment}, check=True)
+
+
 def test_every_clock_of_a_program_jumps(tmp_path: Path) -> None:
     environment = dict(probe_environment(tmp_path, ("jumps",)))
     assert _drawn(tmp_path, environment, JUMPS) == [40, 40, 40, 40]

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 FASTER = 60
@@ -95,7 +96,9 @@ def _replace_clock(now: Callable[[], float], now_ns: Callable[[], int]) -> None:
     text, local = time.strftime, time.localtime
     time.strftime = lambda form, *when: text(form, *(when or (local(),)))
 
-    class Replaced(dt.datetime):
+    real, real_date = dt.datetime, dt.date
+
+    class Replaced(real, metaclass=_like(real)):
         @classmethod
         def now(cls, tz: dt.tzinfo | None = None) -> Replaced:
             return cls.fromtimestamp(time.time(), tz)
@@ -108,13 +111,33 @@ def _replace_clock(now: Callable[[], float], now_ns: Callable[[], int]) -> None:
         def today(cls) -> Replaced:
             return cls.fromtimestamp(time.time())
 
-    class ReplacedDate(dt.date):
+    class ReplacedDate(real_date, metaclass=_like(real_date)):
         @classmethod
         def today(cls) -> ReplacedDate:
             return cls.fromtimestamp(time.time())
 
-    dt.datetime = Replaced  # type: ignore[misc]
-    dt.date = ReplacedDate  # type: ignore[misc]
+    class Module(ModuleType):
+        """The module `datetime`, with the replaced classes for the program alone: compiled code of
+        a library (pandas) takes them for those of C and ends the process."""
+
+        datetime = _for_program(Replaced, real)
+        date = _for_program(ReplacedDate, real_date)
+
+    dt.__class__ = Module  # type: ignore[assignment]
+
+
+def _like(real: type) -> type:
+    """The class of a subclass of which each value of `real` is an instance."""
+    check = {"__instancecheck__": lambda _, value: isinstance(value, real)}
+    return type("Like", (type,), check)
+
+
+def _for_program(replaced: type, real: type) -> Any:
+    from perdure.state.program_code import is_program_file
+
+    return property(
+        lambda _: replaced if is_program_file(sys._getframe(1).f_code.co_filename) else real
+    )
 
 
 def _with_now(function: Callable[..., Any]) -> Callable[..., Any]:

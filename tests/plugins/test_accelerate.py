@@ -6,7 +6,6 @@ import importlib.util
 import signal
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,13 +72,3 @@ def test_loaders_that_cannot_be_resumed_exactly_are_refused(tmp_path: Path) -> N
     assert "persistent_workers=False" in refusal(loader, accelerator)
     for loader in (plain(), ResumableLoader(plain())):
         assert "that it has not prepared" in refusal(loader, Accelerator(cpu=True))
-
-
-@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
-def test_several_processes_are_refused(tmp_path: Path) -> None:
-    from perdure.plugins.accelerate import batches
-
-    accelerator: Any = SimpleNamespace(num_processes=2)
-    with pytest.raises(StateError) as caught:
-        next(batches(accelerator, [], tmp_path / "run", epochs=1))
-    assert "expected one process, found 2" in str(caught.value)

@@ -100,7 +100,7 @@ def test_another_batch_size_is_refused(killed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "fsdp", "arguments", "found"),
     [
-        ({"world_size": 2}, False, {}, "expected one process, found 2"),
+        ({"world_size": 2}, False, {}, "the dataset has no length"),
         ({}, True, {}, "shards its model"),
         ({"ignore_data_skip": True}, False, {}, "ignore_data_skip"),
         (
@@ -126,7 +126,11 @@ def test_what_cannot_be_exact_is_refused(
         "dataloader_persistent_workers": False,
     }
     trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(**(usual | settings)), is_fsdp_enabled=fsdp, is_deepspeed_enabled=False
+        args=SimpleNamespace(**(usual | settings)),
+        is_fsdp_enabled=fsdp,
+        is_deepspeed_enabled=False,
+        accelerator=SimpleNamespace(state=None),
+        train_dataset=iter(()),
     )
     with pytest.raises((ArgumentError, StateError)) as caught:
         train(trainer, tmp_path / "run", **arguments)

@@ -36,7 +36,8 @@ def batches(
     When the loop asks for the next batch, the step that it has finished is saved if it is time: what
     `accelerator.prepare` and `register_for_checkpointing` were given, the gradient scaler, the random
     generators and the position in the data. After SIGTERM it is saved, and the process exits with
-    status 75. A step that has only accumulated gradients is not saved.
+    status 75. A step that has only accumulated gradients is not saved. Every process of a group
+    (DDP, FSDP2) goes through its own batches.
 
     Args:
         accelerator: Has prepared everything that the loop changes.
@@ -48,15 +49,9 @@ def batches(
         The number of batches before this one, over all epochs, and the batch.
 
     Raises:
-        StateError: There are several processes, a loader has `persistent_workers=True`, or `loader` is
-            not prepared.
+        StateError: The checkpoint is of another number of processes, a loader has
+            `persistent_workers=True`, or `loader` is not prepared.
     """
-    host.require_one_process(
-        "perdure.plugins.accelerate",
-        accelerator.num_processes,
-        "The data position of several has not been proved; use `accelerator.save_state`, or a loop of "
-        "your own with perdure.plugins.dcp.",
-    )
     if not any(loader is prepared for prepared in accelerator._dataloaders):
         raise StateError(
             f"perdure.plugins.accelerate: expected the loader that `accelerator.prepare` has returned "
@@ -64,8 +59,9 @@ def batches(
         )
     remedy = "Make each DataLoader with persistent_workers=False."
     host.require_new_workers(host.keeps_workers(accelerator._dataloaders), remedy)
-    with host.manager_of(run, save_interval_steps=500) as manager:
-        yield from _batches(accelerator, loader, host.HostRun(manager), epochs)
+    rank, count = accelerator.process_index, accelerator.num_processes
+    with host.manager_of(run, count, save_interval_steps=500) as manager:
+        yield from _batches(accelerator, loader, host.HostRun(manager, rank, count), epochs)
 
 
 def _batches(
@@ -80,6 +76,7 @@ def _batches(
 
     def state() -> dict[str, Any]:
         counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
+        host.share_buffers(accelerator, map(accelerator.unwrap_model, accelerator._models))
         return _members(accelerator) | {"position": counts}
 
     shuffling = getattr(loader, "synchronized_generator", None)

@@ -15,6 +15,7 @@ import numpy as np
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
 from perdure.errors import MissingExtraError, StateError, warn_caller
+from perdure.state.per_rank import PerRank
 from perdure.state.process_random import capture, restore_all
 
 GeneratorStates = dict[str, np.ndarray[Any, Any]]
@@ -27,15 +28,25 @@ class HostRun:
     """The run of a loop of another library. `resumed` is its newest good checkpoint until a step.
 
     The host draws the batch of a step before it asks for a save, and a resumed loop draws it again,
-    so the generators of that moment continue.
+    so the generators of that moment continue. Each of several processes (rank `index` of `count`) has
+    its own generators, and its own value in `of_process`.
     """
 
-    def __init__(self, manager: CheckpointManager) -> None:
+    def __init__(self, manager: CheckpointManager, index: int = 0, count: int = 1) -> None:
         manager.claim()
         self.manager = manager
+        self._index = index
         self.resumed: Restored | None = manager.restore() if manager.all_steps() else None
+        if self.resumed is not None:
+            require_count(str(manager.directory), len(self.resumed.state[_EPOCH_BEGAN]), count)
+        self._saved = None if self.resumed is None else self.resumed.step
         self._at_save = generator_states()
         self._epoch_began: GeneratorStates = {}
+
+    def of_process(self, name: str) -> Any:
+        """The value that this process had in the member `name`, a `PerRank`."""
+        assert self.resumed is not None
+        return self.resumed.state[name][f"rank{self._index}"]
 
     def restore(self, members: Mapping[str, Any], read_only: str) -> None:
         """Restore the objects of the host, by name, or MismatchError; `read_only` is only read."""
@@ -46,7 +57,7 @@ class HostRun:
     def begin_epoch(self, shuffling: Any = None) -> None:
         """Note the generators with which an epoch begins; those of the interrupted one come back."""
         if self.resumed is not None:
-            states = dict(self.resumed.state[_EPOCH_BEGAN])
+            states = dict(self.of_process(_EPOCH_BEGAN))
             if (state := states.pop(_LOADER, None)) is not None:
                 shuffling.set_state(sys.modules["torch"].from_numpy(state.copy()))
             restore_generators(states)
@@ -69,25 +80,55 @@ class HostRun:
                 self.manager.save_and_exit(step, self._whole(state))
             if self.manager.should_save(step):
                 self.manager.save(step, self._whole(state))
+                self._saved = step
 
     def finish(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        if step not in self.manager.all_steps()[-1:]:
+        if step != self._saved:
             self.manager.save(step, self._whole(state), force=True)
 
     def _whole(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return state() | {_EPOCH_BEGAN: self._epoch_began}
+        return state() | {_EPOCH_BEGAN: PerRank(self._epoch_began)}
 
 
 @contextmanager
 def manager_of(
-    run: str | os.PathLike[str] | CheckpointManager, **options: Any
+    run: str | os.PathLike[str] | CheckpointManager, count: int = 1, **options: Any
 ) -> Iterator[CheckpointManager]:
-    """The manager that the user has passed, or one with these options for a run directory."""
+    """The manager that the user has passed, or one with these options for a run directory, of the
+    group of the host's `count` processes."""
     if isinstance(run, CheckpointManager):
         yield run
         return
-    with CheckpointManager(run, **options) as manager:
+    with CheckpointManager(run, processes=processes_of(count), **options) as manager:
         yield manager
+
+
+def processes_of(count: int) -> Any:
+    """The group of `count` processes that the host has made; None for one process."""
+    if count == 1:
+        return None
+    from perdure.distribute import initialize_distributed
+
+    return initialize_distributed("torch")
+
+
+def require_count(what: str, saved: int, count: int) -> None:
+    """Refuse to resume a run on another number of processes."""
+    if saved != count:
+        raise StateError(
+            f"{what}: expected {saved} processes, as the run had, found {count}. With another number "
+            f"each step would have other examples. Start as many again; a loop with a strategy or "
+            f"`perdure.torch.LogicalReplicas` keeps its bits on any number."
+        )
+
+
+def share_buffers(accelerator: Any, models: Iterable[Any]) -> None:
+    """Give all processes of an Accelerator the buffers of the first, as DDP does before each forward
+    pass: statistics of BatchNorm, for instance, which differ until then."""
+    shares = getattr(accelerator.ddp_handler, "broadcast_buffers", True)
+    if accelerator.distributed_type.startswith("MULTI_") and shares:
+        for buffer in (buffer for model in models for buffer in model.buffers()):
+            sys.modules["torch"].distributed.broadcast(buffer, 0)
 
 
 def generator_states() -> GeneratorStates:
@@ -98,11 +139,6 @@ def generator_states() -> GeneratorStates:
 def restore_generators(states: Mapping[str, np.ndarray[Any, Any]]) -> None:
     for note in restore_all({name: state.tobytes() for name, state in states.items()}):
         warn_caller(note)
-
-
-def require_one_process(what: str, count: int, reason: str) -> None:
-    if count > 1:
-        raise StateError(f"{what}: expected one process, found {count}. {reason}")
 
 
 def keeps_workers(loaders: Iterable[Any]) -> bool:

@@ -33,6 +33,7 @@ try:
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
     from lightning.pytorch.plugins.io import TorchCheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy
 
     from perdure.state.torch_loader import ResumableLoader
 except ModuleNotFoundError as error:
@@ -59,7 +60,7 @@ def fit(
     one stays), and a `ModelCheckpoint` that keeps the two newest checkpoints. Its other callbacks stay.
 
     Args:
-        trainer: A Trainer that runs in one process.
+        trainer: A Trainer that runs in one process, or in several with `strategy="ddp"`.
         directory: Where the checkpoints are, one run directory each.
         model: The module.
         loaders: As of `trainer.fit`.
@@ -69,9 +70,9 @@ def fit(
     Raises:
         ArgumentError: `ckpt_path` is given, or `every_n_train_steps` is not a positive integer.
         CorruptionError: All checkpoints are damaged.
-        StateError: There are several processes, a loader has `persistent_workers=True`, the loader of
-            the validation is a `ResumableLoader`, or another `fit` of this trainer had
-            another directory.
+        StateError: Several processes have another strategy than DDP, or another number of them made the
+            checkpoint, a loader has `persistent_workers=True`, the loader of the validation is a
+            `ResumableLoader`, or another `fit` of this trainer had another directory.
     """
     if "ckpt_path" in arguments:
         raise errors.ArgumentError("fit: it selects the checkpoint itself; leave out ckpt_path.")
@@ -236,6 +237,7 @@ class ExactResume(Callback):
     """
 
     def __init__(self) -> None:
+        self._rank, self._count = 0, 1
         self._batches = 0
         self._epoch_began: host.GeneratorStates = {}
         self._resumed: host.GeneratorStates | None = None
@@ -243,25 +245,33 @@ class ExactResume(Callback):
         self._positions: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        host.require_one_process(
-            "ExactResume",
-            trainer.world_size,
-            "Lightning saves the callbacks of rank 0 only, so the generators of others would be lost.",
-        )
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy):
+            raise errors.StateError(
+                f"ExactResume: expected one process or `strategy='ddp'`, found {trainer.world_size} "
+                f"with {type(trainer.strategy).__name__}, which saves past the callbacks of others. "
+                f"A loop of your own with a CheckpointManager saves the shards of FSDP2."
+            )
+        self._rank, self._count = trainer.global_rank, trainer.world_size
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "batches": self._batches,
-            "positions": [loader.state_dict() for loader in self._loaders],
+        """Of all processes: Lightning asks each one, and saves what the first returns."""
+        own = {
             "epoch_began": _tensors(self._epoch_began),
             "now": _tensors(host.generator_states()),
         }
+        processes: list[Any] = [own] * self._count
+        if self._count > 1:
+            torch.distributed.all_gather_object(processes, own)
+        positions = [loader.state_dict() for loader in self._loaders]
+        return {"batches": self._batches, "positions": positions, "processes": processes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches = state_dict["batches"]
         self._positions = state_dict.get("positions", [])
-        self._epoch_began = _arrays(state_dict["epoch_began"])
-        self._resumed = _arrays(state_dict["now"])
+        host.require_count("ExactResume", len(state_dict["processes"]), self._count)
+        own = state_dict["processes"][self._rank]
+        self._epoch_began = _arrays(own["epoch_began"])
+        self._resumed = _arrays(own["now"])
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         beat("compile", trainer.global_step)

@@ -18,6 +18,7 @@ from typing import Any
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.errors import ArgumentError, StateError, missing_extra
 from perdure.plugins import host
+from perdure.state.per_rank import PerRank
 
 host.require_version("transformers", "transformers", "5", "6")
 try:
@@ -38,10 +39,11 @@ def train(
 
     Model, optimizer, scheduler, gradient scaler, random generators and the state of the Trainer are
     saved every `args.save_steps` steps, in the background, and before the process exits after SIGTERM
-    (with status 75). The Trainer's own checkpoints are not needed: use `save_strategy="no"`.
+    (with status 75). The Trainer's own checkpoints are not needed: use `save_strategy="no"`. Under
+    `torchrun` or `accelerate launch` every process calls this (DDP, FSDP2).
 
     Args:
-        trainer: A Trainer that runs in one process.
+        trainer: The Trainer.
         run: The run directory; the newest `args.save_total_limit` checkpoints stay (None: all). Or a
             manager, whose own interval, retention and options then count.
         arguments: Of `trainer.train`, except for `resume_from_checkpoint`.
@@ -52,18 +54,21 @@ def train(
     Raises:
         ArgumentError: `save_steps` is a fraction, or `resume_from_checkpoint` is given.
         RecipeMismatchError: The checkpoint was made with another batch size, seed or dataset length.
-        StateError: There are several processes, the Trainer shards its model, it does not skip data
-            that it has seen, or a loader has `persistent_workers=True`.
+        StateError: The checkpoint is of another number of processes, the Trainer shards its model with
+            FSDP1 or DeepSpeed, it does not skip data that it has seen, a loader has
+            `persistent_workers=True`, or processes read parts of a dataset without a length.
     """
     _require_supported(trainer, arguments)
     interval = 1 if isinstance(run, CheckpointManager) else _interval(trainer.args.save_steps)
     with host.manager_of(
         run,
+        trainer.args.world_size,
         save_interval_steps=interval,
         max_to_keep=trainer.args.save_total_limit,
         recipe=_recipe(trainer),
     ) as manager:
-        callback = _Checkpoints(trainer, host.HostRun(manager))
+        rank, count = trainer.args.process_index, trainer.args.world_size
+        callback = _Checkpoints(trainer, host.HostRun(manager, rank, count))
         trainer.add_callback(callback)
         try:
             return callback.train(arguments)
@@ -81,10 +86,15 @@ class _Checkpoints(TrainerCallback):
             return self._trainer.train(**arguments)
         # The Trainer reads its position from a file that stands beside weights. Those and all else
         # come from the checkpoint, once the optimizer exists (`on_train_begin`).
-        with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
-            self._trainer.save_model(folder)
-            Path(folder, _STATE_FILE).write_text(self._run.resumed.state["trainer"])
-            return self._trainer.train(resume_from_checkpoint=folder, **arguments)
+        trainer = self._trainer
+        load = trainer._load_from_checkpoint
+        trainer._load_from_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
+        try:
+            with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
+                Path(folder, _STATE_FILE).write_text(self._run.of_process("trainer"))
+                return trainer.train(resume_from_checkpoint=folder, **arguments)
+        finally:
+            trainer._load_from_checkpoint = load  # type: ignore[method-assign]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # `get_train_dataloader` of a subclass may not follow the arguments.
@@ -128,7 +138,9 @@ class _Checkpoints(TrainerCallback):
             if isinstance(member, ExportableState):
                 exported.setdefault(type(member).__name__, []).append(member.state())
         values = dataclasses.asdict(state) | {"stateful_callbacks": exported}
-        return self._members() | {"trainer": json.dumps(values)}
+        host.share_buffers(self._trainer.accelerator, [self._trainer.model])
+        # Says also which process this is.
+        return self._members() | {"trainer": PerRank(json.dumps(values))}
 
 
 def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
@@ -137,16 +149,18 @@ def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
             "resume_from_checkpoint: expected none, because `perdure.plugins.transformers.train` "
             "resumes from the run directory; `trainer.train` starts from a folder of the Trainer."
         )
-    host.require_one_process(
-        "perdure.plugins.transformers",
-        trainer.args.world_size,
-        "The data position of several has not been proved; use the Trainer's own checkpoints.",
-    )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    is_fsdp1 = trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) < 2
+    if is_fsdp1 or trainer.is_deepspeed_enabled:
         raise StateError(
-            "the Trainer shards its model (FSDP or DeepSpeed): expected a whole model in each process. "
-            "Save with the Trainer's own checkpoints, or train with a loop of your own and "
-            "perdure.plugins.dcp."
+            "the Trainer shards its model with FSDP1 or DeepSpeed: expected FSDP2 (`version: 2` in "
+            "`fsdp_config`) or a whole model in each process. Or save with the Trainer's own "
+            "checkpoints."
+        )
+    if trainer.args.world_size > 1 and not isinstance(trainer.train_dataset, Sized):
+        raise StateError(
+            "the dataset has no length, and each of several processes would read its own part up to "
+            "another place. Give the Trainer a dataset with `__len__`, or train in one process."
         )
     if trainer.args.ignore_data_skip:
         raise StateError(
@@ -175,6 +189,7 @@ def _recipe(trainer: Trainer) -> dict[str, Any]:
         "data_seed": args.data_seed,
         "batch_size": args.per_device_train_batch_size * max(1, args.n_gpu),
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "processes": args.world_size,
     }
     if isinstance(trainer.train_dataset, Sized):
         fields["examples"] = len(trainer.train_dataset)

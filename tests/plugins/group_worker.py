@@ -1,0 +1,175 @@
+"""One of two processes that train in a host: `group_worker.py HOST HOW DIRECTORY` under torchrun.
+
+HOST: `transformers`, `accelerate` or `lightning`. HOW: `ddp` or `fsdp`, and `-killed` for a SIGKILL of
+rank 1 in the middle of the second epoch, `-terminated` for a SIGTERM to torchrun. At its end each
+process writes `DIRECTORY-RANK.json`: the bits of its parameters, and the batches that it saw by step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KILLED_AT = 5
+SEEN: list[float] = []
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, count: int = 24) -> None:
+        source = torch.Generator().manual_seed(1)
+        self.rows = torch.randn(count, 5, generator=source)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.rows[index, :4], "labels": self.rows[index, 4:]}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 6)
+        self.norm = torch.nn.BatchNorm1d(6) if norm else torch.nn.LayerNorm(6)
+        self.drop, self.out = torch.nn.Dropout(0.5), torch.nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        SEEN.append(float(x.sum()))
+        out = self.out(self.drop(self.norm(self.inner(x))))
+        return {"loss": (out - labels).square().mean(), "logits": out}
+
+
+def interrupt(how: str, step: int) -> None:
+    if step != KILLED_AT or RANK != 1 or "-" not in how:
+        return
+    if how.endswith("killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    import perdure.plugins.transformers
+
+    class Interruption(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            interrupt(how, state.global_step)
+
+    sharded = {"fsdp": True, "fsdp_config": {"version": 2}} if "fsdp" in how else {}
+    args = TrainingArguments(
+        output_dir=f"{directory}-own",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=3,
+        learning_rate=0.05,
+        save_strategy="no",
+        save_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **sharded,  # type: ignore[arg-type]
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=Rows(), callbacks=[Interruption()])
+    perdure.plugins.transformers.train(trainer, directory)
+    return trainer.model  # type: ignore[return-value]
+
+
+def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
+    from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+
+    import perdure.plugins.accelerate
+    from perdure import CheckpointManager
+    from perdure.torch import process_group
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if "fsdp" in how else None
+    split = DataLoaderConfiguration(
+        split_batches="split" in how, dispatch_batches="dispatch" in how
+    )
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin, dataloader_config=split
+    )
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    wrapped, optimizer, loader, schedule = accelerator.prepare(
+        model,
+        adam,
+        torch.utils.data.DataLoader(Rows(), batch_size=4 if "split" in how else 2, shuffle=True),
+        torch.optim.lr_scheduler.StepLR(adam, 3, 0.5),
+    )
+    with CheckpointManager(directory, save_interval_steps=2, processes=process_group()) as manager:
+        for step, batch in perdure.plugins.accelerate.batches(
+            accelerator, loader, manager, epochs=3
+        ):
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(**batch)["loss"])
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            interrupt(how, step - 2)
+    return accelerator.unwrap_model(wrapped)
+
+
+def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
+    import lightning
+    from lightning.pytorch.callbacks import Callback
+
+    import perdure.plugins.lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.05)
+
+    class Interruption(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            interrupt(how, trainer.global_step - 3)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=3,
+        callbacks=[Interruption()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True)
+    perdure.plugins.lightning.fit(trainer, directory, Module(), loader, every_n_train_steps=2)
+    return model
+
+
+def main() -> None:
+    host, how, directory = sys.argv[1:]
+    torch.manual_seed(RANK if "own-seed" in how else 0)
+    torch.set_num_threads(1)
+    model = Model(norm="fsdp" not in how)
+    hosts = {
+        "transformers": on_transformers,
+        "accelerate": on_accelerate,
+        "lightning": on_lightning,
+    }
+    trained = hosts[host](how, directory, model)
+    found = trained.state_dict().values()
+    values = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+    answer = {"bits": [value.tolist() for value in values], "seen": SEEN}
+    Path(f"{directory}-{RANK}.json").write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Two processes under torchrun in each host, killed and resumed; `make proof-doors` has the hosts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if not all(map(importlib.util.find_spec, ("transformers", "accelerate", "lightning"))):
+    pytest.skip("the hosts are not installed; make proof-doors has them", allow_module_level=True)
+WORKER = Path(__file__).with_name("group_worker.py")
+ROWS = [
+    ("transformers", "ddp"),
+    ("transformers", "fsdp"),
+    ("accelerate", "ddp"),
+    ("accelerate", "ddp_split"),
+    ("accelerate", "ddp_dispatch"),
+    ("accelerate", "fsdp"),
+    ("lightning", "ddp"),
+]
+
+
+def run(host: str, how: str, directory: Path, count: int = 2) -> tuple[int, list[Any], str]:
+    """Exit status of torchrun, the answers of the processes, standard error."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, f"--nproc-per-node={count}", WORKER, host, how, directory],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    answers = [Path(f"{directory}-{rank}.json") for rank in range(count)]
+    return done.returncode, [json.loads(a.read_text()) for a in answers if a.exists()], done.stderr
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The end of the undisturbed run of a host, trained once."""
+
+    @cache
+    def ended(host: str, how: str) -> list[Any]:
+        status, answers, err = run(host, how, tmp_path_factory.mktemp("whole") / "run")
+        assert status == 0, err
+        return answers
+
+    return ended
+
+
+@pytest.mark.parametrize("interruption", ["killed", "terminated"])
+@pytest.mark.parametrize(("host", "how"), ROWS)
+def test_two_processes_resume_to_the_same_bits(
+    host: str, how: str, interruption: str, whole: Any, tmp_path: Path
+) -> None:
+    status, answers, err = run(host, f"{how}-{interruption}", tmp_path / "run")
+    assert status != 0, err
+    assert answers == []
+    assert list((tmp_path / "run").iterdir())
+    status, answers, err = run(host, how, tmp_path / "run")
+    assert status == 0, err
+    for resumed, undisturbed in zip(answers, whole(host, how), strict=True):
+        assert resumed["bits"] == undisturbed["bits"]
+        count = len(resumed["seen"])
+        assert 0 < count < len(undisturbed["seen"])
+        assert resumed["seen"] == undisturbed["seen"][-count:]
+
+
+@pytest.mark.parametrize("host", ["transformers", "accelerate", "lightning"])
+def test_another_number_of_processes_is_refused(host: str, tmp_path: Path) -> None:
+    assert run(host, "ddp-killed", tmp_path / "run")[0] != 0
+    status, answers, err = run(host, "ddp", tmp_path / "run", count=1)
+    assert status != 0
+    assert answers == []
+    assert "processes" in err
+    assert "Start as many again" in err or "RecipeMismatchError" in err

@@ -137,11 +137,11 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
 
     class Interruption(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            interrupt(how, trainer.global_step - 3)
+            interrupt(how, trainer.global_step - 4)
 
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=int(os.environ["WORLD_SIZE"]),
         strategy="ddp",
         max_epochs=3,
         callbacks=[Interruption()],

@@ -289,6 +289,8 @@ class ExactResume(Callback):
                 trainer.fit_loop.reset_restart_stage()
         if not is_new and not _is_positioned(fetcher):
             host.restore_generators(self._epoch_began)
+            for loader in fetcher.combined_loader.flattened:
+                _set_epoch(loader, trainer.fit_loop.epoch_progress.current.processed)
             iter(fetcher)
             for _ in range(self._batches):
                 next(fetcher)
@@ -350,6 +352,15 @@ def _fetcher(trainer: Trainer) -> Any:
             "batches were trained on; take a batch instead."
         )
     return fetcher
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """As Lightning does when it begins an epoch, which is later: a sampler for several processes draws
+    its order from the number of the epoch."""
+    batches = getattr(loader, "batch_sampler", None)
+    for each in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)  # type: ignore[union-attr]
 
 
 def _is_positioned(fetcher: Any) -> bool:

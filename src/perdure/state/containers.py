@@ -68,6 +68,10 @@ def describe_record(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] |
     kind = type(value)
     fields: Any = getattr(kind, "_fields", None) if isinstance(value, tuple) else None
     if fields is None and dataclasses.is_dataclass(value):
+        if any(base.__module__.startswith("equinox.") for base in kind.__mro__):
+            return None  # static fields are in no leaf
+        if any(_is_static(field) for field in dataclasses.fields(value)):
+            return None
         fields = [field.name for field in dataclasses.fields(value)]
         if vars(value).keys() != set(fields) if hasattr(value, "__dict__") else True:
             return None
@@ -75,6 +79,10 @@ def describe_record(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] |
         return None
     entry = Container("object", keys=tuple(fields), type=type_name(value))
     return entry, [(field, getattr(value, field)) for field in fields]
+
+
+def _is_static(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("static")) or field.metadata.get("pytree_node") is False
 
 
 def record_class(name: str) -> type | None:

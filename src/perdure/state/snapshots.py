@@ -19,6 +19,7 @@ from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import (
     Adapter,
     ModuleValues,
+    Node,
     Stateful,
     adapter,
     leaf_adapter,
@@ -204,6 +205,7 @@ class FreshTarget:
 
     def __init__(self, walk: Walk | None = None) -> None:
         pairs = [] if walk is None else [*walk.pairs()]
+        self._first = {} if walk is None else _first_paths(walk)
         self._plain = {path for path, value in pairs if value is None or is_plain(value)}
         self._none = {path for path, value in pairs if value is None}
         branches = [] if walk is None else walk.branches
@@ -238,11 +240,13 @@ class FreshTarget:
             grown = Container("array", arrays=_class_of(now), grown=True)
             containers.setdefault(path, grown)
         for branch in walk.branches:
-            if branch.path in self._none and is_generator(branch.value):
+            if branch.path in self._none and _is_only_live(branch.value):
                 raise UnsupportedLeafError(
-                    f"{branch.path}: there was no random generator here when the program gave the "
-                    f"state to the restore. Make it where its owner is made."
+                    f"{branch.path}: there was no {type_name(branch.value)} here when the program gave "
+                    f"the state to the restore, and only such an object can take its values. Make it "
+                    f"where its owner is made."
                 )
+        self._require_same_objects(walk)
         for path in self._none & leaves.keys():
             if leaves[path].dtype[:3] != SCALAR_PREFIX and path not in containers:
                 containers[path] = Container("array", arrays=_class_of(walk.by_path[path]))
@@ -254,6 +258,23 @@ class FreshTarget:
                 if path in self._plain and value is not None and not owns(path):
                     containers.setdefault(path, Container("array", arrays=_class_of(value)))
         leaves.containers |= containers
+
+    def _require_same_objects(self, walk: Walk) -> None:
+        """Refuse two paths of which the target has one object and the run two, or the other way round:
+        a restore changes objects in place, so that both would get the values of one."""
+        now = _first_paths(walk) if self._first else {}
+        for path in sorted(now.keys() & self._first.keys()):
+            one, before = now[path], self._first[path]
+            if one == before:
+                continue
+            found = f"another object than {before}, and both were one"
+            if one != path:
+                found = f"one object with {one}, and both were two objects"
+            raise UnsupportedLeafError(
+                f"{path}: is {found} when the program gave the state to the restore, which changes "
+                f"objects in place. Copy the values from one object into the other, or keep which of "
+                f"them is meant as a number."
+            )
 
     def _changed(self, walk: Walk, leaves: Leaves) -> Iterator[tuple[str, Any]]:
         for branch in walk.branches:
@@ -279,6 +300,24 @@ def described(
     flattener = ObjectFlattener(found, loaded_adapters(), takers=takers)
     flattener.add(Stateful(value), path, value)
     return found, not flattener.live_paths
+
+
+def _first_paths(walk: Walk) -> dict[str, str]:
+    """By the path of each object that a restore changes in place, the first path that has it."""
+    objects = [(path, node.target) for path, node in walk.objects.items()]
+    objects += [
+        (branch.path, branch.value)
+        for branch in walk.branches
+        if isinstance(branch.node, Node) and branch.node.in_place
+    ]
+    first: dict[int, str] = {}
+    return {path: first.setdefault(id(value), path) for path, value in objects}
+
+
+def _is_only_live(value: Any) -> bool:
+    """Whether no entry describes a value: a random generator, a module of JAX's libraries."""
+    names = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    return is_generator(value) or not names.isdisjoint(("equinox", "flax"))
 
 
 def _has_jax(found: Mapping[str, Container]) -> bool:

@@ -55,6 +55,7 @@ def interrupt(how: str, step: int) -> None:
 
 
 def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
+    from plugin_programs import trainer_settings
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     import perdure.plugins.transformers
@@ -65,18 +66,9 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
 
     sharded = {"fsdp": True, "fsdp_config": {"version": 2}} if "fsdp" in how else {}
     args = TrainingArguments(
-        output_dir=f"{directory}-own",
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        num_train_epochs=3,
-        learning_rate=0.05,
         save_strategy="no",
-        save_steps=2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **trainer_settings(directory),
         **sharded,  # type: ignore[arg-type]
     )
     trainer = Trainer(model=model, args=args, train_dataset=Rows(), callbacks=[Interruption()])
@@ -146,6 +138,7 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
         max_epochs=3,
         callbacks=[Interruption()],
         logger=False,
+        default_root_dir=f"{directory}-own",
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -9,6 +9,22 @@ from pathlib import Path
 from typing import Any
 
 
+def trainer_settings(directory: str) -> dict[str, Any]:
+    """Arguments of every `TrainingArguments`: two steps of accumulation, three epochs, no output."""
+    return {
+        "output_dir": f"{directory}-own",
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 3,
+        "learning_rate": 0.05,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
 def run_program(program: Path, how: str, directory: Path) -> tuple[int, Any, str]:
     """Exit status, answer and standard error of one program."""
     done = subprocess.run(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plugin_programs import trainer_settings
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import perdure.plugins.transformers
@@ -54,18 +55,9 @@ def main() -> None:
     ]
     own = how.startswith("own")
     args = TrainingArguments(
-        output_dir=f"{directory}-own",
         per_device_train_batch_size=4 if "batch4" in how else 2,
-        gradient_accumulation_steps=2,
-        num_train_epochs=3,
-        learning_rate=0.05,
         save_strategy="steps" if own else "no",
-        save_steps=2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **trainer_settings(directory),
     )
     killer = [Killer(signal.SIGKILL)] if how.endswith("killed") else []
     if how.endswith("terminated"):

@@ -331,3 +331,28 @@ def test_a_generator_in_place_of_none_in_an_object_of_the_loop_is_refused() -> N
         state["loop"].value = np.random.default_rng(0)
         with pytest.raises(UnsupportedLeafError, match="there was no numpy"):
             manager.save(1, state)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"!listed": "echo", "in": "os.system"},
+        {"!listed": ["true"], "in": "subprocess.Popen"},
+        {"!listed": "os:system", "in": "name"},
+        {"!listed": "torch:os.system", "in": "name"},
+        {"!listed": [{}, []], "in": "subprocess.Popen", "!object": "object"},
+        {"!listed": "load", "in": "torch.dtype"},
+        {"!listed": ["numpy.random.seed", {}], "in": "generator"},
+    ],
+)
+def test_a_foreign_checkpoint_names_no_code_of_other_modules(form: dict[str, Any]) -> None:
+    storage = MemoryStorage()
+    written: dict[str, Any] = {"loop": {"value": None}}
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize(written)
+        written["loop"]["value"] = form
+        manager.save(1, written)
+    state = {"loop": Loop()}
+    with CheckpointManager(storage) as manager, pytest.raises(StateError, match="has no"):
+        manager.restore_or_initialize(state)
+    assert state["loop"].value is None

@@ -32,7 +32,7 @@ class HostRun:
     its own generators, and its own value in `of_process`.
     """
 
-    def __init__(self, manager: CheckpointManager, index: int = 0, count: int = 1) -> None:
+    def __init__(self, manager: CheckpointManager, index: int, count: int) -> None:
         manager.claim()
         self.manager = manager
         self._index = index
@@ -92,18 +92,18 @@ class HostRun:
 
 @contextmanager
 def manager_of(
-    run: str | os.PathLike[str] | CheckpointManager, count: int = 1, **options: Any
+    run: str | os.PathLike[str] | CheckpointManager, count: int, **options: Any
 ) -> Iterator[CheckpointManager]:
     """The manager that the user has passed, or one with these options for a run directory, of the
     group of the host's `count` processes."""
     if isinstance(run, CheckpointManager):
         yield run
         return
-    with CheckpointManager(run, processes=processes_of(count), **options) as manager:
+    with CheckpointManager(run, processes=_processes_of(count), **options) as manager:
         yield manager
 
 
-def processes_of(count: int) -> Any:
+def _processes_of(count: int) -> Any:
     """The group of `count` processes that the host has made; None for one process."""
     if count == 1:
         return None

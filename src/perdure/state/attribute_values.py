@@ -15,6 +15,7 @@ import numpy as np
 
 from perdure.state import bits
 from perdure.state.adapter import Node, loaded_adapters
+from perdure.state.containers import class_named
 from perdure.state.generators import (
     generator_name,
     is_generator,
@@ -28,7 +29,6 @@ from perdure.state.value_forms import (
     CONTAINERS,
     SCALARS,
     attributes_of,
-    class_named,
     form_of,
     generator_form,
     with_pairs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import repeat
 from operator import attrgetter
@@ -155,7 +155,8 @@ def _attributes_node(value: Any) -> Node:
     """An object whose attributes are its state, changed in place."""
     from perdure.state.value_forms import CONTAINERS, plain_form, with_pairs
 
-    names = [*vars(value), *_defaults_of(type(value)) - vars(value).keys()]
+    names = [*vars(value)]
+    names += [name for name in _defaults_of(type(value)) if name not in vars(value)]
 
     def rebuild(new: Sequence[Any]) -> None:
         plain = [plain_form(each) if isinstance(each, CONTAINERS) else each for each in new]
@@ -172,15 +173,17 @@ def _attributes_node(value: Any) -> Node:
 
 
 @cache
-def _defaults_of(kind: type) -> Set[str]:
+def _defaults_of(kind: type) -> list[str]:
     """The numbers and texts of a class of the program that an object may get as its own
     (`count = 0`, and later `self.count += 1`): no constants."""
-    return dict.fromkeys(
+    names = (name for base in kind.__mro__ if is_of_program(base) for name in vars(base))
+    return [
         name
-        for base in kind.__mro__
-        for name, value in (vars(base).items() if is_of_program(base) else ())
-        if type(value) in _DEFAULTS and not name.startswith("__") and not name.isupper()
-    ).keys()
+        for name in dict.fromkeys(names)
+        if type(getattr(kind, name)) in _DEFAULTS
+        and not name.startswith("__")
+        and not name.isupper()
+    ]
 
 
 def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:

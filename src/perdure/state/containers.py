@@ -85,11 +85,16 @@ def _is_static(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("static")) or field.metadata.get("pytree_node") is False
 
 
+def class_named(name: str) -> type[Any] | None:
+    """The class of this name among the modules that are imported; None without one."""
+    module, _, kind = name.rpartition(".")
+    found = getattr(sys.modules.get(module), kind, None)
+    return found if isinstance(found, type) else None
+
+
 def record_class(name: str) -> type | None:
     """The class of a named tuple or a dataclass among the modules that are imported."""
-    module, _, qualified = name.rpartition(".")
-    found: Any = getattr(sys.modules.get(module), qualified, None)
-    if not isinstance(found, type):
+    if (found := class_named(name)) is None:
         return None
     is_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
     return found if is_tuple or dataclasses.is_dataclass(found) else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from perdure.errors import UnsupportedLeafError
+from perdure.errors import StateError, UnsupportedLeafError
 
 SEED_SEQUENCE = "seed_sequence"
 """The key of what `spawn` depends on: the seed, and how often it was called."""
@@ -34,14 +34,15 @@ def generator_name(value: Any) -> str:
 
 
 def new_generator(name: str) -> Any:
-    """A generator of the kind that `generator_name` has named; raises `ValueError` for others."""
+    """A generator of the kind that `generator_name` has named; raises `StateError` for others."""
     if name == "torch.Generator":
         return sys.modules["torch"].Generator()
-    if name.startswith("numpy.random."):
-        return np.random.Generator(getattr(np.random, name.rpartition(".")[2])())
     if name == "random.Random":
         return random.Random()
-    raise ValueError(f"the program has no generator there, and a {name} cannot be made")
+    bits = getattr(np.random, name.removeprefix("numpy.random."), None)
+    if isinstance(bits, type) and issubclass(bits, np.random.BitGenerator):
+        return np.random.Generator(bits())
+    raise StateError(f"the program has no generator there, and a {name} cannot be made")
 
 
 def read_generator(value: Any, *, has_seed: bool = True) -> Any:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perdure.errors import UnsupportedLeafError
+from perdure.state.containers import class_named
 from perdure.state.generators import (
     generator_name,
     is_generator,
@@ -97,6 +98,13 @@ def _of_torch(name: str) -> Any:
     return sys.modules["torch"].device(name)
 
 
+def _torch_dtype(name: str) -> Any:
+    torch = sys.modules["torch"]
+    if not isinstance(found := getattr(torch, name, None), torch.dtype):
+        raise UnsupportedLeafError(f"PyTorch has no dtype {name!r}, which the checkpoint names")
+    return found
+
+
 _FORMS: dict[str, _Form] = {
     "fraction": _Form(str, Fraction),
     "decimal": _Form(str, Decimal),
@@ -131,14 +139,14 @@ _FORMS: dict[str, _Form] = {
     "torch.device": _Form(str, _of_torch),
     "torch.dtype": _Form(
         lambda dtype: str(dtype).rpartition(".")[2],
-        lambda name: getattr(sys.modules["torch"], name),
+        lambda name: _torch_dtype(name),
     ),
     "sparse": _Form(_sparse_parts, _sparse_made),
     _GENERATOR: _Form(
         lambda generator: [generator_name(generator), read_generator(generator)],
         lambda parts: _generator_made(*parts),
     ),
-    "name": _Form(lambda value: _public_name(value), lambda name: _named(name)),
+    "name": _Form(lambda value: _public_name(value), lambda name: _found_by_name(name)),
 }
 _BY_TYPE: dict[type, str] = {
     Fraction: "fraction",
@@ -272,7 +280,9 @@ def _made(stored: dict[str, Any], member: Callable[[str], Any]) -> Any:
     if name in _FORMS:
         return _FORMS[name].made(parts)
     kind = class_named(name)
-    if kind is None:
+    is_kept = _OBJECT in stored and kind is not None and is_of_program(kind)
+    is_kept |= _OBJECT not in stored and kind is not None and issubclass(kind, enum.Enum)
+    if not is_kept:  # a checkpoint may name any class: none is called that has other code
         raise UnsupportedLeafError(
             f"the program has no {name}, of which the checkpoint has a value"
         )
@@ -304,13 +314,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
     found = {name: getattr(value, name) for name in names if hasattr(value, name)}
     found = {name: part for name, part in found.items() if not name.startswith("__")}
     return {**found, **getattr(value, "__dict__", {})}
-
-
-def class_named(name: str) -> Any:
-    """The class of this name among the modules that are imported; None without one."""
-    module, _, kind = name.rpartition(".")
-    found = getattr(sys.modules.get(module), kind, None)
-    return found if isinstance(found, type) else None
 
 
 def _like_sequence(value: Any, parts: list[Any]) -> Any:
@@ -356,6 +359,13 @@ def _public_name(value: Any) -> str | None:
         if is_kept and _named(text) is value:
             return text
     return None
+
+
+def _found_by_name(text: str) -> Any:
+    found = _named(text)
+    if not isinstance(found, _CALLABLES) or _public_name(found) != text:
+        raise UnsupportedLeafError(f"the program has no {text}, which the checkpoint names")
+    return found
 
 
 def _named(text: str) -> Any:

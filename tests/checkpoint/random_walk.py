@@ -374,10 +374,16 @@ class Walk:
         self.manager.close()
         with Run(self.place.storage()) as run:
             run.begin_writing()  # first, as `perdure prune` does: it finishes what a crash left
-            execute_prune(run, plan_prune(run, keep, Retention()))
-        self.retain(keep)
+            try:
+                execute_prune(run, plan_prune(run, keep, Retention()))
+                is_done = True
+            except CorruptionError:
+                assert max(self.expected) in self.damaged()
+                is_done = False
+        if is_done:
+            self.retain(keep)
         self.manager = self.open()
-        self.seen["prune"] += 1
+        self.seen["prune" if is_done else "prune refused"] += 1
 
     def delete(self) -> None:
         candidates = sorted(set(self.expected) - self.pinned - self.skipped)

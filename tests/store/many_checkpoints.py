@@ -10,7 +10,7 @@ from perdure.store.manifest_json import checked_fingerprint, encode_manifest
 from perdure.store.pack_index import encode_pack_tail
 from perdure.store.run_events import Started
 from perdure.store.run_log import LOG
-from perdure.store.run_marker import write_marker
+from perdure.store.run_marker import new_marker, write_marker
 from perdure.store.storage import Storage, create_whole
 
 CHUNKS = 4
@@ -26,9 +26,10 @@ def leaves_of(step: int) -> dict[str, Leaf]:
 
 def make_checkpoints(storage: Storage, count: int) -> None:
     """Write the checkpoints of steps 1 to `count`, each with a pack of its own."""
-    run = write_marker(storage, time_text(0))
+    marker = new_marker(time_text(0), None, None)
+    write_marker(storage, marker)
     log = LogWriter(storage, LOG)
-    log.append(Started(run=run))
+    log.append(Started(run=marker.run))
     log.close()
     for step in range(1, count + 1):
         arrays = _arrays(step)
@@ -47,7 +48,7 @@ def make_checkpoints(storage: Storage, count: int) -> None:
         packs = (PackEntry(name, len(pack)),)
         manifest = Manifest(
             format=1,
-            run=run,
+            run=marker.run,
             step=step,
             created=time_text(60 * step),
             fingerprint=checked_fingerprint(packs, entries, name),

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from perdure import CheckpointManager
+from perdure import CheckpointManager, load_checkpoint
 from perdure.cli import main
 from perdure.convert import average, import_run
 from perdure.errors import CorruptionError, HistoryError, PruneError, StoreError
 from perdure.store import Run, verify_run
-from perdure.store.copy import copy_run, fork_run
+from perdure.store.copy import Copied, copy_run, fork_run
 from perdure.store.format import MARKER, manifest_name
 from perdure.store.repair import repair
 
@@ -186,8 +186,19 @@ def imported(source: Path, out: Path) -> object:
 
 
 @pytest.mark.parametrize("make", [forked, copied, averaged, imported])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "writer_session.claim_folders",
+        "committer.create_whole",
+        "writer_session.WriterSession.finish",
+    ],
+)
 def test_no_training_begins_in_what_a_command_did_not_finish(
-    make: Callable[[Path, Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path, Path], object],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, out = tmp_path / "run", tmp_path / "out"
     train(source, 3)
@@ -198,16 +209,41 @@ def test_no_training_begins_in_what_a_command_did_not_finish(
 
     failed: list[object] = []
     with monkeypatch.context() as patch:
-        patch.setattr("perdure.store.committer.create_whole", fail)
+        patch.setattr(f"perdure.store.{place}", fail)
         with pytest.raises(KeyboardInterrupt):
             make(source, out)
     assert len(failed) == 1
     assert (out / MARKER).exists()
     with pytest.raises(HistoryError, match=r"was to be made from .*, which did not end"):
         train(out, 1)
+    with pytest.raises(HistoryError, match="Repeat that command"):
+        Run(out).require_finished()
     make(source, out)  # repeated
     train(out, 5)
     assert 5 in prints(out)
+
+
+def test_a_copy_that_was_killed_after_its_first_checkpoint_is_no_older_start(
+    tmp_path: Path,
+) -> None:
+    source, out = tmp_path / "run", tmp_path / "out"
+    train(source, 3)
+
+    def kill(outcome: Copied) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy_run(source, out, progress=kill)
+    assert Run(out).steps() == [1]
+    for begin in (lambda: train(out, 5), lambda: load_checkpoint(out)):
+        with pytest.raises(HistoryError, match=r"was to be made from .*, which did not end"):
+            begin()
+    assert load_checkpoint(f"{out}@1")["w"][0] == 1.0, "of a source that is gone"
+    assert [each.outcome for each in copy_run(source, out)] == ["present", "copied", "copied"]
+    assert train(out, 4) | prints(source) == prints(out) | prints(source)  # the control
+    copy_run(source, tmp_path / "older", [1])
+    with CheckpointManager(tmp_path / "older") as manager:
+        assert manager.restore_or_initialize({"w": np.zeros(50)}).step == 1
 
 
 def test_an_unreadable_mark_of_a_folder_says_what_to_do(tmp_path: Path) -> None:

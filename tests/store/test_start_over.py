@@ -14,7 +14,7 @@ from helpers import Crash, make_leaves
 
 from perdure import CheckpointManager
 from perdure.cli import main
-from perdure.errors import CorruptionError, HistoryError, PerdureError
+from perdure.errors import CorruptionError, HistoryError, PerdureError, PruneError, SaveError
 from perdure.store import LocalStorage, Run, copy_run, fork_run, repair, verify_run
 
 
@@ -61,6 +61,99 @@ def test_a_run_whose_checkpoints_are_not_there_keeps_its_packs_and_does_not_begi
     assert train(run, 3) == 1  # the control
     shutil.rmtree(run / "checkpoints")
     assert train(run, 2, start_over=True) == 0
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "packs"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_is_moved_under_a_running_training_loses_no_checkpoint(
+    tmp_path: Path, folder: str, replaced: bool
+) -> None:
+    run = tmp_path / "run"
+    with CheckpointManager(run, max_to_keep=2) as manager:
+        manager.restore_or_initialize({"w": np.zeros(50)})
+        for step in (1, 2):
+            manager.save(step, {"w": np.full(50, float(step))})
+        manager.wait_until_finished()
+        (run / folder).rename(tmp_path / "away")
+        if replaced:
+            (run / folder).mkdir()
+        manager.save(3, {"w": np.full(50, 3.0)})
+        with pytest.raises(SaveError, match="moved, deleted, unmounted or replaced"):
+            manager.wait_until_finished()
+        with pytest.raises(PruneError, match="moved, deleted, unmounted or replaced"):
+            manager.delete(1)
+        if replaced:
+            (run / folder).rmdir()
+        (tmp_path / "away").rename(run / folder)
+        manager.save(4, {"w": np.full(50, 4.0)})  # the training went on
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 4]
+    assert verify_run(Run(run)).good == (2, 4)
+
+
+def test_a_prune_reads_the_newest_checkpoint_before_it_deletes_the_others(tmp_path: Path) -> None:
+    with Run(tmp_path, create=True) as run:
+        for step in (1, 2, 3):
+            run.save(step, make_leaves(step))
+    newest = max((tmp_path / "packs").glob("0*"))
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 4] ^= 1
+    newest.write_bytes(data)
+    before = packs(tmp_path)
+    result = CliRunner().invoke(main, ["prune", str(tmp_path), "--max-to-keep", "1"])
+    assert result.exit_code == 1
+    assert "verify" in result.output
+    assert "DELETE" not in result.output
+    assert packs(tmp_path) == before
+    assert Run(tmp_path).steps() == [1, 2, 3]
+    with Run(tmp_path) as run:
+        repair(run)
+    assert prune(tmp_path) == 0  # the control
+    assert Run(tmp_path).steps() == [2]
+
+
+@pytest.mark.parametrize("log", ["cut", "gone", "empty"])
+def test_the_pack_of_one_step_shows_that_there_was_a_checkpoint(tmp_path: Path, log: str) -> None:
+    train(tmp_path, 1)
+    before = packs(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    lines = (tmp_path / "log.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "log.jsonl").write_bytes(lines[0] if log == "cut" else b"")
+    if log == "gone":
+        (tmp_path / "log.jsonl").unlink()
+    assert not verify_run(Run(tmp_path)).ok
+    with pytest.raises(HistoryError, match="start_over=True"):
+        train(tmp_path, 2)
+    assert packs(tmp_path) == before
+
+
+@pytest.mark.parametrize("lost", ["moved", "set aside"])
+def test_a_mirror_that_has_lost_its_checkpoints_does_not_let_the_run_begin_again(
+    tmp_path: Path, lost: str
+) -> None:
+    mirror = tmp_path / "mirror"
+
+    def start(where: str, **options: Any) -> int:
+        with CheckpointManager(tmp_path / where, mirror=mirror) as manager:
+            start = manager.restore_or_initialize({"w": np.zeros(50)}, **options).step
+            manager.save(start + 1, {"w": np.full(50, 1.0)})
+            return start
+
+    assert start("run") == 0
+    shutil.rmtree(tmp_path / "run")
+    if lost == "moved":
+        (mirror / "checkpoints").rename(tmp_path / "away")
+    else:
+        with Run(mirror) as opened:
+            opened.quarantine(1, "a test")
+    with pytest.raises(HistoryError, match="mirror"):
+        start("run")
+    if lost == "moved":
+        (tmp_path / "away").rename(mirror / "checkpoints")
+        with pytest.warns(UserWarning, match="is restored from the mirror"):
+            assert start("run") == 1  # the control
+    else:
+        assert start("run", start_over=True) == 0
 
 
 def test_what_a_rollback_set_aside_does_not_excuse_that_the_others_are_gone(tmp_path: Path) -> None:

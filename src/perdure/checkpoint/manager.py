@@ -322,7 +322,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         if restored is None:
             if not start_over:
                 with reporting_refusal():
-                    together(self._processes, self._run.require_new, by_chief=NoneType)
+                    together(self._processes, self._require_new, by_chief=NoneType)
                     require_never_saved(self.directory)
             self._restorer.begin(like)
             self._interval.record(0)
@@ -331,6 +331,11 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             committed(self.directory, restored.step)
         beat("compile", restored.step)
         return restored
+
+    def _require_new(self) -> None:
+        self._run.require_new()
+        if self._mirror is not None:
+            self._mirror.require_new()
 
     @exclusive
     def reached_preemption(self, step: int) -> bool:

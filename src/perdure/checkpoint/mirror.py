@@ -107,6 +107,11 @@ class Mirror:
         except StoreError as error:
             self._note(_cause(error), f"{self.name} cannot be written to: {error}")
 
+    def require_new(self) -> None:
+        """Raise `HistoryError` if the mirror, which has no checkpoint to restore, had one."""
+        if self._is_run():
+            Run(self.storage).require_new()
+
     def notify(self) -> None:
         """Copy the checkpoints that the mirror lacks, in the background; returns at once."""
         with self._changed:

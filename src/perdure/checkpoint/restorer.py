@@ -379,6 +379,7 @@ class _Copies:
                 self._find()
             error = yield from self._of_step(self._step)
             raise self._silent or error
+        self._run.require_finished()
         tried = set[int]()
         # Steps that a prune deletes meanwhile are not damaged; there are newer ones then.
         while untried := self._find() - tried:

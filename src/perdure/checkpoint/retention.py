@@ -26,6 +26,7 @@ from perdure.store.manifest import Manifest
 from perdure.store.manifest_index import ManifestSummary
 from perdure.store.run_events import Rules
 from perdure.store.run_log import LogView
+from perdure.store.verify import Packs
 from perdure.store.view import OutdatedPlanError
 
 HOUR = 3600.0
@@ -183,8 +184,8 @@ def plan_prune(
 
     `saved`, the step just saved, stays too; the plan then leaves files alone that a save may be
     writing, and compacts only if that frees much. Without it the plan is for all files that nobody
-    needs. `in_use` is being copied to a mirror. `rolled_back` deletes what rollbacks set aside,
-    too.
+    needs, and reads the newest checkpoint first. `in_use` is being copied to a mirror. `rolled_back`
+    deletes what rollbacks set aside, too. Raises `CorruptionError` if the newest one is damaged.
     """
     after_a_save = saved is not None
     held = run.contents(fresh=not after_a_save)
@@ -207,7 +208,22 @@ def plan_prune(
         if rolled_back
         else frozenset(),
     )
-    return PrunePlan(verdicts, plan_collect(held, request), remembered=after_a_save)
+    plan = plan_collect(held, request)
+    if newest is not None and (plan.steps or plan.quarantined) and not after_a_save:
+        _require_good(run, held.manifests[newest])
+    return PrunePlan(verdicts, plan, remembered=after_a_save)
+
+
+def _require_good(run: Run, newest: Manifest) -> None:
+    """Read the newest checkpoint, which stays, or raise `CorruptionError`: the ones to delete may be
+    the last good ones."""
+    try:
+        Packs(run).require(newest)
+    except CorruptionError as error:
+        raise CorruptionError(
+            f"{error} It is of the newest checkpoint, and the older ones were to be deleted. Nothing "
+            f"was changed. `perdure verify {run.where} --repair` sets it aside; then prune again."
+        ) from error
 
 
 def execute_prune(run: Run, plan: PrunePlan) -> Collected:

@@ -166,7 +166,11 @@ def _print_plan(plan: policies.PrunePlan, lines: list[StepRange]) -> None:
     from perdure.store.format import PACKS, span_text
 
     if plan.verdicts:
-        rows = [(v.step, "keep" if v.keep else "DELETE", v.reason) for v in plan.verdicts]
+        done = dict.fromkeys(plan.store.steps, "DELETE")
+        rows = [
+            (v.step, "keep" if v.keep else done.get(v.step, "held back"), v.reason)
+            for v in plan.verdicts
+        ]
         table(("step", "", "why"), rows)
         say("")
     store = plan.store

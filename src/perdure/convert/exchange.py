@@ -272,7 +272,9 @@ def import_run(
     note = json.dumps({"made_by": "import", "source": os.path.abspath(where), "format": kind})
     with new_run(out, f"an import of {where}") as run:
         origin = Leaf("py:str", (), memoryview(note.encode()), frozen=True)
-        return run.save(0, leaves, process_leaves={ORIGIN: origin})
+        manifest = run.save(0, leaves, process_leaves={ORIGIN: origin})
+        run.finish()
+        return manifest
 
 
 def _leaves_by_path(

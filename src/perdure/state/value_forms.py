@@ -279,14 +279,14 @@ def _made(stored: dict[str, Any], member: Callable[[str], Any]) -> Any:
         return type(name)(parts)
     if name in _FORMS:
         return _FORMS[name].made(parts)
-    kind = class_named(name)
-    is_kept = _OBJECT in stored and kind is not None and is_of_program(kind)
-    is_kept |= _OBJECT not in stored and kind is not None and issubclass(kind, enum.Enum)
-    if not is_kept:  # a checkpoint may name any class: none is called that has other code
+    kind: Any = class_named(name)
+    is_object = _OBJECT in stored
+    # A checkpoint may name any class: no other one is made.
+    if kind is None or not (is_of_program(kind) if is_object else issubclass(kind, enum.Enum)):
         raise UnsupportedLeafError(
             f"the program has no {name}, of which the checkpoint has a value"
         )
-    if _OBJECT not in stored:
+    if not is_object:
         return kind[parts] if isinstance(parts, str) else kind(parts)
     attributes, items = parts
     base = _BASES[stored[_OBJECT]]

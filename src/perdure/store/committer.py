@@ -255,7 +255,7 @@ class Committer:
         """
         if not (later := steps_from(self._storage, step)):
             refused = None if self._session.starts_over else self._session.refusal
-            if refused and not committed_steps(self._storage):
+            if refused and (self._log.unfinished or not committed_steps(self._storage)):
                 raise HistoryError(refused)
             return None, False
         steps = committed_steps(self._storage)

@@ -87,6 +87,7 @@ def copy_run(
     writer = Run(target, create=True)
     refuse_same_place(reader.storage, writer.storage)
     writer.be_copy_of(reader)
+    writer.log.made_from = reader.where
     reader.require_not_lost()
     wanted = sorted(set(reader.steps() if steps is None else steps))
     for step in set(wanted) - set(reader.steps()):
@@ -108,6 +109,7 @@ def copy_run(
         held = [outcome.step for outcome in outcomes if outcome.outcome in ("copied", "present")]
         if held and not dry_run:
             _carry_journal(reader, held[-1], writer)
+            writer.finish()
     return outcomes
 
 
@@ -154,12 +156,13 @@ def fork_run(
     fork.log.made_from = f"{origin.where}@{step}"
     with fork:
         fork.begin_writing()
+        fork.require_new()
         if not steps:
-            fork.require_new()
             # Packs that an interrupted fork left.
             fork.execute(fork.plan(PruneRequest(orphans_to=MAX_STEP)))
         copy_checkpoint(origin, step, fork, link=True)
         _carry_journal(origin, step, fork)
+        fork.finish()
         return fork.manifest(step)
 
 

@@ -55,10 +55,11 @@ class LocalStorage(Storage):
     ) -> None:
         self.where = absolute_path(root)
         self.step = before
-        self._root: tuple[int, int] | None = None
+        self._places: dict[str, tuple[int, int]] = {}
+        """The run directory and its folders as this object has found them first."""
         # If the path cannot be looked up now, the first operation reports that with its own text.
         with contextlib.suppress(OSError):
-            self._root = _identity(self.where)
+            self._know("")
         self._lock: FileLock | None = None
 
     def create(self, name: str, size: int) -> LocalSink:
@@ -82,7 +83,7 @@ class LocalStorage(Storage):
     def read(self, name: str) -> bytes:
         data = self._retried(name, lambda: read_whole(self.path(name)))
         # By now another run may be at this path, and its manifests have the same names.
-        self._require_root()
+        self._require_places(name)
         return data
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
@@ -100,12 +101,13 @@ class LocalStorage(Storage):
         return self._retried(name, lambda: size_of(self.path(name)))
 
     def list(self, prefix: str) -> Iterator[str]:
-        self._require_root()
+        self._require_places(prefix)
         try:
             names = retried(lambda: os.listdir(self.path(prefix)))
         except FileNotFoundError as error:
             _require_target(error, self.path(prefix).rstrip("/"))
             return iter(())
+        self._know(prefix)
         return iter([prefix + name for name in names])
 
     def make_folder(self, prefix: str) -> None:
@@ -123,7 +125,7 @@ class LocalStorage(Storage):
 
     def delete(self, name: str) -> None:
         self.check_lock()
-        self._require_root()
+        self._require_places(name)
         self.step("unlink", self.path(name))
         try:
             os.unlink(self.path(name))
@@ -227,21 +229,28 @@ class LocalStorage(Storage):
         try:
             return retried(work)
         except FileNotFoundError as error:
-            self._require_root()
+            self._require_places(name)
             _require_target(error, self.path(name), os.path.dirname(self.path(name)))
             raise
 
-    def _require_root(self) -> None:
-        """Raise `OSError` if the directory is not the one that was opened: a run that was moved or
-        unmounted must not be continued in an empty directory at its path.
+    def _know(self, folder: str) -> None:
+        """Note which directory this is, unless that is known."""
+        if folder not in self._places and (found := _identity(self.path(folder))) is not None:
+            self._places[folder] = found
+
+    def _require_places(self, name: str) -> None:
+        """Raise `OSError` if the run directory or the folder of `name` is not the one that was
+        found first: what was moved or unmounted must not be continued in an empty directory.
         """
-        if self._root is not None and _identity(self.where) != self._root:
-            raise OSError(
-                errno.ENODEV,
-                "the run directory was moved, deleted, unmounted or replaced after it was opened; "
-                "nothing more is written to this path",
-                self.where,
-            )
+        for folder in dict.fromkeys(("", name[: name.rfind("/") + 1])):
+            known = self._places.get(folder)
+            if known is not None and _identity(self.path(folder)) != known:
+                raise OSError(
+                    errno.ENODEV,
+                    "the directory was moved, deleted, unmounted or replaced after it was opened; "
+                    "nothing more is written to this path, and nothing is deleted. Bring it back",
+                    self.path(folder),
+                )
 
     def _make_parent(self, name: str) -> None:
         missing = []
@@ -249,14 +258,14 @@ class LocalStorage(Storage):
         while path and not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path)
-        self._require_root()
+        self._require_places(name)
         for path in reversed(missing):
             self.step("mkdir", path)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
             self._sync_directory(os.path.dirname(path) or ".")
-        if self._root is None:
-            self._root = _identity(self.where)
+        self._know("")
+        self._know(name[: name.rfind("/") + 1])
 
     def _sync_directory(self, path: str) -> None:
         self.step("fsync_dir", path)

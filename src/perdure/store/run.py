@@ -90,7 +90,7 @@ class Run:
         # No reference to this object, so that it can be freed at once.
         self._now = now = lambda: time_text(clock())
         marker = read_marker(self.storage, create=create, repair=repair)
-        self.log = RunLog(self.storage, marker and marker.run)
+        self.log = RunLog(self.storage, marker and marker.run, marker and marker.made_from)
         """The log of the run. Only its writer may append to it."""
         self.directory = Directory(self.storage, self.log)
         self.damage = DamageHandler(self.directory, self.encode, now)
@@ -249,12 +249,16 @@ class Run:
         Raises `HistoryError` if it is a run already, and another one.
         """
         if not self.is_run_directory:
-            self.log.run, self.log.made_from = source.log.run, source.where
+            self.log.run = source.log.run
         elif source.log.run not in (None, self.log.run):
             raise HistoryError(
                 f"{self.where}: expected an empty directory or a copy of {source.where}, which is run "
                 f"{source.log.run}; found run {self.log.run}. Nothing was changed. Name another one."
             )
+
+    def finish(self) -> None:
+        """Note that the run is made: from now on a training may begin from its checkpoints."""
+        self._session.finish()
 
     def before_new(self, call: Callable[[], object]) -> None:
         """Let the first writer of a new run directory call this before the run is there."""
@@ -265,9 +269,14 @@ class Run:
         self._session.starts_over = True
 
     def require_new(self) -> None:
-        """Raise `HistoryError` if the run, which has no checkpoint, had one: nothing begins again."""
+        """Raise `HistoryError` if the run, which has no checkpoint, had one, or is not made whole."""
         if why := View(self.storage, self.log).refusal_to_begin():
             raise HistoryError(why)
+
+    def require_finished(self) -> None:
+        """Raise `HistoryError` if a command that makes the run has not ended: a checkpoint is newer."""
+        if self.log.unfinished is not None and not self._session.starts_over:
+            self.require_new()
 
     def require_not_lost(self) -> None:
         """Raise `HistoryError` if no checkpoint is there because the run has lost them."""

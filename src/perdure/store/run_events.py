@@ -34,10 +34,9 @@ class JournalEntry(Event, frozen=True, kw_only=True, tag="step"):
 
 
 class Started(Event, frozen=True, kw_only=True, tag="run"):
-    """The first line: the id of the run, as in its marker, and what a command makes the run from."""
+    """The first line: the id of the run, as in its marker."""
 
     run: str
-    made_from: str | None = None
 
 
 class Saved(Event, frozen=True, kw_only=True, tag="saved"):

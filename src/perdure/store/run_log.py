@@ -90,8 +90,6 @@ class LogView:
         """Why nothing may be decided by the log; None if all is well."""
         self.last: Line | None = None
         self.run: str | None = None
-        self.made_from: str | None = None
-        """What a command began to make the run from."""
         self.saved: int | None = None
         """The first step that was committed; None if none was, or all were deleted on purpose."""
         self.knows_saves = True
@@ -143,7 +141,7 @@ class LogView:
     def _apply(self, event: Event, number: int) -> None:
         match event:
             case Started():
-                self.run, self.made_from = event.run, event.made_from
+                self.run = event.run
             case Saved():
                 self.saved, self.knows_saves = event.step, True
             case Rules():
@@ -232,9 +230,14 @@ def _holds_data(storage: Storage) -> bool:
 class RunLog:
     """The log of a run directory, as its one writer or a reader uses it."""
 
-    def __init__(self, storage: Storage, run: str | None = None) -> None:
+    def __init__(
+        self, storage: Storage, run: str | None = None, begun_from: str | None = None
+    ) -> None:
         self.run = run
         self.made_from: str | None = None
+        """What this process makes the run from."""
+        self.begun_from = begun_from
+        """What the run is made from, by its marker, as long as that has not ended."""
         self._storage = storage
         self._view: LogView | None = None
         self._writer: LogWriter | None = None
@@ -242,6 +245,11 @@ class RunLog:
         self._lost: LineReference | None = None
         # The loop appends steps, and the save in the background the rest.
         self._turn = threading.RLock()
+
+    @property
+    def unfinished(self) -> str | None:
+        """What another process began to make the run from, and did not end."""
+        return None if self.begun_from == self.made_from else self.begun_from
 
     @property
     def view(self) -> LogView:

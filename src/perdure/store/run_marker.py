@@ -40,17 +40,22 @@ FOLDER_MARK = ".run"
 """The file in one of these that is a link; it says whose it is. It sorts before manifests."""
 
 
-class Marker(Struct, frozen=True):
-    """Says that a directory is a run directory, which run it is, and which reader it needs."""
+class Marker(Struct, frozen=True, omit_defaults=True):
+    """Says that a directory is a run directory, which run it is, and which reader it needs.
+
+    `made_from` is what a command makes the run from, until it has ended.
+    """
 
     format: Natural
     created: str
     run: str
+    made_from: str | None = None
     digest: str = ""
 
     def sealed(self) -> Marker:
         """The marker with the hash of its other fields."""
-        text = f"{self.format} {self.created} {self.run}"
+        origin = "" if self.made_from is None else f" {self.made_from}"
+        text = f"{self.format} {self.created} {self.run}{origin}"
         return msgspec.structs.replace(self, digest=hash_bytes(text.encode()))
 
 
@@ -61,11 +66,14 @@ class FolderMark(Struct, frozen=True):
     where: str
 
 
-def write_marker(storage: Storage, created: str, run: str | None = None) -> str:
-    """Write the marker of a new run, or of one whose id is known; returns the id. Durable on return."""
-    marker = Marker(FORMAT, created, run or secrets.token_hex(8)).sealed()
-    storage.replace(MARKER, msgspec.json.encode(marker) + b"\n")
-    return marker.run
+def new_marker(created: str, run: str | None, made_from: str | None) -> Marker:
+    """The marker of a new run, or of one whose id is known."""
+    return Marker(FORMAT, created, run or secrets.token_hex(8), made_from)
+
+
+def write_marker(storage: Storage, marker: Marker) -> None:
+    """Write a marker with its digest; durable on return."""
+    storage.replace(MARKER, msgspec.json.encode(marker.sealed()) + b"\n")
 
 
 def claim_folders(storage: Storage, run: str) -> None:
@@ -102,6 +110,11 @@ def folder_problem(storage: Storage, run: str | None) -> str | None:
                 f"run was moved here, and nothing else uses the folder, remove {real}/{FOLDER_MARK}."
             )
     return None
+
+
+def lacks_manifests(storage: Storage) -> bool:
+    """Whether the folder of the checkpoints, which each writer makes, is gone."""
+    return isinstance(storage, LocalStorage) and not os.path.isdir(storage.path(MANIFESTS))
 
 
 def _outside(storage: Storage) -> list[str]:

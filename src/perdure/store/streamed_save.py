@@ -57,12 +57,12 @@ def new_run(
     run.log.made_from = made_from
     for other in apart_from:
         refuse_same_place(other, run.storage)
-    if steps := run.steps():
+    if (steps := run.steps()) and run.log.begun_from != made_from:
         raise StepExistsError(
             f"{run.where}: expected an empty or missing directory, found a run with {len(steps)} "
             f"checkpoints, the newest of step {steps[-1]}. Nothing was changed. Name another directory."
         )
-    run.begin_writing()
+    run.delete(steps)
     run.execute(run.plan(PruneRequest(orphans_to=MAX_STEP)))
     return run
 
@@ -90,7 +90,9 @@ def save_streamed(
     others = {leaf.path: _later(leaf) for leaf in process_leaves}
     with run.committer.prepare(step, state, others) as save:
         written = _written(run.storage, step, leaves, process_leaves)
-        return run.committer.commit(save, written, recipe)
+        manifest = run.committer.commit(save, written, recipe)
+    run.finish()
+    return manifest
 
 
 def _later(leaf: StreamedLeaf) -> RemoteLeaf:

@@ -20,9 +20,9 @@ from perdure.store.manifest_index import INDEX_FROM, ManifestIndex, ManifestSumm
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest
 from perdure.store.names import committed_steps, pinned_steps, step_aside
 from perdure.store.run_log import LogView, RunLog, line_references
-from perdure.store.run_marker import folder_problem, other_run
+from perdure.store.run_marker import folder_problem, lacks_manifests, other_run
 from perdure.store.storage import Storage
-from perdure.text import few
+from perdure.text import counted, few
 
 READ_NEWEST = 8
 """So many of the newest manifests are read whatever the index says: retention counts on them."""
@@ -245,26 +245,29 @@ class View:
         lost = f"{where}: no checkpoint is in {MANIFESTS}, which may be moved or not mounted"
         if log.saved is not None:
             return f"{lost}; step {log.saved} was saved, by the log of the run"
+        if log.last is not None and lacks_manifests(self._storage):
+            return f"{lost}; each writer makes that folder before its first line of the log"
         if log.problem is None and log.knows_saves:
             return None
-        if len(steps := {pack_step(pack) for pack in self._pack_names}) < 2:
-            return None  # the leftovers of a first save
-        return f"{lost}; {PACKS} holds data of {len(steps)} saves"
+        if not (steps := {pack_step(pack) for pack in self._pack_names}):
+            return None
+        return f"{lost}; {PACKS} holds data of {counted(len(steps), 'save')}"
 
     def refusal_to_begin(self) -> str | None:
-        """Why no step may be the first one here: the run had checkpoints, and has none."""
+        """Why no training may begin here: the run has lost its checkpoints, or is not made whole."""
+        where = self._storage.where
+        if (origin := self._run_log.unfinished) is not None:
+            return (
+                f"{where}: was to be made from {origin}, which did not end. Nothing was changed. "
+                f"Repeat that command, or use another run directory. To go on from what is there, "
+                f"call `restore_or_initialize(..., start_over=True)`."
+            )
         if self.steps:
             return None
-        where = self._storage.where
         if (lost := self.lost_checkpoints()) is not None:
             why = lost
         elif self._aside_names:
             why = f"{where}: no checkpoint is left, and {few(self._aside_names)} are set aside"
-        elif self.log.made_from not in (None, self._run_log.made_from):
-            return (
-                f"{where}: was to be made from {self.log.made_from}, which did not end. Nothing was "
-                f"changed. Repeat that command, or use another run directory. {START_OVER}"
-            )
         else:
             return None
         return (

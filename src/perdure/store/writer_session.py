@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
+import msgspec
+
 from perdure.errors import CorruptionError, HistoryError, LockedError, SaveError, StoreError
 from perdure.store.damage import DamageHandler
 from perdure.store.directory import Directory
@@ -22,6 +24,8 @@ from perdure.store.run_events import Removed, Saved, Started
 from perdure.store.run_log import newest_manifest
 from perdure.store.run_marker import (
     claim_folders,
+    new_marker,
+    read_marker,
     require_folders,
     write_marker,
 )
@@ -90,26 +94,35 @@ class WriterSession:
             log.begin()
             newest = newest_manifest(storage)
             known = newest.run if newest is not None else log.view.run
-            log.run = write_marker(storage, self.now(), known or log.run)
+            marker = new_marker(self.now(), known or log.run, log.made_from)
+            write_marker(storage, marker)
+            log.run, log.begun_from = marker.run, marker.made_from
             self.marked = True
+        elif self.starts_over and log.unfinished is not None:
+            self.finish()
         log.begin()
         assert log.run is not None
         require_folders(storage, log.run)
         claim_folders(storage, log.run)
         steps = committed_steps(storage)
-        self.refusal = None
-        if not steps:
-            view = View(storage, log)
-            self.refusal = view.refusal_to_begin()
-            if not self.starts_over and (why := view.lost_checkpoints()):
-                raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
+        view = View(storage, log)
+        self.refusal = view.refusal_to_begin()
+        if not steps and not self.starts_over and (why := view.lost_checkpoints()):
+            raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
         storage.make_folder(MANIFESTS)
         if log.view.last is None and log.view.problem is None:
-            log.append(Started(run=log.run, made_from=log.made_from))
+            log.append(Started(run=log.run))
         if steps and log.view.saved is None and log.view.problem is None:
             # Whoever committed the first one was killed before this line.
             with suppress(OSError, CorruptionError):
                 log.append(Saved(step=steps[0]))
+
+    def finish(self) -> None:
+        """`Run.finish`, which gives the contract."""
+        marker = read_marker(self._storage, create=False)
+        assert marker is not None
+        write_marker(self._storage, msgspec.structs.replace(marker, made_from=None))
+        self._log.begun_from = None
 
     def committed_again(self, step: int) -> None:
         """Note that a checkpoint that was removed has been committed again with the same bits."""

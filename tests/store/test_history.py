@@ -515,3 +515,24 @@ def test_rolled_back_checkpoints_can_be_pruned_on_a_full_disk(tmp_path: Path) ->
         assert run.quarantined() == []
     assert operations.fired
     assert verify_run(Run(tmp_path)).good == (1,)
+
+
+def test_what_is_damaged_in_quarantine_returns_neither_in_silence_nor_for_ever(
+    tmp_path: Path,
+) -> None:
+    with filled(tmp_path, 1, 2, 3, 4) as run:
+        run.rollback(1)
+    aside = tmp_path / "quarantine" / "000000000003-0.json"
+    held = aside.read_bytes()
+    aside.write_bytes(held[:-9])
+    for _ in range(2):
+        shown = CliRunner().invoke(main, ["rollback", str(tmp_path), "--undo"])
+        assert shown.exit_code == 1
+        assert "nothing was brought back: quarantine/000000000003-0.json" in shown.output
+        assert "remove it" in shown.output
+        assert Run(tmp_path).steps() == [1]
+    aside.unlink()
+    shown = CliRunner().invoke(main, ["rollback", str(tmp_path), "--undo"])
+    assert shown.exit_code == 0
+    assert "quarantine/000000000003-0.json, which does not return" in shown.output
+    assert verify_run(Run(tmp_path)).good == (1, 2, 4)

@@ -94,6 +94,9 @@ def test_beside_a_manifest_of_another_run_nothing_is_moved_or_deleted(
     before = files(mine)
     (problem,) = [each for each in verify_run(Run(mine)).problems if each.harmful]
     assert "is a checkpoint of run" in problem.what
+    shown = CliRunner().invoke(main, ["verify", str(mine)]).output
+    assert "a restore takes" not in shown
+    assert "--repair` sets aside" not in shown
     with Run(mine) as run:
         with pytest.raises(PruneError, match="One of the two does not belong here"):
             repair(run)

@@ -80,6 +80,9 @@ def _print_report(report: VerifyReport, repaired: bool) -> None:
         f"{good} good, {len(report.bad)} damaged{unread}; "
         f"{counted(report.chunks, 'chunk')}, {size_text(report.nbytes)} read{decoded}"
     )
+    if report.foreign:
+        say("nothing is repaired or pruned here before the file of the other run is gone")
+        return
     if report.good and (report.bad or report.unread or repaired):
         say(f"a restore takes step {max(report.good)}, the newest good one")
     elif report.bad or report.unread or repaired:
@@ -213,11 +216,12 @@ def rollback(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
         raise click.UsageError("expected either RUN@STEP or RUN --undo.")
     step = None if undo else open_checkpoint(run).step
     with Run(address.given) as opened:
-        replaced = None
+        replaced, gone = None, ()
         if step is None:
             if not dry_run:
                 opened.begin_writing()  # it finishes what a crash has left
-            returning = plan_undo(opened.storage, opened.log).lines
+            plan = plan_undo(opened.storage, opened.log)
+            returning, gone = plan.lines, plan.gone
             lines = None if returning is None else returning.steps
             replaced = None if returning is None else returning.replaced
             steps = opened.undo_rollback(dry_run=dry_run)
@@ -229,13 +233,14 @@ def rollback(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
         moved = "brought_back" if undo else "set_aside"
         result = {moved: steps, f"lines_{moved}": lines, "newest": newest}
         if undo:
-            result["lines_set_aside"] = replaced
+            result |= {"lines_set_aside": replaced, "gone": gone}
         document({"executed": not dry_run, "run": opened.where, **result})
         return
     verb = "bring back" if undo else "set aside"
     from perdure.store.format import span_text
 
     say(*(f"{verb}  step {moved}" for moved in steps))
+    say(*(f"not there   {name}, which does not return" for name in gone))
     for done, span in ((verb, lines), ("set aside", replaced)):
         if span is not None:
             say(f"{done}  lines of the journal, of {span_text(*span)}")

@@ -230,7 +230,7 @@ def status(logs: Path, as_json: bool) -> None:
         ) from error
     if not runs:
         raise NotARunError(
-            f"{path}: expected the log directory of `perdure run`, with {FILE} in it or in a directory "
+            f"{logs}: expected the log directory of `perdure run`, with {FILE} in it or in a directory "
             f"of it, found none. Name that of --log-dir, by default {DEFAULT_LOGS} where it began."
         )
     runs = [run for run in runs if run.program == runs[-1].program]  # of the newest

@@ -295,7 +295,9 @@ def _require_target(error: FileNotFoundError, *paths: str) -> None:
     for path in paths:
         if os.path.islink(path) and not os.path.exists(path):
             raise OSError(
-                errno.ENOLINK, f"a link to {os.readlink(path)}, which is not there", path
+                errno.ENOLINK,
+                f"a link to {os.readlink(path)}, which is not there; mount it, or bring it back",
+                path,
             ) from error
 
 

@@ -7,7 +7,7 @@ repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -114,11 +114,15 @@ def _put_aside(storage: Storage, log: RunLog, steps: Iterable[int], target: int,
 
 
 class UndoPlan(NamedTuple):
-    """What undoing rollbacks brings back: checkpoints, the oldest first, and lines of the journal."""
+    """What undoing rollbacks brings back: checkpoints, the oldest first, and lines of the journal.
+
+    `gone` are names of others of that line, which are in quarantine no more.
+    """
 
     newest: Manifest | None
     line: tuple[AsideCheckpoint, ...] = ()
     lines: ReturningLines | None = None
+    gone: tuple[str, ...] = ()
 
 
 def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
@@ -131,16 +135,23 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
     if newest is None and not candidates:
         return UndoPlan(None)
     place = (newest.step, newest.fingerprint) if newest else None
-    line = _returning(candidates, place)
+    there = set(filter(view.log.is_rolled_back, quarantined(storage)))
+    line, gone = _returning(view.log, candidates, place)
     before = newest.step if newest else -1
     lines = view.log.journal.returning(before, [checkpoint.manifest for checkpoint in line])
-    names = set(filter(view.log.is_rolled_back, quarantined(storage)))
-    if lines is not None:  # these come with checkpoints, of which none may be there any more
-        names |= {name for name, why in view.log.aside.items() if why.after == place is not None}
-    damaged = sorted(names.difference(each.name for each in candidates))
-    if line or (lines is not None and lines.replaced is None and not damaged):
-        return UndoPlan(newest, tuple(line), lines)
+    damaged = there.difference(each.name for each in candidates)
     refused = f"{storage.where}: nothing was brought back:"
+    if line and (worst := sorted(damaged.intersection(gone))):
+        raise HistoryError(
+            f"{refused} {few(worst)} cannot be read, or is not what the rollback set aside. Bring it "
+            f"back from a copy, or remove it: the others return without it. `perdure verify "
+            f"{storage.where}` says more."
+        )
+    if lines is not None:  # these come with checkpoints, of which none may be there any more
+        damaged |= {name for name, why in view.log.aside.items() if why.after == place is not None}
+        damaged.difference_update(each.name for each in candidates)
+    if line or (lines is not None and lines.replaced is None and not damaged):
+        return UndoPlan(newest, tuple(line), lines, tuple(gone))
     if lines is not None and lines.replaced is not None:
         raise HistoryError(
             f"{refused} the lines of steps {lines.steps[0]} to {lines.steps[1]} were set aside, and "
@@ -148,8 +159,8 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
         )
     if damaged:
         raise HistoryError(
-            f"{refused} {few(damaged)} is missing, cannot be read, or is not what the rollback set "
-            f"aside. `perdure verify {storage.where}` says more."
+            f"{refused} {few(sorted(damaged))} is missing, cannot be read, or is not what the "
+            f"rollback set aside. `perdure verify {storage.where}` says more."
         )
     now = f"the newest checkpoint is {f'step {before}' if newest else 'gone'}"
     if candidates:
@@ -171,19 +182,33 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
 
 
 def _returning(
-    candidates: Iterable[AsideCheckpoint], newest: tuple[int, str] | None
-) -> list[AsideCheckpoint]:
-    """What continues `newest`, oldest first; of several, what was last set aside."""
+    log: LogView, candidates: Collection[AsideCheckpoint], newest: tuple[int, str] | None
+) -> tuple[list[AsideCheckpoint], list[str]]:
+    """What continues `newest`, oldest first (of several, what was last set aside), and the names of
+    those of the same line that are no candidates."""
     following: dict[tuple[int, str] | None, AsideCheckpoint] = {}
     for candidate in sorted(candidates, key=lambda candidate: candidate.why.rollback):
         following[candidate.why.after] = candidate
-    line = []
-    while newest is not None and (successor := following.get(newest)) is not None:
-        if successor.manifest.step <= newest[0]:
-            break  # a file in quarantine that was changed by hand
-        line.append(successor)
-        newest = successor.place
-    return line
+    others = {name: why for name, why in log.aside.items() if log.is_rolled_back(name)}
+    for candidate in candidates:
+        others.pop(candidate.name, None)
+    line, gone = list[AsideCheckpoint](), list[str]()
+    while newest is not None:
+        if (successor := following.get(newest)) is not None:
+            if successor.manifest.step <= newest[0]:
+                break  # a file in quarantine that was changed by hand
+            line.append(successor)
+            newest = successor.place
+            continue
+        names = [name for name, why in others.items() if why.after == newest]
+        if not names:
+            break
+        # The log says what followed the one that is not there.
+        gone.append(names[-1])
+        step, rollback = step_aside(names[-1]), others.pop(names[-1]).rollback
+        after = (why.after for why in log.aside.values() if why.rollback == rollback)
+        newest = next((place for place in after if place is not None and place[0] == step), None)
+    return line, gone
 
 
 def undo_rollback(storage: Storage, log: RunLog, *, dry_run: bool) -> list[int]:

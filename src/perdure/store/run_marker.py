@@ -170,6 +170,11 @@ def read_marker(
     except NotADirectoryError:
         raise NotARunError(f"{storage.where}: expected a directory, found a file.") from None
     except OSError as error:
+        if isinstance(error, IsADirectoryError):
+            raise CorruptionError(
+                f"{where}: {error.strerror}. Nothing was changed. Move it away; if there are "
+                f"checkpoints, `perdure verify {storage.where} --repair` writes the file again."
+            ) from error
         if not is_gone(error):
             raise read_error(error, where) from error
     except CorruptionError as error:

@@ -55,6 +55,7 @@ class VerifyReport:
         decoded_nbytes: Bytes of the decoded chunks.
         problems: Everything that is wrong.
         unread: Steps of which a part could not be read, so that it is not known whether they are good.
+        foreign: Whether a file is that of another run, so that nothing is restored or repaired.
     """
 
     where: str
@@ -65,6 +66,7 @@ class VerifyReport:
     decoded_nbytes: int
     problems: tuple[Problem, ...]
     unread: tuple[int, ...] = ()
+    foreign: bool = False
 
     @property
     def ok(self) -> bool:
@@ -253,6 +255,7 @@ def examine(run: Run) -> Findings:
         decoded_nbytes=packs.decoded_nbytes,
         problems=tuple(problems),
         unread=tuple(unread),
+        foreign=held.foreign is not None,
     )
     return Findings(report, bad, damaged)
 

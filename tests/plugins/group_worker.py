@@ -1,14 +1,17 @@
 """One of two processes that train in a host: `group_worker.py HOST HOW DIRECTORY` under torchrun.
 
 HOST: `transformers`, `accelerate` or `lightning`. HOW: `ddp` or `fsdp`, and `-killed` for a SIGKILL of
-rank 1 in the middle of the second epoch, `-terminated` for a SIGTERM to torchrun. At its end each
-process writes `DIRECTORY-RANK.json`: the bits of its parameters, and the batches that it saw by step.
+rank 1 in the middle of the second epoch (`-killed7`: at step 7), `-terminated` for a SIGTERM to
+torchrun. Words in HOW change the rest: `noise` draws numbers while an example is loaded, in `workers`
+too. At its end each process writes `DIRECTORY-RANK.json`: the bits of its parameters, and the batches
+that it saw by step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 from pathlib import Path
@@ -22,15 +25,27 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    def __init__(self, count: int = 24) -> None:
-        source = torch.Generator().manual_seed(1)
-        self.rows = torch.randn(count, 5, generator=source)
+    has_length = False
+
+    def __init__(self, noise: bool, count: int = 24) -> None:
+        self.source = torch.Generator().manual_seed(1)
+        self.rows = torch.randn(count, 5, generator=self.source)
+        self.noise = noise
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": self.rows[index, :4], "labels": self.rows[index, 4:]}
+        x = self.rows[index, :4]
+        if self.noise:
+            x = x + torch.randn(4) + torch.randn(4, generator=self.source) + random.random()
+        row = {"x": x, "labels": self.rows[index, 4:]}
+        return row | {"input_ids": [0] * (1 + index % 5)} if self.has_length else row
+
+    def loader(self, how: str, size: int = 2) -> torch.utils.data.DataLoader[Any]:
+        return torch.utils.data.DataLoader(
+            self, batch_size=size, shuffle=True, num_workers=int("workers" in how)
+        )
 
 
 class Model(torch.nn.Module):
@@ -47,16 +62,23 @@ class Model(torch.nn.Module):
 
 
 def interrupt(how: str, step: int) -> None:
-    if step != KILLED_AT or RANK != 1 or "-" not in how:
+    kind = how.partition("-")[2]
+    place = kind.lstrip("abcdefghijklmnopqrstuvwxyz")
+    if RANK != 1 or not kind or step != (int(place) if place else KILLED_AT):
         return
-    if how.endswith("killed"):
+    if kind.startswith("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     os.kill(os.getppid(), signal.SIGTERM)
 
 
 def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
     from plugin_programs import trainer_settings
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        default_data_collator,
+    )
 
     import perdure.plugins.transformers
 
@@ -64,14 +86,31 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             interrupt(how, state.global_step)
 
-    sharded = {"fsdp": True, "fsdp_config": {"version": 2}} if "fsdp" in how else {}
+    others: dict[str, Any] = {"save_strategy": "no", "dataloader_num_workers": "workers" in how}
+    if "fsdp" in how:
+        others |= {"fsdp": True, "fsdp_config": {"version": 2}}
+    if "length" in how:
+        others |= {"train_sampling_strategy": "group_by_length"}
+    if "eval" in how:
+        others |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+        others |= {"load_best_model_at_end": True, "max_steps": 14}
     args = TrainingArguments(
         per_device_train_batch_size=2,
-        save_strategy="no",
         **trainer_settings(directory),
-        **sharded,  # type: ignore[arg-type]
+        **others,
     )
-    trainer = Trainer(model=model, args=args, train_dataset=Rows(), callbacks=[Interruption()])
+    rows = Rows("noise" in how)
+    rows.has_length = "length" in how
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows if "eval" in how else None,
+        data_collator=lambda each: default_data_collator(
+            [{name: row[name] for name in ("x", "labels")} for row in each]
+        ),
+        callbacks=[Interruption()],
+    )
     perdure.plugins.transformers.train(trainer, directory)
     return trainer.model  # type: ignore[return-value]
 
@@ -94,7 +133,7 @@ def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
     wrapped, optimizer, loader, schedule = accelerator.prepare(
         model,
         adam,
-        torch.utils.data.DataLoader(Rows(), batch_size=4 if "split" in how else 2, shuffle=True),
+        Rows("noise" in how).loader(how, 4 if "split" in how else 2),
         torch.optim.lr_scheduler.StepLR(adam, 3, 0.5),
     )
     with CheckpointManager(directory, save_interval_steps=2, processes=process_group()) as manager:
@@ -142,7 +181,7 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True)
+    loader = Rows("noise" in how).loader(how)
     perdure.plugins.lightning.fit(trainer, directory, Module(), loader, every_n_train_steps=2)
     return model
 
@@ -150,6 +189,7 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
 def main() -> None:
     host, how, directory = sys.argv[1:]
     torch.manual_seed(RANK if "own-seed" in how else 0)
+    random.seed(0)
     torch.set_num_threads(1)
     model = Model(norm="fsdp" not in how)
     hosts = {

@@ -7,8 +7,10 @@ In this module, too, `import accelerate` means the library.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
@@ -61,7 +63,8 @@ def batches(
     host.require_new_workers(host.keeps_workers(accelerator._dataloaders), remedy)
     rank, count = accelerator.process_index, accelerator.num_processes
     with host.manager_of(run, count, save_interval_steps=500) as manager:
-        yield from _batches(accelerator, loader, host.HostRun(manager, rank, count), epochs)
+        resumed = host.HostRun(manager, rank, count, loader.dataset)
+        yield from _batches(accelerator, loader, resumed, epochs)
 
 
 def _batches(
@@ -83,13 +86,26 @@ def _batches(
     while epoch < epochs:
         run.begin_epoch(shuffling)
         loader.set_epoch(epoch)
-        for batch in skip_first_batches(loader, finished) if finished else loader:
+        for batch in _after(loader, finished, run):
             run.between_steps(step, state, may_save=accelerator.sync_gradients)
             yield step, batch
             step, finished = step + 1, finished + 1
         epoch, finished = epoch + 1, 0
     run.begin_epoch(shuffling)
     run.finish(step, state)
+
+
+def _after(loader: Any, finished: int, run: host.HostRun) -> Iterator[Any]:
+    """The batches of an epoch after the first `finished` ones, which a resumed run has trained on."""
+    loaded = finished if finished and run.must_load_again(loader) else 0
+    batches = iter(skip_first_batches(loader, finished) if finished > loaded else loader)
+    for number in itertools.count():
+        try:
+            batch = run.loading.apart(partial(next, batches))
+        except StopIteration:
+            return
+        if number >= loaded:
+            yield batch
 
 
 def _members(accelerator: Any) -> dict[str, Any]:

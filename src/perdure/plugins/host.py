@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
+import pickle
+import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
 from perdure.errors import MissingExtraError, StateError, warn_caller
+from perdure.state.generators import is_generator, read_generator, write_generator
 from perdure.state.per_rank import PerRank
 from perdure.state.process_random import capture, restore_all
 
+T = TypeVar("T")
 GeneratorStates = dict[str, np.ndarray[Any, Any]]
 
 _EPOCH_BEGAN = "epoch_began"
+_LOADING = "loading"
+_DEEPEST, _LONG = 5, 100
 _LOADER = "loader"  # beside the generators of the process: the one that shuffles
 
 
@@ -29,12 +35,13 @@ class HostRun:
 
     The host draws the batch of a step before it asks for a save, and a resumed loop draws it again,
     so the generators of that moment continue. Each of several processes (rank `index` of `count`) has
-    its own generators, and its own value in `of_process`.
+    its own generators, and its own value in `of_process`. The examples are those of `dataset`.
     """
 
-    def __init__(self, manager: CheckpointManager, index: int, count: int) -> None:
+    def __init__(self, manager: CheckpointManager, index: int, count: int, dataset: Any) -> None:
         manager.claim()
         self.manager = manager
+        self.loading = Loading(dataset)
         self._index = index
         self.resumed: Restored | None = manager.restore() if manager.all_steps() else None
         if self.resumed is not None:
@@ -51,8 +58,9 @@ class HostRun:
     def restore(self, members: Mapping[str, Any], read_only: str) -> None:
         """Restore the objects of the host, by name, or MismatchError; `read_only` is only read."""
         assert self.resumed is not None
-        names = members.keys() | (self.resumed.state.keys() - {read_only, _EPOCH_BEGAN})
-        self.manager.restore(self.resumed.step, dict(members), leaves=sorted(names))
+        names = members.keys() | (self.resumed.state.keys() - {read_only, _EPOCH_BEGAN, _LOADING})
+        if names:
+            self.manager.restore(self.resumed.step, dict(members), leaves=sorted(names))
 
     def begin_epoch(self, shuffling: Any = None) -> None:
         """Note the generators with which an epoch begins; those of the interrupted one come back."""
@@ -61,9 +69,18 @@ class HostRun:
             if (state := states.pop(_LOADER, None)) is not None:
                 shuffling.set_state(sys.modules["torch"].from_numpy(state.copy()))
             restore_generators(states)
+            self.loading.restore(self.of_process(_LOADING))
+        self.loading.begin_epoch()
         self._epoch_began = generator_states()
         if shuffling is not None:
             self._epoch_began[_LOADER] = shuffling.get_state().numpy()
+
+    def must_load_again(self, loader: Any) -> bool:
+        """Whether the batches that the checkpoint has seen must be loaded: that has drawn random
+        numbers in some process, or it happens in workers, which nobody can ask."""
+        assert self.resumed is not None
+        has_drawn = (each["has_drawn"] for each in self.resumed.state[_LOADING].values())
+        return bool(getattr(loader, "num_workers", 0)) or any(has_drawn)
 
     def between_steps(
         self, step: int, state: Callable[[], dict[str, Any]], *, may_save: bool = True
@@ -87,7 +104,83 @@ class HostRun:
             self.manager.save(step, self._whole(state), force=True)
 
     def _whole(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return state() | {_EPOCH_BEGAN: PerRank(self._epoch_began)}
+        extra = {_EPOCH_BEGAN: self._epoch_began, _LOADING: self.loading.began()}
+        return state() | {name: PerRank(value) for name, value in extra.items()}
+
+
+class Loading:
+    """The random numbers that are drawn while the batches of an epoch are loaded (augmentation).
+
+    From the second batch on they come from generators of their own, which nothing else draws from. So a
+    resumed run that loads the batches of the epoch again draws the same ones, without training. The
+    generators that the objects of the dataset hold begin each epoch as they have begun it.
+    """
+
+    def __init__(self, *datasets: Any) -> None:
+        self._generators = list(_generators_of(datasets, 0))
+        self._held: dict[str, Any] = {}
+        self._own: list[Any] | None = None
+        self._has_drawn = False
+
+    def begin_epoch(self) -> None:
+        self._held = self.now()
+        self._own, self._has_drawn = None, False
+
+    def began(self) -> dict[str, Any]:
+        """The member of a state: how the epoch began, and whether loading has drawn since."""
+        return {"has_drawn": self._has_drawn, **self._held}
+
+    def now(self) -> dict[str, Any]:
+        """The states of the generators that the dataset holds."""
+        states = map(read_generator, self._generators)
+        return {f"generator{number}": state for number, state in enumerate(states)}
+
+    def restore(self, began: Mapping[str, Any]) -> None:
+        torch = sys.modules["torch"]
+        for number, generator in enumerate(self._generators):
+            state = began[f"generator{number}"]
+            is_bare = isinstance(generator, torch.Generator) and not torch.is_tensor(state)
+            write_generator(generator, torch.from_numpy(state.copy()) if is_bare else state)
+
+    def apart(self, load: Callable[[], T]) -> T:
+        """`load()`; the numbers that it draws are none of the training."""
+        if self._own is None:  # the order of the epoch is drawn with the first batch
+            loaded = load()
+            self._own = self._states()
+            return loaded
+        training = self._states()
+        before, self._own = self._own, None
+        _set_states(before)
+        try:
+            return load()
+        finally:
+            self._own = self._states()
+            self._has_drawn = self._has_drawn or pickle.dumps(before) != pickle.dumps(self._own)
+            _set_states(training)
+
+    def _states(self) -> list[Any]:
+        numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (the generator of transforms)
+        states = [random.getstate(), numpy, sys.modules["torch"].get_rng_state()]
+        return states + list(map(read_generator, self._generators))
+
+
+def _set_states(states: Sequence[Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    sys.modules["torch"].set_rng_state(states[2])
+
+
+def _generators_of(value: Any, depth: int) -> Iterator[Any]:
+    """The random generators that a dataset holds, or the datasets and transforms inside it."""
+    if is_generator(value):
+        yield value
+    elif depth < _DEEPEST:
+        inside = (
+            value if isinstance(value, (list, tuple)) else getattr(value, "__dict__", {}).values()
+        )
+        is_long = isinstance(value, (list, tuple)) and len(value) > _LONG
+        for part in () if is_long else inside:
+            yield from _generators_of(part, depth + 1)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from perdure import errors
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.checkpoint import load_verified
@@ -240,6 +242,9 @@ class ExactResume(Callback):
         self._rank, self._count = 0, 1
         self._batches = 0
         self._epoch_began: host.GeneratorStates = {}
+        self._loading = host.Loading()
+        self._held: dict[str, Any] = {}
+        self._held_at_save: dict[str, Any] = {}
         self._resumed: host.GeneratorStates | None = None
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
@@ -258,6 +263,7 @@ class ExactResume(Callback):
         own = {
             "epoch_began": _tensors(self._epoch_began),
             "now": _tensors(host.generator_states()),
+            "loading": _with_tensors({"began": self._held, "now": self._loading.now()}),
         }
         processes: list[Any] = [own] * self._count
         if self._count > 1:
@@ -271,6 +277,7 @@ class ExactResume(Callback):
         host.require_count("ExactResume", len(state_dict["processes"]), self._count)
         own = state_dict["processes"][self._rank]
         self._epoch_began = _arrays(own["epoch_began"])
+        self._held, self._held_at_save = _without_tensors(own["loading"]).values()
         self._resumed = _arrays(own["now"])
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -278,6 +285,8 @@ class ExactResume(Callback):
         fetcher = _fetcher(trainer)
         _require_new_workers([*fetcher.combined_loader.flattened, *_validation_loaders(trainer)])
         _require_positions(fetcher)
+        loaders = fetcher.combined_loader.flattened
+        self._loading = host.Loading(*(getattr(loader, "dataset", None) for loader in loaders))
         resumed, self._resumed = self._resumed, None
         is_moved = self._restore_positions(fetcher)
         is_new = resumed is None or self._batches >= trainer.num_training_batches
@@ -289,6 +298,7 @@ class ExactResume(Callback):
                 trainer.fit_loop.reset_restart_stage()
         if not is_new and not _is_positioned(fetcher):
             host.restore_generators(self._epoch_began)
+            self._loading.restore(self._held)
             for loader in fetcher.combined_loader.flattened:
                 _set_epoch(loader, trainer.fit_loop.epoch_progress.current.processed)
             iter(fetcher)
@@ -296,6 +306,8 @@ class ExactResume(Callback):
                 next(fetcher)
             fetcher.fetched -= self._batches  # Lightning adds those that were trained on
         host.restore_generators(resumed or {})
+        if is_new and resumed is not None:
+            self._loading.restore(self._held_at_save)
         if (is_new and _leave_epochs(self._loaders)) or is_moved:
             iter(fetcher)
         if is_new and not _is_positioned(fetcher):
@@ -309,6 +321,7 @@ class ExactResume(Callback):
         self._loaders = _resumable_loaders(_fetcher(trainer))
         _leave_epochs(self._loaders)
         self._epoch_began = host.generator_states()
+        self._held = self._loading.now()
         self._batches = 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -417,6 +430,20 @@ def _require_new_workers(loaders: list[Any]) -> None:
         "Make each DataLoader with persistent_workers=False, or wrap that of the training in a "
         "perdure.torch.ResumableLoader, which may keep its workers.",
     )
+
+
+def _with_tensors(state: Any) -> Any:
+    """The state of a generator with tensors for arrays, which Lightning's own files can have."""
+    if isinstance(state, dict):
+        return {name: _with_tensors(each) for name, each in state.items()}
+    return torch.from_numpy(state.astype("int64")) if isinstance(state, np.ndarray) else state
+
+
+def _without_tensors(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _without_tensors(each) for name, each in state.items()}
+    is_array = torch.is_tensor(state) and state.dtype == torch.int64
+    return state.numpy().astype("uint64") if is_array else state
 
 
 def _tensors(states: host.GeneratorStates) -> dict[str, torch.Tensor]:

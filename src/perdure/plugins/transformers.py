@@ -11,7 +11,9 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from perdure.state.per_rank import PerRank
 
 host.require_version("transformers", "transformers", "5", "6")
 try:
+    import transformers.trainer as hosts
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 except ModuleNotFoundError as error:
@@ -68,7 +71,7 @@ def train(
         recipe=_recipe(trainer),
     ) as manager:
         rank, count = trainer.args.process_index, trainer.args.world_size
-        callback = _Checkpoints(trainer, host.HostRun(manager, rank, count))
+        callback = _Checkpoints(trainer, host.HostRun(manager, rank, count, trainer.train_dataset))
         trainer.add_callback(callback)
         try:
             return callback.train(arguments)
@@ -82,6 +85,32 @@ class _Checkpoints(TrainerCallback):
         self._run = run
 
     def train(self, arguments: dict[str, Any]) -> Any:
+        with self._loading_apart():
+            return self._train(arguments)
+
+    @contextmanager
+    def _loading_apart(self) -> Iterator[None]:
+        """Inside, the Trainer loads batches by `Loading`, those of a resumed epoch again if need be."""
+        trainer, load, skip = (
+            self._trainer,
+            self._trainer.get_batch_samples,
+            hosts.skip_first_batches,
+        )
+        loading = self._run.loading
+
+        def skipped(loader: Any, count: int) -> Any:
+            is_loaded = self._run.resumed is not None and self._run.must_load_again(loader)
+            return _LoadedAgain(loader, count, loading) if is_loaded else skip(loader, count)
+
+        trainer.get_batch_samples = lambda *given: loading.apart(partial(load, *given))  # type: ignore[method-assign]
+        hosts.skip_first_batches = skipped  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            hosts.skip_first_batches = skip  # type: ignore[attr-defined]
+            del trainer.get_batch_samples
+
+    def _train(self, arguments: dict[str, Any]) -> Any:
         if self._run.resumed is None:
             return self._trainer.train(**arguments)
         # The Trainer reads its position from a file that stands beside weights. Those and all else
@@ -141,6 +170,25 @@ class _Checkpoints(TrainerCallback):
         host.share_buffers(self._trainer.accelerator, [self._trainer.model])
         # Says also which process this is.
         return self._members() | {"trainer": PerRank(json.dumps(values))}
+
+
+class _LoadedAgain:
+    """A loader whose first batches are loaded and not used."""
+
+    def __init__(self, loader: Any, count: int, loading: host.Loading) -> None:
+        self._loader, self._count, self._loading = loader, count, loading
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        for _ in range(self._count):
+            self._loading.apart(partial(next, batches))
+        return batches
 
 
 def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:

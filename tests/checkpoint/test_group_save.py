@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from perdure.errors import (
     StoreError,
     WorkerLostError,
 )
-from perdure.state import PositionedIterator
+from perdure.state import PositionedIterator, bits
 from perdure.store import Run, pack_part, pack_writer
 from perdure.store.format import hash_bytes
 from pretend import Pretend, World, play
@@ -480,6 +481,28 @@ def test_a_grain_dataset_with_another_seed_or_source_is_refused(tmp_path: Path) 
             target = made(dataset())
             PositionedIterator(target).load({"next_index": 4})
             assert read(target) == after
+
+
+def test_what_each_process_has_for_itself_comes_back_as_what_it_was(tmp_path: Path) -> None:
+    def own(index: int) -> Any:
+        return {"z": [1] * (index + 1), "a": (float(index), {3: None}), "order": deque([index], 4)}
+
+    def saving(processes: Pretend) -> Any:
+        state = {"own": PerRank({"data": None}), "w": np.ones(2)}
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            manager.restore_or_initialize(state)
+            state["own"].value["data"] = own(processes.index)
+            manager.save(1, state)
+
+    def resuming(processes: Pretend) -> Any:
+        state = {"own": PerRank({"data": None}), "w": np.ones(2)}
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            return manager.restore_or_initialize(state).state["own"].value["data"]
+
+    play(2, saving)
+    for index, data in enumerate(play(2, resuming)):
+        assert bits.same(data, own(index))
+        assert list(data) == ["z", "a", "order"]
 
 
 def test_a_sharded_grain_loader_resumes_in_every_process(tmp_path: Path) -> None:

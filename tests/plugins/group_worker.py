@@ -1,10 +1,10 @@
 """One of two processes that train in a host: `group_worker.py HOST HOW DIRECTORY` under torchrun.
 
-HOST: `transformers`, `accelerate` or `lightning`. HOW: `ddp` or `fsdp`, and `-killed` for a SIGKILL of
-rank 1 in the middle of the second epoch (`-killed7`: at step 7), `-terminated` for a SIGTERM to
-torchrun. Words in HOW change the rest: `noise` draws numbers while an example is loaded, in `workers`
-too. At its end each process writes `DIRECTORY-RANK.json`: the bits of its parameters, and the batches
-that it saw by step.
+HOST: `transformers`, `accelerate`, `lightning` or `fabric`. HOW: `ddp` or `fsdp`, and `-killed` for a
+SIGKILL of rank 1 in the middle of the second epoch (`-killed7`: at step 7), `-terminated` for a SIGTERM
+to torchrun. Words in HOW change the rest: `noise` draws numbers while an example is loaded, in
+`workers` too. At its end each process writes `DIRECTORY-RANK.json`: the bits of its parameters, and the
+batches that it saw by step.
 """
 
 from __future__ import annotations
@@ -186,6 +186,37 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
     return model
 
 
+def on_fabric(how: str, directory: str, model: Model) -> torch.nn.Module:
+    import lightning
+
+    from perdure import CheckpointManager
+    from perdure.torch import PerRank, ResumableLoader, process_group
+
+    fabric = lightning.Fabric(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp"
+    )
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.05))
+    rows = Rows("noise" in how)
+    sampler = torch.utils.data.DistributedSampler(rows, fabric.world_size, fabric.global_rank)
+    loader = ResumableLoader(torch.utils.data.DataLoader(rows, batch_size=2, sampler=sampler))
+    state = {"model": PerRank(wrapped), "optimizer": optimizer, "loader": PerRank(loader)}
+    with CheckpointManager(directory, save_interval_steps=2, processes=process_group()) as manager:
+        start = manager.restore_or_initialize(state)
+        step = start.step
+        while loader.epoch < 3:
+            for batch in loader:
+                optimizer.zero_grad()
+                fabric.backward(wrapped(**fabric.to_device(batch))["loss"])
+                optimizer.step()
+                step += 1
+                manager.save(step, state)
+                if manager.reached_preemption(step):
+                    manager.save_and_exit(step, state)
+                interrupt(how, step - 4)
+    return model
+
+
 def main() -> None:
     host, how, directory = sys.argv[1:]
     torch.manual_seed(RANK if "own-seed" in how else 0)
@@ -196,6 +227,7 @@ def main() -> None:
         "transformers": on_transformers,
         "accelerate": on_accelerate,
         "lightning": on_lightning,
+        "fabric": on_fabric,
     }
     trained = hosts[host](how, directory, model)
     found = trained.state_dict().values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 from functools import cache
@@ -24,7 +25,25 @@ ROWS = [
     ("accelerate", "ddp_dispatch"),
     ("accelerate", "fsdp"),
     ("lightning", "ddp"),
+    ("fabric", "ddp"),
+    ("transformers", "ddp_noise"),
+    ("transformers", "ddp_noise_workers"),
+    ("transformers", "ddp_length"),
+    ("transformers", "ddp_eval"),
+    ("accelerate", "ddp_noise"),
+    ("accelerate", "ddp_noise_workers"),
+    ("accelerate", "ddp_noise_dispatch"),
+    ("lightning", "ddp_noise"),
 ]
+
+
+def interruptions() -> list[Any]:
+    """Each row with a SIGTERM, and a SIGKILL at five steps that a seed has chosen."""
+    source = random.Random(0)
+    kinds = {row: ["terminated"] for row in ROWS}
+    for row in ROWS:
+        kinds[row] += [f"killed{step}" for step in sorted(source.sample(range(2, 9), 5))]
+    return [(*row, kind) for row in ROWS for kind in kinds[row]]
 
 
 def run(host: str, how: str, directory: Path, count: int = 2) -> tuple[int, list[Any], str]:
@@ -54,8 +73,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ended
 
 
-@pytest.mark.parametrize("interruption", ["killed", "terminated"])
-@pytest.mark.parametrize(("host", "how"), ROWS)
+@pytest.mark.parametrize(("host", "how", "interruption"), interruptions())
 def test_two_processes_resume_to_the_same_bits(
     host: str, how: str, interruption: str, whole: Any, tmp_path: Path
 ) -> None:

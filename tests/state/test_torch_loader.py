@@ -435,3 +435,23 @@ def test_a_sampler_in_the_state_has_its_length_before_the_loader_is_loaded(first
     with pytest.raises(StateError, match="Every object has the state"):
         restore(other, flatten(saved))
     assert other["sampler"].most == 4
+
+
+class Own(torch.utils.data.Dataset[Any]):
+    """Examples with noise from a generator of the dataset's own."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.source = {} if seed is None else [np.random.default_rng(seed)]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return index + (self.source[0].random() if self.source else random.random())
+
+
+def test_a_generator_of_the_dataset_which_no_resume_repeats_is_refused_at_the_first_batch() -> None:
+    loader = ResumableLoader(torch.utils.data.DataLoader(Own(0), batch_size=2))
+    with pytest.raises(DataError, match="a random generator that the dataset holds"):
+        list(loader)
+    list(ResumableLoader(torch.utils.data.DataLoader(Own(None), batch_size=2)))  # the control

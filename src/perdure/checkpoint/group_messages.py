@@ -17,6 +17,7 @@ from perdure.errors import SaveError
 from perdure.store import Leaf
 from perdure.store.format import hash_bytes
 from perdure.store.leaf import RemoteLeaf
+from perdure.store.manifest import Container
 from perdure.store.pack_part import PackPart, ShardCopy
 from perdure.store.shard_plan import Region, ShardLayout
 
@@ -111,6 +112,7 @@ class SaveAnswer(Struct):
 
     step: int
     per_rank: dict[str, RemoteLeaf] = {}
+    containers: dict[str, Container] = {}
     process_leaves: dict[str, RemoteLeaf] = {}
     shards: str = ""
     known: str = ""

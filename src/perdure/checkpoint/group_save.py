@@ -195,6 +195,7 @@ class _Member:
         return SaveAnswer(
             self.state.step,
             per_rank={path: RemoteLeaf.of(leaf) for path, leaf in own.per_rank.items()},
+            containers=containers_of(own.per_rank),
             process_leaves={path: RemoteLeaf.of(leaf) for path, leaf in own.process_leaves.items()},
             shards=digest_of(self._regions),
             known=self._cache.layouts.digest(),
@@ -304,10 +305,12 @@ def _lead(member: _Member, recipe: Mapping[str, RecipeValue], metrics: Mapping[s
         for path, leaf in state.leaves.items()
     }
     process_leaves: dict[str, RemoteLeaf] = {}
+    containers = containers_of(state.leaves)
     for row in member.rows:
         merged |= row.per_rank
+        containers = containers | row.containers
         process_leaves |= row.process_leaves
-    leaves = Leaves(merged, containers_of(state.leaves))  # type: ignore[arg-type]
+    leaves = Leaves(merged, containers)  # type: ignore[arg-type]
     with run.committer.prepare(state.step, leaves, process_leaves) as save:
         written = None
         if not save.is_committed:

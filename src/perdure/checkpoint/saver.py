@@ -52,6 +52,7 @@ from perdure.state.snapshots import SnapshotBuffer
 from perdure.state.walk import Walk
 from perdure.store import Leaf, Run
 from perdure.store.gc_pause import gc_paused
+from perdure.store.leaf import Leaves, containers_of
 from perdure.store.pack_part import LocalLeaves
 
 
@@ -251,9 +252,13 @@ class Saver:
                 self._notes += self._rules.record()
                 run.save(step, leaves, recipe, metrics, process_leaves=process_leaves)
             else:
-                ranked: dict[str, Leaf] = {}
+                ranked = Leaves()
                 if rank.members:
-                    ranked = {path: leaves.pop(path) for path in [*leaves] if rank.owns(path)}
+                    containers = containers_of(leaves)
+                    for path in filter(rank.owns, [*leaves]):
+                        ranked[path] = leaves.pop(path)
+                    for path in filter(rank.owns, [*containers]):
+                        ranked.containers[path] = containers.pop(path)
                 state = GroupState(step, leaves, LocalLeaves(ranked, process_leaves))
                 assert self._channel is not None
                 with save_in_group(run, self._channel, state, recipe, metrics, self._save_cache):

@@ -17,7 +17,7 @@ import numpy as np
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
 from perdure.errors import MissingExtraError, StateError, warn_caller
-from perdure.state.generators import is_generator, read_generator, write_generator
+from perdure.state.generators import held_generators, read_generator, write_generator
 from perdure.state.per_rank import PerRank
 from perdure.state.process_random import capture, restore_all
 
@@ -26,7 +26,6 @@ GeneratorStates = dict[str, np.ndarray[Any, Any]]
 
 _EPOCH_BEGAN = "epoch_began"
 _LOADING = "loading"
-_DEEPEST, _LONG = 5, 100
 _LOADER = "loader"  # beside the generators of the process: the one that shuffles
 
 
@@ -117,7 +116,7 @@ class Loading:
     """
 
     def __init__(self, *datasets: Any) -> None:
-        self._generators = list(_generators_of(datasets, 0))
+        self._generators = list(held_generators(datasets))
         self._held: dict[str, Any] = {}
         self._own: list[Any] | None = None
         self._has_drawn = False
@@ -168,19 +167,6 @@ def _set_states(states: Sequence[Any]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
     sys.modules["torch"].set_rng_state(states[2])
-
-
-def _generators_of(value: Any, depth: int) -> Iterator[Any]:
-    """The random generators that a dataset holds, or the datasets and transforms inside it."""
-    if is_generator(value):
-        yield value
-    elif depth < _DEEPEST:
-        inside = (
-            value if isinstance(value, (list, tuple)) else getattr(value, "__dict__", {}).values()
-        )
-        is_long = isinstance(value, (list, tuple)) and len(value) > _LONG
-        for part in () if is_long else inside:
-            yield from _generators_of(part, depth + 1)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ SEED_SEQUENCE = "seed_sequence"
 
 # Older releases of NumPy cannot restore the seed sequence of a generator.
 _RESTORES_SEED = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
+_DEEPEST, _LONG = 5, 100
 _KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 
 
@@ -97,3 +99,14 @@ def write_generator(value: Any, state: Any) -> None:
             entropy, spawn_key=tuple(key), pool_size=pool_size, n_children_spawned=spawned
         )
         bits.__setstate__((state, sequence))
+
+
+def held_generators(value: Any, depth: int = 0) -> Iterator[Any]:
+    """The random generators that a dataset holds, or datasets and transforms inside of it."""
+    if is_generator(value):
+        yield value
+    elif depth < _DEEPEST:
+        is_list = isinstance(value, (list, tuple))
+        inside = value if is_list else getattr(value, "__dict__", {}).values()
+        for part in () if is_list and len(value) > _LONG else inside:
+            yield from held_generators(part, depth + 1)

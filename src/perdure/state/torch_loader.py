@@ -29,7 +29,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from perdure.errors import DataError
+from perdure.state import bits
 from perdure.state.extra_members import ended_order
+from perdure.state.generators import held_generators, read_generator
 
 _END = object()
 _MOST_COMPARED = 2**14
@@ -160,9 +162,13 @@ class ResumableLoader:
             with self._own_generators():
                 self._seed_all("workers")
                 batches = iter(self._inner)
+            held = list(held_generators(getattr(self._loader, "dataset", None)))
+            before = list(map(read_generator, held))
             while True:
                 with self._own_generators():
                     batch = next(batches, _END)
+                if held and not bits.same(before, list(map(read_generator, held))):
+                    raise _held_generator(held)
                 if self._pass is not current:
                     raise DataError(
                         "another loop over this ResumableLoader has begun, or its position was set. "
@@ -379,6 +385,15 @@ def _position_of(state: Any) -> _Position:
             f"{error}. Give `load_state_dict` what `state_dict` returned."
         ) from error
     return position
+
+
+def _held_generator(held: list[Any]) -> DataError:
+    return DataError(
+        f"loading a batch has drawn from a random generator that the dataset holds (it has "
+        f"{len(held)}), which a resume in the middle of an epoch does not repeat. Draw from the global "
+        f"generators (`torch.rand`, `random`, `numpy.random`), which are seeded for each example, or "
+        f"make a generator from the index of the example."
+    )
 
 
 def _own_iterator(loader: Any) -> DataError:

@@ -29,26 +29,24 @@ class End(NamedTuple):
     steps: list[tuple[int, int]]
 
 
-class Steps:
-    """The steps of this process. A list as a plain attribute would be saved in the backup."""
-
-    def __init__(self) -> None:
-        self.of: list[tuple[int, int]] = []
-
-
 class Probe(keras.callbacks.Callback):
     """Records the steps that run, and calls `fault` after one of them."""
 
-    def __init__(self, fault_at: tuple[int, int] | None, fault: Callable[[], Any] | None) -> None:
+    def __init__(
+        self,
+        fault_at: tuple[int, int] | None,
+        fault: Callable[[], Any] | None,
+        steps: list[tuple[int, int]],
+    ) -> None:
         super().__init__()
         self.at, self.fault = fault_at, fault
-        self.steps = Steps()
+        self.ran = steps.append  # a list as an attribute would be saved in the backup
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.now = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.steps.of.append((self.now, batch))
+        self.ran((self.now, batch))
         if (self.now, batch) == self.at:
             _call(self.fault)
 
@@ -102,7 +100,8 @@ def train(
     """
     keras.utils.set_random_seed(11)
     made: Any = (model or network)()
-    probe = Probe(fault_at, fault)
+    steps: list[tuple[int, int]] = []
+    probe = Probe(fault_at, fault, steps)
     backups = [] if backup is None else [BackupAndRestore(backup, save_freq, **(options or {}))]
     others: Any = callbacks() if callable(callbacks) else callbacks
     if "x" not in fit:
@@ -118,7 +117,7 @@ def train(
         f"{number}": np.asarray(keras.ops.convert_to_numpy(variable.value)).tobytes()
         for number, variable in enumerate(variables)
     }
-    return End(values, json.dumps(history.history), history.epoch, probe.steps.of)
+    return End(values, json.dumps(history.history), history.epoch, steps)
 
 
 def same(one: End, other: End) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from perdure import CheckpointManager
 from perdure.keras import BackupAndRestore, ModelCheckpoint, fit_saving, load_weights
 from perdure.store import Run
 
@@ -202,7 +203,7 @@ def fit_classifier(callback: Any, model: Any = None, epochs: int = 1, batch_size
         batch_size=batch_size,
         epochs=epochs,
         validation_data=(x[::-1], y[::-1]),
-        callbacks=[callback],
+        callbacks=callback if isinstance(callback, list) else [callback],
         verbose=0,
     )
     return model
@@ -296,6 +297,41 @@ def what_was_saved_is_loaded(directory: Path) -> None:
         assert load_weights(fresh, run) == 6
         for value, expected in zip(fresh.get_weights(), trained.get_weights(), strict=True):
             assert value.tobytes() == expected.tobytes()
+
+
+@behaviour
+def the_states_of_a_stateful_recurrent_layer_come_back(directory: Path) -> None:
+    def recurrent(value: float) -> Any:
+        cell: Any = keras.layers.GRU(3, stateful=True)
+        model = keras.Sequential([keras.Input((4, 2), batch_size=2), cell])
+        for state in cell.states:
+            state.assign(keras.ops.full((2, 3), value))
+        return model
+
+    with CheckpointManager(directory) as manager:
+        manager.save(1, {"model": recurrent(0.25)})
+        fresh = recurrent(0.0)
+        manager.restore(like={"model": fresh})
+    (state,) = fresh.layers[0].states
+    assert np.all(np.asarray(keras.ops.convert_to_numpy(state)) == 0.25)
+
+
+class Lowering(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            model: Any = self.model
+            model.optimizer.momentum = 0.1
+
+
+@behaviour
+def an_attribute_that_a_compiled_step_has_read_is_warned_about(directory: Path) -> None:
+    model = new_classifier()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "categorical_crossentropy")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_classifier([Lowering(), BackupAndRestore(directory, 2)], model, epochs=3)
+    told = ["optimizer.momentum changed after" in str(each.message) for each in caught]
+    assert sum(told) == (keras.backend.backend() != "torch")
 
 
 def check_behaviours(directory: Path) -> dict[str, str | None]:

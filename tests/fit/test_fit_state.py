@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -137,17 +138,102 @@ def test_an_attribute_with_its_first_value_is_restored(tmp_path: Path) -> None:
 class Collecting(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
-        self.unchanged, self.epochs = {1, 2}, set()
+        self.unchanged, self.epochs = {1, 2}, [torch.zeros(1)]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.epochs.add(epoch)
+        self.epochs.append(torch.zeros(1))
 
 
 def test_a_callback_attribute_that_cannot_be_saved_warns_once(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"Collecting\.epochs \(set\)") as caught:
+    with pytest.warns(UserWarning, match=r"Collecting\.epochs \(list\)") as caught:
         train(tmp_path / "run", callbacks=[Collecting()])
     (only,) = [str(warning.message) for warning in caught if "Collecting" in str(warning.message)]
     assert "unchanged" not in only
+
+
+class Count:
+    """Counts in an object of the program."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+
+class Holding(keras.callbacks.Callback):
+    """Lets what it holds decide the learning rate of the next step, in many kinds of attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self.recent: deque[float] = deque(maxlen=3)
+        self.count = Count()
+        self.source = np.random.default_rng(5)
+        self.factor = keras.Variable(1.0)
+        self.seed = keras.random.SeedGenerator(3)
+        self.average = network()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert logs is not None
+        self.seen.add(self.count.batches % 5)
+        self.recent.append(float(logs["loss"]))
+        self.count.batches += 1
+        self.factor.assign(self.factor * 0.9)
+        drawn: Any = keras.random.uniform((), seed=self.seed)
+        model: Any = self.model
+        for mine, other in zip(self.average.weights, model.weights, strict=True):
+            mine.assign(0.5 * mine + 0.5 * other)
+        mean: Any = keras.ops.mean(self.average.weights[0])
+        rate = self.source.random() + len(self.seen) + sum(self.recent) + self.count.batches
+        held: list[Any] = [keras.ops.convert_to_numpy(x) for x in (self.factor, drawn, mean)]
+        rate += sum(map(float, held))
+        model.optimizer.learning_rate.assign(1e-3 * rate)
+
+
+def test_what_callbacks_hold_comes_back(tmp_path: Path) -> None:
+    whole = train(None, callbacks=lambda: [Holding()])
+    for fault_at in ((1, 2), (1, -1)):
+        with pytest.raises(Fault):
+            train(tmp_path / "run", fault_at, callbacks=lambda: [Holding()])
+        assert same(train(tmp_path / "run", callbacks=lambda: [Holding()]), whole)
+
+
+class Weighted(keras.Sequential):
+    """Its loss depends on plain attributes, which a callback and the step change."""
+
+    factor, steps = 1.0, 0
+
+    def train_step(self, data: Any) -> Any:
+        self.steps += 1
+        return super().train_step(data)
+
+    def compute_loss(self, *given: Any, **named: Any) -> Any:
+        return super().compute_loss(*given, **named) * (self.factor + 0.01 * self.steps)
+
+
+class Changing(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            model: Any = self.model
+            model.layers[1].rate = 0.6
+            model.factor = 0.5
+            model.optimizer.momentum = 0.5
+
+
+def weighted() -> Any:
+    dense = keras.layers.Dense
+    layers = [keras.Input((5,)), dense(6), keras.layers.Dropout(0.3), dense(3)]
+    model = Weighted(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+    return model
+
+
+def test_attributes_of_a_model_that_training_changes_come_back(tmp_path: Path) -> None:
+    whole = train(None, callbacks=lambda: [Changing()], model=weighted)
+    for fault_at in ((1, 2), (2, 1)):
+        with pytest.raises(Fault):
+            train(tmp_path / "run", fault_at, callbacks=lambda: [Changing()], model=weighted)
+        end = train(tmp_path / "run", callbacks=lambda: [Changing()], model=weighted)
+        assert same(end, whole)
 
 
 def test_a_model_checkpoint_is_durable_before_the_next_backup(

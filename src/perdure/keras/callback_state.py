@@ -1,8 +1,10 @@
-"""The state of the other callbacks of a `fit`: the attributes that changed since training began.
+"""What a `fit` holds outside of variables: attributes of its callbacks, and of its model, that changed
+since training began.
 
-A callback with `state_dict` defines its own. Of others every plain value that has changed is saved;
-a warning names those that are not plain. They are packed into one text and arrays, because they
-grow and have no template.
+A callback with `state_dict` defines its own. Of others every value that has an exact form and has
+changed is saved; a warning names those that have none. They are packed into one text and arrays,
+because they grow and have no template. Attributes of layers and optimizers count where the step reads
+them (PyTorch, `run_eagerly`). A compiled step has read them once: a later change is only warned about.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter, deque
+from functools import cache
 from typing import Any
 
+import keras
 import numpy as np
 from keras.callbacks import (
     EarlyStopping,
@@ -21,42 +25,87 @@ from keras.callbacks import (
     SwapEMAWeights,
 )
 
-from perdure.errors import TrainError
-from perdure.keras.fit_internals import CALLBACK_ATTRIBUTES, has_direction, set_direction
+from perdure.errors import StateError, TrainError
+from perdure.keras.fit_internals import (
+    CALLBACK_ATTRIBUTES,
+    has_direction,
+    layers_of,
+    set_direction,
+)
 from perdure.state import bits
+from perdure.state.attribute_values import put_value
+from perdure.state.program_code import is_of_program
+from perdure.state.value_forms import plain_form, whole_form
+from perdure.text import few
 
 # Keras's callbacks that change what is trained: their settings belong to the recipe.
 _IN_RECIPE = (EarlyStopping, LearningRateScheduler, ReduceLROnPlateau, SwapEMAWeights)
 
 _TAG = "perdure"
 _CONTAINERS = (bytearray, deque, dict, frozenset, list, set, tuple)
+_SETS = (set, frozenset)
+_MEMBERS = (
+    keras.Variable,
+    keras.random.SeedGenerator,
+    keras.Layer,
+    keras.optimizers.Optimizer,
+    keras.metrics.Metric,
+)
+SET_BY_KERAS = frozenset({"built", "training", "stop_training", "stop_evaluating"})
+"""Attributes that Keras sets while it trains."""
 
 
 class CallbackState:
-    """The callbacks of a `fit` except `excluded`. Made after `on_train_begin` of all of them."""
+    """The callbacks of a `fit` except `excluded`, its `model` and its optimizer. Made after
+    `on_train_begin` of all callbacks."""
 
-    def __init__(self, callbacks: list[Any], excluded: tuple[Any, ...]) -> None:
+    def __init__(self, callbacks: list[Any], excluded: tuple[Any, ...], model: Any) -> None:
         self._named: dict[str, Any] = {}
         self._warned = False
+        self._owners = _owners(model)
+        self._is_read = keras.backend.backend() == "torch" or bool(model.run_eagerly)
+        self._traced: dict[str, Any] | None = None
         count: Counter[str] = Counter()
         for callback in callbacks:
             if not isinstance(callback, ProgbarLogger) and callback not in excluded:
                 kind = type(callback).__name__
                 count[kind] += 1
                 self._named[kind if count[kind] == 1 else f"{kind}_{count[kind]}"] = callback
+        if self._is_read:
+            self._named |= self._owners
         self._before = {
-            name: {} if is_stateful(callback) else _packed(callback)
+            name: {} if self._is_stateful(name) else _packed(callback)
             for name, callback in self._named.items()
         }
         self._containers_before = {
             name: _containers(callback) for name, callback in self._named.items()
         }
 
+    def stepped(self) -> None:
+        """The first step has been computed, and the attributes of the model read."""
+        if self._traced is None and not self._is_read:
+            self._traced = {name: _packed(owner) for name, owner in self._owners.items()}
+
+    def _is_stateful(self, name: str) -> bool:
+        return name not in self._owners and is_stateful(self._named[name])
+
+    def members(self) -> dict[str, Any]:
+        """The variables, models, optimizers and seeds that callbacks hold, for the state."""
+        found: dict[str, Any] = {}
+        for name, callback in self._named.items():
+            is_users = name not in self._owners and is_of_program(type(callback))
+            if is_users and not self._is_stateful(name):
+                for attribute, value in _attributes(callback).items():
+                    if isinstance(value, _MEMBERS) and getattr(value, "built", True):
+                        found[f"{name}.{attribute}"] = value
+        counted = set(map(id, self._owners.values()))
+        return {name: value for name, value in found.items() if id(value) not in counted}
+
     def state(self) -> dict[str, Any]:
         """Plain values by callback; callbacks that have not changed are left out."""
         states = {}
         for name, callback in self._named.items():
-            if is_stateful(callback):
+            if self._is_stateful(name):
                 own = copy_plain(callback.state_dict(), f"{name}.state_dict()")
                 states[name] = {"own": own}
             elif changed := self._changed(name, callback):
@@ -68,7 +117,7 @@ class CallbackState:
         """Restore the callbacks, whatever they have done since training began."""
         for name, callback in self._named.items():
             state = states.get(name, {"operator": False, "changed": {}})
-            if is_stateful(callback):
+            if self._is_stateful(name):
                 if "own" in state:
                     callback.load_state_dict(state["own"])
                 continue
@@ -78,11 +127,12 @@ class CallbackState:
             for attribute, packed in self._before[name].items():
                 value = vars(callback).get(attribute)
                 if not is_plain(value) or not bits.same(pack(value), packed):
-                    setattr(callback, attribute, unpack(packed))
+                    setattr(callback, attribute, put_value(value, unpack(packed)))
             if state["operator"] and not has_direction(callback):
                 set_direction(callback)
             for attribute, value in state["changed"].items():
-                setattr(callback, attribute, value)
+                present = vars(callback).get(attribute)
+                setattr(callback, attribute, put_value(present, value))
 
     def describe(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -102,6 +152,20 @@ class CallbackState:
             for attribute, items in _containers(callback).items()
             if not _same_objects(items, self._containers_before[name].get(attribute))
         ]
+        traced = [
+            f"{name}.{attribute}"
+            for name, before in (self._traced or {}).items()
+            for attribute, packed in _packed(self._owners[name]).items()
+            if not bits.same(packed, before.get(attribute))
+        ]
+        if traced and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"BackupAndRestore: {few(traced)} changed after the step was compiled. This step does "
+                f"not see the change, and the step that a resumed `fit` compiles may: its bits then "
+                f"differ. Use a variable (`add_weight`), or `run_eagerly=True`.",
+                stacklevel=6,
+            )
         if lost and not self._warned:
             self._warned = True
             warnings.warn(
@@ -119,8 +183,26 @@ class CallbackState:
         }
 
 
-def _attributes(callback: Any) -> dict[str, Any]:
-    return {n: v for n, v in vars(callback).items() if n not in CALLBACK_ATTRIBUTES}
+def _owners(model: Any) -> dict[str, Any]:
+    """The model, its layers and its optimizer by a name that does not depend on Keras's numbers."""
+    layers = {f"layer {number}": layer for number, layer in enumerate(layers_of(model))}
+    optimizer = {} if model.optimizer is None else {"optimizer": model.optimizer}
+    return {"model": model, **optimizer, **layers}
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    if not isinstance(owner, (keras.Layer, keras.optimizers.Optimizer)):
+        return {n: v for n, v in vars(owner).items() if n not in CALLBACK_ATTRIBUTES}
+    if is_of_program(type(owner)):
+        of_keras = _names_of_keras()
+        return {n: v for n, v in vars(owner).items() if n not in of_keras}
+    return {n: v for n, v in vars(owner).items() if n[0] != "_" and n not in SET_BY_KERAS}
+
+
+@cache
+def _names_of_keras() -> frozenset[str]:
+    """What Keras keeps in every model, layer and optimizer."""
+    return frozenset([*vars(keras.Model()), *vars(keras.layers.Layer())]) | SET_BY_KERAS
 
 
 def _packed(callback: Any) -> dict[str, Any]:
@@ -130,7 +212,8 @@ def _packed(callback: Any) -> dict[str, Any]:
 
 def _containers(callback: Any) -> dict[str, list[Any]]:
     """The items of containers that are not plain. Keras's callbacks keep caches and files in such."""
-    if is_stateful(callback) or type(callback).__module__.startswith("keras."):
+    is_of_keras = type(callback).__module__.startswith("keras.")
+    if is_of_keras or is_stateful(callback) or isinstance(callback, _MEMBERS):
         return {}
     return {
         name: [*value.items()] if isinstance(value, dict) else [*value]
@@ -203,7 +286,18 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
         return {_TAG: "tuple", "of": [_encode(item, arrays) for item in value]}
     if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
         return {key: _encode(item, arrays) for key, item in value.items()}
-    raise TypeError(type(value).__name__)
+    if type(value) in _SETS:
+        return {_TAG: type(value).__name__, "of": [_encode(item, arrays) for item in value]}
+    if type(value) is deque:
+        items = [_encode(item, arrays) for item in value]
+        return {_TAG: "deque", "of": items, "most": value.maxlen}
+    try:
+        form = whole_form(value, lambda _: None)
+    except StateError as error:
+        raise TypeError(type(value).__name__) from error
+    if form is value:
+        raise TypeError(type(value).__name__)
+    return {_TAG: "form", "of": _encode(form, arrays)}
 
 
 def _decode(value: Any, arrays: dict[str, Any]) -> Any:
@@ -218,4 +312,10 @@ def _decode(value: Any, arrays: dict[str, Any]) -> Any:
             return np.asarray(arrays[value["at"]])[()]
         case "tuple":
             return tuple(_decode(item, arrays) for item in value["of"])
+        case "set" | "frozenset" as name:
+            return _SETS[name == "frozenset"](_decode(item, arrays) for item in value["of"])
+        case "deque":
+            return deque((_decode(item, arrays) for item in value["of"]), value["most"])
+        case "form":
+            return plain_form(_decode(value["of"], arrays))
     return {key: _decode(item, arrays) for key, item in value.items()}

@@ -234,6 +234,11 @@ def compiled_metrics(model: Any) -> Any:
     return getattr(model, "_compile_metrics", None)
 
 
+def layers_of(model: Any) -> list[Any]:
+    """The layers of a model and those inside of them, in Keras's order."""
+    return model._flatten_layers(include_self=False)
+
+
 def has_direction(callback: Any) -> bool:
     return isinstance(callback, MonitorCallback) and callback.monitor_op is not None
 

@@ -70,7 +70,8 @@ class FitSession(Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore what was saved. All other callbacks have begun."""
         fit, manager = self._fit, self._manager
-        self._callback_state = CallbackState(fit.callbacks.callbacks, (self, self._owner))
+        others = (self, self._owner)
+        self._callback_state = CallbackState(fit.callbacks.callbacks, others, fit.model)
         self._recipe = fit_arguments.describe(fit, self._callback_state.describe())
         fit.set_initial_epoch(None)
         self._epoch = fit.arguments["initial_epoch"]
@@ -94,6 +95,7 @@ class FitSession(Callback):
         before, batches = self._step, self._batches
         self._step += batches.count_execution(batch)
         self._logs = dict(logs or {})
+        self._callback_state.stepped()
         beat("step", self._step)
         self._record()
         interval = self._save_interval_steps
@@ -192,7 +194,7 @@ class FitSession(Callback):
     def _members(self) -> dict[str, Any]:
         model = self._fit.model
         named = fit_saving.members(model) | {"metrics": fit_saving.metrics(model)}
-        attributes = fit_saving.attributes(model)
+        attributes = fit_saving.attributes(model) | self._callback_state.members()
         return named | ({fit_saving.ATTRIBUTES: attributes} if attributes else {})
 
     def _position(self) -> dict[str, Any]:

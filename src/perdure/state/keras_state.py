@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -78,9 +78,17 @@ def variables_by_path(owner: Any) -> dict[str, Any]:
         )
     if isinstance(owner, keras.optimizers.Optimizer):
         return _unique((_slot_path(owner, variable), variable) for variable in owner.variables)
-    return _unique(
-        (_relative_path(variable.path, owner.name), variable) for variable in owner.variables
-    )
+    variables = [*owner.variables, *_recurrent_states(owner)]
+    return _unique((_relative_path(variable.path, owner.name), variable) for variable in variables)
+
+
+def _recurrent_states(owner: Any) -> Iterator[Any]:
+    """The states of stateful recurrent layers, which Keras does not count among the variables."""
+    counted = {id(variable) for variable in owner.variables}
+    for layer in owner._flatten_layers() if isinstance(owner, keras.Layer) else ():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.states is not None:
+            states = keras.tree.flatten(layer.states)
+            yield from (state for state in states if id(state) not in counted)
 
 
 def _tensorflow_value(owner: Any) -> tuple[str, Any] | None:

@@ -110,6 +110,23 @@ def test_model_checkpoint_counts_the_steps_of_an_attribute_optimizer(
     assert [leaf for leaf in leaves if "second" in leaf.path]
 
 
+def test_a_second_fit_has_directories_of_its_own(tmp_path: Path) -> None:
+    model, (x, y) = network(), arrays()
+    kept = ModelCheckpoint(tmp_path / "kept", "loss", save_freq=np.int64(2))  # type: ignore[arg-type]
+    for _ in range(2):  # the steps of one optimizer go on
+        model.fit(x, y, 6, 1, verbose=0, callbacks=[kept])
+    before = Run(tmp_path / "kept").steps()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    with pytest.raises(TrainError, match="an earlier `fit` there") as error:
+        model.fit(x, y, 6, 1, verbose=0, callbacks=[kept])
+    assert "a directory of its own" in str(error.value)
+    assert Run(tmp_path / "kept").steps() == before
+    with pytest.raises(Fault):
+        train(tmp_path / "fold", (1, 2))
+    with pytest.raises(RecipeMismatchError, match="give each one a `backup_dir` of its own"):
+        train(tmp_path / "fold", x=x + 1, y=y, batch_size=BATCH)
+
+
 class Passing(keras.callbacks.Callback):
     """`pending` is 0 when training begins and at every save, and 1 when an epoch begins."""
 

@@ -169,9 +169,15 @@ def allowed(names: Iterable[str] = (), environ: Mapping[str, str] | None = None)
     return frozenset([*names, *stated]) - {""}
 
 
-def check_resume(where: str, saved: Recipe, current: Recipe, allow: frozenset[str]) -> str | None:
+def check_resume(
+    where: str,
+    saved: Recipe,
+    current: Recipe,
+    allow: frozenset[str],
+    remedy: str = "Use the recipe of the checkpoint",
+) -> str | None:
     """Raise `RecipeMismatchError` unless a run of the recipe `current` may resume from the
-    checkpoint `where`.
+    checkpoint `where`; `remedy` begins its advice.
 
     Returns what to warn about: fields that differ and were allowed, and those that only one side
     has (another release, or no dataset given). A side without any recipe is not compared.
@@ -186,7 +192,7 @@ def check_resume(where: str, saved: Recipe, current: Recipe, allow: frozenset[st
         allow,
         f"{where} was made by another recipe, so that resuming would not give the bits of an "
         f"uninterrupted run",
-        "Use the recipe of the checkpoint",
+        remedy,
     )
     if differing:
         return f"{where} was made by a recipe that is not the same in all:{_lines(differing)}"

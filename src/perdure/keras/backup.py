@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import keras
+import numpy as np
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.errors import ArgumentError, TrainError
@@ -71,6 +72,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise ArgumentError(
                 f"Empty `backup_dir` argument passed: expected a directory, found {backup_dir!r}."
             )
+        if isinstance(save_freq, np.integer):
+            save_freq = int(save_freq)
         is_count = type(save_freq) is int and save_freq >= 1
         if save_freq != "epoch" and save_freq is not False and not is_count:
             raise ArgumentError(

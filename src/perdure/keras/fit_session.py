@@ -28,6 +28,10 @@ from perdure.state import flatten, restore, snapshot, unflatten
 from perdure.state.snapshots import SnapshotBuffer
 from perdure.store import Leaf
 
+_REMEDY = (
+    "If it is the backup of another `fit` (another fold, another stage), give each one a `backup_dir` "
+    "of its own; else use the recipe of the backup"
+)
 _RESTORED_IN_PLACE = frozenset({"model", "optimizer", "metrics", fit_saving.ATTRIBUTES})
 
 
@@ -154,7 +158,7 @@ class FitSession(Callback):
             )
         where = f"{manager.directory}: the backup of step {self._step}"
         saved = json.loads(bytes(tree["recipe"]))
-        if note := check_resume(where, saved, self._recipe, allowed(self._allow)):
+        if note := check_resume(where, saved, self._recipe, allowed(self._allow), _REMEDY):
             warnings.warn(note, stacklevel=5)
         position = unpack(tree["fit"])
         in_epoch = bool(position["batches"]["executions"])

@@ -15,7 +15,7 @@ from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.checkpoint.address import step_or_name
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.retention import MonitoredRetention
-from perdure.errors import ArgumentError
+from perdure.errors import ArgumentError, TrainError
 from perdure.keras import fit_internals, fit_saving
 from perdure.state import restore
 from perdure.store import Run, Storage
@@ -67,6 +67,8 @@ class ModelCheckpoint(fit_internals.MonitorCallback):
     ) -> None:
         super().__init__(monitor, mode, initial_value_threshold)
         _check_directory(filepath)
+        if isinstance(save_freq, np.integer):
+            save_freq = int(save_freq)
         if save_freq != "epoch" and not (type(save_freq) is int and save_freq >= 1):
             raise ArgumentError(
                 f"Unrecognized save_freq: expected 'epoch' or a number of batches of at least 1, "
@@ -83,6 +85,7 @@ class ModelCheckpoint(fit_internals.MonitorCallback):
         self._epoch = 0
         self._last_step = -1  # of the last save; unknown when training begins
         self._manager: CheckpointManager | None = None
+        self._has_saved = False  # in an earlier fit
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._batches, self._batch_of_epoch, self._last_step = 0, -1, -1
@@ -94,6 +97,8 @@ class ModelCheckpoint(fit_internals.MonitorCallback):
         before = self._batches
         self._batches += batch - self._batch_of_epoch
         self._batch_of_epoch = batch
+        if self._has_saved and before == 0:
+            self._require_later_steps()
         if self.save_freq == "epoch":
             return
         interval = int(self.save_freq)
@@ -109,6 +114,21 @@ class ModelCheckpoint(fit_internals.MonitorCallback):
         manager, self._manager = self._manager, None
         if manager is not None:
             fit_saving.close_manager(manager)
+            self._has_saved = True
+
+    def _require_later_steps(self) -> None:
+        """Refuse a second `fit` that counts from 0 again, before it has trained an epoch."""
+        self._has_saved = False
+        model: Any = self.model
+        if model.optimizer is not None and not fit_saving.optimizers(model):
+            step = int(np.asarray(ops.convert_to_numpy(model.optimizer.iterations.value)))
+            if step > self._batches:
+                return
+        raise TrainError(
+            f"{self.filepath}: this ModelCheckpoint has the checkpoints of an earlier `fit` there, and "
+            f"this `fit` counts its steps from 0 again (`compile` has made a new optimizer). Give each "
+            f"`fit` a ModelCheckpoint with a directory of its own."
+        )
 
     def _save(self, logs: dict[str, Any]) -> None:
         manager = self._manager or self._open()

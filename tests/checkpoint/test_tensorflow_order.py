@@ -256,3 +256,31 @@ def test_first_steps_that_fingers_type_from_habit() -> None:
     unnamed: Any = ({"w": 1},)
     with pytest.raises(ArgumentError, match=r"such as Checkpoint\(model=model\), found"):
         perdure.Checkpoint(*unnamed)
+
+
+def pasted(directory: Path, last: int) -> tuple[list[float], int]:
+    """A loop as TensorFlow's guide has it: the names of the loop are those of the members."""
+    step, w = np.zeros((), np.int64), np.zeros(3)
+    ckpt = Checkpoint(step=step, w=w)
+    with Manager(ckpt, directory, 3, step_counter=step, checkpoint_interval=4) as manager:
+        ckpt.restore(manager.latest_checkpoint)
+        while step < last:
+            step += 1
+            w += step
+            manager.save()
+    return w.tolist(), int(step)
+
+
+def test_the_arrays_of_a_loop_are_restored_in_place(tmp_path: Path) -> None:
+    assert pasted(tmp_path / "run", 9)[1] == 9
+    assert pasted(tmp_path / "run", 20) == pasted(tmp_path / "whole", 20)
+    w, narrow = np.zeros(3), np.zeros(3, np.float32)
+    step = np.zeros((), np.int64)
+    with Manager(Checkpoint(w=w, step=step), tmp_path / "run") as manager:
+        with pytest.raises(MismatchError):
+            manager.restore(like=Checkpoint(w=w, other=0))
+        other = Checkpoint(w=narrow, step=step)
+        manager.restore(20, other, cast=True)
+    assert (w.tolist(), int(step)) == ([0.0] * 3, 20)
+    assert other.w is narrow
+    assert narrow.tolist() == [210.0] * 3

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
+
+import numpy as np
 
 from perdure.checkpoint.address import find_step
 from perdure.checkpoint.arguments import shown, step_number
@@ -96,9 +99,10 @@ class RestoreStatus(int):
 class Checkpoint(AttributeState, TensorFlowNames):
     """A state of named members: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
 
-    Members are attributes. `CheckpointManager.save` and `restore` take it as a state: modules and
-    optimizers in it are restored in place, other members are replaced. A manager may also be made
-    for it, in TensorFlow's order: `CheckpointManager(checkpoint, directory, max_to_keep=3)`.
+    Members are attributes. `CheckpointManager.save` and `restore` take it as a state: modules,
+    optimizers and NumPy arrays of one dtype and shape are restored in place, other members are
+    replaced. A manager may also be made for it, in TensorFlow's order:
+    `CheckpointManager(checkpoint, directory, max_to_keep=3)`.
     """
 
     def __init__(self, *unnamed: Any, **members: Any) -> None:
@@ -193,7 +197,8 @@ class Checkpoint(AttributeState, TensorFlowNames):
             return RestoreStatus.of(name_at_step(run.where, restored.step), restored.step, unused)
         loaded = load_verified(directory, step)
         taken = {p: leaf for p, leaf in loaded.leaves.items() if self._takes(split_path(p))}
-        restore_state(self, taken)
+        with kept_arrays(self):
+            restore_state(self, taken)
         found = loaded.manifest.step
         return RestoreStatus.of(
             name_at_step(run.where, found), found, loaded.leaves.keys() - taken.keys()
@@ -209,6 +214,21 @@ class Checkpoint(AttributeState, TensorFlowNames):
         for name, member in vars(self).items():
             below = join_key(path, name)
             yield from member._paths(below) if isinstance(member, Checkpoint) else [below]
+
+
+@contextmanager
+def kept_arrays(state: Any) -> Iterator[None]:
+    """After a restore inside, the NumPy arrays among the members of a `Checkpoint` are those that they
+    were, with the restored values: the program may hold them."""
+    members = vars(state) if isinstance(state, Checkpoint) else {}
+    before = {name: each for name, each in members.items() if type(each) is np.ndarray}
+    yield
+    for name, array in before.items():
+        new = members[name]
+        is_alike = type(new) is np.ndarray and (new.dtype, new.shape) == (array.dtype, array.shape)
+        if is_alike and new is not array and array.flags.writeable:
+            np.copyto(array, new)
+            members[name] = array
 
 
 managers: WeakKeyDictionary[Checkpoint, ref[Any]] = WeakKeyDictionary()

@@ -18,7 +18,13 @@ from typing import Any, NoReturn, overload
 
 from perdure.checkpoint.address import step_or_name
 from perdure.checkpoint.arguments import Metrics, integer, require_kind, step_number
-from perdure.checkpoint.checkpoint import Checkpoint, makes_state, managers, takes_tensorflow_order
+from perdure.checkpoint.checkpoint import (
+    Checkpoint,
+    kept_arrays,
+    makes_state,
+    managers,
+    takes_tensorflow_order,
+)
 from perdure.checkpoint.group_call import GroupCall, require_group, together
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.managed_directory import (
@@ -302,8 +308,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                 method, a class, a `functools.partial` or a callable that cannot be saved is called.
                 None: the `Checkpoint` that the manager was made for.
             start_over: Begin, with what the mirror has or else at step 0, although the run has had
-                checkpoints, which were all set
-                aside or are gone.
+                checkpoints, which were all set aside or are gone.
 
         Raises:
             HistoryError: The run has had checkpoints, or `perdure run` knows of one, and it has
@@ -451,7 +456,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self._saver.forget_highest()
         # After the wait for the save: a name is then the same step in every process.
         number = step_or_name(step, self._run)
-        with gc_paused():  # one pause for all of it, because each one ends in a collection
+        # One pause for all of it, because each one ends in a collection.
+        with kept_arrays(like), gc_paused():
             restored = self._restorer.restore(number, like, request)
         if restored is not None and restored.report.is_exact:
             self._interval.record(restored.step)

@@ -9,6 +9,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
@@ -133,7 +134,7 @@ class ExtraMembers:
         return [self._made[place] for place in self._places if place in self._made]
 
 
-_MUTABLE = (dict, list, deque, set, bytearray)
+_MUTABLE = (dict, list, deque, set, bytearray, np.ndarray)
 _groups_of_paths = msgspec.json.Decoder(list[list[str]])
 
 
@@ -142,9 +143,10 @@ class SharedMembers(ExtraMember):
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         walk = saving.walk
-        containers = {kind for kind in walk.kinds if issubclass(kind, _MUTABLE)}
+        containers = {kind for kind in walk.kinds if _is_mutable(kind)}
         branches = [each for each in walk.branches if type(each.value) in containers]
         found = [(id(each.value), each.path) for each in branches]
+        found += [(id(value), path) for path, value in walk.inside if _is_mutable(type(value))]
         torch = sys.modules.get("torch")
         kinds = (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor)
         if arrays := {kind for kind in walk.takers if issubclass(kind, kinds)}:
@@ -178,6 +180,13 @@ class SharedMembers(ExtraMember):
                         f"(`self.param_groups = base.param_groups`), and restore again."
                     )
         return []
+
+
+@cache
+def _is_mutable(kind: type) -> bool:
+    """Whether values of a class can be changed in place: of containers, records and arrays of NumPy."""
+    params = getattr(kind, "__dataclass_params__", None)
+    return issubclass(kind, _MUTABLE) or (params is not None and not params.frozen)
 
 
 def shared_groups(restoring: Restoring) -> dict[str, int]:

@@ -46,11 +46,16 @@ def _refuse_live(_: Any, path: str) -> Any:
     raise MismatchError(f"{path}: only the object that saved this can rebuild it.")
 
 
+def _build_alone(_: str, build: Callable[[], Any]) -> Any:
+    return build()
+
+
 class ObjectStates:
     """The leaves of a checkpoint, from which states of objects are built, and compared with.
 
     `rebuild` restores a live object inside a state; `keep` has values of modules that stay; with
-    `takes` an object that changes no array may get the memory of the leaves.
+    `takes` an object that changes no array may get the memory of the leaves. `shared` gets a path
+    and what builds the value there, and returns the one that other paths have too.
     """
 
     def __init__(
@@ -60,8 +65,10 @@ class ObjectStates:
         keep: Collection[str] = (),
         takes: bool = False,
         sharded: Mapping[str, Any] = MappingProxyType({}),
+        shared: Callable[[str, Callable[[], Any]], Any] = _build_alone,
     ) -> None:
         self.leaves = leaves
+        self._shared = shared
         self._sharded = sharded
         self._keep = keep
         self._may_take = takes
@@ -179,8 +186,11 @@ class ObjectStates:
         return build_container(
             entry or SORTED_DICT,
             self._parts.get(path, ()),
-            lambda key, part: self._value(join_part(path, part), _child(like, key), arrays),
+            lambda key, part: self._part(join_part(path, part), _child(like, key), arrays),
         )
+
+    def _part(self, path: str, like: Any, arrays: str) -> Any:
+        return self._shared(path, lambda: self._value(path, like, arrays))
 
     def _live(self, path: str, like: Any, stored_type: str, arrays: str) -> Any:
         if (
@@ -194,7 +204,7 @@ class ObjectStates:
                 return build_record(
                     kind,
                     {
-                        str(name): self._value(
+                        str(name): self._part(
                             join_part(path, escape(str(name))),
                             getattr(like, str(name), _MISSING),
                             arrays,

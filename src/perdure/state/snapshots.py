@@ -75,6 +75,8 @@ class ObjectFlattener:
         self._enters = enters
         self._array_classes: dict[str, str] = {}
         self.live_paths: list[str] = []
+        self.inside: list[tuple[str, Any]] = []
+        """Path and value of each array and container."""
 
     def add(
         self, stateful: Stateful, path: str, state: Any, leave_out: Collection[str] = ()
@@ -121,6 +123,7 @@ class ObjectFlattener:
                     self._add_leaf(leaf, path)
                     if leaf.dtype[:3] != SCALAR_PREFIX:
                         self._array_classes[path] = array_class_name(value)
+                        self.inside.append((path, value))
                     return
             described = describe_container(value) or describe_record(value)
             if described is None:
@@ -130,6 +133,7 @@ class ObjectFlattener:
             add_path(error, path)
             raise
         entry, children = described
+        self.inside.append((path, value))
         if needs_entry or not children or entry != SORTED_DICT:
             self._leaves.containers[path] = entry
         for key, child in children:
@@ -352,7 +356,10 @@ def flatten(
         for path, node in walk.objects.items():
             if path not in walk.states:
                 walk.states[path] = read_state(node, path)
+            flattener.inside.clear()
             flattener.add(node, path, walk.states[path])
+            if is_of_program(type(node.target)):
+                walk.inside += flattener.inside
     except RecursionError:
         raise nested_too_deeply() from None
     if adapters is None:

@@ -143,13 +143,28 @@ class _Restore:
         shared: Mapping[str, int],
     ) -> None:
         self._plan, self._leaves, self._keep = plan, plan.leaves, plan.keep
-        self._shared = shared
+        described = {p for p, node in plan.walk.objects.items() if isinstance(node, Described)}
+        others = plan.walk.objects.keys() - described
+        # In a restore of parts, what stays is not what the checkpoint has.
+        self._shared = {p: n for p, n in shared.items() if p not in others and not plan.keep}
         self._built: dict[int, Any] = {}  # by the number of a shared object
+        self._first: dict[int, int | Branch] = {}  # where the target has one
+        if self._shared:
+            parts: list[tuple[str, int | Branch]] = [(b.path, b) for b in plan.walk.branches]
+            parts += [(p, number) for number, p in enumerate(plan.walk.paths)]
+            for p, part in parts:
+                if p in self._shared:
+                    self._first.setdefault(self._shared[p], part)
         self._replaced = replaced
         self._refused: tuple[str, Stateful] | None = None
         self._adapters = loaded_adapters()
         self._objects = ObjectStates(
-            plan.leaves, self._build_inside_object, plan.keep, takes, plan.sharded
+            plan.leaves,
+            self._build_inside_object,
+            plan.keep,
+            takes,
+            plan.sharded,
+            self._build_shared,
         )
         self._changes: list[_Change] = []
 
@@ -173,18 +188,26 @@ class _Restore:
 
     def _build(self, walk: Walk, part: int | Branch) -> Any:
         """The new value for a part of a walk; a change in place is added to `_changes`."""
-        if not self._shared:
-            return self._build_one(walk, part)
+        is_leaf = isinstance(part, int)
         path = walk.paths[part] if isinstance(part, int) else part.path
+        if path not in self._shared:
+            return self._build_one(walk, part)
         like = walk.values[part] if isinstance(part, int) else part.value
-        number = self._shared.get(path, -1)
-        if number in self._built and path not in self._keep:
-            value = self._built[number]
-            return value if type(value) is type(like) else self._build_one(walk, part)
-        value = self._build_one(walk, part)
-        if number >= 0 and value is not None:
-            self._built[number] = value
-        return value
+        value = self._build_shared(path, lambda: self._build_one(walk, part))
+        gives_way = (
+            (like is None or is_plain(like)) if is_leaf else isinstance(part.node, Described)
+        )
+        return value if gives_way or type(value) is type(like) else self._build_one(walk, part)
+
+    def _build_shared(self, path: str, build: Callable[[], Any]) -> Any:
+        """What `build` makes, or the object at `path` that is at other paths too. It is built once, if
+        possible where the target has a value, which says the devices of arrays."""
+        if (number := self._shared.get(path)) is None:
+            return build()
+        if number not in self._built:
+            walk, first = self._plan.walk, self._first.get(number)
+            self._built[number] = build() if first is None else self._build_one(walk, first)
+        return self._built[number]
 
     def _build_one(self, walk: Walk, part: int | Branch) -> Any:
         if isinstance(part, int):

@@ -99,6 +99,9 @@ class Walk:
         self.takers: dict[type, Adapter | None] = {}
         self.objects: dict[str, Stateful] = {}
         self.states: dict[str, Any] = {}
+        self.inside: list[
+            tuple[str, Any]
+        ] = []  # arrays and containers in states of program objects
         self.branches: list[Branch] = []
         self.kinds: set[type] = set()
         self.unselected: set[str] = set()

@@ -1,0 +1,108 @@
+"""What members of a state share before a save, they share after the restore."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from perdure import CheckpointManager, MemoryStorage
+from perdure.state import snapshot
+
+State = dict[str, Any]
+
+
+@dataclass
+class Episode:
+    rewards: list[float] = field(default_factory=list)
+
+
+class Memory:
+    """A replay buffer of the program's own class, with a `state_dict`."""
+
+    def __init__(self) -> None:
+        self.items: deque[Any] = deque(maxlen=3)
+        self.newest: Any = None
+
+    def state_dict(self) -> State:
+        return {"items": self.items, "newest": self.newest}
+
+    def load_state_dict(self, state: State) -> None:
+        self.items, self.newest = state["items"], state["newest"]
+
+
+def fresh() -> State:
+    state = {"replay": [], "elites": deque(), "best": None, "weights": np.zeros(2), "index": {}}
+    return state | {"memory": Memory()}
+
+
+def change(state: State, step: int) -> None:
+    """Values that are in two grown members are changed in place through one of them."""
+    entry: Any = {"seen": np.full(2, float(step)), "visits": [0], "episode": Episode()}
+    state["replay"].append(entry)
+    state["index"][f"step{step}"] = entry["seen"]
+    if step % 2:
+        state["elites"].append(entry)
+        state["best"] = (entry["visits"], state["weights"])
+        state["memory"].items.append(entry)
+        state["memory"].newest = entry["seen"]
+    for each in state["elites"]:
+        each["seen"] += 1 / (step + 1)
+        each["visits"].append(step)
+        each["episode"].rewards.append(step / 3)
+    state["weights"] += step
+    state["memory"].newest -= step
+    state["best"][0][0] += 1
+
+
+def run(where: MemoryStorage, stop: int) -> tuple[dict[str, bytes], State]:
+    with CheckpointManager(where, recipe={}) as manager:
+        state, start = manager.restore_or_initialize(fresh())
+        for step in range(start, stop):
+            change(state, step + 1)
+            manager.save(step + 1, state)
+    return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}, state
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_values_in_several_grown_members_stay_one(stop: int) -> None:
+    whole, _ = run(MemoryStorage(), 7)
+    run(where := MemoryStorage(), stop)
+    again, state = run(where, 7)
+    assert again == whole
+    assert state["elites"][0] is state["replay"][0]
+    assert state["index"]["step1"] is state["replay"][0]["seen"]
+    assert state["best"][1] is state["weights"]
+    assert state["memory"].items[-1]["seen"] is state["memory"].newest
+
+
+def test_a_grown_member_gets_the_placed_arrays_of_the_target() -> None:
+    """In whatever order the target has them: only its own value says the devices of arrays."""
+    device = jax.devices()[-1]
+
+    def init() -> State:
+        return {"history": [], "params": {"w": jax.device_put(jnp.zeros(2), device)}}
+
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(init())
+        state["params"] = {"w": state["params"]["w"] + 1}
+        state["history"].append(state["params"])
+        manager.save(1, state)
+    with CheckpointManager(where, recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(init())
+    assert state["history"][0] is state["params"]
+    assert state["params"]["w"].committed
+
+
+def test_a_restore_of_a_part_shares_nothing() -> None:
+    run(where := MemoryStorage(), 3)
+    like = fresh() | {"weights": np.full(2, 7.0)}
+    with CheckpointManager(where, recipe={}) as manager:
+        state, _ = manager.restore(like=like, leaves=["best", "replay"])
+    assert state["weights"] is like["weights"]
+    assert state["best"][1].tolist() == [6.0, 6.0]

@@ -40,7 +40,7 @@ from perdure.errors import (
     warn_caller,
 )
 from perdure.runtime.process_group import Processes, SingleProcess
-from perdure.state.extra_members import Restoring, load_epoch_ends, shared_groups
+from perdure.state.extra_members import Restoring, load_epoch_ends, memory_orders, shared_groups
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import processes_of
@@ -162,9 +162,16 @@ class Restorer:
             if request.is_strict:
                 self.expect(like)
             try:
-                shared = shared_groups(self._restoring(where, loaded, request))
+                restoring = self._restoring(where, loaded, request)
                 state, report = restore_requested(
-                    like, leaves, request, stored, takes=True, replaced=replaced, shared=shared
+                    like,
+                    leaves,
+                    request,
+                    stored,
+                    takes=True,
+                    replaced=replaced,
+                    shared=shared_groups(restoring),
+                    orders=memory_orders(restoring),
                 )
             except MismatchError as error:
                 if any(leaf.path == DCP_LAYOUT for leaf in manifest.process_leaves):

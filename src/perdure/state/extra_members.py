@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -84,6 +85,7 @@ class ExtraMember:
 _MEMBERS = {
     "perdure.state.extra_members:EpochEnds": None,
     "perdure.state.extra_members:SharedMembers": None,
+    "perdure.state.extra_members:MemoryOrders": None,
     "perdure.state.attributes:Attributes": None,
     "perdure.state.torch_gradients:Gradients": "torch",
     "perdure.state.process_random:ProcessRandom": None,
@@ -144,21 +146,25 @@ class SharedMembers(ExtraMember):
     def take(self, saving: Saving) -> dict[str, Leaf]:
         walk = saving.walk
         containers = {kind for kind in walk.kinds if _is_mutable(kind)}
-        branches = [each for each in walk.branches if type(each.value) in containers]
-        found = [(id(each.value), each.path) for each in branches]
-        found += [(id(value), path) for path, value in walk.inside if _is_mutable(type(value))]
-        torch = sys.modules.get("torch")
-        kinds = (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor)
-        if arrays := {kind for kind in walk.takers if issubclass(kind, kinds)}:
-            found += [(id(value), path) for path, value in walk.pairs() if type(value) in arrays]
+        found = [
+            (each.path, each.value) for each in walk.branches if type(each.value) in containers
+        ]
+        found += [(path, value) for path, value in walk.inside if _is_mutable(type(value))]
         for path, node in walk.objects.items():
             if isinstance(shared := getattr(node.target, "param_groups", None), list):
-                found.append((id(shared), path))
-        if len({number for number, _ in found}) == len(found):  # nearly always
+                found.append((path, shared))
+        paths, values = [path for path, _ in found], [value for _, value in found]
+        torch = sys.modules.get("torch")
+        kinds = (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor)
+        for start, stop in walk.runs:
+            if isinstance(walk.values[start], kinds):
+                paths += walk.paths[start:stop]
+                values += walk.values[start:stop]
+        if len(set(map(id, values))) == len(values):  # nearly always
             return {}
         groups: dict[int, list[str]] = {}
-        for number, path in found:
-            groups.setdefault(number, []).append(path)
+        for path, value in zip(paths, values, strict=True):
+            groups.setdefault(id(value), []).append(path)
         shared = sorted(paths for paths in groups.values() if len(paths) > 1)
         return {f"process/{saving.process}/shared": json_leaf(shared)}
 
@@ -193,6 +199,50 @@ def shared_groups(restoring: Restoring) -> dict[str, int]:
     """The number of the object that is at a path and at others, by the path in the state."""
     groups = restoring.stored("shared", _groups_of_paths) or []
     return {restoring.renamed(path): n for n, paths in enumerate(groups) for path in paths}
+
+
+_orders = msgspec.json.Decoder(dict[str, list[int]])
+_is_row_major = attrgetter("flags.c_contiguous")
+
+
+class MemoryOrders(ExtraMember):
+    """The memory order of NumPy arrays: the order of the additions in the next step depends on it."""
+
+    def __init__(self) -> None:
+        self._has_others = False
+
+    def see(self, walk: Walk) -> None:
+        self._has_others |= bool(_axes_of(walk))
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        axes = _axes_of(saving.walk)
+        # Without the leaf (and in older checkpoints) arrays have the order of the target.
+        if not axes and not self._has_others:
+            return {}
+        return {f"process/{saving.process}/orders": json_leaf(axes)}
+
+
+def _axes_of(walk: Walk) -> dict[str, list[int]]:
+    """By the path of each array that is not row-major, its axes from the largest stride down."""
+    found = [(path, value) for path, value in walk.inside if type(value) is np.ndarray]
+    for start, stop in walk.runs:
+        values = walk.values[start:stop]
+        if type(values[0]) is np.ndarray and not all(map(_is_row_major, values)):
+            found += zip(walk.paths[start:stop], values, strict=True)
+    axes = {
+        path: sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+        for path, array in found
+        if not array.flags.c_contiguous
+    }
+    return {path: order for path, order in axes.items() if order != sorted(order)}
+
+
+def memory_orders(restoring: Restoring) -> dict[str, list[int]] | None:
+    """The axes of the arrays that are not row-major, as they were saved; None if no save has said it."""
+    stored = restoring.stored("orders", _orders)
+    if stored is None:
+        return None
+    return {restoring.renamed(path): axes for path, axes in stored.items()}
 
 
 _ENDED = re.compile(rf"process/[0-9]+/{EPOCH_ENDS}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from functools import cache
@@ -116,6 +116,14 @@ def array_bytes(array: np.ndarray[Any, Any] | np.generic) -> tuple[memoryview, b
 def leaf_array(leaf: Leaf) -> np.ndarray[Any, Any]:
     """A NumPy array over the bytes of an array leaf, which are not copied."""
     return np.frombuffer(leaf.data, numpy_dtype(leaf.dtype)).reshape(leaf.shape)
+
+
+def in_order(array: Any, path: str, orders: Mapping[str, Sequence[int]] | None) -> Any:
+    """An array of NumPy in the memory order that it had at a path; any other value as it is."""
+    if orders is None or type(array) is not np.ndarray:
+        return array
+    axes = orders.get(path, range(array.ndim))
+    return array.transpose(axes).copy(order="C").transpose(np.argsort(axes))
 
 
 def plain_value(leaf: Leaf) -> Any:

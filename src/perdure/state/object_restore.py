@@ -32,7 +32,7 @@ from perdure.state.containers import (
     record_class,
 )
 from perdure.state.leaf_spec import Difference, LeafSpec, PathInErrors, type_name
-from perdure.state.leaf_values import cut, plain_value, same_bits
+from perdure.state.leaf_values import cut, in_order, plain_value, same_bits
 from perdure.state.paths import below, join_dotted, join_part, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import ObjectFlattener, read_state
@@ -55,7 +55,8 @@ class ObjectStates:
 
     `rebuild` restores a live object inside a state; `keep` has values of modules that stay; with
     `takes` an object that changes no array may get the memory of the leaves. `shared` gets a path
-    and what builds the value there, and returns the one that other paths have too.
+    and what builds the value there, and returns the one that other paths have too. `orders` are those
+    of `memory_orders`.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class ObjectStates:
         takes: bool = False,
         sharded: Mapping[str, Any] = MappingProxyType({}),
         shared: Callable[[str, Callable[[], Any]], Any] = _build_alone,
+        orders: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.leaves = leaves
-        self._shared = shared
+        self._shared, self._orders = shared, orders
         self._sharded = sharded
         self._keep = keep
         self._may_take = takes
@@ -240,7 +242,8 @@ class ObjectStates:
             assert chosen is not None
             take = getattr(chosen[0], "take", None) if self._takes else None
             value = load_leaf(chosen[0], target, leaf) if take is None else take(target, leaf)
-        return value.copy() if isinstance(value, np.ndarray) else value
+        value = value.copy() if isinstance(value, np.ndarray) else value
+        return in_order(value, path, self._orders)
 
 
 _COMPARED = Leaf("", (), memoryview(b""))

@@ -7,7 +7,7 @@ new value has been built. Then either all objects are changed, or none.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from perdure.state.leaf_spec import (
     mismatch_error,
     type_name,
 )
-from perdure.state.leaf_values import is_plain, same_bits
+from perdure.state.leaf_values import in_order, is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
 from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_plan import RestorePlan, StoredState
@@ -61,13 +61,14 @@ def restore_requested(
     takes: bool = False,
     replaced: ReplacedMembers | None = None,
     shared: Mapping[str, int] = MappingProxyType({}),
+    orders: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[Any, RestoreReport]:
     """`restore` of what `request` asks for; the rest of `like` stays. Returns the state and a
     report.
 
     `stored` is all that the checkpoint has, `leaves` what is wanted of it, whose memory values may
     use with `takes`. `replaced` gets the members that are not in the returned state; `shared`
-    numbers objects that are at several paths.
+    numbers objects that are at several paths, `orders` are those of `memory_orders`.
     """
     with gc_paused(len(leaves)):
         refusals: dict[str, str] = {}
@@ -77,7 +78,7 @@ def restore_requested(
             if lines := plan.differences:
                 has_ways = request.strict and not all(line.reason for line in lines)
                 raise mismatch_error(lines, _WAYS_OUT if has_ways else "")
-            attempt = _Restore(plan, takes, replaced, shared)
+            attempt = _Restore(plan, takes, replaced, shared, orders)
             try:
                 return attempt.run(), plan.report()
             except StateError as error:
@@ -141,8 +142,10 @@ class _Restore:
         takes: bool,
         replaced: ReplacedMembers,
         shared: Mapping[str, int],
+        orders: Mapping[str, Sequence[int]] | None,
     ) -> None:
         self._plan, self._leaves, self._keep = plan, plan.leaves, plan.keep
+        self._orders = orders
         described = {p for p, node in plan.walk.objects.items() if isinstance(node, Described)}
         others = plan.walk.objects.keys() - described
         # In a restore of parts, what stays is not what the checkpoint has.
@@ -165,6 +168,7 @@ class _Restore:
             takes,
             plan.sharded,
             self._build_shared,
+            orders,
         )
         self._changes: list[_Change] = []
 
@@ -249,6 +253,7 @@ class _Restore:
         else:
             value = load_leaf(taker, like, self._leaves[path])
             variable = taker.variable(like)
+        value = in_order(value, path, self._orders)
         if variable is None:
             self._replaced.add_leaf(path, like, value)
             return value

@@ -48,7 +48,7 @@ from perdure.state.extra_members import ExtraMembers
 from perdure.state.per_rank import RankContext, rank_context
 from perdure.state.process_random import finish_callbacks
 from perdure.state.restore_check import RestoreCheck
-from perdure.state.snapshots import SnapshotBuffer
+from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.state.walk import Walk
 from perdure.store import Leaf, Run
 from perdure.store.gc_pause import gc_paused

@@ -434,10 +434,10 @@ def _path(path: str, key: Key) -> str:
 def _add(leaves: Leaves, value: Any, path: str, form: Any = None) -> bool:
     """Add the leaves of a value (of its `form`, if there is one); False if it has no exact form."""
     try:
-        found, is_plain = described(stored_form(value) if form is None else form, path)
+        found, live = described(stored_form(value) if form is None else form, path)
     except StateError:
         return False
-    if not is_plain or any(leaf.shards is not None for leaf in found.values()):
+    if live or any(leaf.shards is not None for leaf in found.values()):
         return False
     leaves.update(found)
     leaves.containers.update(found.containers)

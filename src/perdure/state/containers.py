@@ -26,6 +26,8 @@ _FACTORIES: dict[Any, str] = {
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (OrderedDict, Counter, list, tuple, set, frozenset)
 }
+BYTEARRAY = "builtins.bytearray"
+"""The class in the entry of a leaf of bytes that is a `bytearray`."""
 SORTED_DICT = Container("dict")
 """A dict whose keys are strings in code point order. It needs no entry."""
 

@@ -238,7 +238,7 @@ def _axes_of(walk: Walk) -> dict[str, list[int]]:
 
 
 def memory_orders(restoring: Restoring) -> dict[str, list[int]] | None:
-    """The axes of the arrays that are not row-major, as they were saved; None if no save has said it."""
+    """The axes of the saved arrays that are not row-major; None if the checkpoint does not say it."""
     stored = restoring.stored("orders", _orders)
     if stored is None:
         return None

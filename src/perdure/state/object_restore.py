@@ -23,6 +23,7 @@ from perdure.state.adapter import (
     loaded_adapters,
 )
 from perdure.state.containers import (
+    BYTEARRAY,
     SORTED_DICT,
     array_class_name,
     array_template,
@@ -178,6 +179,8 @@ class ObjectStates:
     def _value(self, path: str, like: Any, arrays: str, *, root: bool = False) -> Any:
         """The value at `path`; its arrays have the class `arrays` unless an entry names another."""
         entry = self.containers.get(path)
+        if entry is not None and entry.type == BYTEARRAY:
+            return bytearray(plain_value(self.leaves[path]))
         is_record = entry is not None and entry.kind == "object" and entry.keys is not None
         if entry is not None and entry.type is not None and (not root or is_record):
             return self._live(path, like, entry.type, arrays)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -27,12 +28,12 @@ from perdure.state.adapter import (
 )
 from perdure.state.builtin import is_plain_object
 from perdure.state.containers import (
+    BYTEARRAY,
     SORTED_DICT,
     array_class_name,
     describe_container,
     describe_record,
 )
-from perdure.state.generators import is_generator
 from perdure.state.leaf_spec import (
     Difference,
     LeafSpec,
@@ -42,12 +43,12 @@ from perdure.state.leaf_spec import (
     nested_too_deeply,
     type_name,
 )
-from perdure.state.leaf_values import is_plain, plain_value
+from perdure.state.leaf_values import SCALARS, is_plain, plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key, nearest, nested
 from perdure.state.per_rank import current_rank_context
 from perdure.state.program_code import is_of_program
-from perdure.state.walk import ANY_LENGTH, GROWING, MAPPINGS, Unwalked, Walk, node_of
-from perdure.store.aligned_buffers import COPIED_TOGETHER, CopyBuffer
+from perdure.state.snapshot_buffer import SnapshotBuffer
+from perdure.state.walk import ANY_LENGTH, MAPPINGS, Unwalked, Walk, gives_way, node_of
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
@@ -146,6 +147,10 @@ class ObjectFlattener:
 
     def _add_live(self, value: Any, path: str) -> None:
         node_of(value, path, self._adapters, None)  # refuses what is no object of a framework
+        if type(value) is bytearray:
+            self._add_leaf(scalar_leaf(bytes(value)), path)
+            self._leaves.containers[path] = Container("object", type=BYTEARRAY)
+            return
         self.live_paths.append(path)
         if not self._enters:
             return
@@ -188,7 +193,7 @@ def lost_objects(
     """The objects in `leaves` that only a target which has them could rebuild, and it has not."""
     lost: dict[tuple[str, str], list[str]] = {}
     for path, entry in containers_of(leaves).items():
-        is_live = entry.type is not None and entry.keys is None
+        is_live = entry.type not in (None, BYTEARRAY) and entry.keys is None
         is_present = path in present or path in objects
         if is_live and not is_present and nearest(path, objects) is not None:
             lost.setdefault((path.rpartition("/")[0], str(entry.type)), []).append(path)
@@ -213,10 +218,19 @@ class FreshTarget:
         self._plain = {path for path, value in pairs if value is None or is_plain(value)}
         self._none = {path for path, value in pairs if value is None}
         branches = [] if walk is None else walk.branches
-        self._sizes = {b.path: len(b.value) for b in branches if type(b.value) in (list, tuple)}
-        self._keys = {
-            b.path: list(b.value) for b in branches if type(b.value) in MAPPINGS and b.path
-        }
+        # What a run may exchange for a plain value of another kind; None without a target.
+        self._before: dict[str, tuple[type, Any]] | None = None
+        self._others: set[tuple[str, type]] = set()  # values that do not give way
+        if walk is not None:
+            self._before = {path: _SCALAR for path, value in pairs if type(value) in SCALARS}
+            for path, value in ((b.path, b.value) for b in branches):
+                if gives_way(value):
+                    if path or type(value) not in MAPPINGS:  # the root gains no keys
+                        self._before[path] = _form(value)
+                else:
+                    self._others.add((path, type(value)))
+        before = self._before or {}
+        self._structures = {path for path, form in before.items() if form is not _SCALAR}
         objects = {b.path for b in branches if is_of_program(type(b.value)) and b.path}
         self._shapes = {
             path: (getattr(value, "dtype", None), getattr(value, "shape", None))
@@ -229,12 +243,19 @@ class FreshTarget:
         containers: dict[str, Container] = {}
         for path, value in self._changed(walk, leaves):
             if nearest(path, containers) is None:
-                found, is_plain_value = described(value, path, [_without_bytes])
-                entries = found.containers
-                entry = entries.get(path, Container("array"))  # of a number
-                entries[path] = msgspec.structs.replace(entry, grown=True)
-                if is_plain_value and not (self._keys.get(path) and _has_jax(entries)):
-                    containers |= entries
+                kind, size = (self._before or {}).get(path, _SCALAR)
+                found, live = described(value, path, [_without_bytes])
+                is_filled = bool(size) and (kind is not type(value) or kind in MAPPINGS)
+                if live:
+                    parts: Any = [*value] if isinstance(value, Mapping) else None
+                    parts = len(value) if isinstance(value, (list, tuple)) else parts
+                    if not (is_filled and kind is not type(value) and parts == size):
+                        self._refuse(walk, live[0])
+                # Only the target says the devices of the arrays of JAX in a container that it has.
+                elif not (is_filled and _has_jax(found.containers)):
+                    entry = found.containers.get(path, Container("array"))  # of a number
+                    found.containers[path] = msgspec.structs.replace(entry, grown=True)
+                    containers |= found.containers
         for path, before in self._shapes.items():
             now: Any = walk.by_path.get(path)
             if not hasattr(now, "dtype") or not _may_change_shape(now):
@@ -243,13 +264,6 @@ class FreshTarget:
                 continue
             grown = Container("array", arrays=_class_of(now), grown=True)
             containers.setdefault(path, grown)
-        for branch in walk.branches:
-            if branch.path in self._none and _is_only_live(branch.value):
-                raise UnsupportedLeafError(
-                    f"{branch.path}: there was no {type_name(branch.value)} here when the program gave "
-                    f"the state to the restore, and only such an object can take its values. Make it "
-                    f"where its owner is made."
-                )
         self._require_same_objects(walk)
         for path in self._none & leaves.keys():
             if leaves[path].dtype[:3] != SCALAR_PREFIX and path not in containers:
@@ -281,29 +295,59 @@ class FreshTarget:
             )
 
     def _changed(self, walk: Walk, leaves: Leaves) -> Iterator[tuple[str, Any]]:
+        before, last = self._before, None
         for branch in walk.branches:
             path, value, kind = branch.path, branch.value, type(branch.value)
-            if kind is list:
-                is_other = self._sizes.get(path, len(value)) != len(value)
-            elif kind in MAPPINGS:
-                keys = self._keys.get(path)
-                is_other = keys is not None and keys != list(value)
-            else:
+            if path == last or (path, kind) in self._others:
+                continue
+            last = path
+            if before is None:
                 is_other = kind in ANY_LENGTH
-            if is_other or (kind in GROWING and path in self._none):
+            else:
+                is_other = path in before and (kind in ANY_LENGTH or before[path] != _form(value))
+            if is_other:
                 yield path, value
-        for path in (self._sizes.keys() | self._keys.keys()) & leaves.keys():
+        if before is None:
+            return
+        for path in before.keys() & walk.objects.keys():
+            yield path, walk.objects[path].target
+        gone = self._structures & leaves.keys()
+        for path in gone.difference(branch.path for branch in walk.branches if gone):
             yield path, walk.by_path[path]
+
+    def _refuse(self, walk: Walk, path: str) -> None:
+        """Raise `UnsupportedLeafError` for a value that a restore could not put there."""
+        found = {b.path: b.value for b in reversed(walk.branches)}
+        found |= {inside: node.target for inside, node in walk.objects.items()}
+        name = type_name(found.get(path))
+        raise UnsupportedLeafError(
+            f"{path}: there was no {name} here when the program gave the state to the restore, which "
+            f"makes plain values, arrays, containers, and named tuples and dataclasses without static "
+            f"fields whose class is at the top level of a module. Make the {name} where its owner is "
+            f"made, or store its values."
+        )
+
+
+_SCALAR = NoneType, None
+
+
+def _form(value: Any) -> tuple[type, Any]:
+    """The class of a value, and the length of a list or a tuple or the keys of a mapping."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind, len(value)
+    return kind, [*value] if kind in MAPPINGS else kind not in ANY_LENGTH
 
 
 def described(
     value: Any, path: str, takers: Sequence[TakeLeaf] | None = None
-) -> tuple[Leaves, bool]:
-    """The leaves and the entries of a plain value and of all in it, and whether they can rebuild it."""
+) -> tuple[Leaves, list[str]]:
+    """The leaves and the entries of a value and of all in it, and the paths of those in it that they
+    cannot rebuild."""
     found = Leaves()
     flattener = ObjectFlattener(found, loaded_adapters(), takers=takers)
     flattener.add(Stateful(value), path, value)
-    return found, not flattener.live_paths
+    return found, flattener.live_paths
 
 
 def _first_paths(walk: Walk) -> dict[str, str]:
@@ -316,12 +360,6 @@ def _first_paths(walk: Walk) -> dict[str, str]:
     ]
     first: dict[int, str] = {}
     return {path: first.setdefault(id(value), path) for path, value in objects}
-
-
-def _is_only_live(value: Any) -> bool:
-    """Whether no entry describes a value: a random generator, a module of JAX's libraries."""
-    names = {base.__module__.partition(".")[0] for base in type(value).__mro__}
-    return is_generator(value) or not names.isdisjoint(("equinox", "flax"))
 
 
 def _has_jax(found: Mapping[str, Container]) -> bool:
@@ -365,63 +403,6 @@ def flatten(
     if adapters is None:
         (fresh or FreshTarget()).describe(walk, leaves)
     return leaves
-
-
-class SnapshotBuffer:
-    """Memory for one snapshot at a time. It grows to the largest one, and is kept until `release`."""
-
-    def __init__(self) -> None:
-        self._memory = CopyBuffer()
-        self._is_donated: Callable[[], bool] | None = None
-        self._copies_donated = False
-
-    def copy(self, leaves: Mapping[str, Leaf]) -> Leaves:
-        """The same leaves, with a copy in this buffer of each that is not frozen; earlier copies
-        are overwritten. Arrays that a step was given during the last save are copied too, or that
-        step would copy them."""
-        # There may be very many leaves, nearly all of them copies already.
-        alive = [
-            (path, leaf)
-            for path, leaf in leaves.items()
-            if not leaf.frozen or leaf.is_donated is not None
-        ]
-        if not alive and isinstance(leaves, Leaves):
-            return leaves
-        copied = Leaves(leaves, containers_of(leaves))
-        donated = self._donated(alive)
-        changing = [
-            (path, leaf, leaf.shards.parts if leaf.shards else (leaf.data,))
-            for path, leaf in alive
-            if not leaf.frozen or path in donated
-        ]
-        copies = self._memory.copy([part for _, _, parts in changing for part in parts])
-        for path, leaf, parts in changing:
-            new = [next(copies) for _ in parts]
-            if leaf.shards is None:
-                copied[path] = Leaf(leaf.dtype, leaf.shape, new[0], True)
-            else:
-                shards = msgspec.structs.replace(leaf.shards, parts=tuple(new))
-                copied[path] = Leaf(leaf.dtype, leaf.shape, leaf.data, True, shards=shards)
-        return copied
-
-    def note_donations(self) -> None:
-        """Find out, at the end of a save, whether a step was given the arrays of the snapshot."""
-        self._copies_donated = self._is_donated is not None and self._is_donated()
-        self._is_donated = None  # it holds an array
-
-    def _donated(self, leaves: Sequence[tuple[str, Leaf]]) -> Collection[str]:
-        """Those to copy although they are frozen; after a save without donations a small one,
-        because only an array that was copied shows whether a step was given the state."""
-        shared = {path: leaf for path, leaf in leaves if leaf.is_donated is not None}
-        small = next((path for path in shared if shared[path].nbytes <= COPIED_TOGETHER), None)
-        if small is None:
-            return ()
-        self._is_donated = shared[small].is_donated
-        return shared if self._copies_donated else (small,)
-
-    def release(self) -> None:
-        """Free the memory once nothing uses the last snapshot. May be called twice."""
-        self._memory.release()
 
 
 def snapshot(

@@ -17,6 +17,7 @@ from typing import Any
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful, leaf_adapter, loaded_adapters
+from perdure.state.containers import describe_record
 from perdure.state.leaf_spec import (
     Check,
     Difference,
@@ -28,6 +29,7 @@ from perdure.state.leaf_spec import (
     nested_too_deeply,
     type_name,
 )
+from perdure.state.leaf_values import SCALARS
 from perdure.state.paths import below, join_keys, join_part, nearest
 from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
 from perdure.store.format import blocks
@@ -49,16 +51,14 @@ GROWING = (list, tuple, *MAPPINGS, *ANY_LENGTH)
 """Containers whose size or kind a run may change."""
 
 
+def gives_way(value: Any) -> bool:
+    """Whether a run may put a plain value of another kind in the place of this one of its target."""
+    kind = type(value)
+    return kind in SCALARS or kind in GROWING or kind is bytearray or bool(describe_record(value))
+
+
 class Described(Stateful):
     """A value of a target in whose place a restore builds what the checkpoint describes."""
-
-
-def _gives_way(like: Any, entry: Container) -> bool:
-    """Whether a restore builds the value of an entry in the place of `like`, which is no object."""
-    is_array = entry.kind == "array" and (
-        type(like) in (int, float) or (hasattr(like, "shape") and hasattr(like, "dtype"))
-    )
-    return like is None or type(like) in GROWING or is_array
 
 
 class Branch:
@@ -110,6 +110,7 @@ class Walk:
         self._stored = stored
         self._containers = containers or {}
         self._selection = selection
+        self._grown = {path for path, entry in self._containers.items() if entry.grown}
         self._is_whole = selection is None and not containers
         self._starts: list[int] = []  # of runs
         try:
@@ -189,7 +190,12 @@ class Walk:
                 self.pruned.add(path)
                 return Branch(path, value, None)
         entry = self._containers.get(path)
-        if is_selected and entry is not None and entry.grown and _gives_way(value, entry):
+        if (
+            is_selected
+            and entry is not None
+            and entry.grown
+            and (gives_way(value) or (entry.kind == "array" and hasattr(value, "shape")))
+        ):
             self.objects[path] = described = Described(value)
             return Branch(path, value, described)
         try:
@@ -224,6 +230,8 @@ class Walk:
             kind = type(values[0])
             # There may be very many leaves of a type that was met before.
             is_known = self._selection is None and self.takers.get(kind) is not None
+            if self._grown:
+                is_known = is_known and self._grown.isdisjoint(paths)
             if is_known and kind is not NoneType and set(map(type, values)) == {kind}:
                 first = self._add(paths, values)
                 parts.extend(range(first, first + len(values)))

@@ -167,6 +167,14 @@ def test_arguments_that_cannot_be_saved_raise_in_the_call(tmp_path: Path) -> Non
         assert manager.save(1, state(1))
 
 
+def test_a_save_without_a_state_is_refused() -> None:
+    with CheckpointManager(MemoryStorage()) as manager:
+        for save in (lambda: manager.save(1), lambda: manager.save(1, None)):
+            with pytest.raises(ArgumentError, match="state: expected a tree of values, found None"):
+                save()
+        assert manager.all_steps() == []
+
+
 def test_metrics_of_a_step_that_is_not_saved_are_not_checked() -> None:
     class Waits:
         def __float__(self) -> float:

@@ -19,7 +19,7 @@ from donation_cases import (
 
 from perdure import CheckpointManager, LocalStorage, MemoryStorage
 from perdure.state import restore
-from perdure.state.snapshots import SnapshotBuffer
+from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Run
 from perdure.testing import check_run
 

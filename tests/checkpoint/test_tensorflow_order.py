@@ -172,6 +172,19 @@ def test_members_that_the_checkpoint_has_and_the_target_lacks(tmp_path: Path, bo
         manager.close()
 
 
+def test_the_checkpoint_of_a_manager_may_be_given_by_name(tmp_path: Path) -> None:
+    ckpt: Any = Checkpoint(**members())
+    for make in (
+        lambda where: Manager(where, checkpoint=ckpt),
+        lambda where: Manager(checkpoint=ckpt, directory=where),
+    ):
+        with make(where := tmp_path / str(len(list(tmp_path.iterdir())))) as manager:
+            assert manager.save() == f"{where}@1"
+    for wrong in ({"a": 1}, members):
+        with pytest.raises(ArgumentError, match="checkpoint: expected a Checkpoint, found"):
+            Manager(tmp_path / "other", checkpoint=wrong)  # type: ignore[arg-type]
+
+
 def test_a_checkpoint_in_a_checkpoint_takes_its_part(tmp_path: Path) -> None:
     Checkpoint(net=Checkpoint(l1=np.ones(2), bias=np.full(2, 5.0)), step=1).save(tmp_path)
     layer = Checkpoint(bias=np.zeros(2))

@@ -212,7 +212,11 @@ def test_arguments_of_another_type_are_refused(given: dict[str, Any], message: s
 
 def test_objects_that_are_no_dataset_or_no_tuple_are_refused() -> None:
     strategy: Any = make_strategy()
-    for wrong in (lambda: strategy.batch([1, 2], 0), lambda: strategy.distribute_dataset([1, 2])):
+    for wrong in (
+        lambda: strategy.batch([1, 2], 0),
+        lambda: strategy.distribute_dataset([1, 2]),
+        lambda: strategy.recipe(([1, 2], [3])),
+    ):
         with pytest.raises(
             DataError, match="expected a dataset, which gives the batch of any step, f"
         ):

@@ -266,7 +266,7 @@ def takes_tensorflow_order(init: Init) -> Init:
 
     @wraps(init)
     def init_in_either_order(self: Any, *given: Any, **named: Any) -> None:
-        if (given and isinstance(given[0], Checkpoint)) or "checkpoint" in named:
+        if given and isinstance(given[0], Checkpoint):
             given, named = given[len(_ORDER) :], {**dict(zip(_ORDER, given, strict=False)), **named}
         elif given[1:] or (given and "directory" in named):
             raise ArgumentError(

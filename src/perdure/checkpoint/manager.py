@@ -39,7 +39,7 @@ from perdure.checkpoint.preemption import PreemptionFlag, TerminationConfig, rep
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.saver import Saver, abandon
-from perdure.errors import StepNotFoundError, StoreError, WorkerLostError
+from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
 from perdure.runtime.heartbeats import beat, committed, reporting_refusal, require_never_saved
 from perdure.runtime.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
@@ -122,6 +122,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         if processes is None:
             require_group(run.where)
         self._interval = SaveInterval(interval, run)
+        require_kind("checkpoint", checkpoint, Checkpoint, optional=True)
         self._checkpoint, self._step_counter = checkpoint, step_counter
         if checkpoint is not None:
             managers[checkpoint] = weakref.ref(self)
@@ -182,7 +183,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             force: Save even if `should_save(step)` is False.
 
         Raises:
-            ArgumentError: `step` is no step, or a metric is no number.
+            ArgumentError: `step` is no step, a metric is no number, or there is no state.
             HistoryError: `step` is at or below the newest committed step, and has other bits or was
                 never saved: the checkpoints of a run are one line of steps (see `rollback`).
             MismatchError: The first save could not be restored into the target of this manager's
@@ -201,7 +202,13 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             step = self._interval.step_of(given, self._step_counter)
             is_saved = self._save(step, self._checkpoint, metrics, force or not check_interval)
             return name_at_step(self.directory, step) if is_saved else None
-        return self._save(step_number(step), state, metrics, force)
+        number = step_number(step)
+        if state is None:
+            raise ArgumentError(
+                "state: expected a tree of values, found None. Give it as `save(step, state)`, or make "
+                "the manager for a Checkpoint: `CheckpointManager(directory, checkpoint=checkpoint)`."
+            )
+        return self._save(number, state, metrics, force)
 
     def _save(self, step: int, state: Any, metrics: Any, force: bool) -> bool:
         beat("step", step)

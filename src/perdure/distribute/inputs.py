@@ -157,10 +157,10 @@ def sharded(dataset: StepDataset, policy: AutoShardPolicy | str) -> Any:
     return _Whole(dataset) if policy is AutoShardPolicy.OFF else dataset
 
 
-def require_dataset(value: Any) -> None:
-    """Raise `DataError` unless `value` gives the batch of any step."""
+def require_dataset(value: Any, method: str = "batch") -> None:
+    """Raise `DataError` unless `value` gives the batch of any step (or has another method)."""
     refuse_pipeline(value)
-    if not callable(getattr(value, "batch", None)):
+    if not callable(getattr(value, method, None)):
         raise DataError(
             f"expected a dataset, which gives the batch of any step, found {type(value).__name__}; "
             "make perdure.ArrayDataset of arrays, or perdure.data.Dataset of what has __len__ and "

@@ -16,7 +16,7 @@ from typing import Any
 from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.recipe import allowed, check_group, note_strategy_in_use
-from perdure.data.pipelines import by_index, refuse_pipeline
+from perdure.data.pipelines import by_index
 from perdure.distribute import inputs
 from perdure.distribute.audit import OnCorruption, audit_options
 from perdure.distribute.cluster import Cluster
@@ -134,7 +134,8 @@ class Strategy(TensorFlowNames):
             "tree": TREE_VERSION,
             **self._engine.recipe(),
         }
-        refuse_pipeline(dataset := by_index(dataset))
+        if (dataset := by_index(dataset)) is not None:
+            inputs.require_dataset(dataset, "recipe")
         for name, value in (dataset.recipe() if dataset is not None else {}).items():
             recipe[f"data_{name}" if name in recipe else name] = value
         return recipe

@@ -25,7 +25,7 @@ from perdure.keras.fit_batches import FitBatches, position_warning
 from perdure.keras.fit_internals import RunningFit
 from perdure.runtime.heartbeats import beat
 from perdure.state import flatten, restore, snapshot, unflatten
-from perdure.state.snapshots import SnapshotBuffer
+from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.store import Leaf
 
 _REMEDY = (

@@ -7,8 +7,12 @@ import os
 import re
 import sys
 import sysconfig
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -19,6 +23,9 @@ _NAMESPACES = (
     "collections.UserList",
     "collections.ChainMap",
 )
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
+_MODELS = ("flax.linen.", "optax.")
+"""Packages whose objects, other than tuples, are functions with settings."""
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -59,3 +66,26 @@ def is_made(kind: type) -> bool:
     """Whether a class was made while the program runs, and no module has it."""
     module = sys.modules.get(kind.__module__)
     return "." not in kind.__qualname__ and not hasattr(module, kind.__qualname__)
+
+
+def is_code(value: Any) -> bool:
+    """Whether a value is a function, also a compiled one, or a model of Linen: it has no state."""
+    if isinstance(value, partial):
+        return all(map(_is_setting, (value.func, *value.args, *value.keywords.values())))
+    return _is_code_class(type(value))
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_setting, value))
+    return value is None or isinstance(value, (bool, int, float, str, type)) or is_code(value)
+
+
+@cache
+def _is_code_class(kind: type) -> bool:
+    if issubclass(kind, _FUNCTIONS):
+        return True
+    names = [f"{base.__module__}." for base in kind.__mro__]
+    is_model = any(name.startswith(_MODELS) for name in names) and not issubclass(kind, tuple)
+    is_jax = names[0].startswith(("jax.", "jaxlib.")) and hasattr(kind, "__call__")  # noqa: B004
+    return is_model or (is_jax and not hasattr(kind, "dtype"))

@@ -215,6 +215,7 @@ class FreshTarget:
     def __init__(self, walk: Walk | None = None) -> None:
         pairs = [] if walk is None else [*walk.pairs()]
         self._first = {} if walk is None else _first_paths(walk)
+        self._code = None if walk is None else walk.code
         self._plain = {path for path, value in pairs if value is None or is_plain(value)}
         self._none = {path for path, value in pairs if value is None}
         branches = [] if walk is None else walk.branches
@@ -265,6 +266,7 @@ class FreshTarget:
             grown = Container("array", arrays=_class_of(now), grown=True)
             containers.setdefault(path, grown)
         self._require_same_objects(walk)
+        self._require_same_code(walk)
         for path in self._none & leaves.keys():
             if leaves[path].dtype[:3] != SCALAR_PREFIX and path not in containers:
                 containers[path] = Container("array", arrays=_class_of(walk.by_path[path]))
@@ -276,6 +278,16 @@ class FreshTarget:
                 if path in self._plain and value is not None and not owns(path):
                     containers.setdefault(path, Container("array", arrays=_class_of(value)))
         leaves.containers |= containers
+
+    def _require_same_code(self, walk: Walk) -> None:
+        code = self._code if self._code is not None else walk.code
+        for path in code.keys() | walk.code.keys():
+            if code.get(path) is not walk.code.get(path):
+                raise UnsupportedLeafError(
+                    f"{path}: this was another function or model when the program gave the state to "
+                    f"the restore. It is code, which is in no checkpoint, so that a resumed program "
+                    f"would have the first one. Choose between functions by a number or a text."
+                )
 
     def _require_same_objects(self, walk: Walk) -> None:
         """Refuse two paths of which the target has one object and the run two, or the other way round:

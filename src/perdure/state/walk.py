@@ -32,6 +32,7 @@ from perdure.state.leaf_spec import (
 from perdure.state.leaf_values import SCALARS
 from perdure.state.paths import below, join_keys, join_part, nearest
 from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
+from perdure.state.program_code import is_code, is_of_program
 from perdure.store.format import blocks
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
@@ -99,9 +100,12 @@ class Walk:
         self.takers: dict[type, Adapter | None] = {}
         self.objects: dict[str, Stateful] = {}
         self.states: dict[str, Any] = {}
-        self.inside: list[
-            tuple[str, Any]
-        ] = []  # arrays and containers in states of program objects
+        self.inside: list[tuple[str, Any]] = []
+        """Arrays and containers in the states of objects of the program."""
+
+        self.code: dict[str, Any] = {}
+        """The functions in objects of the program, which stay those of the target."""
+
         self.branches: list[Branch] = []
         self.kinds: set[type] = set()
         self.unselected: set[str] = set()
@@ -113,6 +117,7 @@ class Walk:
         self._grown = {path for path, entry in self._containers.items() if entry.grown}
         self._is_whole = selection is None and not containers
         self._starts: list[int] = []  # of runs
+        self._is_in_object = False
         try:
             self.root = self._visit(state, path)
         except RecursionError:
@@ -204,6 +209,9 @@ class Walk:
                     return self._add((path,), (value,))
                 self.unselected.add(path)
                 return Branch(path, value, None)
+            if self._is_in_object and is_code(value):
+                self.code[path] = value
+                return Branch(path, value, None)
             node = node_of(value, path, self.adapters, self._stored)
         except StateError as error:
             add_path(error, path)
@@ -220,7 +228,9 @@ class Walk:
                 branch.node = None
             return branch
         self.branches.append(branch)
-        self.kinds.add(type(value))
+        self.kinds.add(kind := type(value))
+        is_inside = self._is_in_object
+        self._is_in_object = is_inside or is_of_program(kind)
         children, parts = node.children, branch.parts
         for block in [children] if len(children) <= TOGETHER else blocks(children, TOGETHER):
             if not block:
@@ -237,6 +247,7 @@ class Walk:
                 parts.extend(range(first, first + len(values)))
             else:
                 parts.extend(map(self._visit, values, paths))
+        self._is_in_object = is_inside
         return branch
 
     def _add(self, paths: Sequence[str], values: Sequence[Any]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import CheckpointManager
+from perdure import CheckpointManager, MemoryStorage
 from perdure.errors import MismatchError, UnsupportedLeafError
 from perdure.state import flatten, restore
 
@@ -81,3 +81,25 @@ def test_a_generator_that_cannot_be_restored_exactly_is_refused() -> None:
     for value in (random.SystemRandom(), counting):
         with pytest.raises(UnsupportedLeafError, match=r"rng: .*no state that can be restored"):
             flatten({"rng": value})
+
+
+def test_a_seed_sequence_spawns_what_it_would_have_spawned() -> None:
+    def fresh() -> dict[str, Any]:
+        seed = np.random.SeedSequence(3)
+        return {
+            "seed": seed,
+            "again": seed,
+            "words": np.random.SeedSequence([1, 2], spawn_key=(4,)),
+        }
+
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(fresh())
+        state["seed"].spawn(2)
+        state["words"] = state["words"].spawn(3)[1]
+        manager.save(1, state)
+    with CheckpointManager(where, recipe={}) as manager:
+        restored, _ = manager.restore_or_initialize(fresh())
+    assert restored["again"] is restored["seed"]
+    for name in ("seed", "words"):
+        one, other = (each[name].spawn(2)[1] for each in (state, restored))
+        assert one.generate_state(9).tolist() == other.generate_state(9).tolist()

@@ -17,7 +17,14 @@ from numpy import ndarray
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
 from perdure.state.containers import describe_container
-from perdure.state.generators import SEED_SEQUENCE, is_generator, read_generator, write_generator
+from perdure.state.generators import (
+    SEED_SEQUENCE,
+    is_generator,
+    read_generator,
+    seed_from,
+    seed_text,
+    write_generator,
+)
 from perdure.state.iterator import PositionedIterator, is_positioned
 from perdure.state.leaf_spec import LeafSpec, type_name
 from perdure.state.leaf_values import (
@@ -135,6 +142,8 @@ class Builtin(Adapter):
         if is_generator(value):
             state = read_generator(value, has_seed=stored is None or SEED_SEQUENCE in stored)
             return Node([("", state)], lambda new: write_generator(value, new[0]), in_place=True)
+        if type(value) is np.random.SeedSequence:
+            return Node([("", seed_text(value))], lambda new: seed_from(new[0]))
         if type(value) is np.ma.MaskedArray:
             return _masked_array_node(value, stored)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

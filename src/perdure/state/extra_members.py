@@ -136,7 +136,7 @@ class ExtraMembers:
         return [self._made[place] for place in self._places if place in self._made]
 
 
-_MUTABLE = (dict, list, deque, set, bytearray, np.ndarray)
+_MUTABLE = (dict, list, deque, set, bytearray, np.ndarray, np.random.SeedSequence)
 _groups_of_paths = msgspec.json.Decoder(list[list[str]])
 
 

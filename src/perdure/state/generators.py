@@ -72,12 +72,7 @@ def read_generator(value: Any, *, has_seed: bool = True) -> Any:
     bits: Any = getattr(value, "bit_generator", value)
     state, seed = dict(bits.state), bits.seed_seq
     if _RESTORES_SEED and has_seed and isinstance(seed, np.random.SeedSequence):
-        entropy = seed.entropy
-        if entropy is not None and not isinstance(entropy, int):
-            entropy = [int(word) for word in np.asarray(entropy).reshape(-1)]
-        key = [int(part) for part in seed.spawn_key]
-        spawned = int(seed.n_children_spawned)
-        state[SEED_SEQUENCE] = json.dumps([entropy, key, int(seed.pool_size), spawned])
+        state[SEED_SEQUENCE] = seed_text(seed)
     return state
 
 
@@ -94,11 +89,24 @@ def write_generator(value: Any, state: Any) -> None:
         if (seed := state.pop(SEED_SEQUENCE, None)) is None:
             bits.state = state
             return
-        entropy, key, pool_size, spawned = json.loads(seed)
-        sequence = np.random.SeedSequence(
-            entropy, spawn_key=tuple(key), pool_size=pool_size, n_children_spawned=spawned
-        )
-        bits.__setstate__((state, sequence))
+        bits.__setstate__((state, seed_from(seed)))
+
+
+def seed_text(seed: np.random.SeedSequence) -> str:
+    """What a seed sequence spawns next, as JSON."""
+    entropy = seed.entropy
+    if entropy is not None and not isinstance(entropy, int):
+        entropy = [int(word) for word in np.asarray(entropy).reshape(-1)]
+    key = [int(part) for part in seed.spawn_key]
+    return json.dumps([entropy, key, int(seed.pool_size), int(seed.n_children_spawned)])
+
+
+def seed_from(text: str) -> np.random.SeedSequence:
+    """The seed sequence of a `seed_text`."""
+    entropy, key, pool_size, spawned = json.loads(text)
+    return np.random.SeedSequence(
+        entropy, spawn_key=tuple(key), pool_size=pool_size, n_children_spawned=spawned
+    )
 
 
 def held_generators(value: Any, depth: int = 0) -> Iterator[Any]:

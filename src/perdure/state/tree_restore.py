@@ -151,6 +151,7 @@ class _Restore:
         # In a restore of parts, what stays is not what the checkpoint has.
         self._shared = {p: n for p, n in shared.items() if p not in others and not plan.keep}
         self._built: dict[int, Any] = {}  # by the number of a shared object
+        self._building: set[int] = set()
         self._first: dict[int, int | Branch] = {}  # where the target has one
         if self._shared:
             parts: list[tuple[str, int | Branch]] = [(b.path, b) for b in plan.walk.branches]
@@ -206,11 +207,14 @@ class _Restore:
     def _build_shared(self, path: str, build: Callable[[], Any]) -> Any:
         """What `build` makes, or the object at `path` that is at other paths too. It is built once, if
         possible where the target has a value, which says the devices of arrays."""
-        if (number := self._shared.get(path)) is None:
+        number = self._shared.get(path)
+        if number is None or number in self._building:  # a part of it may have the same path
             return build()
         if number not in self._built:
             walk, first = self._plan.walk, self._first.get(number)
+            self._building.add(number)
             self._built[number] = build() if first is None else self._build_one(walk, first)
+            self._building.remove(number)
         return self._built[number]
 
     def _build_one(self, walk: Walk, part: int | Branch) -> Any:

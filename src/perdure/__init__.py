@@ -47,6 +47,8 @@ _HOMES = {
     "verify_run": "perdure.store",
 }
 
+_MODULES = ("checkpoint", "data", "distribute", "errors", "jax", "keras", "torch", "train")
+
 __all__ = [
     "EXIT_PREEMPTED",
     "ArrayDataset",
@@ -73,7 +75,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module(_HOMES.get(name, "perdure.checkpoint")), name)
-    if name in ("jax", "keras", "torch"):  # as `tf.keras`, without an import of its own
+    if name in _MODULES:  # as `tf.keras`, without an import of its own
         return import_module(f"perdure.{name}")
     raise missing("perdure", name)
 

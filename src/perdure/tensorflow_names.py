@@ -6,6 +6,7 @@ that it lacks. docs/how-to/from-tf-train.md has the same table for people, with 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -18,6 +19,8 @@ R = TypeVar("R")
 _STEP = "The number of a checkpoint is the step that `manager.save(step, state)` is given."
 _NO_SESSIONS = "There are no sessions and no servers: leave it out."
 _STRATEGIES = "Strategies are in perdure.jax and perdure.torch, under TensorFlow's names."
+_STEPS = "Each step has its number: `Hook.after_step(trainer, logs)`, `manager.save(step, state)`."
+_SAVES = "Checkpoints, logs and summaries have their intervals in perdure.RunConfig."
 _CLUSTER = (
     "`perdure.distribute.ClusterResolver` and `strategy.cluster_resolver` describe the group."
 )
@@ -37,6 +40,23 @@ FORMS: dict[str, dict[str, str]] = {
         "train_and_evaluate": "trainer.train_and_evaluate(data, max_steps, every=steps)",
         "SessionRunHook": "perdure.train.Hook",
         "CheckpointSaverListener": "perdure.train.Hook, with before_save and after_save.",
+        "Saver": "perdure.CheckpointManager(directory, max_to_keep=5)",
+        "NewCheckpointReader": "perdure.load_checkpoint(run), or `perdure show RUN`.",
+        "StopAtStepHook": "trainer.train(data, max_steps=n)",
+        "NanTensorHook": "`strategy.step(..., check_finite=True)`, or a Hook that raises.",
+        "MonitoredTrainingSession": "perdure.Trainer",
+        "MonitoredSession": "perdure.Trainer",
+        "Scaffold": _NO_SESSIONS,
+        "ClusterSpec": _CLUSTER,
+        "Server": _NO_SESSIONS,
+        **dict.fromkeys(
+            ("global_step", "get_global_step", "create_global_step", "get_or_create_global_step"),
+            _STEPS,
+        ),
+        **dict.fromkeys(
+            ("CheckpointSaverHook", "LoggingTensorHook", "SummarySaverHook", "StepCounterHook"),
+            _SAVES,
+        ),
         "BackupAndRestore": "perdure.keras.BackupAndRestore",
         "ModelCheckpoint": "perdure.keras.ModelCheckpoint",
         **dict.fromkeys(
@@ -57,7 +77,7 @@ FORMS: dict[str, dict[str, str]] = {
         name: f"perdure.{name}"
         for name in ("Checkpoint", "CheckpointManager", "latest_checkpoint", "load_checkpoint")
     },
-    "perdure.distribute": {},
+    "perdure.distribute": {"experimental": _STRATEGIES},
     "perdure.keras": {
         "callbacks": "perdure.keras.BackupAndRestore and perdure.keras.ModelCheckpoint; all other "
         "callbacks are Keras's."
@@ -72,8 +92,10 @@ FORMS: dict[str, dict[str, str]] = {
         "checkpoint": "The state that `save` is given; keep the Checkpoint in a name of your own.",
         "checkpoint_name": "A checkpoint is named by its step, RUN@STEP.",
         "init_fn": "manager.restore_or_initialize(init_fn)",
+        "max_to_keep": "What a run keeps, and why: `perdure ls RUN`.",
         "sync": "manager.wait_until_finished()",
     },
+    "save": {"options": "CheckpointManager(..., options=perdure.ManagerOptions(...))"},
     "RunConfig": {
         "tf_random_seed": "RunConfig(seed=...)",
         "train_distribute": "Trainer(..., strategy=strategy)",
@@ -150,6 +172,8 @@ def names_forms(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def missing(owner: str, name: str) -> AttributeError:
     """The error for a name that `owner`, a module or a class of `FORMS`, does not have."""
     text = f"{owner} has no attribute {name!r}"
+    if owner == "perdure.keras" and hasattr(sys.modules["keras"].callbacks, name):
+        return AttributeError(f"{text}. Use keras.callbacks.{name} beside perdure's.", name=name)
     forms = FORMS["perdure"] if owner.startswith("perdure.") else {}
     form = (forms | FORMS[owner]).get(name)
     return AttributeError(f"{text}. In place of TensorFlow's: {form}" if form else text, name=name)

@@ -6,6 +6,8 @@ import gc
 import importlib
 import random
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -297,3 +299,34 @@ def test_the_arrays_of_a_loop_are_restored_in_place(tmp_path: Path) -> None:
     assert (w.tolist(), int(step)) == ([0.0] * 3, 20)
     assert other.w is narrow
     assert narrow.tolist() == [210.0] * 3
+
+
+def test_names_of_hooks_sessions_and_callbacks_say_what_to_write() -> None:
+    pytest.importorskip("keras", reason="keras is not installed")
+    for owner, name, form in (
+        (perdure, "Saver", "perdure.CheckpointManager"),
+        (perdure, "StopAtStepHook", "max_steps=n"),
+        (perdure.train, "NanTensorHook", "check_finite=True"),
+        (perdure.train, "get_or_create_global_step", "after_step"),
+        (perdure.distribute, "experimental", "perdure.jax and perdure.torch"),
+        (perdure.keras, "EarlyStopping", "keras.callbacks.EarlyStopping"),
+    ):
+        with pytest.raises(AttributeError, match=re.escape(form)):
+            getattr(owner, name)
+    ckpt = Checkpoint(step=0)
+    for call in (ckpt.save, ckpt.restore, Manager(perdure.MemoryStorage()).save):
+        with pytest.raises(ArgumentError, match=re.escape("options=perdure.ManagerOptions(...)")):
+            call(1, options=None)  # type: ignore[operator]
+    with pytest.raises(AttributeError, match="`perdure ls RUN`"):
+        _ = Manager(perdure.MemoryStorage()).max_to_keep  # type: ignore[attr-defined]
+
+
+def test_modules_need_no_import_of_their_own() -> None:
+    program = (
+        "import perdure, sys; perdure.train.Hook, perdure.distribute, perdure.data, perdure.errors"
+    )
+    program += "; print([name for name in ('torch', 'jax', 'keras') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -42,7 +42,7 @@ def interruptions() -> list[Any]:
     source = random.Random(0)
     kinds = {row: ["terminated"] for row in ROWS}
     for row in ROWS:
-        kinds[row] += [f"killed{step}" for step in sorted(source.sample(range(2, 9), 5))]
+        kinds[row] += [f"killed{step}" for step in sorted(source.sample(range(3, 9), 5))]
     return [(*row, kind) for row in ROWS for kind in kinds[row]]
 
 

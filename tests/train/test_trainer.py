@@ -661,3 +661,12 @@ def test_a_step_function_that_returns_no_pair_is_named(tmp_path: Path) -> None:
         TrainError, match=r"step 1: step_fn must return \(state, logs\), found dict"
     ):
         made.train(3)
+
+
+def test_a_function_without_parameters_returns_the_data(tmp_path: Path) -> None:
+    """As `input_fn` of an Estimator."""
+    trainer(tmp_path / "whole").train(STEPS)
+    made = trainer(tmp_path / "run", data=lambda: data())
+    made.train(STEPS)
+    assert prints(tmp_path / "run") == prints(tmp_path / "whole")
+    assert made.evaluate(lambda: data()) == made.evaluate(data())

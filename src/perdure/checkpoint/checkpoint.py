@@ -35,7 +35,7 @@ from perdure.store.format import MARKER
 from perdure.store.loading import Needs
 from perdure.store.selection import Selection
 from perdure.store.urls import name_at_step, open_storage
-from perdure.tensorflow_names import TensorFlowNames, refuse_arguments
+from perdure.tensorflow_names import TensorFlowNames, names_forms, refuse_arguments
 from perdure.text import few
 
 Directory = str | os.PathLike[str] | Storage
@@ -130,6 +130,7 @@ class Checkpoint(AttributeState, TensorFlowNames):
         """Replace members."""
         vars(self).update(members)
 
+    @names_forms("save")
     def save(
         self,
         directory: Directory | None = None,
@@ -165,6 +166,7 @@ class Checkpoint(AttributeState, TensorFlowNames):
                 warn_caller(note)
             return name_at_step(run.where, number)
 
+    @names_forms("save")
     def restore(self, directory: Directory | None, step: int | None = None) -> RestoreStatus:
         """Restore the members; returns the step. Changes nothing in the run directory.
 
@@ -275,7 +277,7 @@ def takes_tensorflow_order(init: Init) -> Init:
                 f"model, or the members of a Checkpoint of TensorFlow, become "
                 f"perdure.Checkpoint(model=model)."
             )
-        refuse_arguments("CheckpointManager", named.keys() - {"checkpoint"})
+        refuse_arguments("CheckpointManager", named.keys() - {"checkpoint", "max_to_keep"})
         if (interval := named.pop("checkpoint_interval", None)) is not None:
             named["save_interval_steps"] = interval
         if (hours := named.pop("keep_checkpoint_every_n_hours", None)) is not None:

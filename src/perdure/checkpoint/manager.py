@@ -10,8 +10,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import NoneType
 from typing import Any, NoReturn, overload
@@ -35,7 +34,7 @@ from perdure.checkpoint.managed_directory import (
 )
 from perdure.checkpoint.manager_options import ManagerOptions, Restored
 from perdure.checkpoint.mirror import EXIT_WAIT_S, Mirror
-from perdure.checkpoint.preemption import PreemptionFlag, TerminationConfig, report
+from perdure.checkpoint.preemption import PreemptionFlag, report
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.saver import Saver, abandon
@@ -48,7 +47,7 @@ from perdure.store import Run, Storage
 from perdure.store.gc_pause import gc_paused
 from perdure.store.manifest import RecipeValue
 from perdure.store.urls import name_at_step
-from perdure.tensorflow_names import TensorFlowNames
+from perdure.tensorflow_names import TensorFlowNames, names_forms
 
 
 class CheckpointManager(ManagedDirectory, TensorFlowNames):
@@ -154,6 +153,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         self, checkpoint_number: int | None = None, *, check_interval: bool = True
     ) -> str | None: ...
 
+    @names_forms("save")
     @exclusive
     def save(
         self,
@@ -469,39 +469,3 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         if restored is not None and restored.report.is_exact:
             self._interval.record(restored.step)
         return restored
-
-
-class PreemptionCheckpointHandler:
-    """Saves and exits when the run is preempted, for hand-written loops, by one call after each
-    step.
-
-    It uses the manager's own flag, so do not call `manager.reached_preemption` as well. The
-    `termination_config` says how the notice comes and how the run exits; None for SIGTERM and
-    status 75.
-    """
-
-    def __init__(
-        self, manager: CheckpointManager, termination_config: TerminationConfig | None = None
-    ) -> None:
-        self._manager = manager
-        manager.preemption.config = termination_config or TerminationConfig()
-
-    def save_checkpoint_if_preempted(self, step: int, state: Any) -> None:
-        """Return, or save `state` as `step`, the number of finished steps, and exit with `exit_fn`
-        or status 75.
-
-        In a group every process calls this at the same steps: all exit once one has got the notice.
-        The checkpoint is durable before the exit.
-        """
-        if self._manager.reached_preemption(step):
-            self._manager.save_and_exit(step, state)
-
-    @contextmanager
-    def watch_preemption_scope(self) -> Iterator[None]:
-        """Take over SIGTERM at once, before the first step (compilation, loading), until the end of
-        the block."""
-        self._manager.preemption.install()
-        try:
-            yield
-        finally:
-            self._manager.preemption.remove()

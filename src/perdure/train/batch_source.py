@@ -5,11 +5,13 @@ The position of an iterator is that before the batches that were fetched and not
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from perdure.data.pipelines import by_index, gives_batch_of_step, refuse_pipeline
@@ -83,10 +85,11 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
     """The source of training batches for `data`, or DataError.
 
     A dataset with `batch(step)` (with a strategy: `strategy.batch(data, step)`), a strategy's
-    distributed dataset, a function of the step, a sequence of batches or a loader with `state_dict`
-    (which start again at their end), an iterator with a position, batches of Grain.
+    distributed dataset, a function of the step (or without parameters, which returns the data), a
+    sequence of batches or a loader with `state_dict` (which start again at their end), an iterator
+    with a position, batches of Grain.
     """
-    data = by_index(data)
+    data = by_index(_returned(data))
     strategy_recipe = strategy.recipe() if strategy is not None else {}
     if callable(getattr(data, "from_step", None)):
         recipe = strategy.recipe(data) if strategy is not None else data.recipe()
@@ -132,6 +135,12 @@ def open_source(data: Any, strategy: Any = None) -> BatchSource:
     )
 
 
+def _returned(data: Any) -> Any:
+    """What a function without parameters (`input_fn` of TensorFlow) returns; other data as it is."""
+    is_function = isinstance(data, (FunctionType, MethodType, partial))
+    return data() if is_function and not inspect.signature(data).parameters else data
+
+
 def _has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
@@ -147,6 +156,7 @@ def _grain_batch(data: Any, step: int) -> Any:
 
 def evaluation_batches(data: Any, steps: int | None, strategy: Any = None) -> Iterator[Any]:
     """One pass over `data`, or its first `steps` batches. Any iterable will do: it is never resumed."""
+    data = _returned(data)
     with suppress(DataError):  # a pipeline that has no index is read as it is
         data = by_index(data)
     if callable(getattr(data, "from_step", None)):

@@ -17,6 +17,7 @@ import pytest
 if not all(map(importlib.util.find_spec, ("transformers", "accelerate", "lightning"))):
     pytest.skip("the hosts are not installed; make proof-doors has them", allow_module_level=True)
 WORKER = Path(__file__).with_name("group_worker.py")
+TITAN = Path(__file__).with_name("titan_worker.py")
 ROWS = [
     ("transformers", "ddp"),
     ("transformers", "fsdp"),
@@ -26,6 +27,8 @@ ROWS = [
     ("accelerate", "fsdp"),
     ("lightning", "ddp"),
     ("fabric", "ddp"),
+    ("torchtitan", "fsdp"),
+    ("torchtitan", "2d"),
     ("transformers", "ddp_noise"),
     ("transformers", "ddp_noise_workers"),
     ("transformers", "ddp_length"),
@@ -46,11 +49,13 @@ def interruptions() -> list[Any]:
     return [(*row, kind) for row in ROWS for kind in kinds[row]]
 
 
-def run(host: str, how: str, directory: Path, count: int = 2) -> tuple[int, list[Any], str]:
+def run(host: str, how: str, directory: Path, count: int = 0) -> tuple[int, list[Any], str]:
     """Exit status of torchrun, the answers of the processes, standard error."""
+    count = count or (4 if how.startswith("2d") else 2)
+    program = [TITAN] if host == "torchtitan" else [WORKER, host]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*launcher, f"--nproc-per-node={count}", WORKER, host, how, directory],
+        [*launcher, f"--nproc-per-node={count}", *program, how, directory],
         capture_output=True,
         text=True,
         timeout=300,
@@ -85,6 +90,7 @@ def test_two_processes_resume_to_the_same_bits(
     assert status == 0, err
     for resumed, undisturbed in zip(answers, whole(host, how), strict=True):
         assert resumed["bits"] == undisturbed["bits"]
+        assert resumed.get("tokens") == undisturbed.get("tokens")
         count = len(resumed["seen"])
         assert 0 < count < len(undisturbed["seen"])
         assert resumed["seen"] == undisturbed["seen"][-count:]

@@ -23,6 +23,7 @@ from perdure.state.torch_tensors import (
     has_shared_elements,
     is_dtensor,
     local_tensor,
+    on_host,
     region,
     require_group,
     require_restorable,
@@ -88,7 +89,7 @@ class TorchState(Adapter):
                 if not compares_shards:
                     require_group(value)
             value = local_tensor(value)
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        plain = on_host(value.detach().resolve_conj().resolve_neg()).contiguous()
         if plain.dtype in _BUFFER_DTYPES and plain.numel():  # nearly every leaf, so in line
             data = plain.numpy().data.cast("B")
         elif plain.numel():

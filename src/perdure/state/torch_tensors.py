@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -12,6 +13,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from perdure.errors import UnsupportedLeafError
+from perdure.runtime.memory_limit import MemoryLimit
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import cut
 from perdure.state.per_rank import current_rank_context
@@ -20,6 +22,9 @@ from perdure.store.shard_plan import Region
 
 LAZY = UninitializedTensorMixin
 """The base class of tensors that have no shape yet."""
+PINNED_FROM = 1024 * 1024
+"""Bytes of a tensor of a GPU from which its copy on the host is in pinned memory."""
+_UNKNOWN = 2**62
 
 
 def tensor_spec(tensor: torch.Tensor) -> LeafSpec:
@@ -207,3 +212,31 @@ def _shards(value: Any) -> list[int]:
 
 def _shown(value: Any) -> str:
     return f"({', '.join(map(repr, value.placements))})"
+
+
+def on_host(value: Any) -> Any:
+    """The elements on the CPU.
+
+    Those of a large tensor on a GPU get memory that PyTorch pins once and gives out again when the leaf
+    is freed: a copy into fresh memory takes 44 times as long (1 GiB from an H200: 881 and 20 ms).
+    """
+    if not value.is_cuda or value.nbytes < PINNED_FROM or _pinned() + value.nbytes > _most_pinned():
+        return value.cpu()
+    try:
+        host = torch.empty_like(value, device="cpu", pin_memory=True)
+    except RuntimeError:  # the system pins no more
+        return value.cpu()
+    return host.copy_(value)
+
+
+def _pinned() -> int:
+    """Bytes that PyTorch has pinned, those to be given out again too."""
+    stats = getattr(torch.cuda, "host_memory_stats", None)  # older releases do not tell
+    return _UNKNOWN if stats is None else stats().get("allocated_bytes.current", _UNKNOWN)
+
+
+@cache
+def _most_pinned() -> int:
+    """A quarter of the memory of this machine, or of its container."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(memory, MemoryLimit(os.getpid()).limit() or memory) // 4

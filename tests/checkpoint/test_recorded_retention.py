@@ -175,7 +175,7 @@ def test_a_manager_without_retention_goes_on_with_the_recorded_one(
         assert CheckpointManager(mirror).all_steps() == [3, 5, 6, 7]
         for step in range(8, 12):
             manager.save(step, {"w": step})
-        manager.wait_until_finished(mirror=True)
+            manager.wait_until_finished(mirror=True)  # what is being copied is not deleted
         assert manager.all_steps() == CheckpointManager(mirror).all_steps() == [3, 5, 6, 10, 11]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "Retention(keep_period=5, best_metric='loss', best_mode='min')" in line

@@ -55,7 +55,7 @@ STALE: dict[str, tuple[Callable[[State], Any], str]] = {
     "part": (lambda state: {"new": state["deep"]}, "new/w"),
     "array in another dict": (lambda state: {"w": state["deep"]["w"]}, "w"),
     "list": (lambda state: {"list": state["deep"]["list"]}, "list/0"),
-    "number": (lambda state: {"epoch": {"list": state["deep"]["list"]}}, "epoch/list/0"),
+    "number": (lambda state: {"epoch": state}, "epoch/epoch"),
 }
 
 

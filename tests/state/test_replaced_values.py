@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from perdure import CheckpointManager, MemoryStorage
-from perdure.errors import UnsupportedLeafError
+from perdure.errors import MismatchError, UnsupportedLeafError
 from perdure.state import snapshot
 
 State = dict[str, Any]
@@ -139,3 +139,13 @@ def test_a_wrapper_of_a_value_is_no_other_value() -> None:
         state, _ = manager.restore_or_initialize({"x": np.random.default_rng(0), "y": bytearray(2)})
     assert state["x"].random() != drawn
     assert state["y"] == bytearray(2)
+
+
+@pytest.mark.parametrize(("now", "is_dict"), [({1, 2}, False), ({"a": 1}, True)])
+def test_the_advice_on_dicts_is_for_dicts(now: Any, is_dict: bool) -> None:
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize({"x": np.ones(2)})
+        state["x"] = now
+        with pytest.raises(MismatchError) as caught:
+            manager.save(1, state)
+    assert ("A dict that gains keys" in str(caught.value)) == is_dict

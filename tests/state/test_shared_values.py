@@ -106,3 +106,19 @@ def test_a_restore_of_a_part_shares_nothing() -> None:
         state, _ = manager.restore(like=like, leaves=["best", "replay"])
     assert state["weights"] is like["weights"]
     assert state["best"][1].tolist() == [6.0, 6.0]
+
+
+def test_values_that_have_a_part_at_their_own_path_are_shared() -> None:
+    def fresh() -> State:
+        octets = bytearray(b"ab")
+        return {"one": octets, "other": octets, "grown": [], "more": None}
+
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(fresh())
+        state["grown"].append(bytearray(b"c"))
+        state["more"] = state["grown"][0]
+        manager.save(1, state)
+    with CheckpointManager(where, recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(fresh())
+    assert state["one"] is state["other"]
+    assert state["more"] is state["grown"][0]

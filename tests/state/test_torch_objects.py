@@ -13,6 +13,7 @@ import torch
 from perdure import CheckpointManager
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state import flatten, restore, snapshot
+from perdure.state.torch_tensors import on_host
 from perdure.store.leaf import Leaves
 
 OPTIMIZERS = sorted(
@@ -595,3 +596,51 @@ def test_what_keeps_state_that_no_checkpoint_gets_is_refused(
             manager.restore_or_initialize(state)
     finally:
         torch.distributed.destroy_process_group()
+
+
+class OnGpu:
+    """What `on_host` asks of a tensor on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def cpu(self) -> str:
+        return "in fresh memory"
+
+
+def test_what_cannot_be_pinned_is_copied_into_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[OnGpu] = []
+
+    def refuse(like: OnGpu, **options: Any) -> None:
+        assert options == {"device": "cpu", "pin_memory": True}
+        pinned.append(like)
+        raise RuntimeError("out of memory")
+
+    taken = {"allocated_bytes.current": 0}
+    monkeypatch.setattr("torch.cuda.host_memory_stats", lambda: taken, raising=False)
+    monkeypatch.setattr("torch.empty_like", refuse)
+    large = OnGpu(2**21)
+    assert on_host(large) == on_host(OnGpu(2**10)) == on_host(OnGpu(2**60)) == "in fresh memory"
+    assert pinned == [large]
+    taken["allocated_bytes.current"] = 2**60
+    assert on_host(large) == "in fresh memory"
+    assert pinned == [large]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU of CUDA here")
+def test_a_save_of_a_gpu_has_the_bits_of_its_moment(tmp_path: Path) -> None:
+    values = [torch.randn(2**20, device="cuda"), torch.randn(999, 1024, device="cuda").t()]
+    kept = []
+    with CheckpointManager(tmp_path, max_to_keep=None) as manager:
+        for step in range(3):
+            kept.append([value.cpu() for value in values])
+            manager.save(step, {"values": values})
+            for value in values:
+                value.mul_(1.5)
+    with CheckpointManager(tmp_path) as manager:
+        for step, before in enumerate(kept):
+            state = {"values": [torch.empty_like(each) for each in before]}
+            restored = manager.restore(step, state).state["values"]
+            assert all(map(torch.equal, restored, before))

@@ -73,6 +73,15 @@ def require_kind(name: str, value: Any, kind: type, *, optional: bool = False) -
         raise ArgumentError(f"{name}: expected a {kind.__name__}, found {shown(value)}.")
 
 
+def require_state(state: Any) -> None:
+    """Raise `ArgumentError` for a save without a state."""
+    if state is None:
+        raise ArgumentError(
+            "state: expected a tree of values, found None. Give it as `save(step, state)`, or make the "
+            "manager for a Checkpoint, `CheckpointManager(directory, checkpoint=checkpoint)`."
+        )
+
+
 def real_number(value: Any) -> Any:
     """`value`, or the item of a 0-d array, if that is a real number; None for a bool and all else."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):

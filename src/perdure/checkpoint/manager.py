@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Any, NoReturn, overload
 
 from perdure.checkpoint.address import step_or_name
-from perdure.checkpoint.arguments import Metrics, integer, require_kind, step_number
+from perdure.checkpoint.arguments import Metrics, integer, require_kind, require_state, step_number
 from perdure.checkpoint.checkpoint import (
     Checkpoint,
     kept_arrays,
@@ -38,7 +38,7 @@ from perdure.checkpoint.preemption import PreemptionFlag, report
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.saver import Saver, abandon
-from perdure.errors import ArgumentError, StepNotFoundError, StoreError, WorkerLostError
+from perdure.errors import StepNotFoundError, StoreError, WorkerLostError
 from perdure.runtime.heartbeats import beat, committed, reporting_refusal, require_never_saved
 from perdure.runtime.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
@@ -140,12 +140,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
 
     @overload
     def save(
-        self,
-        step: int,
-        state: Any,
-        metrics: Metrics = None,
-        *,
-        force: bool = False,
+        self, step: int, state: Any, metrics: Metrics = None, *, force: bool = False
     ) -> bool: ...
 
     @overload
@@ -202,13 +197,9 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             step = self._interval.step_of(given, self._step_counter)
             is_saved = self._save(step, self._checkpoint, metrics, force or not check_interval)
             return name_at_step(self.directory, step) if is_saved else None
-        number = step_number(step)
-        if state is None:
-            raise ArgumentError(
-                "state: expected a tree of values, found None. Give it as `save(step, state)`, or make "
-                "the manager for a Checkpoint: `CheckpointManager(directory, checkpoint=checkpoint)`."
-            )
-        return self._save(number, state, metrics, force)
+        step = step_number(step)
+        require_state(state)
+        return self._save(step, state, metrics, force)
 
     def _save(self, step: int, state: Any, metrics: Any, force: bool) -> bool:
         beat("step", step)

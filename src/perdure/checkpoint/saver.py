@@ -163,10 +163,10 @@ class Saver:
             rank_of = rank_context(index, count, keeps_shards=count == 1, compares_copies=is_first)
             with rank_of as rank, gc_paused():
                 walk = Walk.of(state)
-                leaves = snapshot(walk, self._buffer, self.restore_check.fresh)
-                _refuse_own_shards(rank, leaves)
                 where = f"{self.run.where}: step {step}"
                 self.restore_check.check_used(where, walk, step)
+                leaves = snapshot(walk, self._buffer, self.restore_check.fresh)
+                _refuse_own_shards(rank, leaves)
                 try:
                     self.restore_check.check_first(where, walk, leaves)
                 except MismatchError as error:

@@ -21,6 +21,7 @@ from perdure.state.paths import below, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import FreshTarget, inner_objects, lost_objects
 from perdure.state.walk import (
+    MAPPINGS,
     Branch,
     Template,
     Walk,
@@ -258,7 +259,9 @@ class RestoreCheck:
             target = "the target that was given to the restore"
             lines = self._differences(self._template, leaves)
         if lines:
-            has_grown = any(line.expected is None and not line.reason for line in lines)
+            dicts = {branch.path for branch in walk.branches if type(branch.value) in MAPPINGS}
+            new = [line.path for line in lines if line.expected is None and not line.reason]
+            has_grown = any(path.rpartition("/")[0] in dicts for path in new)
             raise MismatchError(
                 f"{where}: this state could never be restored into {target}:\n"
                 f"{format_differences(lines)}\n"

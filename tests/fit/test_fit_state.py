@@ -213,6 +213,16 @@ def test_what_callbacks_hold_comes_back(tmp_path: Path) -> None:
         assert same(train(tmp_path / "run", callbacks=lambda: [Holding()]), whole)
 
 
+@pytest.mark.parametrize("then", [True, False])
+def test_a_callback_that_holds_variables_may_be_added_and_left_out(
+    then: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (1, 2), callbacks=lambda: [] if then else [Holding()])
+    end = train(tmp_path / "run", callbacks=lambda: [Holding()] if then else [])
+    assert end.steps[0] == (1, 2)
+
+
 class Weighted(keras.Sequential):
     """Its loss depends on plain attributes, which a callback and the step change."""
 

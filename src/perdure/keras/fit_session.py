@@ -32,7 +32,8 @@ _REMEDY = (
     "If it is the backup of another `fit` (another fold, another stage), give each one a `backup_dir` "
     "of its own; else use the recipe of the backup"
 )
-_RESTORED_IN_PLACE = frozenset({"model", "optimizer", "metrics", fit_saving.ATTRIBUTES})
+_CALLBACKS = "callbacks"
+_RESTORED_IN_PLACE = frozenset({"model", "optimizer", "metrics", fit_saving.ATTRIBUTES, _CALLBACKS})
 
 
 class FitSession(Callback):
@@ -185,6 +186,11 @@ class FitSession(Callback):
     def _restore_members(self, tree: dict[str, Any]) -> None:
         members = {n: member for n, member in self._members().items() if n in _RESTORED_IN_PLACE}
         saved = {name: member for name, member in tree.items() if name in _RESTORED_IN_PLACE}
+        # Callbacks may be added and left out.
+        held, kept = members.pop(_CALLBACKS, {}), saved.pop(_CALLBACKS, {})
+        if both := held.keys() & kept.keys():
+            members[_CALLBACKS] = {name: held[name] for name in both}
+            saved[_CALLBACKS] = {name: kept[name] for name in both}
         restore(members, flatten(saved))
 
     def _reenter(self, tree: dict[str, Any], position: dict[str, Any]) -> Any:
@@ -198,8 +204,11 @@ class FitSession(Callback):
     def _members(self) -> dict[str, Any]:
         model = self._fit.model
         named = fit_saving.members(model) | {"metrics": fit_saving.metrics(model)}
-        attributes = fit_saving.attributes(model) | self._callback_state.members()
-        return named | ({fit_saving.ATTRIBUTES: attributes} if attributes else {})
+        others = {
+            fit_saving.ATTRIBUTES: fit_saving.attributes(model),
+            _CALLBACKS: self._callback_state.members(),
+        }
+        return named | {name: held for name, held in others.items() if held}
 
     def _position(self) -> dict[str, Any]:
         position = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +273,44 @@ def test_a_first_start_that_was_killed_names_the_run_in_the_mirror(tmp_path: Pat
         train(tmp_path / "a", 3, mirror=mirror)
     assert prints(tmp_path / "a")[3] == prints(mirror)[3]
     assert len({Run(tmp_path / name).log.run for name in ("a", "b", "mirror")}) == 1
+
+
+def test_a_copy_that_is_refused_for_one_step_changes_nothing_for_those_that_are_there(
+    tmp_path: Path,
+) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    train(mine, 3)
+    copy_run(mine, other, [1, 2])
+    train(mine, 5)
+    train(other, 4, begin=0.0)
+    with Run(other) as run:
+        run.delete([3])
+    before = files(other)
+    outcomes = {each.step: each.outcome for each in copy_run(mine, other, [3, 4])}
+    assert outcomes == {3: "refused", 4: "present"}
+    assert files(other) == before
+
+
+def test_a_directory_that_cannot_be_listed_once_is_said_to_be_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, 2)
+    real, left = os.listdir, [0]
+
+    def fail_once(path: Any) -> list[str]:
+        left[0] -= 1
+        if left[0] == 0:
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr("os.listdir", fail_once)
+    fired = 0
+    for marked in (True, False):
+        if not marked:
+            (tmp_path / MARKER).unlink()
+        for number in range(1, 12):
+            left[0] = number
+            with suppress(StoreError), CheckpointManager(tmp_path, max_to_keep=3) as manager:
+                manager.restore_or_initialize({"w": np.zeros(50)})
+            fired += left[0] <= 0
+    assert fired > 5

@@ -107,7 +107,7 @@ def copy_run(
             if progress is not None:
                 progress(outcomes[-1])
         held = [outcome.step for outcome in outcomes if outcome.outcome in ("copied", "present")]
-        if held and not dry_run:
+        if held and not (dry_run or refusals):
             _carry_journal(reader, held[-1], writer)
             writer.finish()
     return outcomes

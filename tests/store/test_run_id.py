@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from perdure import CheckpointManager, load_checkpoint
+from perdure import CheckpointManager, ManagerOptions, load_checkpoint
 from perdure.cli import main
 from perdure.convert import average, import_run
 from perdure.errors import CorruptionError, HistoryError, PruneError, StoreError
@@ -279,10 +279,11 @@ def test_a_copy_that_is_refused_for_one_step_changes_nothing_for_those_that_are_
     tmp_path: Path,
 ) -> None:
     mine, other = tmp_path / "mine", tmp_path / "other"
-    train(mine, 3)
+    options = ManagerOptions(journal_every=1)
+    train(mine, 3, options=options)
     copy_run(mine, other, [1, 2])
-    train(mine, 5)
-    train(other, 4, begin=0.0)
+    train(mine, 5, options=options)
+    train(other, 4)  # without a journal, so that a copy would add lines
     with Run(other) as run:
         run.delete([3])
     before = files(other)

@@ -244,6 +244,16 @@ def test_a_copy_that_was_killed_after_its_first_checkpoint_is_no_older_start(
         with pytest.raises(HistoryError, match=r"was to be made from .*, which did not end"):
             begin()
     assert load_checkpoint(f"{out}@1")["w"][0] == 1.0, "of a source that is gone"
+    with pytest.raises(HistoryError, match="did not end"):
+        copy_run(out, tmp_path / "of a part")
+    assert not (tmp_path / "of a part").exists()
+    copy_run(out, tmp_path / "named", [1])
+    with (
+        pytest.warns(UserWarning, match="did not end: not used"),
+        pytest.raises(HistoryError, match="which did not end"),
+    ):
+        train(tmp_path / "lost", 5, mirror=out)
+    assert Run(out).steps() == [1]
     assert [each.outcome for each in copy_run(source, out)] == ["present", "copied", "copied"]
     assert train(out, 4) | prints(source) == prints(out) | prints(source)  # the control
     copy_run(source, tmp_path / "older", [1])
@@ -315,3 +325,19 @@ def test_a_directory_that_cannot_be_listed_once_is_said_to_be_unreachable(
                 manager.restore_or_initialize({"w": np.zeros(50)})
             fired += left[0] <= 0
     assert fired > 5
+
+
+def test_a_mirror_that_was_a_part_of_a_copy_is_whole_once_it_has_all(tmp_path: Path) -> None:
+    source, out = tmp_path / "run", tmp_path / "out"
+    train(source, 3)
+
+    def kill(outcome: Copied) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy_run(source, out, progress=kill)
+    with pytest.warns(UserWarning, match="did not end: not used"):
+        train(source, 4, mirror=out)
+    shutil.rmtree(source)
+    with pytest.warns(UserWarning, match="is restored from the mirror"):
+        assert 5 in train(source, 5, mirror=out)

@@ -201,6 +201,8 @@ class Mirror:
                 if self._max_to_keep is not None and (rules := self.retention) is not None:
                     for note in prune_after_save(target, self._max_to_keep, rules, step, None):
                         self._note(note, f"{self.name}: {note}")
+            if target.log.unfinished is not None:
+                target.finish()  # it has all that the source has
             self._compare(target)
         except BaseException:
             self._release()
@@ -309,6 +311,12 @@ class Mirror:
         if not self._is_run():
             return None, [], None
         target = Run(self.storage)
+        if (origin := target.log.unfinished) is not None:
+            return (
+                target,
+                [],
+                f"{self.name} was to be a copy of {origin}, which did not end: not used.",
+            )
         steps = target.steps()
         if not (removed := self._removed_in_source(target)):
             return target, steps, None

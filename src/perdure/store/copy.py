@@ -78,7 +78,8 @@ def copy_run(
     Raises:
         StepNotFoundError: A step of `steps` is not in the source; nothing was copied.
         CorruptionError: A line of the journal that the copy needs is damaged; nothing was copied.
-        HistoryError: The target is another run; nothing was copied.
+        HistoryError: The target is another run, or the source is a copy that did not end and no steps
+            are named; nothing was copied.
         LockedError: Another process writes to the target.
         SaveError: The target cannot be written to (disk full, permission, ...).
         UnreachableError: The source did not answer.
@@ -89,6 +90,8 @@ def copy_run(
     writer.be_copy_of(reader)
     writer.log.made_from = reader.where
     reader.require_not_lost()
+    if steps is None:
+        reader.require_finished()
     wanted = sorted(set(reader.steps() if steps is None else steps))
     for step in set(wanted) - set(reader.steps()):
         reader.manifest(step)  # raises, and names the steps that are there

@@ -11,7 +11,9 @@ from click.testing import CliRunner
 from helpers import contents, local_leaves, make_leaves, run_on, sharing_states
 
 from damage import flip
+from perdure import Retention
 from perdure.checkpoint.restorer import load_good
+from perdure.checkpoint.retention import execute_prune, plan_prune
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import MemoryStorage, PruneRequest, Run, repair, verify_run
@@ -117,9 +119,30 @@ def test_an_unreadable_manifest_keeps_packs_that_it_may_need(tmp_path: Path) -> 
 
 def test_leftovers_and_orphans_are_removed(tmp_path: Path) -> None:
     filled(tmp_path)
-    (tmp_path / manifest_name(4)).unlink()
+    (tmp_path / manifest_name(3)).unlink()
     (tmp_path / "packs" / "000000000007-00000-00000000.pack.tmp").write_bytes(b"half")
-    assert mended(tmp_path) == (1, 2, 3)
+    assert mended(tmp_path) == (1, 2, 4)
+
+
+def test_the_pack_of_a_newest_checkpoint_whose_manifest_is_lost_stays_until_a_later_save(
+    tmp_path: Path,
+) -> None:
+    filled(tmp_path)
+    manifest, lost = tmp_path / manifest_name(4), pack(tmp_path, 4)
+    data = manifest.read_bytes()
+    manifest.unlink()
+    with run_on(tmp_path) as run:
+        (problem,) = repair(run).report.problems
+        assert "if step 4 should be there, bring its manifest back" in problem.what
+        assert lost.name not in plan_prune(run, None, Retention()).store.orphans
+    manifest.write_bytes(data)
+    with run_on(tmp_path) as run:
+        assert contents(run.load(4).leaves) == contents(sharing_states()[4])
+    manifest.unlink()
+    with run_on(tmp_path) as run:
+        run.save(5, make_leaves(5))
+        execute_prune(run, plan_prune(run, 3, Retention(), saved=5))
+        assert not lost.exists()
 
 
 def test_a_pin_stays_while_its_checkpoint_is_away(tmp_path: Path) -> None:

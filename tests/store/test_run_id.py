@@ -243,6 +243,9 @@ def test_a_copy_that_was_killed_after_its_first_checkpoint_is_no_older_start(
     for begin in (lambda: train(out, 5), lambda: load_checkpoint(out)):
         with pytest.raises(HistoryError, match=r"was to be made from .*, which did not end"):
             begin()
+    (problem,) = verify_run(Run(out)).problems
+    assert (problem.name, problem.harmful) == ("perdure.json", False)
+    assert "was to be made from" in problem.what
     assert load_checkpoint(f"{out}@1")["w"][0] == 1.0, "of a source that is gone"
     with pytest.raises(HistoryError, match="did not end"):
         copy_run(out, tmp_path / "of a part")
@@ -271,6 +274,16 @@ def test_an_unreadable_mark_of_a_folder_says_what_to_do(tmp_path: Path) -> None:
         train(tmp_path / "run", 4)
     (tmp_path / "disk" / ".run").unlink()
     assert 4 in train(tmp_path / "run", 4)
+
+
+def test_a_refused_start_marks_no_empty_mount_point(tmp_path: Path) -> None:
+    train(tmp_path / "run", 2)
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "disk")
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "mounted")
+    with pytest.raises(HistoryError, match="may be moved or not mounted"):
+        train(tmp_path / "run", 3)
+    assert list((tmp_path / "mounted").iterdir()) == []
 
 
 def test_a_first_start_that_was_killed_names_the_run_in_the_mirror(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from perdure.checkpoint.arguments import integer, require_choice, require_name, require_number
 from perdure.errors import ArgumentError, CorruptionError, UnreachableError
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
-from perdure.store.format import MAX_STEP, Metric, seconds_of, steps_text
+from perdure.store.format import Metric, seconds_of, steps_text
 from perdure.store.garbage_collection import plan_collect
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_index import ManifestSummary
@@ -184,8 +184,9 @@ def plan_prune(
 
     `saved`, the step just saved, stays too; the plan then leaves files alone that a save may be
     writing, and compacts only if that frees much. Without it the plan is for all files that nobody
-    needs, and reads the newest checkpoint first. `in_use` is being copied to a mirror. `rolled_back`
-    deletes what rollbacks set aside, too. Raises `CorruptionError` if the newest one is damaged.
+    needs, and reads the newest checkpoint first. Packs later than that stay: a manifest may be
+    lost. `in_use` is being copied to a mirror. `rolled_back` deletes what rollbacks set aside, too.
+    Raises `CorruptionError` if the newest one is damaged.
     """
     after_a_save = saved is not None
     held = run.contents(fresh=not after_a_save)
@@ -201,7 +202,7 @@ def plan_prune(
     )
     request = PruneRequest(
         steps=deleted,
-        orphans_to=saved if saved is not None else MAX_STEP,
+        orphans_to=max(held.steps, default=-1) if saved is None else saved,
         compact_from=COMPACT_FROM if after_a_save else 0,
         everywhere=not after_a_save,
         quarantined=frozenset(checkpoint.name for checkpoint in run.rolled_back())

@@ -68,7 +68,7 @@ def write(
 def read(path: str) -> formats.ForeignFile:
     """The arrays of an archive, in memory; raises `DataError` for another file."""
     leaves: dict[str, Leaf] = {}
-    member = _NOTES
+    member = ""
     try:
         notes = formats.read_notes(path, _NOTES)
         with zipfile.ZipFile(path) as archive:
@@ -87,7 +87,8 @@ def read(path: str) -> formats.ForeignFile:
         return formats.noted_file(leaves, notes)
     except Exception as error:  # the header of a member is read by NumPy, and can be anything
         raise DataError(
-            f"{path}: not a .npz archive that can be read: {member!r}: {str(error).rstrip('.')}."
+            f"{path}: not a .npz archive that can be read: {f'{member!r}: ' if member else ''}"
+            f"{str(error).rstrip('.')}."
         ) from error
 
 

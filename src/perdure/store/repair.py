@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from perdure.errors import PruneError, SaveError, UnreachableError
-from perdure.store.format import MARKER, MAX_STEP, PACKS
+from perdure.store.format import MARKER, PACKS
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.log import log_place
 from perdure.store.names import leftovers
@@ -37,7 +37,7 @@ def repair(run: Run) -> Repaired:
 
     A damaged pack moves to quarantine once the chunks that good checkpoints need are in a new one.
     The good lines of a damaged log are kept. Packs that no manifest names go if every manifest is
-    readable.
+    readable; one later than the newest checkpoint stays, because its manifest may be lost.
 
     Raises LockedError, PruneError (an operation failed, or no pack is there), SaveError (not
     writable, or its manifests are gone), UnreachableError (not listable).
@@ -66,7 +66,7 @@ def repair(run: Run) -> Repaired:
         for step, reason in findings.bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
         actions += _salvage(run, findings.damaged)
-        plan = run.plan(PruneRequest(orphans_to=MAX_STEP))
+        plan = run.plan(PruneRequest(orphans_to=run.newest_step() or 0))
         run.execute(plan)
         for name in plan.orphans:
             actions.append(f"removed {PACKS}{name}: no checkpoint needs it")

@@ -18,7 +18,7 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store.failures import DamagedChunk, UnreadChunk, is_gone, read_error
-from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, pack_step, step_of
+from perdure.store.format import MANIFESTS, MARKER, PACKS, TEMP_SUFFIX, pack_step, step_of
 from perdure.store.log import log_place
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import UNTIL_VERIFIED
@@ -243,7 +243,8 @@ def examine(run: Run) -> Findings:
         problems.append(Problem(MANIFESTS, why))
     if not unreadable and not held.unknown:
         for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys()):
-            lost = f"if step {pack_step(name)} should be there, its manifest was removed by hand"
+            step = pack_step(name)
+            lost = f"if step {step} should be there, bring its manifest back before a later save"
             problems.append(Problem(PACKS + name, f"no checkpoint needs this pack; {lost}", False))
     problems += _notes(run, frozenset({*good, *bad, *unread}), aside)
     report = VerifyReport(
@@ -313,6 +314,8 @@ def _judge_aside(run: Run, packs: Packs) -> Iterator[tuple[str, StoreError]]:
 def _notes(run: Run, steps: frozenset[int], reported: Collection[str] = ()) -> Iterator[Problem]:
     for name in leftovers(run.storage):
         yield Problem(name, "left by a writer that did not finish", False)
+    if (origin := run.log.unfinished) is not None:
+        yield Problem(MARKER, f"the run was to be made from {origin}, which did not end", False)
     place = log_place(run.storage, LOG)
     try:
         aside = run.log.view.aside

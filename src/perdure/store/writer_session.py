@@ -103,12 +103,12 @@ class WriterSession:
         log.begin()
         assert log.run is not None
         require_folders(storage, log.run)
-        claim_folders(storage, log.run)
         steps = committed_steps(storage)
         view = View(storage, log)
         self.refusal = view.refusal_to_begin()
         if not steps and not self.starts_over and (why := view.lost_checkpoints()):
             raise HistoryError(f"{why}. Bring it back. {START_OVER} Nothing was changed.")
+        claim_folders(storage, log.run)
         storage.make_folder(MANIFESTS)
         if log.view.last is None and log.view.problem is None:
             log.append(Started(run=log.run))

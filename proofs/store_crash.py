@@ -17,7 +17,7 @@ from report import Row, row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
 
-from crash_cases import CASES, assert_whole, crashes, durable, operations_of, prepared
+from crash_cases import CASES, assert_whole, crashes, durable, left_over, operations_of, prepared
 from disks import NoMount, mounted
 from helpers import contents, make_leaves
 
@@ -171,7 +171,7 @@ def _all_there(path: Path, promised: dict[int, dict[str, Leaf]]) -> bool:
             for step, leaves in promised.items():
                 if contents(run.load(step).leaves) != contents(leaves):
                     return False
-            return verify_run(run).ok and not repair(run).report.problems
+            return verify_run(run).ok and not left_over(repair(run).report)
     except (StoreError, OSError):
         return False
 

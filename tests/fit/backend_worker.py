@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ else:
 
 import keras
 import numpy as np
-from cases import End, network, same, train
+from cases import BATCH, End, arrays, network, same, train
 from keras_behaviours import check_behaviours
 
 from perdure import CheckpointManager
@@ -66,6 +67,74 @@ def killed_and_resumed(work: Path) -> dict[str, Any]:
         "left": len(again.steps),
         "all": len(whole.steps),
     }
+
+
+def augmented() -> Any:
+    """A pipeline whose function changes two variables, in batches that are read ahead."""
+    import tensorflow as tf
+
+    noise, generator = keras.layers.GaussianNoise(0.5), tf.random.Generator.from_seed(1)
+    pipeline = tf.data.Dataset.from_tensor_slices(arrays()).shuffle(9, seed=3).batch(BATCH)
+
+    def changed(x: Any, y: Any) -> Any:
+        return noise(x, training=True) * generator.uniform(()), y
+
+    return pipeline.map(changed).prefetch(2)
+
+
+def unbuilt() -> Any:
+    model = keras.Sequential([keras.layers.Dropout(0.3), keras.layers.Dense(3)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def augmented_and_resumed(work: Path) -> dict[str, Any]:
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run(name: str, fault_at: tuple[int, int] | None = None) -> tuple[int, End | None]:
+        options: dict[str, Any] = {"model": unbuilt, "x": augmented, "fault": kill}
+        return forked(work / "end", lambda: train(work / name, fault_at, **options))
+
+    _, whole = run("augmented")
+    report = {}
+    for at in ((1, 2), (2, 0)):
+        killed, _ = run(f"augmented{at}", at)
+        _, again = run(f"augmented{at}")
+        assert whole is not None and again is not None  # noqa: PT018
+        report[str(at)] = killed == -9 and same(again, whole)
+    return report
+
+
+def unsound(work: Path) -> list[str]:
+    """What a `fit` says about pipelines that return other batches when they are read again."""
+    import tensorflow as tf
+
+    pipeline = tf.data.Dataset.from_tensor_slices(arrays())
+    shuffled = pipeline.shuffle(9, seed=1)
+    kept = pipeline.shuffle(9, seed=1, reshuffle_each_iteration=False)
+
+    def of_python(x: Any, y: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(lambda rows: rows, [x], "float32"), (5,)), y
+
+    tf.random.set_seed(1)
+    seeded = pipeline.map(lambda x, y: (x + tf.random.uniform(()), y))
+    with tf.init_scope():
+        context = sys.modules["tensorflow.python.eager.context"].context()
+        seed, context._seed = context._seed, None
+        unseeded = pipeline.map(lambda x, y: (x + tf.random.uniform(()), y))
+        context._seed = seed
+    sets = [pipeline, seeded, unseeded, pipeline.map(of_python), shuffled.skip(6), kept.skip(6)]
+    said = []
+    for number, data in enumerate(sets):
+        source = {4: shuffled, 5: kept}.get(number, pipeline)
+        options = {"x": data.batch(6), "validation_data": source.take(6).batch(6), "epochs": 1}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(work / f"unsound{number}", **options)
+        texts = [str(each.message) for each in caught]
+        said.append("".join(text for text in texts if text.startswith("BackupAndRestore")))
+    return said
 
 
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "from-tf-train.md"
@@ -152,9 +221,13 @@ def refused() -> list[str]:
 
 def main(work: Path) -> None:
     backend = keras.backend.backend()
-    resumed = killed_and_resumed(work) if backend == "tensorflow" else None
-    report = {"backend": backend, "resumed": resumed, "behaviours": check_behaviours(work)}
+    report: dict[str, Any] = {"backend": backend}
     if backend == "tensorflow":
+        report["resumed"] = killed_and_resumed(work)
+        report["augmented"] = augmented_and_resumed(work)
+    report["behaviours"] = check_behaviours(work)
+    if backend == "tensorflow":
+        report["unsound"] = unsound(work)
         report["migrated"] = migrated(work)
         report["refused"] = refused()
     print(json.dumps(report))  # noqa: T201 (what the test reads)

@@ -52,6 +52,22 @@ def test_a_killed_fit_resumes_with_the_bits_of_an_undisturbed_one(report: Any) -
     assert 0 < resumed["left"] < resumed["all"]
 
 
+def test_what_a_pipeline_draws_from_variables_is_a_part_of_the_position(report: Any) -> None:
+    if report["backend"] != "tensorflow":
+        pytest.skip("it needs TensorFlow")
+    assert report["augmented"] == {"(1, 2)": True, "(2, 0)": True}
+
+
+def test_a_pipeline_that_returns_other_batches_is_named(report: Any) -> None:
+    if report["backend"] != "tensorflow":
+        pytest.skip("it needs TensorFlow")
+    plain, seeded, unseeded, python, shared, kept = report["unsound"]
+    assert [plain, seeded, kept] == ["", "", ""], "controls"
+    assert "draws without a seed (RandomUniform)" in unseeded
+    assert "calls Python" in python
+    assert "parts of one shuffled" in shared
+
+
 def test_the_program_of_the_guide_from_tf_train_resumes(report: Any) -> None:
     if report["backend"] != "tensorflow":
         pytest.skip("it is TensorFlow's guide")

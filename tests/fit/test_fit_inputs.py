@@ -50,11 +50,11 @@ class Unbuilt(keras.Model):
         return x
 
 
-def test_an_unbuilt_model_and_a_custom_loop_are_refused(tmp_path: Path) -> None:
+def test_no_model_and_a_custom_loop_are_refused(tmp_path: Path) -> None:
     callback = BackupAndRestore(tmp_path)
     with pytest.raises(TrainError) as error:
         callback.on_train_begin()
-    assert "built" in str(error.value)
+    assert "callback of `fit`" in str(error.value)
     callback.set_model(network())
     with pytest.raises(TrainError) as error:
         callback.on_train_begin()

@@ -95,12 +95,10 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         model = attached_model(self)
-        if model is None or not model.built:
-            raise TrainError(
-                "BackupAndRestore: expected a model that is built, found one without variables. Give "
-                "it a `keras.Input`, or call it on a batch before `fit`."
-            )
+        if model is None:
+            raise TrainError("BackupAndRestore: expected to be a callback of `fit`.")
         fit = running_fit(model)
+        fit.build_model()
         manager = self._manager = fit_saving.open_manager(
             self.backup_dir,
             self.params,

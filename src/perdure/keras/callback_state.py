@@ -250,7 +250,7 @@ def unpack(packed: dict[str, Any]) -> Any:
 def is_plain(value: Any) -> bool:
     try:
         _encode(value, {})
-    except TypeError:
+    except (TypeError, RecursionError):
         return False
     return True
 
@@ -293,7 +293,7 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
         return {_TAG: "deque", "of": items, "most": value.maxlen}
     try:
         form = whole_form(value, lambda _: None)
-    except StateError as error:
+    except (StateError, RecursionError) as error:  # it may contain itself
         raise TypeError(type(value).__name__) from error
     if form is value:
         raise TypeError(type(value).__name__)

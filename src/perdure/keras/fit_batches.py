@@ -18,6 +18,7 @@ between, and both draw from the generators.
 | `random` | the generators now |
 | `batches` | batches of a whole pass; None if that is not known |
 | `dataset` | what `state_dict` of a `PyDataset` returned; None if it has none |
+| `variables` | variables that functions of a `tf.data` pipeline change, at the same time as `begin` |
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import numpy as np
 
 from perdure.data.sources import ArraySource
 from perdure.errors import DataError, PerdureError, TrainError
-from perdure.keras import fit_internals
+from perdure.keras import fit_internals, tf_pipeline
 from perdure.keras.callback_state import copy_plain, is_stateful
 from perdure.state import process_random
 
@@ -164,7 +165,13 @@ class FitBatches:
         self._iterator = iterator
         self._tensorflow = keras.backend.backend() == "tensorflow"
         self._generators = loader_generators(iterator.data)
-        self._reshuffling = reshuffling_dataset(iterator.data)
+        dataset = iterator.data.tf_dataset() if iterator.data.kind == "tf.data" else None
+        # Its order depends on how often it was iterated.
+        self._reshuffling = (
+            dataset if dataset is not None and tf_pipeline.shuffles(dataset) else None
+        )
+        self._variables = [] if dataset is None else tf_pipeline.variables(dataset)
+        self._variables_when_made = tf_pipeline.capture(self._variables)
         self._order = control_order(iterator)
         self._resume_position: dict[str, Any] | None = None
         self._before_first_batch: Callable[[], Any] = lambda: None
@@ -197,6 +204,9 @@ class FitBatches:
             "random": random,
             "batches": self._iterator.batches_per_pass,
             "dataset": self._order.dataset_state(),
+            "variables": self._variables_when_made
+            if in_pass
+            else tf_pipeline.capture(self._variables),
         }
 
     def random(self) -> dict[str, Any]:
@@ -215,6 +225,7 @@ class FitBatches:
         self._passes, self._taken = position["made"], position["taken"]
         self._random_when_made = position["begin"]
         restore_random(position["random"], self._generators)
+        tf_pipeline.restore(self._variables, position["variables"])
         self._order.restore_dataset(position["dataset"], in_epoch=position["executions"] > 0)
         if self._iterator.batches_per_pass is None:
             self._iterator.batches_per_pass = position["batches"]
@@ -286,6 +297,7 @@ class FitBatches:
         self._random_when_made, self._random_when_started, drop = next_pass
         self._taken, self._skip = self._skip, 0
         self._count_iterator()
+        self._variables_when_made = tf_pipeline.capture(self._variables)
         source = self._iterator.make_pass()
         if self._tensorflow:
             return source.skip(drop) if drop else source
@@ -367,19 +379,7 @@ def loader_generators(data: fit_internals.FitData) -> list[Any]:
     return list({id(generator): generator for generator in generators if generator}.values())
 
 
-def reshuffling_dataset(data: fit_internals.FitData) -> Any:
-    """The tf.data.Dataset whose order depends on how often it was iterated, or None."""
-    if data.kind != "tf.data":
-        return None
-    dataset = data.tf_dataset()
-    return (
-        dataset
-        if any(map(fit_internals.tf_shuffles, fit_internals.tf_dataset_nodes(dataset)))
-        else None
-    )
-
-
-def position_warning(data: fit_internals.FitData) -> str | None:
+def position_warning(data: fit_internals.FitData, validation: Any) -> str | None:
     """Why the position in the data may not be restored exactly, and what to do; None if it is."""
     if data.kind == "generator":
         return (
@@ -395,18 +395,7 @@ def position_warning(data: fit_internals.FitData) -> str | None:
                     f"backup. Give it `state_dict` and `load_state_dict`."
                 )
     if data.kind == "tf.data":
-        dataset = data.tf_dataset()
-        for node in filter(fit_internals.tf_shuffles, fit_internals.tf_dataset_nodes(dataset)):
-            if all(seed is not None and int(seed) == 0 for seed in fit_internals.tf_seeds(node)):
-                return (
-                    "the data are a tf.data.Dataset that shuffles without a seed: a resumed run gets "
-                    "another order. Pass one: `dataset.shuffle(n, seed=0)`."
-                )
-        if dataset.options().deterministic is False:
-            return (
-                "the data are a tf.data.Dataset with `deterministic=False`: a resumed run gets "
-                "another order."
-            )
+        return tf_pipeline.warning(data.tf_dataset(), validation)
     if data.kind == "DataLoader":
         from torch.utils import data as torch_data
 

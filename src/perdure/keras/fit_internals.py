@@ -165,13 +165,31 @@ class RunningFit:
         names = inspect.signature(keras.Model.fit).parameters
         self.arguments = {name: local[name] for name in names if name in local and name != "self"}
 
+    def build_model(self) -> None:
+        """Make the variables of a model whose first batch makes them on TensorFlow, or TrainError."""
+        problem = None
+        if not self.model.built:
+            try:
+                self.build()
+            except Exception as error:  # noqa: BLE001 (of any layer)
+                problem = error
+        if not self.model.built:
+            raise TrainError(
+                "BackupAndRestore: expected a model that is built, found one without variables. Give "
+                "it a `keras.Input`, or call it on a batch before `fit`."
+            ) from problem
+        self._build_optimizer()  # a step of the user's own may never do so
+
     def build(self) -> None:
         """Make the variables that TensorFlow makes late, by shapes and dtypes."""
-        model = self.model
         if keras.backend.backend() == "tensorflow":
-            model._symbolic_build(data_batch=self.iterator.data.tf_dataset().element_spec)
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+            self.model._symbolic_build(data_batch=self.iterator.data.tf_dataset().element_spec)
+        self._build_optimizer()
+
+    def _build_optimizer(self) -> None:
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
 
     def set_initial_epoch(self, epoch: int | None) -> None:
         self.model._initial_epoch = epoch
@@ -262,20 +280,6 @@ def torch_device() -> str:
     from keras.src.backend.torch.core import get_device
 
     return get_device()
-
-
-def tf_dataset_nodes(dataset: Any) -> Iterator[Any]:
-    yield dataset
-    for source in dataset._inputs():
-        yield from tf_dataset_nodes(source)
-
-
-def tf_shuffles(node: Any) -> bool:
-    return "Shuffle" in type(node).__name__
-
-
-def tf_seeds(node: Any) -> tuple[Any, Any]:
-    return getattr(node, "_seed", None), getattr(node, "_seed2", None)
 
 
 def _fit_frame(

@@ -50,7 +50,7 @@ class FitSession(Callback):
         allow: tuple[str, ...],
     ) -> None:
         super().__init__()
-        if problem := position_warning(fit.iterator.data):
+        if problem := position_warning(fit.iterator.data, fit.arguments["validation_data"]):
             warnings.warn(f"BackupAndRestore: {problem}", stacklevel=4)
         self._fit = fit
         self._manager = manager

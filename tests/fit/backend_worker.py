@@ -13,6 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,13 @@ def killed_and_resumed(work: Path) -> dict[str, Any]:
     }
 
 
-def augmented() -> Any:
+def augmented(cached: bool = False) -> Any:
     """A pipeline whose function changes two variables, in batches that are read ahead."""
     import tensorflow as tf
 
     noise, generator = keras.layers.GaussianNoise(0.5), tf.random.Generator.from_seed(1)
-    pipeline = tf.data.Dataset.from_tensor_slices(arrays()).shuffle(9, seed=3).batch(BATCH)
+    pipeline = tf.data.Dataset.from_tensor_slices(arrays()).shuffle(9, seed=3)
+    pipeline = (pipeline.cache() if cached else pipeline).batch(BATCH)
 
     def changed(x: Any, y: Any) -> Any:
         return noise(x, training=True) * generator.uniform(()), y
@@ -92,15 +94,18 @@ def augmented_and_resumed(work: Path) -> dict[str, Any]:
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def run(name: str, fault_at: tuple[int, int] | None = None) -> tuple[int, End | None]:
-        options: dict[str, Any] = {"model": unbuilt, "x": augmented, "fault": kill}
+    def run(
+        name: str, cached: bool, fault_at: tuple[int, int] | None = None
+    ) -> tuple[int, End | None]:
+        data = partial(augmented, cached)
+        options: dict[str, Any] = {"model": unbuilt, "x": data, "fault": kill}
         return forked(work / "end", lambda: train(work / name, fault_at, **options))
 
-    _, whole = run("augmented")
     report = {}
-    for at in ((1, 2), (2, 0)):
-        killed, _ = run(f"augmented{at}", at)
-        _, again = run(f"augmented{at}")
+    for cached, at in ((False, (1, 2)), (True, (2, 0))):
+        _, whole = run(f"augmented-{cached}", cached)
+        killed, _ = run(f"killed-{cached}", cached, at)
+        _, again = run(f"killed-{cached}", cached)
         assert whole is not None and again is not None  # noqa: PT018
         report[str(at)] = killed == -9 and same(again, whole)
     return report
@@ -125,6 +130,7 @@ def unsound(work: Path) -> list[str]:
         unseeded = pipeline.map(lambda x, y: (x + tf.random.uniform(()), y))
         context._seed = seed
     sets = [pipeline, seeded, unseeded, pipeline.map(of_python), shuffled.skip(6), kept.skip(6)]
+    sets.append(shuffled.cache().shuffle(9, seed=2))
     said = []
     for number, data in enumerate(sets):
         source = {4: shuffled, 5: kept}.get(number, pipeline)

@@ -61,11 +61,12 @@ def test_what_a_pipeline_draws_from_variables_is_a_part_of_the_position(report: 
 def test_a_pipeline_that_returns_other_batches_is_named(report: Any) -> None:
     if report["backend"] != "tensorflow":
         pytest.skip("it needs TensorFlow")
-    plain, seeded, unseeded, python, shared, kept = report["unsound"]
+    plain, seeded, unseeded, python, shared, kept, twice = report["unsound"]
     assert [plain, seeded, kept] == ["", "", ""], "controls"
     assert "draws without a seed (RandomUniform)" in unseeded
     assert "calls Python" in python
     assert "parts of one shuffled" in shared
+    assert "before and one after its cache" in twice
 
 
 def test_the_program_of_the_guide_from_tf_train_resumes(report: Any) -> None:

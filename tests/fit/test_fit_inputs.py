@@ -155,6 +155,21 @@ def test_a_dataset_that_changes_warns_at_the_start(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="on_epoch_end"):
         train(tmp_path / "run", x=Changing, shuffle=False)
 
+    class Drawing(keras.utils.PyDataset):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = np.random.default_rng(0)
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = arrays()
+            return x[:6] + self.noise.random(), y[:6]
+
+    with pytest.warns(UserWarning, match="Drawing that holds a random generator"):
+        train(tmp_path / "drawing", x=Drawing, shuffle=False)
+
 
 def test_a_state_that_a_backup_cannot_hold_is_refused(tmp_path: Path) -> None:
     class Set(keras.callbacks.Callback):

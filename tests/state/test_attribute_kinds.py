@@ -324,6 +324,21 @@ def test_an_object_that_cannot_be_made_again_is_refused() -> None:
             manager.save(1, state)
 
 
+def test_keys_that_are_tensors_are_refused_and_names_come_back() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    state = {"weight": weight, "loop": Loop()}
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize(state)
+        state["loop"].value = {weight: 1.0}
+        with pytest.raises(UnsupportedLeafError, match="Use names as keys"):
+            manager.save(1, state)
+        state["loop"].value = {"weight": 1.0}
+        manager.save(1, state)
+        state["loop"].value = None
+        assert manager.restore_or_initialize(state).step == 1
+        assert state["loop"].value == {"weight": 1.0}
+
+
 def test_a_generator_in_place_of_none_in_an_object_of_the_loop_is_refused() -> None:
     state = {"loop": Loop()}
     with CheckpointManager(MemoryStorage()) as manager:

@@ -53,7 +53,22 @@ def test_some_optimizers_have_every_variant() -> None:
     }
 
 
+class GradualWarmup(lr_scheduler.LRScheduler):
+    """A scheduler that holds another one as an attribute, as those of packages do."""
+
+    def __init__(self, optimizer: Any, after: Any) -> None:
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        if self.last_epoch < 3:
+            return [rate * self.last_epoch / 3 for rate in self.base_lrs]
+        self.after.step()
+        return self.after.get_last_lr()
+
+
 SCHEDULERS: dict[str, Any] = {
+    "GradualWarmup": lambda o: GradualWarmup(o, lr_scheduler.CosineAnnealingLR(o, 5)),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2),

@@ -39,6 +39,7 @@ from perdure.errors import DataError, PerdureError, TrainError
 from perdure.keras import fit_internals, tf_pipeline
 from perdure.keras.callback_state import copy_plain, is_stateful
 from perdure.state import process_random
+from perdure.state.generators import held_generators
 
 # A shuffled tf.data.Dataset counts its iterators, and draws another order for each.
 _iterator_counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -167,9 +168,8 @@ class FitBatches:
         self._generators = loader_generators(iterator.data)
         dataset = iterator.data.tf_dataset() if iterator.data.kind == "tf.data" else None
         # Its order depends on how often it was iterated.
-        self._reshuffling = (
-            dataset if dataset is not None and tf_pipeline.shuffles(dataset) else None
-        )
+        changes = dataset is not None and bool(tf_pipeline.reordering(dataset))
+        self._reshuffling = dataset if changes else None
         self._variables = [] if dataset is None else tf_pipeline.variables(dataset)
         self._variables_when_made = tf_pipeline.capture(self._variables)
         self._order = control_order(iterator)
@@ -388,6 +388,11 @@ def position_warning(data: fit_internals.FitData, validation: Any) -> str | None
         )
     if data.kind == "PyDataset" and not is_stateful(data.py_dataset):
         kind, base = type(data.py_dataset), keras.utils.PyDataset
+        if any(True for _ in held_generators(data.py_dataset)):
+            return (
+                f"the data are a {kind.__name__} that holds a random generator, which is not in the "
+                f"backup. Give it `state_dict` and `load_state_dict`, or draw from the index."
+            )
         for name in ("on_epoch_begin", "on_epoch_end"):
             if getattr(kind, name) is not getattr(base, name):
                 return (

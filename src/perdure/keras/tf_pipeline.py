@@ -27,7 +27,15 @@ def nodes(dataset: Any) -> Iterator[Any]:
 
 def shuffles(dataset: Any) -> list[Any]:
     """The nodes of a pipeline that shuffle."""
-    return [node for node in nodes(dataset) if "Shuffle" in type(node).__name__]
+    return [node for node in nodes(dataset) if _is(node, "Shuffle")]
+
+
+def reordering(dataset: Any) -> list[Any]:
+    """The shuffles that each iterator counts. What lies behind a cache is iterated once."""
+    if _is(dataset, "Cache"):
+        return []
+    found = [dataset] if _is(dataset, "Shuffle") else []
+    return found + [node for source in dataset._inputs() for node in reordering(source)]
 
 
 def variables(dataset: Any) -> list[Any]:
@@ -59,6 +67,11 @@ def warning(dataset: Any, validation: Any) -> str | None:
                 "the data are a tf.data.Dataset that shuffles without a seed: a resumed run gets "
                 "another order. Pass one: `dataset.shuffle(n, seed=0)`."
             )
+    if reordering(dataset) and any(_is(n, "Cache") and shuffles(n) for n in nodes(dataset)):
+        return (
+            "the data are a tf.data.Dataset with a shuffle before and one after its cache: a resumed "
+            "run gets another order. Shuffle after the cache only."
+        )
     if isinstance(validation, tf.data.Dataset):
         mine = {id(node) for node in shuffles(dataset) if _reshuffles(node)}
         if any(id(node) in mine for node in shuffles(validation)):
@@ -85,6 +98,10 @@ def warning(dataset: Any, validation: Any) -> str | None:
                 f"draws other numbers. Call `keras.utils.set_random_seed` before it is made."
             )
     return None
+
+
+def _is(node: Any, kind: str) -> bool:
+    return kind in type(node).__name__
 
 
 def _reshuffles(node: Any) -> bool:

@@ -198,13 +198,14 @@ class ObjectStates:
         return self._shared(path, lambda: self._value(path, like, arrays))
 
     def _live(self, path: str, like: Any, stored_type: str, arrays: str) -> Any:
+        kind = record_class(stored_type)
         if (
             like is _MISSING
             or leaf_adapter(like, self._adapters)
             or describe_container(like) is not None
-            or self.containers[path].keys is not None
+            or (kind is not None and self.containers[path].keys is not None)
         ):
-            if (kind := record_class(stored_type)) is not None:
+            if kind is not None:
                 names = self.containers[path].keys or self._parts.get(path, ())
                 return build_record(
                     kind,

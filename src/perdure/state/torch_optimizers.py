@@ -121,7 +121,9 @@ class OptimizerState(Stateful):
         if not hasattr(self.target, "param_groups"):
             return False
         state = self.read()
-        groups = state.get("param_groups") if isinstance(state, dict) else None
+        if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+            return False
+        groups = state.get("param_groups")
         return isinstance(groups, list) and all(
             isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
         )

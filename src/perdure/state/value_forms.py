@@ -331,6 +331,12 @@ def _with_named_keys(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> Any
         if all(map(operator.is_, [part for _, part in pairs], value.values())):
             return value
         return _like(value, pairs)
+    torch = sys.modules.get("torch")
+    if torch is not None and any(isinstance(key, torch.Tensor) for key in value):
+        raise UnsupportedLeafError(
+            "a dict whose keys are tensors, which only the object itself finds again: a restored key "
+            "would be another one. Use names as keys, such as those of `named_parameters`."
+        )
     return {_LISTED: [(with_pairs(key), part) for key, part in pairs], "in": _like(value, [])}
 
 

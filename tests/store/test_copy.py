@@ -257,7 +257,8 @@ def test_a_copy_onto_a_full_disk_raises_before_the_first_byte(origin: Path, tmp_
     with pytest.raises(SaveError, match=r"step 1 could not be copied from .*full"):
         copy_run(origin, LocalStorage(tmp_path / "there", failing))
     assert failing.fired
-    assert check_run(tmp_path / "there").problems == ()
+    (problem,) = check_run(tmp_path / "there").problems
+    assert (problem.harmful, problem.what.endswith("did not end")) == (False, True)
 
 
 def test_an_interrupted_copy_commits_nothing(origin: Path) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from perdure.checkpoint.arguments import integer, require_choice, require_name, require_number
 from perdure.errors import ArgumentError, CorruptionError, UnreachableError
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
-from perdure.store.format import Metric, seconds_of, steps_text
+from perdure.store.format import MAX_STEP, Metric, seconds_of, steps_text
 from perdure.store.garbage_collection import plan_collect
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_index import ManifestSummary
@@ -202,7 +202,7 @@ def plan_prune(
     )
     request = PruneRequest(
         steps=deleted,
-        orphans_to=max(held.steps, default=-1) if saved is None else saved,
+        orphans_to=max(held.steps, default=MAX_STEP) if saved is None else saved,
         compact_from=COMPACT_FROM if after_a_save else 0,
         everywhere=not after_a_save,
         quarantined=frozenset(checkpoint.name for checkpoint in run.rolled_back())

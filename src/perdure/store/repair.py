@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from perdure.errors import PruneError, SaveError, UnreachableError
-from perdure.store.format import MARKER, PACKS
+from perdure.store.format import MARKER, MAX_STEP, PACKS
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.log import log_place
 from perdure.store.names import leftovers
@@ -66,7 +66,8 @@ def repair(run: Run) -> Repaired:
         for step, reason in findings.bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
         actions += _salvage(run, findings.damaged)
-        plan = run.plan(PruneRequest(orphans_to=run.newest_step() or 0))
+        newest = run.newest_step()
+        plan = run.plan(PruneRequest(orphans_to=MAX_STEP if newest is None else newest))
         run.execute(plan)
         for name in plan.orphans:
             actions.append(f"removed {PACKS}{name}: no checkpoint needs it")

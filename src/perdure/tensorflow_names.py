@@ -21,6 +21,7 @@ _NO_SESSIONS = "There are no sessions and no servers: leave it out."
 _STRATEGIES = "Strategies are in perdure.jax and perdure.torch, under TensorFlow's names."
 _STEPS = "Each step has its number: `Hook.after_step(trainer, logs)`, `manager.save(step, state)`."
 _SAVES = "Checkpoints, logs and summaries have their intervals in perdure.RunConfig."
+_ITS_OWN = "It stays TensorFlow's: perdure has the checkpoints, the loop and the strategies."
 _CLUSTER = (
     "`perdure.distribute.ClusterResolver` and `strategy.cluster_resolver` describe the group."
 )
@@ -56,6 +57,27 @@ FORMS: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("CheckpointSaverHook", "LoggingTensorHook", "SummarySaverHook", "StepCounterHook"),
             _SAVES,
+        ),
+        "PreemptionCheckpointHandler": "`CheckpointManager.save` in each step: after SIGTERM it saves, "
+        "and the program exits with status 75.",
+        **dict.fromkeys(
+            (
+                *(
+                    "Variable",
+                    "Module",
+                    "GradientTape",
+                    "function",
+                    "io",
+                    "random",
+                    "summary",
+                    "config",
+                ),
+                *("saved_model", "tensorflow", "compat", "nn", "losses", "initializers"),
+            ),
+            _ITS_OWN,
+        ),
+        **dict.fromkeys(
+            ("optimizers", "models", "layers"), "Keras's own, keras.optimizers and so on."
         ),
         "BackupAndRestore": "perdure.keras.BackupAndRestore",
         "ModelCheckpoint": "perdure.keras.ModelCheckpoint",
@@ -172,8 +194,13 @@ def names_forms(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def missing(owner: str, name: str) -> AttributeError:
     """The error for a name that `owner`, a module or a class of `FORMS`, does not have."""
     text = f"{owner} has no attribute {name!r}"
-    if owner == "perdure.keras" and hasattr(sys.modules["keras"].callbacks, name):
-        return AttributeError(f"{text}. Use keras.callbacks.{name} beside perdure's.", name=name)
+    if owner == "perdure.keras" and name not in FORMS[owner]:
+        keras = sys.modules["keras"]
+        for module in (keras, keras.callbacks, keras.models):
+            if hasattr(module, name):
+                place = module.__name__.removeprefix("keras.").removeprefix("api.")
+                full = name if module is keras else f"{place}.{name}"
+                return AttributeError(f"{text}. Use keras.{full} beside perdure's.", name=name)
     forms = FORMS["perdure"] if owner.startswith("perdure.") else {}
     form = (forms | FORMS[owner]).get(name)
     return AttributeError(f"{text}. In place of TensorFlow's: {form}" if form else text, name=name)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,29 @@ def test_the_arrays_of_a_loop_are_restored_in_place(tmp_path: Path) -> None:
     assert (w.tolist(), int(step)) == ([0.0] * 3, 20)
     assert other.w is narrow
     assert narrow.tolist() == [210.0] * 3
+
+
+@pytest.mark.parametrize("if_there_is_one", [True, False])
+def test_dicts_and_lists_of_a_loop_are_restored_in_place_after_one_save(
+    tmp_path: Path, if_there_is_one: bool
+) -> None:
+    def train(where: Path, last: int) -> Any:
+        log: list[Any] = []
+        info = {"n": 0, "sum": np.zeros(2), "seen": deque[int](maxlen=3)}
+        total, checkpoint = info["sum"], Checkpoint(log=log, info=info)
+        with Manager(checkpoint, where, max_to_keep=3) as manager:
+            if manager.latest_checkpoint or not if_there_is_one:
+                checkpoint.restore(manager.latest_checkpoint)
+            while len(log) < last:
+                total += len(log)
+                log.append({"loss": float(total[0])})
+                info["n"] += 1
+                info["seen"].append(len(log))
+                manager.save()
+        return log, info["n"], total.tolist(), list(info["seen"])
+
+    train(tmp_path / "run", 1)
+    assert train(tmp_path / "run", 5) == train(tmp_path / "whole", 5)
 
 
 def test_names_of_hooks_sessions_and_callbacks_say_what_to_write() -> None:

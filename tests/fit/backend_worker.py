@@ -158,9 +158,10 @@ class Net(tf.keras.Model):
 def toy_dataset():
   inputs = tf.range(10.)[:, None]
   labels = inputs * 5. + tf.range(5.)[None, :]
-  return tf.data.Dataset.from_tensor_slices(dict(x=inputs, y=labels)).repeat().batch(2)
+  return tf.data.Dataset.from_tensor_slices(dict(x=inputs, y=labels)).shuffle(10).repeat().batch(2)
 
 def train_step(net, example, optimizer):
+  CALLS.append(1)
   if example is FAULT:
     raise KeyError("interrupted")
   with tf.GradientTape() as tape:
@@ -179,7 +180,7 @@ def migrated(work: Path) -> dict[str, Any]:
     diff = re.search(r"```diff\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert diff is not None
     program = "".join(f"{line[1:]}\n" for line in diff[1].splitlines() if line[:1] != "-")
-    fault = program.replace("  loss =", "  if step == 27: example = FAULT\n  loss =")
+    fault = program.replace("  loss =", "  if ckpt.step == 27: example = FAULT\n  loss =")
     assert fault != program
     scope: dict[str, Any] = {}
     for name, programs in (("whole", [program]), ("killed", [fault, program])):
@@ -187,19 +188,18 @@ def migrated(work: Path) -> dict[str, Any]:
         os.chdir(work / name)
         for code in programs:
             keras.utils.set_random_seed(0)
-            scope = {"FAULT": object()}
+            scope = {"FAULT": object(), "CALLS": []}
             try:
                 exec(TENSORFLOWS_GUIDE + code, scope)
             except KeyError:
                 scope["manager"].close()
-    ends = [Run(work / name / "ckpts").manifest(50).fingerprint for name in ("whole", "killed")]
-    refused = []
-    for value in (dataset := scope["toy_dataset"](), iter(dataset)):
-        try:
-            flatten({"data": value})
-        except UnsupportedLeafError as error:
-            refused.append(str(error))
-    return {"ends": ends, "start": scope["start"], "refused": refused}
+    runs = [Run(work / name / "tf_ckpts") for name in ("whole", "killed")]
+    ends = [run.manifest(5).fingerprint for run in runs]
+    try:
+        flatten({"data": scope["toy_dataset"]()})
+    except UnsupportedLeafError as error:
+        return {"ends": ends, "steps": len(scope["CALLS"]), "refused": str(error)}
+    raise AssertionError("a dataset has no place")
 
 
 def refused() -> list[str]:

@@ -72,18 +72,17 @@ def test_a_pipeline_that_returns_other_batches_is_named(report: Any) -> None:
 def test_the_program_of_the_guide_from_tf_train_resumes(report: Any) -> None:
     if report["backend"] != "tensorflow":
         pytest.skip("it is TensorFlow's guide")
-    assert report["migrated"]["start"] == 20
+    assert report["migrated"]["steps"] == 30
     assert len(set(report["migrated"]["ends"])) == 1
 
 
 def test_a_source_of_tf_data_in_a_state_is_refused_with_its_remedy(report: Any) -> None:
     if report["backend"] != "tensorflow":
         pytest.skip("it is TensorFlow's data")
-    assert len(report["migrated"]["refused"]) == 2
-    for message in report["migrated"]["refused"]:
-        assert message.startswith("data: a value of type tensorflow.python.data.")
-        assert "`dataset.skip(start)`" in message
-        assert "state_dict" not in message
+    message = report["migrated"]["refused"]
+    assert message.startswith("data: a value of type tensorflow.python.data.")
+    assert "`dataset.skip(start)`" in message
+    assert "state_dict" not in message
 
 
 def test_variables_of_tensorflow_that_keras_does_not_count_are_refused(report: Any) -> None:

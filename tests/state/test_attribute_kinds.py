@@ -9,6 +9,8 @@ import copy
 import dataclasses
 import datetime as dt
 import enum
+import functools
+import itertools
 import pathlib
 import re
 import uuid
@@ -371,3 +373,147 @@ def test_a_foreign_checkpoint_names_no_code_of_other_modules(form: dict[str, Any
     with CheckpointManager(storage) as manager, pytest.raises(StateError, match="has no"):
         manager.restore_or_initialize(state)
     assert state["loop"].value is None
+
+
+class Counter:
+    """A hook or a method's object, which counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, *args: Any) -> None:
+        self.calls.append(len(self.calls))
+
+
+class Totals(dict):  # type: ignore[type-arg]
+    def __init__(self) -> None:
+        super().__init__(sum=0)
+        self.count = 0
+
+
+def as_hook(net: Net) -> Any:
+    counter = Counter()
+    net.one.register_forward_hook(counter)
+    return lambda: net.one(torch.ones(1, 2)), lambda: counter.calls
+
+
+def as_bound_method(net: Net) -> Any:
+    net.value = Counter().__call__
+    return lambda: net.value(), lambda: net.value.__self__.calls
+
+
+def as_partial(net: Net) -> Any:
+    net.value = functools.partial(Counter.__call__, Counter())
+    return lambda: net.value(), lambda: net.value.args[0].calls
+
+
+def as_dict_with_attributes(net: Net) -> Any:
+    net.value = Totals()
+
+    def use() -> None:
+        net.value["sum"] += 2
+        net.value.count += 1
+
+    return use, lambda: (dict(net.value), net.value.count)
+
+
+def as_objects_in_an_array(net: Net) -> Any:
+    net.value = np.array([1, "a", None, [1]], object)
+
+    def use() -> None:
+        net.value[0] += 1
+        net.value[3].append(2)
+
+    return use, lambda: net.value.tolist()
+
+
+def as_seed_sequence(net: Net) -> Any:
+    net.value = np.random.SeedSequence(3)
+    return lambda: net.value.spawn(2), lambda: net.value.n_children_spawned
+
+
+def as_keys(net: Net) -> Any:
+    net.value = {}
+
+    def use() -> None:
+        net.value[net.two] = 1
+        net.value[net.one] = net.value.get(net.one, 0) + 1
+
+    names = {net.one: "one", net.two: "two"}
+    return use, lambda: [(names[key], count) for key, count in net.value.items()]
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        as_hook,
+        as_bound_method,
+        as_partial,
+        as_dict_with_attributes,
+        as_objects_in_an_array,
+        as_seed_sequence,
+        as_keys,
+    ],
+)
+def test_what_a_hook_a_method_or_a_container_reaches_comes_back(give: Callable[[Net], Any]) -> None:
+    storage, found, fresh = MemoryStorage(), [], ""
+    for number in range(2):
+        model = Net()
+        use, look = give(model)
+        with CheckpointManager(storage) as manager:
+            fresh = repr(look())
+            assert manager.restore_or_initialize({"net": model}).step == number
+            if not number:
+                use()
+                use()
+                manager.save(1, {"net": model})
+        found.append(repr(look()))
+    assert found[0] == found[1] != fresh
+
+
+def test_the_object_of_a_bound_method_of_a_loop_comes_back() -> None:
+    storage, loop = MemoryStorage(), Loop()
+    for number in range(2):
+        loop = Loop()
+        loop.value = Counter().__call__
+        with CheckpointManager(storage) as manager:
+            manager.restore_or_initialize({"loop": loop})
+            if not number:
+                loop.value()
+                manager.save(1, {"loop": loop})
+    assert loop.value.__self__.calls == [0]
+
+
+@pytest.mark.parametrize("make", [iter, itertools.cycle, enumerate])
+def test_an_iterator_with_a_place_is_refused_at_once(make: Callable[[Any], Any]) -> None:
+    model = Net()
+    model.value = {"data": make([1, 2])}
+    refused = pytest.raises(UnsupportedLeafError, match=r"net/value/data: .* has a place that no")
+    with CheckpointManager(MemoryStorage()) as manager, refused:
+        manager.restore_or_initialize({"net": model})
+
+
+def test_a_generator_that_has_begun_is_refused_and_no_other() -> None:
+    model = Net()
+    model.value = (number for number in range(2))
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize({"net": model})
+        manager.save(1, {"net": model})
+        next(model.value)
+        with pytest.raises(UnsupportedLeafError, match=r"net/value: a builtins\.generator"):
+            manager.save(2, {"net": model})
+        list(model.value)
+        manager.save(2, {"net": model})
+
+
+def test_an_optimizer_that_keeps_the_parameters_of_a_replaced_layer_is_refused() -> None:
+    model = Net()
+    descent = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"net": model, "optimizer": descent}
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize(state)
+        model.two = torch.nn.Linear(2, 2)
+        with pytest.raises(UnsupportedLeafError, match="optimizer/param_groups/0/params/2: "):
+            manager.save(1, state)
+        descent.param_groups[0]["params"][2:] = model.two.parameters()
+        manager.save(1, state)

@@ -92,6 +92,28 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
+class Averaging(torch.optim.SGD):
+    """Has an average of each parameter, under its `id` as the widespread Lookahead, or its number."""
+
+    key: Any = id
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        kept = {self.key(each): each.detach() for each in self.param_groups[0]["params"]}
+        return {**state, "averages": kept}
+
+
+def test_a_state_dict_with_addresses_of_parameters_is_refused() -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = Averaging(net.parameters(), lr=0.1)
+    with pytest.raises(
+        UnsupportedLeafError, match=r"^optimizer: its `state_dict` has `id\(\)`s of parameters"
+    ):
+        snapshot({"optimizer": optimizer})
+    optimizer.key = lambda each: each.ndim  # type: ignore[method-assign]
+    assert "optimizer/averages/2" in snapshot({"optimizer": optimizer})
+
+
 def test_every_scheduler_of_torch_is_tested() -> None:
     classes = {
         name

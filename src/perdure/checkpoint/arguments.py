@@ -15,8 +15,11 @@ Metrics = Mapping[str, SupportsFloat] | None
 
 
 def step_number(step: Any) -> int:
-    """`step`, which may be an integer of NumPy or a 0-d array, as an int from 0 to `MAX_STEP`."""
+    """`step`, which may be an integer of NumPy, a 0-d array, or a variable of TensorFlow or Keras with
+    one, as an int from 0 to `MAX_STEP`."""
     try:
+        if hasattr(step, "assign") and hasattr(step, "numpy"):
+            step = step.numpy()
         if "bool" in type(step).__name__ or "bool" in str(getattr(step, "dtype", "")):
             raise TypeError
         if getattr(step, "ndim", 0) != 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,9 +28,12 @@ from perdure.errors import (
 )
 from perdure.state import AttributeState, flatten, is_state, unflatten
 from perdure.state import restore as restore_state
+from perdure.state.attribute_values import put_value
 from perdure.state.extra_members import load_epoch_ends
+from perdure.state.leaf_values import SCALARS
 from perdure.state.paths import join_key, split_path
 from perdure.state.restore_request import RestoreRequest
+from perdure.state.walk import Walk
 from perdure.store import Loaded, LocalStorage, Run, Storage
 from perdure.store.format import MARKER
 from perdure.store.loading import Needs
@@ -100,9 +104,9 @@ class Checkpoint(AttributeState, TensorFlowNames):
     """A state of named members: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
 
     Members are attributes. `CheckpointManager.save` and `restore` take it as a state: modules,
-    optimizers and NumPy arrays of one dtype and shape are restored in place, other members are
-    replaced. A manager may also be made for it, in TensorFlow's order:
-    `CheckpointManager(checkpoint, directory, max_to_keep=3)`.
+    optimizers, NumPy arrays of one dtype and shape, and dicts and lists of plain values and such
+    arrays are restored in place; other members are replaced. A manager may also be made for it, in
+    TensorFlow's order: `CheckpointManager(checkpoint, directory, max_to_keep=3)`.
     """
 
     def __init__(self, *unnamed: Any, **members: Any) -> None:
@@ -182,14 +186,20 @@ class Checkpoint(AttributeState, TensorFlowNames):
 
         Raises:
             MismatchError: The checkpoint lacks a member, or one does not fit.
+            UnsupportedLeafError: A member cannot be restored: a model of Keras that is not built. Also
+                with `directory=None`, if a manager was made for this `Checkpoint`.
             StepNotFoundError: There is no such checkpoint.
             CorruptionError: The `step` that was asked for is damaged, or all are.
             UnreachableError: A checkpoint cannot be read now.
         """
+        manager = managers[self]() if self in managers else None
         if directory is None:
+            if manager is not None:
+                Walk(
+                    self
+                )  # what a save would refuse, and a restore here when there is a checkpoint
             return RestoreStatus.of(None, 0)
         run, number = find_step(directory, step)
-        manager = managers[self]() if self in managers else None
         if manager is not None and manager.directory == run.where:
             manager.wait_until_finished()  # `number` may be the step of the save under way
             newest = run.newest_step() if number is None else number
@@ -199,7 +209,7 @@ class Checkpoint(AttributeState, TensorFlowNames):
             return RestoreStatus.of(name_at_step(run.where, restored.step), restored.step, unused)
         loaded = load_verified(directory, step)
         taken = {p: leaf for p, leaf in loaded.leaves.items() if self._takes(split_path(p))}
-        with kept_arrays(self):
+        with kept_members(self):
             restore_state(self, taken)
         found = loaded.manifest.step
         return RestoreStatus.of(
@@ -219,18 +229,25 @@ class Checkpoint(AttributeState, TensorFlowNames):
 
 
 @contextmanager
-def kept_arrays(state: Any) -> Iterator[None]:
-    """After a restore inside, the NumPy arrays among the members of a `Checkpoint` are those that they
-    were, with the restored values: the program may hold them."""
+def kept_members(state: Any) -> Iterator[None]:
+    """After a restore inside, the NumPy arrays among the members of a `Checkpoint`, and the dicts and
+    lists of plain values and NumPy arrays, are those that they were, with the restored values: the
+    program may hold them."""
     members = vars(state) if isinstance(state, Checkpoint) else {}
-    before = {name: each for name, each in members.items() if type(each) is np.ndarray}
+    before = {name: each for name, each in members.items() if _changes_in_place(each)}
     yield
-    for name, array in before.items():
-        new = members[name]
-        is_alike = type(new) is np.ndarray and (new.dtype, new.shape) == (array.dtype, array.shape)
-        if is_alike and new is not array and array.flags.writeable:
-            np.copyto(array, new)
-            members[name] = array
+    for name, held in before.items():
+        members[name] = put_value(held, members[name])
+
+
+def _changes_in_place(member: Any) -> bool:
+    return type(member) in (np.ndarray, dict, list, deque) and _is_plain(member)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (dict, list, deque, tuple):
+        return all(map(_is_plain, value.values() if type(value) is dict else value))
+    return type(value) in SCALARS or type(value) is np.ndarray
 
 
 managers: WeakKeyDictionary[Checkpoint, ref[Any]] = WeakKeyDictionary()

@@ -19,7 +19,7 @@ from perdure.checkpoint.address import step_or_name
 from perdure.checkpoint.arguments import Metrics, integer, require_kind, require_state, step_number
 from perdure.checkpoint.checkpoint import (
     Checkpoint,
-    kept_arrays,
+    kept_members,
     makes_state,
     managers,
     takes_tensorflow_order,
@@ -439,6 +439,14 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             self.preemption.exit_process()
         self._close(error)
 
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """As in `ManagedDirectory`. If there is none, the program begins with its `Checkpoint`."""
+        newest = super().latest_checkpoint
+        if newest is None and self._checkpoint is not None and self._saver.restore_check.is_new:
+            self._restorer.expect(self._checkpoint)
+        return newest
+
     @exclusive
     def _begin_training(self, start_over: bool) -> None:
         if start_over:
@@ -455,7 +463,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         # After the wait for the save: a name is then the same step in every process.
         number = step_or_name(step, self._run)
         # One pause for all of it, because each one ends in a collection.
-        with kept_arrays(like), gc_paused():
+        with kept_members(like), gc_paused():
             restored = self._restorer.restore(number, like, request)
         if restored is not None and restored.report.is_exact:
             self._interval.record(restored.step)

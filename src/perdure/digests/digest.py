@@ -216,7 +216,7 @@ def _sums_of_leaf(leaf: Leaf) -> LeafSums:
 def _summing_adapters() -> list[_SummingAdapter]:
     adapters = []
     for framework in ADAPTERS:
-        if framework in sys.modules:
+        if sys.modules.get(framework):
             module = _FRAMEWORKS.get(framework)
             taker = import_module(module).TAKER() if module else ArrayTaker()
             adapters.append(_SummingAdapter(adapter(framework), taker))

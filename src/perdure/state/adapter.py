@@ -178,6 +178,7 @@ ADAPTERS = {
     "equinox": "perdure.state.equinox_state",
     "jax": "perdure.state.jax_state",
     "torch": "perdure.state.torch_state",
+    "tensorflow": "perdure.state.tensorflow_state",
     "builtins": "perdure.state.builtin",
 }
 """The module of each adapter by that of its framework, in the order in which they are asked.
@@ -190,7 +191,7 @@ dataclass that is registered with a framework (with static fields) is taken apar
 
 def loaded_adapters() -> list[Adapter]:
     """The adapters of the frameworks that are imported, in the order of `ADAPTERS`."""
-    return [adapter(framework) for framework in ADAPTERS if framework in sys.modules]
+    return [adapter(framework) for framework in ADAPTERS if sys.modules.get(framework)]
 
 
 def adapter(framework: str) -> Adapter:

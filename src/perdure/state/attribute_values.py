@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from types import GeneratorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -50,8 +52,14 @@ class Kind(enum.Enum):
     ARRAY = "array"
     GENERATOR = "generator"
     OBJECT = "object"  # with `state_dict`
-    MIXED = "mixed"  # a container or an object of the program that has more than plain values
+    MIXED = (
+        "mixed"  # a container, a call or an object of the program that has more than plain values
+    )
     OTHER = "other"
+
+
+_CALLS = (MethodType, partial)
+_CHANGING = (Kind.ARRAY, Kind.GENERATOR, Kind.MIXED)
 
 
 def kind_of(value: Any) -> Kind:
@@ -63,7 +71,9 @@ def kind_of(value: Any) -> Kind:
     if torch is not None and isinstance(value, torch.Tensor):
         return Kind.ARRAY if _is_kept(value) else Kind.OTHER
     if isinstance(value, np.ndarray):
-        return Kind.OTHER if value.dtype.hasobject else Kind.ARRAY
+        return Kind.MIXED if value.dtype.hasobject else Kind.ARRAY
+    if isinstance(value, _CALLS):
+        return Kind.MIXED if any(map(_may_change, _parts_of_call(value))) else Kind.OTHER
     if is_container_of_program(value):
         return Kind.MIXED
     if isinstance(value, CONTAINERS):
@@ -78,6 +88,28 @@ def kind_of(value: Any) -> Kind:
             return Kind.OTHER
         return Kind.MIXED
     return Kind.OTHER
+
+
+def _parts_of_call(value: Any) -> Iterator[Any]:
+    """What a bound method or a `partial` has that is no code: not the module whose method it is."""
+    if isinstance(value, MethodType):
+        yield value.__self__
+    else:
+        yield from (value.func, *value.args, *value.keywords.values())
+
+
+def _may_change(part: Any) -> bool:
+    kind = kind_of(part)
+    return kind in _CHANGING or (kind is Kind.PLAIN and isinstance(part, CONTAINERS))
+
+
+def is_position(value: Any) -> bool:
+    """Whether a value is an iterator of Python with a place that no form can say: `iter`, `zip`,
+    `itertools.cycle`, a generator that has begun."""
+    kind = type(value)
+    if isinstance(value, GeneratorType):
+        return inspect.getgeneratorstate(value) == inspect.GEN_SUSPENDED
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
 
 
 def is_container_of_program(value: Any) -> bool:
@@ -196,6 +228,8 @@ def stored_form(value: Any) -> Any:
 
 def put_value(present: Any, stored: Any) -> Any:
     """The stored value, if possible in the object `present`, which others may have too."""
+    if present is stored:
+        return stored
     if is_generator(stored):
         if not is_generator(present) or generator_name(present) != generator_name(stored):
             return stored
@@ -211,11 +245,11 @@ def put_value(present: Any, stored: Any) -> Any:
         return _put_array(present, stored)
     if type(present) is not type(stored):
         return stored
-    if kind_of(stored) is Kind.MIXED and not isinstance(stored, CONTAINERS):
+    is_object = kind_of(stored) is Kind.MIXED and not isinstance(stored, CONTAINERS)
+    if is_object or is_container_of_program(stored):
         for name, part in attributes_of(stored).items():
             object.__setattr__(present, name, put_value(getattr(present, name, None), part))
-        return present
-    return _put_container(present, stored)
+    return present if is_object else _put_container(present, stored)
 
 
 def _put_array(present: Any, stored: Any) -> Any:

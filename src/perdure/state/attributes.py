@@ -24,6 +24,7 @@ from perdure.state.attribute_values import (
     Kind,
     has_others,
     is_container_of_program,
+    is_position,
     items_of,
     kind_of,
     mark_of,
@@ -51,6 +52,17 @@ _SHAPE = "!shape"
 one: class, length, keys. Else the whole is stored."""
 _SLOTS = "!slots"
 """The key of the parameters and modules of a module by name, each with its class."""
+_STEPPED = "!stepped"
+"""The key of the places of an optimizer's parameters that are those of the state."""
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
+"""The hooks of a module or an optimizer by number in the process, and here by their order."""
 _COMPUTED = ("_orig", "_v")
 """The ends of the names of parameters from which a parametrization computes an attribute."""
 
@@ -113,6 +125,7 @@ class Attributes(ExtraMember):
             assert known is not None
             fresh = _fresh_of(owner, known)
             _require_same_slots(owner, fresh, owners, known)
+            _require_same_parameters(owner, fresh, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
             whole: set[Key] = set()
             while values:
@@ -121,6 +134,8 @@ class Attributes(ExtraMember):
                     continue
                 if whole and any(key[:length] in whole for length in range(1, len(key))):
                     continue
+                if key[0] in _HOOKS and (*key[:2], _SHAPE) not in fresh:
+                    continue  # a resumed program may register it only after the restore
                 form, is_whole = None, key[-1] == _SHAPE
                 if is_whole:
                     key = key[:-1]
@@ -135,11 +150,10 @@ class Attributes(ExtraMember):
                     _require_present(value, fresh.get(key), _path(owner.path, key))
                 if not is_plain and id(value) in first:
                     same[path] = first[id(value)][0]
-                elif not _add(leaves, value, path, form):
+                elif not _add(leaves, value, path, form or _form_by_names(value, known)):
                     if isinstance(value, dict) and len(key) <= _DEEPEST and not is_whole:
-                        values.extendleft(
-                            [((*key, name), part) for name, part in items_of(value, known.name_of)]
-                        )
+                        parts = [*items_of(value, known.name_of)]
+                        values.extendleft(((*key, name), part) for name, part in reversed(parts))
                     continue
                 elif not is_plain:
                     first[id(value)] = path, value
@@ -199,6 +213,7 @@ def _fresh_of(owner: _Owner, known: Known) -> dict[Key, Any]:
     if (fresh := _fresh_marks().get(owner.value)) is None:
         fresh = {key: mark_of(value) for key, value in _values(owner, known)}
         fresh[_SLOTS,] = _slots(owner.value, known)
+        fresh[_STEPPED,] = [key for key, each in stepped(owner.value) if known.has(each)]
         _fresh_marks()[owner.value] = fresh
     return fresh
 
@@ -257,6 +272,20 @@ def _require_same_slots(
             )
 
 
+def _require_same_parameters(owner: _Owner, fresh: dict[Key, Any], known: Known) -> None:
+    """Refuse an optimizer that goes on with a parameter that its model no longer has: the optimizer of
+    a resumed program would train the new one."""
+    held = dict(stepped(owner.value))
+    for key in fresh.get((_STEPPED,), ()) if known.has_stepped else ():
+        if key in held and not known.has(held[key]):
+            raise UnsupportedLeafError(
+                f"{_path(owner.path, key)}: the optimizer steps a parameter of shape "
+                f"{list(held[key].shape)} that the state no longer has: a layer or a parameter was "
+                f"replaced, and the optimizer kept the old one. Give the optimizer the new one, or "
+                f"copy the new values into the old one (`with torch.no_grad(): old.copy_(new)`)."
+            )
+
+
 def _require_present(value: Any, mark: Any, path: str) -> None:
     """Refuse an object with `state_dict` that the target has not had: only an object can load it."""
     if kind_of(value) is not Kind.OBJECT or mark is _RESTORED:
@@ -284,6 +313,14 @@ def _form_of_whole(value: Any, known: Known, path: str) -> Any:
             f"owner is made, or give it `state_dict` and `load_state_dict`."
         ) from error
     return form
+
+
+def _form_by_names(value: Any, known: Known) -> Any:
+    """The form of a dict with parameters or modules of the state as keys; None for anything else."""
+    if isinstance(value, dict) and any(known.name_of(key) for key in value):
+        with suppress(StateError):
+            return whole_form(value, known.name_of)
+    return None
 
 
 @cache
@@ -331,12 +368,15 @@ def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
             if parameter is not None:
                 yield (name, _TRAINED), parameter.requires_grad
         for name in sorted(part._non_persistent_buffers_set):
-            yield from _inside((name,), part._buffers.get(name), known, {id(part)})
+            yield from _inside((name,), part._buffers.get(name), known, owner)
     else:
         if known.has_stepped:
             yield from ((key, value) for key, value in stepped(part) if not known.has(value))
         if not is_owner(type(part)):
             return
+    for name in _HOOKS:
+        for place, hook in enumerate((getattr(part, name, None) or {}).values()):
+            yield from _inside((name, place), hook, known, owner)
     skipped = _of_modules() if is_module else _OF_OPTIMIZERS
     for name, value in list(vars(part).items()):
         if name in skipped or name.startswith("_optimizer_"):
@@ -346,20 +386,28 @@ def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
                 continue
             # The next pruning ranks what the last forward pass has computed.
             value = value.detach() if value is not None else None
-        yield from _inside((name,), value, known, {id(part)})
+        yield from _inside((name,), value, known, owner)
 
 
-def _inside(key: Key, value: Any, known: Known, seen: set[int]) -> Iterator[tuple[Key, Any]]:
+def _inside(
+    key: Key, value: Any, known: Known, owner: _Owner, seen: frozenset[int] = frozenset()
+) -> Iterator[tuple[Key, Any]]:
     """A value that is stored as a whole, or what is stored of those inside it."""
     kind = kind_of(value)
+    if kind is Kind.OTHER and is_position(value):
+        raise UnsupportedLeafError(
+            f"{_path(owner.path, key)}: a {type_name(value)} has a place that no checkpoint can have. "
+            f"Keep a list and the number of its next element, or a generator of random numbers; "
+            f"delete the attribute if it is used up."
+        )
     if kind is Kind.OTHER or (kind is not Kind.PLAIN and known.has(value)):
         return
     if kind is not Kind.MIXED:
         yield key, value
         return
-    if id(value) in seen or len(key) > _DEEPEST:
+    if id(value) in seen or value is owner.value or len(key) > _DEEPEST:
         return
-    if is_container_of_program(value):
+    if is_container_of_program(value) or hasattr(value, "dtype"):
         yield from _whole(key, value, known)
         return
     seen = seen | {id(value)}
@@ -367,7 +415,9 @@ def _inside(key: Key, value: Any, known: Known, seen: set[int]) -> Iterator[tupl
     has_keys = isinstance(value, dict) and all(kind_of(each) is Kind.PLAIN for each in value)
     if has_keys and len(parts) < len(value):  # keys without a name in a path, such as tuples
         parts = list(enumerate(value.values()))
-    inside = [pair for name, child in parts for pair in _inside((*key, name), child, known, seen)]
+    inside = [
+        pair for name, child in parts for pair in _inside((*key, name), child, known, owner, seen)
+    ]
     # A container whose elements are all stored, each as a whole, is stored as a whole, so that it may
     # grow.
     is_whole = has_keys or (isinstance(value, CONTAINERS) and not isinstance(value, dict))
@@ -456,6 +506,8 @@ def _get(owner: _Owner, key: Key) -> Any:
 
 
 def _child(value: Any, name: str | int) -> Any:
+    if name in _HOOKS and isinstance(hooks := getattr(value, str(name), None), dict):
+        return [*hooks.values()]
     if isinstance(value, (dict, list, tuple, deque)) and not hasattr(value, "_fields"):
         return value[name]  # type: ignore[index]
     return getattr(value, str(name))

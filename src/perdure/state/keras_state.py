@@ -175,7 +175,10 @@ def _relative_path(path: str, name: str) -> str:
 def _slot_path(optimizer: Any, variable: Any) -> str:
     """`momentum/dense/kernel` for Keras' `adam/sequential_dense_kernel_momentum`."""
     name = _relative_path(variable.path, optimizer.name)
-    trained = [v.path for v in getattr(optimizer, "_trainable_variables", ())]
+    trained = [  # a variable of TensorFlow has no path
+        getattr(each, "path", None) or each.name.partition(":")[0]
+        for each in getattr(optimizer, "_trainable_variables", ())
+    ]
     owners = [path for path in trained if name.startswith(path.replace("/", "_") + "_")]
     if not owners:
         return name

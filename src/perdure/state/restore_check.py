@@ -209,6 +209,11 @@ class RestoreCheck:
         """Whether the next save is the first one of the program."""
         return self._known is None
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the program has saved nothing and has given nothing to a restore."""
+        return self.is_first and self._template is None
+
     def expect(self, like: Any, *, begins: bool = False) -> Walk | None:
         """The program restores into `like`; returns its walk, None if a save would refuse it. If
         the program `begins` with it, a value that no save takes is an error now."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Stateful, leaf_of
 from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.leaf_values import plain_value
@@ -33,6 +34,12 @@ class OptimizerState(Stateful):
     @property
     def class_name(self) -> str:  # type: ignore[override]
         return _class_of_torch(self.target)
+
+    def read(self) -> Any:
+        state = self.target.state_dict()
+        if type(self.target).state_dict is not torch.optim.Optimizer.state_dict:
+            _refuse_addresses(state, {id(each) for each in self.depends_on()})
+        return state
 
     def check(self) -> Check:
         return _optimizer_check(self) if self._has_groups else super().check()
@@ -152,6 +159,16 @@ class SchedulerState(Stateful):
 
     def may_add(self, path: str) -> bool:
         return "/" not in path  # a setting of a newer torch
+
+
+def _refuse_addresses(state: Any, parameters: set[int]) -> None:
+    for name, part in state.items() if isinstance(state, dict) else ():
+        keys = part if isinstance(part, dict) else ()
+        if any(type(key) is int and key in parameters for key in keys):
+            raise UnsupportedLeafError(
+                f"its `state_dict` has `id()`s of parameters as the keys of {name!r}, which mean "
+                f"nothing in another process. Number the parameters there, as PyTorch does."
+            )
 
 
 def _tensor_states(state: Any) -> dict[int, dict[Any, Any]]:

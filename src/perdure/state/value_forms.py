@@ -21,7 +21,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, SimpleNamespace
+from functools import partial
+from types import (
+    BuiltinFunctionType,
+    EllipsisType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +41,8 @@ from perdure.state.generators import (
     is_generator,
     new_generator,
     read_generator,
+    seed_from,
+    seed_text,
     write_generator,
 )
 from perdure.state.leaf_spec import type_name
@@ -75,6 +85,14 @@ def _array_made(parts: Any) -> Any:
     dtype = np.lib.format.descr_to_dtype(ast.literal_eval(descr))
     made = np.ndarray(tuple(shape), dtype, octets.tobytes() or None).copy()
     return made[()] if kind == "scalar" else made.view(np.recarray) if kind == "record" else made
+
+
+def _objects_made(parts: Any) -> Any:
+    shape, values = parts
+    made = np.empty(len(values), object)
+    for place, part in enumerate(values):  # NumPy would take lists of one length for a dimension
+        made[place] = part
+    return made.reshape(tuple(shape))
 
 
 def _sparse_parts(value: Any) -> list[Any]:
@@ -127,6 +145,8 @@ _FORMS: dict[str, _Form] = {
         lambda text: np.lib.format.descr_to_dtype(ast.literal_eval(text)),
     ),
     "array": _Form(_array_parts, _array_made),
+    "objects": _Form(lambda a: [list(a.shape), [*a.flat]], _objects_made),
+    "seed sequence": _Form(seed_text, seed_from),
     "masked": _Form(
         lambda a: [np.asarray(a.data), np.asarray(a.mask), np.asarray(a.fill_value), a.hardmask],
         lambda parts: np.ma.MaskedArray(
@@ -166,6 +186,7 @@ _BY_TYPE: dict[type, str] = {
     array: "array.array",
     MappingProxyType: "mappingproxy",
     np.ma.MaskedArray: "masked",
+    np.random.SeedSequence: "seed sequence",
     np.recarray: "array",
 }
 
@@ -234,9 +255,12 @@ def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
     if is_generator(value):
         return generator_form(value)
     kind = type(value)
+    if kind is np.ndarray and value.dtype.hasobject:
+        return {_LISTED: whole_form(_FORMS["objects"].parts(value), name_of), "in": "objects"}
     if kind in CONTAINERS or hasattr(value, "_fields"):
         if kind is dict or kind is defaultdict:
-            return _with_named_keys(value, [(k, whole_form(v, name_of)) for k, v in value.items()])
+            pairs = [(key, whole_form(part, name_of)) for key, part in value.items()]
+            return _with_named_keys(value, pairs, name_of)
         if isinstance(value, (tuple, list, deque)):
             return _like_sequence(value, [whole_form(part, name_of) for part in value])
     if not is_of_program(kind) or hasattr(kind, "state_dict"):
@@ -308,7 +332,11 @@ def _new(kind: type, base: Any) -> Any:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in `__slots__` too."""
+    """The attributes of an object, those in `__slots__` too; what a bound method or a `partial` has."""
+    if isinstance(value, MethodType):
+        return {"__self__": value.__self__}
+    if type(value) is partial:
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
     slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
     names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
     found = {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -324,7 +352,11 @@ def _like_sequence(value: Any, parts: list[Any]) -> Any:
     return tuple.__new__(type(value), parts) if isinstance(value, tuple) else type(value)(parts)
 
 
-def _with_named_keys(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> Any:
+def _with_named_keys(
+    value: dict[Any, Any],
+    pairs: list[tuple[Any, Any]],
+    name_of: Callable[[Any], str | None] = lambda _: None,
+) -> Any:
     is_named = all(type(key) in (str, int) and key != "" for key in value)
     is_named = is_named and value.keys() - {_OBJECT} != {_LISTED, "in"}
     if is_named and len(set(map(str, value))) == len(value):
@@ -332,12 +364,20 @@ def _with_named_keys(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> Any
             return value
         return _like(value, pairs)
     torch = sys.modules.get("torch")
-    if torch is not None and any(isinstance(key, torch.Tensor) for key in value):
+    others = [key for key in value if name_of(key) is None]
+    if torch is not None and any(isinstance(key, torch.Tensor) for key in others):
         raise UnsupportedLeafError(
             "a dict whose keys are tensors, which only the object itself finds again: a restored key "
             "would be another one. Use names as keys, such as those of `named_parameters`."
         )
-    return {_LISTED: [(with_pairs(key), part) for key, part in pairs], "in": _like(value, [])}
+    listed = [
+        (
+            with_pairs(key) if (name := name_of(key)) is None else {_LISTED: name, "in": _MEMBER},
+            part,
+        )
+        for key, part in pairs
+    ]
+    return {_LISTED: listed, "in": _like(value, [])}
 
 
 def _like(value: Mapping[Any, Any], pairs: list[Any]) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful, leaf_adapter, loaded_adapters
+from perdure.state.builtin import is_plain_object
 from perdure.state.containers import describe_record
 from perdure.state.leaf_spec import (
     Check,
@@ -211,7 +212,7 @@ class Walk:
                 return Branch(path, value, None)
             if self._is_in_object and is_code(value):
                 self.code[path] = value
-                return Branch(path, value, None)
+                return self._method_of_object(value, path)
             node = node_of(value, path, self.adapters, self._stored)
         except StateError as error:
             add_path(error, path)
@@ -248,6 +249,18 @@ class Walk:
             else:
                 parts.extend(map(self._visit, values, paths))
         self._is_in_object = is_inside
+        return branch
+
+    def _method_of_object(self, value: Any, path: str) -> Branch:
+        """A function, which has no part; a bound method has the object of the program that it is of,
+        if that is not one in which it lies."""
+        held = getattr(value, "__self__", None)
+        if not is_plain_object(held) or any(held is branch.value for branch in self.branches):
+            return Branch(path, value, None)
+        children = [("__self__", held)]
+        branch = Branch(path, value, Node(children, lambda _: value, in_place=True, can_undo=True))
+        self.branches.append(branch)
+        branch.parts.append(self._visit(held, join_keys(path, ("__self__",))[0]))
         return branch
 
     def _add(self, paths: Sequence[str], values: Sequence[Any]) -> int:
@@ -302,11 +315,14 @@ def node_of(
 
 
 def _remedy(value: Any) -> str:
-    if any(cls.__module__.startswith("tensorflow.python.data.") for cls in type(value).__mro__):
+    modules = [cls.__module__ for cls in type(value).__mro__]
+    if any(name.startswith("tensorflow.python.data.") for name in modules):
         return (
-            "Leave it out of the state, and begin the data at the restored step: "
-            "`dataset.skip(start)`, with a `seed` for each `shuffle`."
+            "Save its iterator, `iter(dataset)`, or leave it out of the state, and begin the data at "
+            "the restored step: `dataset.skip(start)`, with a `seed` for each `shuffle`."
         )
+    if any(name.startswith("keras.src.optimizers.schedules.") for name in modules):
+        return "It has no state: the optimizer counts its steps. Save the optimizer."
     return (
         "Give it `state_dict` and `load_state_dict`, turn it into arrays and scalars, or leave it out "
         "of the state."

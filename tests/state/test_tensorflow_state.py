@@ -1,0 +1,23 @@
+"""Members of TensorFlow: variables, tensors, modules, generators, iterators of `tf.data`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_the_loop_of_tensorflows_guide_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("tensorflow_worker.py")
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [sys.executable, program, tmp_path], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["resumed"] is True
+    assert found["control"] is False
+    assert found["calls"] == 6
+    assert found["refused"].startswith("data: TensorFlow cannot save this iterator: RandomUniform")

@@ -30,7 +30,7 @@ from real_runs import Findings, Laboratory, trial
 
 from report import Row, finish, row
 
-TESTS = Path(__file__).parent.parent / "tests" / "plugins"
+TESTS = Path(__file__).parent.parent / "tests"
 PROGRAMS = (*real_torch.PROGRAMS, *real_jax.PROGRAMS)
 TABLE = Path("build") / "proof-doors.md"
 
@@ -52,11 +52,19 @@ class Counts:
 
 def plugin_tests(arguments: list[str]) -> Row:
     """The tests of the plug-ins."""
-    for name in ("torch", "transformers", "accelerate", "lightning"):
+    for name in ("torch", "transformers", "accelerate", "lightning", "mlflow-skinny"):
         print(f"{name} {metadata.version(name)}")
     counts = Counts()
     status = pytest.main(
-        [str(TESTS), "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0", *arguments],
+        [
+            f"{TESTS}/plugins",
+            f"{TESTS}/train/test_trackers.py",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "faulthandler_timeout=0",
+            *arguments,
+        ],
         plugins=[counts],
     )
     print(counts.outcomes)

@@ -102,6 +102,7 @@ def test_a_resumed_run_shows_each_point_once(tmp_path: Path) -> None:
     assert [step for step, _ in shown(where)["loss"]] == [2, 4, 6, 8, 10, 12]
     assert len(list((where / "summaries").iterdir())) == 4
     assert tensorboard_steps(where) == [2, 4, 6, 8, 10, 12]
+    assert [row.step for row in read(where / "metrics.jsonl")] == [2, 4, 6, 8, 10, 12]
     # Negative control: abandoned points are in the files, and only the START event hides them.
     every = [e for path in (where / "summaries").iterdir() for e in events(path) if 5 in e]
     assert len(every) > 6

@@ -81,6 +81,7 @@ class Loop:
         self._group = processes.channel("loop") if processes.count > 1 else None
         self._restored_step = 0
         self._saved_step: int | None = None
+        self._shown_step: int | None = None
         every = training.config.save_interval_secs
         self._timer = None if every is None else SaveTimer(every, training.config.clock())
         self._journal = manager.journal if manager.journal.records_saves else None
@@ -258,7 +259,9 @@ class Loop:
 
     def _write_summary(self, values: Mapping[str, float], metrics: Mapping[str, float]) -> None:
         training = self._training
-        shown = values if training.due(training.config.save_summary_steps) else {}
+        is_due = training.due(training.config.save_summary_steps)
+        shown = values if is_due and self._shown_step != training.step else {}
+        self._shown_step = training.step if shown else self._shown_step
         training.summaries.scalars(training.step, {**shown, **metrics})
 
     def _tree(self) -> StateWithExtras:

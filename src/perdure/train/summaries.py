@@ -173,6 +173,8 @@ class Summaries:
         self._tensorboard = tensorboard
         self._rows: BufferedWriter | None = None
         self._events: _Events | None = None
+        self.trackers: list[Callable[[int, Mapping[str, float]], None]] = []
+        """Experiment trackers, which get the same rows."""
 
     def open(self, step: int) -> None:
         """Drop what was written for steps after `step`, and open the files; MissingExtraError."""
@@ -189,6 +191,8 @@ class Summaries:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one row and one point of each value. On return they survive the end of the process."""
+        for tracker in self.trackers if values else ():
+            tracker(step, values)
         if self._rows is None or not values:
             return
         now = self._clock()

@@ -158,7 +158,7 @@ def test_a_dataset_that_changes_warns_at_the_start(tmp_path: Path) -> None:
     class Drawing(keras.utils.PyDataset):
         def __init__(self) -> None:
             super().__init__()
-            self.noise = np.random.default_rng(0)
+            self.noise: Any = np.random.default_rng(0)
 
         def __len__(self) -> int:
             return 2
@@ -169,6 +169,18 @@ def test_a_dataset_that_changes_warns_at_the_start(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match="Drawing that holds a random generator"):
         train(tmp_path / "drawing", x=Drawing, shuffle=False)
+
+    class Augmenting(Drawing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = keras.layers.GaussianNoise(0.1, seed=1)
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = arrays()
+            return np.asarray(self.noise(x[:6], training=True)), y[:6]
+
+    with pytest.warns(UserWarning, match="Augmenting that holds a random generator"):
+        train(tmp_path / "augmenting", x=Augmenting, shuffle=False)
 
 
 def test_a_state_that_a_backup_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -103,7 +104,8 @@ class RestoreStatus(int):
 class Checkpoint(AttributeState, TensorFlowNames):
     """A state of named members: `Checkpoint(model=model, optimizer=optimizer, epoch=0)`.
 
-    Members are attributes. `CheckpointManager.save` and `restore` take it as a state: modules,
+    Members are attributes; the optimizer of a compiled model of Keras comes with the model, as
+    `model.optimizer`. `CheckpointManager.save` and `restore` take it as a state: modules,
     optimizers, NumPy arrays of one dtype and shape, and dicts and lists of plain values and such
     arrays are restored in place; other members are replaced. A manager may also be made for it, in
     TensorFlow's order: `CheckpointManager(checkpoint, directory, max_to_keep=3)`.
@@ -125,6 +127,19 @@ class Checkpoint(AttributeState, TensorFlowNames):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def implied_members(self) -> dict[str, Any]:
+        """The optimizers of compiled models of Keras among the members, if no member is one, as
+        `NAME.optimizer`."""
+        kind, found = getattr(sys.modules.get("keras"), "Model", ()), dict[str, Any]()
+        for name, model in vars(self).items():
+            optimizer = getattr(model, "optimizer", None) if isinstance(model, kind) else None
+            if optimizer is None or any(each is optimizer for each in vars(self).values()):
+                continue
+            if model.built and not optimizer.built:
+                optimizer.build(model.trainable_variables)
+            found[f"{name}.optimizer"] = optimizer
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The members by name."""
@@ -220,12 +235,15 @@ class Checkpoint(AttributeState, TensorFlowNames):
         """Whether a leaf at this path belongs to a member; `Checkpoint`s may be members of others."""
         name, *rest = keys
         member = vars(self).get(name)
+        if member is None and name in self.implied_members():
+            return True
         return name in vars(self) and (not isinstance(member, Checkpoint) or member._takes(rest))
 
     def _paths(self, path: str = "") -> Iterator[str]:
         for name, member in vars(self).items():
             below = join_key(path, name)
             yield from member._paths(below) if isinstance(member, Checkpoint) else [below]
+        yield from (join_key(path, name) for name in self.implied_members())
 
 
 @contextmanager

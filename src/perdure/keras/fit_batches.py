@@ -388,10 +388,11 @@ def position_warning(data: fit_internals.FitData, validation: Any) -> str | None
         )
     if data.kind == "PyDataset" and not is_stateful(data.py_dataset):
         kind, base = type(data.py_dataset), keras.utils.PyDataset
-        if any(True for _ in held_generators(data.py_dataset)):
+        if any(True for _ in held_generators(data.py_dataset, (keras.random.SeedGenerator,))):
             return (
-                f"the data are a {kind.__name__} that holds a random generator, which is not in the "
-                f"backup. Give it `state_dict` and `load_state_dict`, or draw from the index."
+                f"the data are a {kind.__name__} that holds a random generator (or a layer with one), "
+                f"which is not in the backup. Give it `state_dict` and `load_state_dict`, or draw "
+                f"from the index."
             )
         for name in ("on_epoch_begin", "on_epoch_end"):
             if getattr(kind, name) is not getattr(base, name):

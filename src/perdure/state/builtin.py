@@ -59,6 +59,10 @@ class StateWithExtras:
 class AttributeState:
     """Base of a class whose instances are states: every attribute is a member with its own path."""
 
+    def implied_members(self) -> dict[str, Any]:
+        """What members bring with them that is no member; restored if the checkpoint has it."""
+        return {}
+
 
 class Builtin(Adapter):
     """See `perdure.state.adapter.Adapter`. Needs no framework."""
@@ -129,7 +133,7 @@ class Builtin(Adapter):
                 return Node(described[1], lambda new: deque(new, value.maxlen))
             return Node(described[1], type(value))
         if isinstance(value, AttributeState):
-            return _attributes_node(value)
+            return _attributes_node(value, stored)
         if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
             return Stateful(value)
         if is_positioned(value):
@@ -160,21 +164,25 @@ def is_plain_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and is_of_program(type(value))
 
 
-def _attributes_node(value: Any) -> Node:
+def _attributes_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> Node:
     """An object whose attributes are its state, changed in place."""
     from perdure.state.value_forms import CONTAINERS, plain_form, with_pairs
 
     names = [*vars(value)]
     names += [name for name in _defaults_of(type(value)) if name not in vars(value)]
+    implied = value.implied_members() if isinstance(value, AttributeState) else {}
+    if stored is not None and implied:
+        first = {path.partition("/")[0] for path in stored}
+        implied = {name: each for name, each in implied.items() if name in first}
 
     def rebuild(new: Sequence[Any]) -> None:
         plain = [plain_form(each) if isinstance(each, CONTAINERS) else each for each in new]
-        for name, each in zip(names, plain, strict=True):
+        for name, each in zip(names, plain, strict=False):  # implied ones are changed in place
             if name in vars(value) or each is not getattr(value, name):
                 vars(value)[name] = each
 
     return Node(
-        [(name, with_pairs(getattr(value, name))) for name in names],
+        [*((name, with_pairs(getattr(value, name))) for name in names), *implied.items()],
         rebuild,
         in_place=True,
         can_undo=True,

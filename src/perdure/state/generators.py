@@ -109,12 +109,13 @@ def seed_from(text: str) -> np.random.SeedSequence:
     )
 
 
-def held_generators(value: Any, depth: int = 0) -> Iterator[Any]:
-    """The random generators that a dataset holds, or datasets and transforms inside of it."""
-    if is_generator(value):
+def held_generators(value: Any, kinds: tuple[type, ...] = (), depth: int = 0) -> Iterator[Any]:
+    """The random generators that a dataset holds, or datasets and transforms inside of it, and objects
+    of `kinds`."""
+    if is_generator(value) or isinstance(value, kinds):
         yield value
     elif depth < _DEEPEST:
         is_list = isinstance(value, (list, tuple))
         inside = value if is_list else getattr(value, "__dict__", {}).values()
         for part in () if is_list and len(value) > _LONG else inside:
-            yield from held_generators(part, depth + 1)
+            yield from held_generators(part, kinds, depth + 1)

@@ -34,6 +34,7 @@ TRAIN = ("--", sys.executable, "train.py")
 MISTAKES = {
     "average": ["RUN@1,2", "-o", "new", "--ema", "2"],
     "bisect": ["RUN", "RUN@1"],
+    "certify": ["RUN@99"],
     "copy": ["RUN", "new@3"],
     "demo": ["--data", "nowhere"],
     "diff": ["RUN", "RUN@99"],
@@ -57,6 +58,7 @@ MISTAKES = {
 DOCUMENTS = {
     "average": [["RUN@1,2", "-o", "new"]],
     "bisect": [["RUN", "other"]],
+    "certify": [["RUN@1", "-o", "new"]],
     "copy": [["RUN@1", "new"]],
     "diff": [["RUN@1", "RUN@2"]],
     "export": [["RUN@1", "new", "--to", "npz"]],
@@ -76,6 +78,7 @@ DOCUMENTS = {
 
 STEPS = {
     "average": ["other@1", "RUN@STEP", "-o", "new"],
+    "certify": ["RUN@STEP", "-o", "new"],
     "copy": ["RUN@STEP", "new"],
     "diff": ["RUN@STEP", "RUN@STEP"],
     "export": ["RUN@STEP", "new", "--to", "npz"],
@@ -183,7 +186,7 @@ def test_every_document_has_the_keys_of_one_vocabulary(name: str) -> None:
 def test_a_step_is_named_by_the_run_and_an_at(name: str, step: str) -> None:
     done = perdure(name, *(word.replace("STEP", step) for word in STEPS[name]))
     assert done.exit_code == 0, done.output
-    assert Path("new").exists() == (name in ("average", "copy", "export", "fork"))
+    assert Path("new").exists() == (name in ("average", "certify", "copy", "export", "fork"))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +221,7 @@ def test_an_option_means_one_thing_in_all_commands() -> None:
                 helps[option].add(tuple(parameter.opts))
                 used[option].add(command)
     assert all(len(forms) == 1 for forms in helps.values()), "one long and one short form"
-    assert used["--output"] == {"average", "drill", "report"}
+    assert used["--output"] == {"average", "certify", "drill", "report"}
     assert used["--log-dir"] == {"run", "report"}
     assert used["--devices"] == {"run", "bisect", "doctor", "replay"}
     assert used["--directory"] == {"demo", "drill", "bisect", "replay"}

@@ -35,6 +35,7 @@ GROUPS = {
         "drill": ("drill", "Interrupt your own program, and compare the bits."),
         "replay": ("replay", "Compute steps again, and compare them with the journal."),
         "bisect": ("replay", "Find the first step at which two runs part."),
+        "certify": ("certify", "Write or check a certificate of a checkpoint."),
         "doctor": ("doctor", "Check that this machine computes the same bits again."),
     },
     "Move": {

@@ -1,0 +1,293 @@
+"""Certificates: one file on one checkpoint, which can be signed, and the check of such a file.
+
+Invariant: a certificate is canonical JSON, and its signature is over these bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from perdure.checkpoint.address import StoredCheckpoint, checkpoint_at, open_run, with_advice
+from perdure.errors import ArgumentError, CorruptionError, StoreError
+from perdure.look.leaf_reader import origin
+from perdure.look.tables import Shown, Table
+from perdure.store.format import Natural, hash_bytes, span_text, time_text
+from perdure.store.log import LineReference, log_place, read_log
+from perdure.store.manifest import RecipeValue, fingerprint
+from perdure.store.reader import verify_leaves
+from perdure.store.storage import Storage
+from perdure.text import few
+
+Finding = tuple[str, str, str]
+"""What was checked; `proved`, `FAILED` or `not checked`; the evidence."""
+
+_SETTINGS = ("jax.", "tensorflow.", "torch.")  # of frameworks that the program has imported
+
+
+class ReplayedSteps(Struct, frozen=True):
+    """The steps after `start` (None: a fresh state) up to `stop`, and what their replay compared."""
+
+    start: Natural | None
+    stop: Natural
+    verdict: str
+    steps: Natural
+    checkpoints: Natural
+
+
+class Replay(Struct, frozen=True):
+    """What the record of a replay says, with its name and its hash."""
+
+    host: str
+    version: str
+    workers: Natural
+    devices: Natural | None
+    stretches: tuple[ReplayedSteps, ...]
+    name: str = ""
+    hash: str = ""
+
+
+class Certificate(Struct, frozen=True):
+    """What a run directory says about one checkpoint: see "A certificate" in docs/JOURNAL.md."""
+
+    created: str
+    run: str
+    step: Natural
+    fingerprint: str
+    manifest: str
+    recipe: dict[str, RecipeValue]
+    environment: dict[str, RecipeValue]
+    log: LineReference | None
+    origin: dict[str, Any] | None
+    replays: tuple[Replay, ...]
+    digest: str = ""
+    format: Literal[1] = 1
+
+    def encode(self) -> bytes:
+        """The canonical bytes; `digest` is the hash of the same with an empty text in its place."""
+        digest = hash_bytes(_json(msgspec.structs.replace(self, digest="")))
+        return _json(msgspec.structs.replace(self, digest=digest)) + b"\n"
+
+
+@dataclass(frozen=True, repr=False)
+class CertificateCheck(Shown):
+    """What was checked, and what no certificate can prove."""
+
+    certificate: str
+    holds: bool
+    findings: tuple[Finding, ...]
+    not_proved: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _blocks(self) -> list[str | Table]:
+        rows = [*self.findings, *(("", "not proved", sentence) for sentence in self.not_proved)]
+        ending = "holds" if self.holds else "DOES NOT HOLD"
+        return [Table(("what", "result", "evidence"), rows), f"{ending}: {self.certificate}"]
+
+
+def certify(checkpoint: StoredCheckpoint, output: Path | None, key: Path | None) -> Path:
+    """Verify every byte of a checkpoint, and write its certificate and signature; returns the file.
+
+    Raises CorruptionError (the checkpoint, the log, the record of a replay), UnreachableError, and
+    ArgumentError: there is such a file, it cannot be written, or the key cannot sign.
+    """
+    name = os.path.basename(checkpoint.run.where.rstrip("/"))
+    path = output or Path(f"{name}-{checkpoint.step}.certificate.json")
+    for file in filter(os.path.lexists, (path, f"{path}.sig")):
+        raise ArgumentError(
+            f"{file}: expected no file, found one. Remove it, or name another by -o."
+        )
+    data = certificate_of(checkpoint).encode()
+    try:
+        if key is not None:
+            is_signed, signature, text = _ssh_keygen(data, "sign", "-f", key)
+            if not is_signed:
+                advice = "`ssh-keygen -t ed25519 -f FILE` makes one."
+                raise ArgumentError(f"{key}: expected a key that signs, found: {text}. {advice}")
+            Path(f"{path}.sig").write_bytes(signature)
+        path.write_bytes(data)
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be written: {error}. Name another by -o.") from error
+    return path
+
+
+def certificate_of(checkpoint: StoredCheckpoint) -> Certificate:
+    """The certificate of a checkpoint, of which every byte is verified first; raises as `certify`."""
+    from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS  # takes long to import
+
+    run, manifest = checkpoint.run, checkpoint.manifest
+    run.require_finished()
+    try:
+        verify_leaves(run.storage, manifest)
+    except CorruptionError as error:
+        raise CorruptionError(with_advice(error, run)) from error
+    run.log.view.require({} if manifest.log is None else {manifest.step: manifest.log})
+    recipe, environment = {}, {}
+    for name, value in manifest.recipe.items():
+        is_setting = name in ENVIRONMENT_FIELDS or name.startswith(_SETTINGS)
+        (environment if is_setting else recipe)[name] = value
+    # A compaction changes the places of chunks, and a copy has no line of the log.
+    rest = msgspec.structs.replace(manifest, packs=(), leaves=(), process_leaves=(), log=None)
+    own = ((leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in manifest.process_leaves)
+    return Certificate(
+        created=time_text(time.time()),
+        run=manifest.run,
+        step=manifest.step,
+        fingerprint=manifest.fingerprint,
+        manifest=hash_bytes(_json([rest, fingerprint(own)])),
+        recipe=recipe,
+        environment=environment,
+        log=manifest.log,
+        origin=origin(manifest),
+        replays=tuple(_replays(run.storage, manifest.step)),
+    )
+
+
+def _replays(storage: Storage, step: int) -> Iterator[Replay]:
+    """The records of replays that computed steps up to `step`, the oldest first."""
+    names = {re.sub(r"(/\d+\.json|\.jsonl)$", "", name) for name in storage.list("replays/")}
+    for name in sorted(names):
+        place, lines = f"{storage.where}/{log_place(storage, name)}", [*read_log(storage, name)]
+        if len(lines) != 1:
+            found = f"expected one line, the record of a replay, found {len(lines)}"
+            raise CorruptionError(
+                f"{place}: {found}. Bring the file back from a copy, or remove it."
+            )
+        replay = lines[0].decode(msgspec.json.Decoder(Replay), place)
+        if any((part.start or 0) < step for part in replay.stretches):
+            yield msgspec.structs.replace(replay, name=name, hash=lines[0].hash)
+
+
+def check_certificate(
+    path: Path, run: str | None, signers: Path | None, identity: str | None, public_key: Path | None
+) -> CertificateCheck:
+    """Check a certificate: the file, its signature, and what the run directory `run` has now.
+
+    The signature has to be that of `identity` in the file `signers` ("ALLOWED SIGNERS" of ssh-keygen),
+    or of `public_key`; without both it only has to fit the file. Raises ArgumentError, NotARunError.
+    """
+    data, found, certificate = path.read_bytes(), "other bytes", None
+    try:
+        certificate = msgspec.json.decode(data, type=Certificate)
+        certificate = certificate if certificate.encode() == data else None
+    except (ValueError, RecursionError, OverflowError) as error:
+        found = str(error)
+    signature = _signature(path, data, signers, identity, public_key)
+    missing = [
+        "that the training was honest, and its recipe, its environment and its data are what is stated",
+        "when it was made: the time is that of its maker's clock",
+    ]
+    if certificate is None:
+        text = (
+            f"{path}: expected a certificate as it was written, found: {found}. Ask for it again."
+        )
+        findings = [("file", "FAILED", text), signature]
+    else:
+        text = f"of step {certificate.step}, as it was written"
+        findings = [("file", "proved", text), signature]
+        findings += _compared(certificate, run) if run is not None else ()
+        replayed = _replayed(certificate.replays)
+        missing.append(
+            f"that the steps were computed so; replays, by their own records: {replayed}"
+        )
+    if signature[1] == "not checked":
+        missing.append("who wrote it: without a signature anyone can have written it")
+    elif signers is None and public_key is None:
+        missing.append("whose key that is: give --signers and --identity, or --public-key")
+    if run is None:
+        missing.append("that a run has this checkpoint: give --run")
+    holds = all(result != "FAILED" for _, result, _ in findings)
+    return CertificateCheck(str(path), holds, tuple(findings), tuple(missing))
+
+
+def _signature(
+    path: Path, data: bytes, signers: Path | None, identity: str | None, public_key: Path | None
+) -> Finding:
+    wanted = f"of {public_key or identity or 'this file'}"
+    with tempfile.TemporaryDirectory(prefix="perdure-certify-") as temporary:
+        if public_key is not None:
+            if not (key := public_key.read_bytes()).startswith((b"ssh-", b"ecdsa-", b"sk-")):
+                raise ArgumentError(
+                    f"{public_key}: expected a FILE.pub of ssh-keygen, found no key."
+                )
+            identity, signers = "key", Path(temporary, "signers")
+            signers.write_bytes(b"key " + key)
+        if not os.path.exists(f"{path}.sig"):
+            if signers is None:
+                return "signature", "not checked", "there is none"
+            text = f"{path}.sig: expected the signature {wanted}, found no file. Ask for it."
+            return "signature", "FAILED", text
+        who = ["check-novalidate"]
+        if signers is not None:
+            who = ["verify", "-f", str(signers), "-I", str(identity)]
+        is_good, _, text = _ssh_keygen(data, *who, "-s", f"{path}.sig")
+    if is_good:
+        return "signature", "proved", text
+    text = f"{path}.sig: expected the signature {wanted}, found: {text}. Ask for the certificate again."
+    return "signature", "FAILED", text
+
+
+def _compared(certificate: Certificate, where: str) -> Iterator[Finding]:
+    """A finding on each field of a certificate, by one that is made again from the run directory."""
+    run = open_run(where)
+    try:
+        now = certificate_of(checkpoint_at(run, certificate.step))
+    except StoreError as error:
+        yield "run", "FAILED", str(error)
+        return
+    evidence = {
+        "fingerprint": "computed again from all bytes",
+        "log": "no line before the checkpoint was changed"
+        if now.log
+        else "the checkpoint names none",
+        "replays": _replayed(certificate.replays),
+    }
+    known = {replay.name for replay in certificate.replays}
+    now = msgspec.structs.replace(now, replays=tuple(r for r in now.replays if r.name in known))
+    for name in Certificate.__struct_fields__[1:-2]:
+        ours, theirs = (_json(getattr(side, name)).decode() for side in (certificate, now))
+        text = f"{where}: expected {ours}, found {theirs}. It was changed, or is another run."
+        is_same = ours == theirs
+        yield (
+            name,
+            "proved" if is_same else "FAILED",
+            evidence.get(name, "as in the run") if is_same else text,
+        )
+
+
+def _replayed(replays: tuple[Replay, ...]) -> str:
+    texts = [
+        f"{span_text((part.start or 0) + 1, part.stop)} {part.verdict} on {replay.host}"
+        for replay in replays
+        for part in replay.stretches
+    ]
+    return few(texts) or "none"
+
+
+def _ssh_keygen(data: bytes, command: str, *words: str | Path) -> tuple[bool, bytes, str]:
+    """Whether it succeeded, what it wrote, and what it said."""
+    # The namespace: a signature that the key made for anything else does not count.
+    line = ["ssh-keygen", "-Y", command, "-n", "perdure", *words]
+    try:
+        done = subprocess.run(line, input=data, capture_output=True, check=False)
+    except FileNotFoundError:
+        text = "ssh-keygen: not found. Install OpenSSH, such as by `apt install openssh-client`."
+        raise ArgumentError(text) from None
+    text = (done.stderr or done.stdout).decode(errors="replace").strip()
+    return done.returncode == 0, done.stdout, text.replace("\r", "").replace("\n", "; ").rstrip(".")
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="sorted")

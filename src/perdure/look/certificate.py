@@ -22,6 +22,7 @@ from perdure.checkpoint.address import StoredCheckpoint, checkpoint_at, open_run
 from perdure.errors import ArgumentError, CorruptionError, StoreError
 from perdure.look.leaf_reader import origin
 from perdure.look.tables import Shown, Table
+from perdure.store.failures import read_error
 from perdure.store.format import Natural, hash_bytes, span_text, time_text
 from perdure.store.log import LineReference, log_place, read_log
 from perdure.store.manifest import RecipeValue, fingerprint
@@ -106,9 +107,7 @@ def certify(checkpoint: StoredCheckpoint, output: Path | None, key: Path | None)
     name = os.path.basename(checkpoint.run.where.rstrip("/"))
     path = output or Path(f"{name}-{checkpoint.step}.certificate.json")
     for file in filter(os.path.lexists, (path, f"{path}.sig")):
-        raise ArgumentError(
-            f"{file}: expected no file, found one. Remove it, or name another by -o."
-        )
+        raise ArgumentError(f"{file}: expected no file, found one. Name another by -o.")
     data = certificate_of(checkpoint).encode()
     try:
         if key is not None:
@@ -131,8 +130,11 @@ def certificate_of(checkpoint: StoredCheckpoint) -> Certificate:
     run.require_finished()
     try:
         verify_leaves(run.storage, manifest)
+        replays = tuple(_replays(run.storage, manifest.step))
     except CorruptionError as error:
         raise CorruptionError(with_advice(error, run)) from error
+    except OSError as error:
+        raise read_error(error, run.where) from error
     run.log.view.require({} if manifest.log is None else {manifest.step: manifest.log})
     recipe, environment = {}, {}
     for name, value in manifest.recipe.items():
@@ -151,7 +153,7 @@ def certificate_of(checkpoint: StoredCheckpoint) -> Certificate:
         environment=environment,
         log=manifest.log,
         origin=origin(manifest),
-        replays=tuple(_replays(run.storage, manifest.step)),
+        replays=replays,
     )
 
 
@@ -162,9 +164,7 @@ def _replays(storage: Storage, step: int) -> Iterator[Replay]:
         place, lines = f"{storage.where}/{log_place(storage, name)}", [*read_log(storage, name)]
         if len(lines) != 1:
             found = f"expected one line, the record of a replay, found {len(lines)}"
-            raise CorruptionError(
-                f"{place}: {found}. Bring the file back from a copy, or remove it."
-            )
+            raise CorruptionError(f"{place}: {found}. Bring it back from a copy, or remove it.")
         replay = lines[0].decode(msgspec.json.Decoder(Replay), place)
         if any((part.start or 0) < step for part in replay.stretches):
             yield msgspec.structs.replace(replay, name=name, hash=lines[0].hash)
@@ -190,18 +190,14 @@ def check_certificate(
         "when it was made: the time is that of its maker's clock",
     ]
     if certificate is None:
-        text = (
-            f"{path}: expected a certificate as it was written, found: {found}. Ask for it again."
-        )
+        text = f"{path}: expected what was written, found: {found}. Ask for the certificate again."
         findings = [("file", "FAILED", text), signature]
     else:
         text = f"of step {certificate.step}, as it was written"
         findings = [("file", "proved", text), signature]
         findings += _compared(certificate, run) if run is not None else ()
-        replayed = _replayed(certificate.replays)
-        missing.append(
-            f"that the steps were computed so; replays, by their own records: {replayed}"
-        )
+        done = _replayed(certificate.replays)
+        missing.append(f"that the steps were computed so; replays, by their own records: {done}")
     if signature[1] == "not checked":
         missing.append("who wrote it: without a signature anyone can have written it")
     elif signers is None and public_key is None:
@@ -220,7 +216,7 @@ def _signature(
         if public_key is not None:
             if not (key := public_key.read_bytes()).startswith((b"ssh-", b"ecdsa-", b"sk-")):
                 raise ArgumentError(
-                    f"{public_key}: expected a FILE.pub of ssh-keygen, found no key."
+                    f"{public_key}: expected a public key, found none. Name a .pub."
                 )
             identity, signers = "key", Path(temporary, "signers")
             signers.write_bytes(b"key " + key)
@@ -249,22 +245,18 @@ def _compared(certificate: Certificate, where: str) -> Iterator[Finding]:
         return
     evidence = {
         "fingerprint": "computed again from all bytes",
-        "log": "no line before the checkpoint was changed"
-        if now.log
-        else "the checkpoint names none",
+        "log": "no line up to this one was changed" if now.log else "the checkpoint names none",
         "replays": _replayed(certificate.replays),
     }
     known = {replay.name for replay in certificate.replays}
     now = msgspec.structs.replace(now, replays=tuple(r for r in now.replays if r.name in known))
     for name in Certificate.__struct_fields__[1:-2]:
         ours, theirs = (_json(getattr(side, name)).decode() for side in (certificate, now))
-        text = f"{where}: expected {ours}, found {theirs}. It was changed, or is another run."
-        is_same = ours == theirs
-        yield (
-            name,
-            "proved" if is_same else "FAILED",
-            evidence.get(name, "as in the run") if is_same else text,
-        )
+        if ours == theirs:
+            yield name, "proved", evidence.get(name, "as in the run")
+        else:
+            text = f"{where}: expected {ours}, found {theirs}. It was changed, or is another run."
+            yield name, "FAILED", text
 
 
 def _replayed(replays: tuple[Replay, ...]) -> str:
@@ -277,7 +269,7 @@ def _replayed(replays: tuple[Replay, ...]) -> str:
 
 
 def _ssh_keygen(data: bytes, command: str, *words: str | Path) -> tuple[bool, bytes, str]:
-    """Whether it succeeded, what it wrote, and what it said."""
+    """Whether it succeeded, what it wrote, and that or the error as one line."""
     # The namespace: a signature that the key made for anything else does not count.
     line = ["ssh-keygen", "-Y", command, "-n", "perdure", *words]
     try:
@@ -285,8 +277,10 @@ def _ssh_keygen(data: bytes, command: str, *words: str | Path) -> tuple[bool, by
     except FileNotFoundError:
         text = "ssh-keygen: not found. Install OpenSSH, such as by `apt install openssh-client`."
         raise ArgumentError(text) from None
-    text = (done.stderr or done.stdout).decode(errors="replace").strip()
-    return done.returncode == 0, done.stdout, text.replace("\r", "").replace("\n", "; ").rstrip(".")
+    is_done = done.returncode == 0
+    said = done.stdout if is_done else done.stderr or done.stdout
+    lines = said.decode(errors="replace").splitlines()
+    return is_done, done.stdout, "; ".join(lines).strip(" .")
 
 
 def _json(value: Any) -> bytes:

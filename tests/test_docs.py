@@ -97,6 +97,8 @@ FRAMEWORKS = {
     "RUN.md": "documents",
     "STRATEGIES.md": "documents",
     "TORCH.md": "documents",
+    "keras-fit.ipynb": "keras-torch",
+    "torch-loop.ipynb": "torch",
 }
 """The server to fork for each document that imports a framework, which takes a new process seconds."""
 

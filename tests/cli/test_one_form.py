@@ -245,3 +245,10 @@ def test_the_help_lists_the_commands_in_groups() -> None:
     titles = [line.rstrip(":") for line in lines if line.endswith(":")]
     assert titles == ["Options", "Train", "Look", "Keep", "Prove", "Move"]
     assert lines.index("Look:") < next(n for n, line in enumerate(lines) if line[:5] == "  ls ")
+
+
+@pytest.mark.parametrize("flag", ["-n", "-np", "--workers", "--nproc-per-node", "--nproc_per_node"])
+def test_the_processes_of_a_run_have_the_names_of_mpirun_and_torchrun(flag: str) -> None:
+    refused = perdure("run", flag, "0", "--", "true")
+    assert refused.exit_code == 2
+    assert "0 is not in the range x>=1" in refused.stderr

@@ -69,7 +69,8 @@ leaves_option = click.option(
     "--leaves", metavar="PATTERN", multiple=True, help="Only leaves such as 'model/**/kernel'."
 )
 directory_option = click.option("--directory", type=PATH, help="Keep what is run here.")
-workers_option = click.option("--workers", type=COUNT, default=1, help="Processes of the group.")
+WORKERS = ("-n", "-np", "--workers")
+workers_option = click.option(*WORKERS, type=COUNT, default=1, help="Processes of the group.")
 devices_option = click.option("--devices", type=COUNT, help="Devices of each worker.")
 seed_option = click.option("--seed", type=click.IntRange(0), default=0, help="Of random choices.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")

@@ -110,7 +110,7 @@ def _print_replay(found: dict[str, Any]) -> None:
 @click.option(
     "--command2", metavar="'COMMAND2 ...'", help="What RUN2 was started with, if not COMMAND."
 )
-@click.option("--workers", type=cli.COUNT, help="Processes; by default as in each run.")
+@click.option(*cli.WORKERS, type=cli.COUNT, help="Processes; by default as in each run.")
 @cli.devices_option
 @cli.read_only_option
 @cli.directory_option

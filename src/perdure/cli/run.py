@@ -20,9 +20,22 @@ if TYPE_CHECKING:
     from perdure.supervise.worker_environment import Nodes
 
 
+_OF_TORCHRUN = {"nproc-per-node": "workers", "nproc_per_node": "workers"}
+
+
 # Options after the program belong to the program.
-@cli.command("run", context_settings={"allow_interspersed_args": False})
-@click.option("--workers", type=cli.COUNT, help="Processes of the group.  [default: 1, or MAX]")
+@cli.command(
+    "run",
+    context_settings={
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: _OF_TORCHRUN.get(name, name),
+    },
+)
+@click.option(
+    *cli.WORKERS,
+    type=cli.COUNT,
+    help="Processes of the group.  [default: 1, or MAX]",
+)
 @click.option("--multi-node", is_flag=True, help="One of several machines, by the environment.")
 @cli.devices_option
 @click.option(
@@ -87,7 +100,7 @@ def run(
     \b
     Example:
       perdure run -- python train.py
-      perdure run --workers 2 --max-restarts 10 -- python train.py
+      perdure run -n 2 --max-restarts 10 -- python train.py
     """
     from perdure.supervise.console import Console
     from perdure.supervise.options import Limits, RunOptions

@@ -228,7 +228,7 @@ def stored_form(value: Any) -> Any:
 
 def put_value(present: Any, stored: Any) -> Any:
     """The stored value, if possible in the object `present`, which others may have too."""
-    if present is stored:
+    if present is stored or kind_of(stored) is Kind.OBJECT:  # a member of the state
         return stored
     if is_generator(stored):
         if not is_generator(present) or generator_name(present) != generator_name(stored):

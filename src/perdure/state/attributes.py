@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,7 +38,7 @@ from perdure.state.known_values import Key, Known, stepped
 from perdure.state.leaf_spec import type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
-from perdure.state.program_code import is_made, is_owner
+from perdure.state.program_code import is_made, is_owner, is_program_module
 from perdure.state.snapshots import described
 from perdure.state.value_forms import plain_form, whole_form
 from perdure.state.walk import Walk
@@ -52,6 +53,8 @@ _SHAPE = "!shape"
 one: class, length, keys. Else the whole is stored."""
 _SLOTS = "!slots"
 """The key of the parameters and modules of a module by name, each with its class."""
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_KIND, _HOOKED = "!class", "!hooks"
 _STEPPED = "!stepped"
 """The key of the places of an optimizer's parameters that are those of the state."""
 _HOOKS = (
@@ -98,6 +101,8 @@ class Attributes(ExtraMember):
 
     def __init__(self) -> None:
         self._static: dict[Key, Any] | None = None
+        self._at: dict[str, dict[Key, Any]] = {}
+        """The fresh marks of the owner that a path had at first."""
 
     def see(self, walk: Walk) -> None:
         if self._static is None:  # by path, because these modules are made again in each step
@@ -109,7 +114,9 @@ class Attributes(ExtraMember):
         if owners := [*_owners(walk)]:
             known = Known(walk)
             for owner in owners:
-                _fresh_of(owner, known)
+                fresh = self._at[owner.path] = self._fresh_of(owner, known)
+                # As of the first call of `save`: many programs register hooks after the restore.
+                fresh[_HOOKED,] = _hooks_of(owner.value)
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         if self._static is None:
@@ -123,7 +130,8 @@ class Attributes(ExtraMember):
         known = Known(saving.walk) if owners else None
         for owner in owners:
             assert known is not None
-            fresh = _fresh_of(owner, known)
+            fresh = self._fresh_of(owner, known)
+            _require_same_code(owner, fresh)
             _require_same_slots(owner, fresh, owners, known)
             _require_same_parameters(owner, fresh, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
@@ -171,6 +179,21 @@ class Attributes(ExtraMember):
         copies = {path: leaf if leaf.frozen else leaf.copy() for path, leaf in leaves.items()}
         return {**copies, f"{top}_index": json_leaf(_Stored(keys, leaves.containers, same))}
 
+    def _fresh_of(self, owner: _Owner, known: Known) -> dict[Key, Any]:
+        """The fresh marks of an owner: those of the one in whose place the run has put it, or those of
+        now if there was none."""
+        if (fresh := _fresh_marks().get(owner.value)) is None:
+            if owner.path in self._at:
+                fresh = dict(self._at[owner.path])
+            else:
+                fresh = {key: mark_of(value) for key, value in _values(owner, known)}
+                fresh[_SLOTS,] = _slots(owner.value, known)
+                fresh[_STEPPED,] = [key for key, each in stepped(owner.value) if known.has(each)]
+                fresh[_KIND,] = _class_name(_unwrapped(owner.value))
+                fresh[_HOOKED,] = _hooks_of(owner.value)
+            _fresh_marks()[owner.value] = fresh
+        return fresh
+
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
         if (stored := restoring.stored("attributes_index", _decoder)) is None:
             return []
@@ -208,28 +231,22 @@ class Attributes(ExtraMember):
         return []
 
 
-def _fresh_of(owner: _Owner, known: Known) -> dict[Key, Any]:
-    """The fresh marks of an owner, which are those of now if it was not seen before."""
-    if (fresh := _fresh_marks().get(owner.value)) is None:
-        fresh = {key: mark_of(value) for key, value in _values(owner, known)}
-        fresh[_SLOTS,] = _slots(owner.value, known)
-        fresh[_STEPPED,] = [key for key, each in stepped(owner.value) if known.has(each)]
-        _fresh_marks()[owner.value] = fresh
-    return fresh
-
-
 def _slots(module: Any, known: Known) -> dict[str, tuple[Any, str]]:
     """The modules in a module by name, without wrappers (DDP), as weak references and with their
     classes, and its parameters that are those of another module too; of an optimizer none."""
-    from perdure.state.torch_module import unwrapped
-
     parts = getattr(module, "_modules", {})
-    found = {name: unwrapped(part) for name, part in parts.items() if part is not None}
+    found = {name: _unwrapped(part) for name, part in parts.items() if part is not None}
     slots = {name: (weakref.ref(part), _class_name(part)) for name, part in found.items()}
     tied = (
         name for name, each in getattr(module, "_parameters", {}).items() if known.is_tied(each)
     )
     return {**slots, **dict.fromkeys(tied, (_nothing, ""))}
+
+
+def _unwrapped(value: Any) -> Any:
+    from perdure.state.torch_module import unwrapped
+
+    return unwrapped(value)
 
 
 def _nothing() -> None:
@@ -242,6 +259,52 @@ def _class_name(value: Any) -> str:
     kind = getattr(type(value), "cls_to_become", None) or type(value)
     kind = next(base for base in kind.__mro__ if not is_made(base))
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _hooks_of(value: Any) -> list[str]:
+    """The hooks that the program has registered on a module or an optimizer, and on parameters."""
+    places = [(name, getattr(value, name, None)) for name in _HOOKS]
+    for name, parameter in getattr(value, "_parameters", {}).items():
+        for kind in _TENSOR_HOOKS if parameter is not None else ():
+            places.append((f"{name}.{kind}", getattr(parameter, kind, None)))
+    return sorted(
+        f"{place[1:]}: {_hook_name(hook)}"
+        for place, hooks in places
+        for hook in (hooks or {}).values()
+        if is_program_module(str(getattr(getattr(hook, "func", hook), "__module__", "")))
+    )
+
+
+def _hook_name(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)
+    code = getattr(hook, "__code__", None)
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name if code is None else f"{name}, line {code.co_firstlineno}"
+
+
+def _require_same_code(owner: _Owner, fresh: dict[Key, Any]) -> None:
+    """Refuse a member of another class than the first one, and hooks that the run adds or removes: both
+    are code, which a resumed program has as at first."""
+    kind, hooks = _class_name(_unwrapped(owner.value)), _hooks_of(owner.value)
+    if kind != fresh.get((_KIND,), kind):
+        raise UnsupportedLeafError(
+            f"{owner.path}: is a {kind}, and was a {fresh[_KIND,]} when the program gave the state "
+            f"to the restore or first saved it. A resumed program builds the first one again. Keep "
+            f"both in the state, and choose between them by a number."
+        )
+    before = fresh.get((_HOOKED,), hooks)
+    if changed := [*_without(hooks, before), *_without(before, hooks)]:
+        verb = "added" if _without(hooks, before) else "removed"
+        raise UnsupportedLeafError(
+            f"{owner.path}: the run has {verb} a hook ({changed[0]}), which is code, so that a resumed "
+            f"program would have the hooks that it had at first. Register it where the model is made, "
+            f"and let it do nothing until a number that is in the state says so."
+        )
+
+
+def _without(hooks: list[str], others: list[str]) -> list[str]:
+    left = [*others]
+    return [hook for hook in hooks if hook not in left or left.remove(hook)]  # type: ignore[func-returns-value]
 
 
 def _require_same_slots(
@@ -367,6 +430,8 @@ def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 yield (name, _TRAINED), parameter.requires_grad
+                for attribute, value in vars(parameter).items():
+                    yield from _inside((name, attribute), value, known, owner)
         for name in sorted(part._non_persistent_buffers_set):
             yield from _inside((name,), part._buffers.get(name), known, owner)
     else:
@@ -376,7 +441,12 @@ def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
             return
     for name in _HOOKS:
         for place, hook in enumerate((getattr(part, name, None) or {}).values()):
-            yield from _inside((name, place), hook, known, owner)
+            if isinstance(hook, FunctionType) and is_program_module(hook.__module__):
+                yield (name, place, _SHAPE), hook.__qualname__
+                for cell in hook.__code__.co_freevars:
+                    yield from _inside((name, place, cell), _child(hook, cell), known, owner)
+            else:
+                yield from _inside((name, place), hook, known, owner)
     skipped = _of_modules() if is_module else _OF_OPTIMIZERS
     for name, value in list(vars(part).items()):
         if name in skipped or name.startswith("_optimizer_"):
@@ -508,9 +578,17 @@ def _get(owner: _Owner, key: Key) -> Any:
 def _child(value: Any, name: str | int) -> Any:
     if name in _HOOKS and isinstance(hooks := getattr(value, str(name), None), dict):
         return [*hooks.values()]
+    if isinstance(value, FunctionType):  # what it keeps between calls
+        with suppress(ValueError):  # of a cell without contents
+            return _cell_of(value, name).cell_contents
+        return None
     if isinstance(value, (dict, list, tuple, deque)) and not hasattr(value, "_fields"):
         return value[name]  # type: ignore[index]
     return getattr(value, str(name))
+
+
+def _cell_of(function: FunctionType, name: str | int) -> Any:
+    return (function.__closure__ or ())[function.__code__.co_freevars.index(str(name))]
 
 
 def _set(owner: _Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
@@ -540,6 +618,8 @@ def _set(owner: _Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any
         parent[last] = result  # type: ignore[index]
     elif last in getattr(parent, "_buffers", ()):
         parent._buffers[last] = result
+    elif isinstance(parent, FunctionType):
+        _cell_of(parent, last).cell_contents = result
     else:
         object.__setattr__(parent, str(last), result)
     return result

@@ -41,6 +41,8 @@ def new_generator(name: str) -> Any:
         return sys.modules["torch"].Generator()
     if name == "random.Random":
         return random.Random()
+    if name == "numpy.RandomState":
+        return np.random.RandomState()
     bits = getattr(np.random, name.removeprefix("numpy.random."), None)
     if isinstance(bits, type) and issubclass(bits, np.random.BitGenerator):
         return np.random.Generator(bits())

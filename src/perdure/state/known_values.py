@@ -31,9 +31,14 @@ class Known:
             if torch is None:
                 break
             if isinstance(target, torch.nn.Module):
+                saved = _saved_memory(target)
                 for part in target.modules():
                     found.append(part)
-                    self._tensors += part._parameters.values()
+                    self._tensors += [
+                        each
+                        for each in part._parameters.values()
+                        if saved is None or (each is not None and _memory(each) in saved)
+                    ]
                     if id(part) not in seen:
                         seen.add(id(part))
                         self._uses.update(map(id, part._parameters.values()))
@@ -96,6 +101,15 @@ class Known:
         for state in self._walk.states.values():
             tensors += state.values() if isinstance(state, dict) else ()
         return {_memory(each) for each in tensors if isinstance(each, torch.Tensor)} - {0}
+
+
+def _saved_memory(module: Any) -> set[int] | None:
+    """The memory of the tensors in a `state_dict` that may leave some out; None for PyTorch's own."""
+    torch = sys.modules["torch"]
+    if type(module).state_dict is torch.nn.Module.state_dict and not module._state_dict_hooks:
+        return None
+    values = module.state_dict(keep_vars=True).values()
+    return {_memory(each) for each in values if isinstance(each, torch.Tensor)}
 
 
 def _memory(tensor: Any) -> int:

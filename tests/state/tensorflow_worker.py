@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import perdure
 from perdure.errors import StateError
+from perdure.state import flatten
 
 
 class Net(tf.Module):
@@ -28,16 +30,20 @@ class Net(tf.Module):
         self.dense = keras.layers.Dense(1)
         self.dense.build((None, 2))
         self.calls = 0
+        self.seen: list[Any] = []
+        self.noise = np.random.default_rng(0)
+        self.order = iter(tf.data.Dataset.range(9).shuffle(9).repeat())
 
     def __call__(self, x: Any) -> Any:
         self.calls += 1
+        self.seen.append({"mean": float(tf.reduce_mean(x))})
+        x = x * (1 + self.noise.random() + float(next(self.order)) + self.seen[0]["mean"])
         hidden = tf.matmul(x, self.weights[0]) + self.weights[1]
         return self.dense(hidden) * self.scales["out"]
 
 
-def data(*, changed: bool = False) -> Any:
-    dataset = tf.data.Dataset.range(20).shuffle(20).repeat().batch(2)
-    return dataset.map(lambda _: tf.random.uniform((2,))) if changed else dataset
+def data() -> Any:
+    return tf.data.Dataset.range(20).shuffle(20).repeat().batch(2)
 
 
 def train(where: Path, last: int, *, with_iterator: bool = True) -> Any:
@@ -67,11 +73,15 @@ def train(where: Path, last: int, *, with_iterator: bool = True) -> Any:
     return [value.numpy().tobytes().hex() for value in values], net.calls
 
 
-def refusal(**members: Any) -> str:
-    try:
-        perdure.Checkpoint(**members).save("run", 1)
-    except StateError as error:
-        return str(error)
+def refusal(dataset: Any, *, is_numpy: bool = False) -> str:
+    """What is said of the iterator when it is fresh and after some elements."""
+    iterator = dataset.as_numpy_iterator() if is_numpy else iter(dataset)
+    for _ in range(3):
+        try:
+            flatten({"data": iterator})
+        except StateError as error:
+            return str(error)
+        next(iterator)
     return ""
 
 
@@ -82,5 +92,12 @@ if __name__ == "__main__":
         train(root / name, 3, **options)
         found[name] = train(root / name, 6, **options) == whole
     found["calls"] = whole[1]
-    found["refused"] = refusal(data=iter(data(changed=True)))
+    numbers = tf.data.Dataset.range(20)
+    found["refused"] = [
+        refusal(numbers.map(lambda _: tf.random.uniform((2,)))),
+        refusal(numbers.shuffle(20).map(lambda number: number + 1).repeat()),
+        refusal(numbers.unique()),
+        refusal(numbers.shuffle(20).batch(2).repeat()),
+        refusal(numbers.shuffle(20).repeat().map(lambda number: number + 2), is_numpy=True),
+    ]
     sys.stdout.write(json.dumps(found))

@@ -136,7 +136,7 @@ class Checkpoint(AttributeState, TensorFlowNames):
             optimizer = getattr(model, "optimizer", None) if isinstance(model, kind) else None
             if optimizer is None or any(each is optimizer for each in vars(self).values()):
                 continue
-            if model.built and not optimizer.built:
+            if model.built and not optimizer.built and model.trainable_variables:
                 optimizer.build(model.trainable_variables)
             found[f"{name}.optimizer"] = optimizer
         return found

@@ -168,7 +168,8 @@ class RunningFit:
     def build_model(self) -> None:
         """Make the variables of a model whose first batch makes them on TensorFlow, or TrainError."""
         problem = None
-        if not self.model.built:
+        # `build` of a subclassed model leaves its layers unbuilt.
+        if not self.model.built or not all(each.built for each in self.model._flatten_layers()):
             try:
                 self.build()
             except Exception as error:  # noqa: BLE001 (of any layer)

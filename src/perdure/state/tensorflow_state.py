@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
+from perdure.state.generators import is_generator
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import SCALARS, array_leaf, array_spec, leaf_array
+from perdure.state.value_forms import CONTAINERS, form_of, plain_form, with_pairs
 from perdure.store.leaf import Leaf
 
 _OF_KERAS = ("Layer", "Variable", "Optimizer", "Metric")
@@ -46,28 +49,93 @@ class TensorFlowState(Adapter):
 
 class _IteratorState(Stateful):
     """An iterator of `tf.data`: its place, what its shuffles hold, and the seeds of those. TensorFlow
-    writes and reads it as files of a `tf.train.Checkpoint`."""
+    writes and reads it as files of a `tf.train.Checkpoint`, which loses a part of some pipelines: these
+    are refused at the first looks."""
 
     def read(self) -> dict[str, Any]:
-        with TemporaryDirectory() as folder:
-            try:
-                tf.train.Checkpoint(iterator=self.target).write(f"{folder}/state")
-            except tf.errors.FailedPreconditionError as error:
-                reason = error.message.partition("}} ")[2].partition(" [Op:")[0] or error.message
-                raise UnsupportedLeafError(
-                    f"TensorFlow cannot save this iterator: {reason} Random operations need "
-                    f"`tf.random.stateless_*`, and Python code has to be outside of the pipeline; or "
-                    f"leave the iterator out of the state, and begin the data at the restored step: "
-                    f"`dataset.skip(start)`, with a `seed` for each `shuffle`."
-                ) from None
-            files = Path(folder).iterdir()
-            return {each.name: np.frombuffer(each.read_bytes(), np.uint8) for each in files}
+        state, looks = _files_of(self.target), _looked_at.get(self.target, 0)
+        if looks < _LOOKS:
+            _looked_at[self.target] = looks + 1
+            _require_kept(self.target, state)
+        return state
 
     def load(self, state: Any) -> None:
-        with TemporaryDirectory() as folder:
-            for name, octets in state.items():
-                Path(folder, Path(name).name).write_bytes(octets.tobytes())
-            tf.train.Checkpoint(iterator=self.target).read(f"{folder}/state").assert_consumed()
+        _put_files(self.target, state)
+
+
+_looked_at: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_LOOKS = 3
+"""At the first one no element was drawn yet: what it loses then is not seen."""
+_ADVICE = (
+    "Leave the iterator out of the state, and begin the data at the restored step: "
+    "`dataset.skip(start)`, with a `seed` for each `shuffle`."
+)
+
+
+def _require_kept(iterator: Any, state: Mapping[str, Any]) -> None:
+    """Refuse an iterator of which TensorFlow does not restore all: seen where a second iterator returns
+    another state than it was given, and known of a shuffle in a pipeline that is repeated."""
+    dataset = getattr(iterator, "_dataset", None)
+    dataset = getattr(getattr(iterator, "_iterator", None), "_dataset", dataset)
+    if dataset is None:
+        return
+    if between := _between_shuffle_and_repeat(dataset):
+        raise UnsupportedLeafError(
+            f"TensorFlow does not restore the order of later epochs of a pipeline with "
+            f"`{between}` between `shuffle` and `repeat`. Put `repeat` right after `shuffle`, or "
+            f"make an iterator for each epoch. {_ADVICE}"
+        )
+    is_numpy = isinstance(iterator, tf.data.NumpyIterator)
+    second = tf.data.NumpyIterator(dataset) if is_numpy else iter(dataset)
+    _put_files(second, state)
+    again = _files_of(second)
+    if any(not np.array_equal(state[name], again.get(name, ())) for name in state):
+        raise UnsupportedLeafError(
+            f"TensorFlow does not restore this iterator to the state that it had saved (`window` and "
+            f"`unique` are such). {_ADVICE}"
+        )
+
+
+def _between_shuffle_and_repeat(dataset: Any) -> str:
+    """What is between a `repeat` and the `shuffle` that it repeats, apart from `batch` and `take`, with
+    which TensorFlow keeps the place; empty if all is well."""
+    pending = [(dataset, False, "")]
+    while pending:
+        node, is_repeated, between = pending.pop()
+        kind = type(node).__name__.removesuffix("Dataset").strip("_").lower()
+        if "shuffle" in kind and is_repeated and between:
+            return between
+        if kind == "repeat":
+            is_repeated, between = True, ""
+        elif is_repeated and not between and kind not in _TRANSPARENT:
+            between = kind
+        pending += [(each, is_repeated, between) for each in node._inputs()]
+    return ""
+
+
+_TRANSPARENT = ("batch", "parallelbatch", "paddedbatch", "take", "shuffle", "options", "model")
+
+
+def _files_of(iterator: Any) -> dict[str, Any]:
+    with TemporaryDirectory() as folder:
+        try:
+            tf.train.Checkpoint(iterator=iterator).write(f"{folder}/state")
+        except tf.errors.FailedPreconditionError as error:
+            reason = error.message.partition("}} ")[2].partition(" [Op:")[0] or error.message
+            raise UnsupportedLeafError(
+                f"TensorFlow cannot save this iterator: {reason} In a pipeline only random operations "
+                f"of `tf.random.stateless_*` are kept, and neither variables, Python code nor a "
+                f"shuffle in a mapped function. {_ADVICE}"
+            ) from None
+        files = Path(folder).iterdir()
+        return {each.name: np.frombuffer(each.read_bytes(), np.uint8) for each in files}
+
+
+def _put_files(iterator: Any, state: Mapping[str, Any]) -> None:
+    with TemporaryDirectory() as folder:
+        for name, octets in state.items():
+            Path(folder, Path(name).name).write_bytes(octets.tobytes())
+        tf.train.Checkpoint(iterator=iterator).read(f"{folder}/state").assert_consumed()
 
 
 def _generator_node(generator: Any) -> Node:
@@ -84,19 +152,42 @@ def _generator_node(generator: Any) -> Node:
 
 
 def _module_node(module: Any) -> Node:
-    """The attributes in which TensorFlow finds variables, and plain values, such as a count."""
-    parts = {
-        name: _without_others(part)
+    """The attributes of a module in which TensorFlow finds variables, which are changed in place, and
+    those with other values that a checkpoint takes."""
+    parts = {name: _without_others(part) for name, part in vars(module).items() if _has_state(part)}
+    others = {
+        name: with_pairs(_unwrapped(part))
         for name, part in vars(module).items()
-        if _has_state(part) or (type(part) in SCALARS and not name.startswith("_"))
+        if name not in parts and not name.startswith(_OF_TENSORFLOW) and _is_value(_unwrapped(part))
     }
 
     def rebuild(new: list[Any]) -> None:
-        for name, part in zip(parts, new, strict=True):
-            if type(part) in SCALARS:
-                setattr(module, name, part)
+        for name, part in zip([*parts, *others], new, strict=True):
+            if name in others:
+                setattr(module, name, plain_form(part) if isinstance(part, CONTAINERS) else part)
 
-    return Node([*parts.items()], rebuild, in_place=True)
+    return Node([*parts.items(), *others.items()], rebuild, in_place=True)
+
+
+_OF_TENSORFLOW = ("_self_", "_name", "_scope_name", "_tf_", "_setattr", "_unconditional", "_obj_")
+
+
+def _is_value(value: Any) -> bool:
+    if _is_tensor(value) or is_generator(value) or type(value) in SCALARS:
+        return True
+    if isinstance(value, CONTAINERS):
+        return all(map(_is_value, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (np.ndarray, np.generic)) or form_of(value) is not None
+
+
+def _unwrapped(value: Any) -> Any:
+    """A container without the wrapper that TensorFlow puts around one in an attribute."""
+    if isinstance(value, Mapping) and type(value).__module__.startswith("tensorflow."):
+        return {key: _unwrapped(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)) and type(value).__module__.startswith("tensorflow."):
+        parts = [_unwrapped(part) for part in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value
 
 
 def _is_tensor(value: Any) -> bool:
@@ -112,12 +203,12 @@ def _has_state(value: Any) -> bool:
         return any(map(_has_state, value.values() if isinstance(value, Mapping) else value))
     keras = sys.modules.get("keras")
     of_keras = [getattr(keras, name) for name in _OF_KERAS if hasattr(keras, name)]
-    return isinstance(value, (tf.Variable, tf.random.Generator, tf.Module, *of_keras))
+    kinds = (tf.Variable, tf.random.Generator, tf.Module, tf.data.Iterator, tf.data.NumpyIterator)
+    return isinstance(value, (*kinds, *of_keras))
 
 
 def _without_others(value: Any) -> Any:
-    """A container with the parts that have a state, by key or number, without the wrapper that
-    TensorFlow puts around one in an attribute."""
+    """A container with the parts that have a state, by key or number."""
     if not isinstance(value, (Mapping, list, tuple)):
         return value
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)

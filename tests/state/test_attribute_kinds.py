@@ -517,3 +517,142 @@ def test_an_optimizer_that_keeps_the_parameters_of_a_replaced_layer_is_refused()
             manager.save(1, state)
         descent.param_groups[0]["params"][2:] = model.two.parameters()
         manager.save(1, state)
+
+
+def as_attribute_of_a_parameter(net: Net) -> Any:
+    def use() -> None:
+        weight: Any = net.one.weight
+        weight.org = weight.data + getattr(weight, "org", 0)
+
+    return use, lambda: getattr(net.one.weight, "org", torch.zeros(1)).tolist()
+
+
+def as_closure_of_a_hook(net: Net) -> Any:
+    count = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    net.one.register_forward_hook(hook)
+    return lambda: net.one(torch.ones(1, 2)), lambda: count
+
+
+def as_hidden_state(net: Net) -> Any:
+    def use() -> None:
+        net.value = net.one(torch.ones(1, 2) if net.value is None else net.value.detach())
+
+    return use, lambda: None if net.value is None else net.value.tolist()
+
+
+def as_list_of_modules(net: Net) -> Any:
+    net.value = [net.one]
+
+    def use() -> None:
+        net.value = [net.two, net.one]
+
+    return use, lambda: [each is net.two for each in net.value]
+
+
+def as_bound_method_of_a_module(net: Net) -> Any:
+    net.value = net.one.forward
+
+    def use() -> None:
+        net.value = net.two.forward
+
+    return use, lambda: net.value.__self__ is net.two
+
+
+def as_random_state(net: Net) -> Any:
+    net.value = np.random.RandomState(3)
+    return lambda: net.value.rand(), lambda: net.value.get_state()[2]
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        as_attribute_of_a_parameter,
+        as_closure_of_a_hook,
+        as_hidden_state,
+        as_list_of_modules,
+        as_bound_method_of_a_module,
+        as_random_state,
+    ],
+)
+def test_what_lies_beside_the_parameters_comes_back(give: Callable[[Net], Any]) -> None:
+    torch.manual_seed(0)
+    storage, found, fresh = MemoryStorage(), [], ""
+    for number in range(2):
+        torch.manual_seed(0)
+        model = Net()
+        use, look = give(model)
+        with CheckpointManager(storage) as manager:
+            fresh = repr(look())
+            manager.restore_or_initialize({"net": model})
+            if not number:
+                use()
+                use()
+                manager.save(1, {"net": model})
+        found.append(repr(look()))
+    assert found[0] == found[1] != fresh
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def hooked(state: dict[str, Any]) -> None:
+    state["net"].one.register_forward_hook(nothing)
+
+
+def hooked_tensor(state: dict[str, Any]) -> None:
+    state["net"].one.weight.register_hook(lambda gradient: gradient)
+
+
+def hooked_step(state: dict[str, Any]) -> None:
+    state["optimizer"].register_step_post_hook(nothing)
+
+
+def unhooked(state: dict[str, Any]) -> None:
+    state["handle"][0].remove()
+
+
+def other_class(state: dict[str, Any]) -> None:
+    state["loop"].value = torch.nn.L1Loss()
+
+
+def other_order(state: dict[str, Any]) -> None:
+    state["optimizer"].param_groups[0]["params"].reverse()
+
+
+def other_lambda(state: dict[str, Any]) -> None:
+    state["schedule"].lr_lambdas[0] = lambda step: 0.5**step
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (hooked, "net/one: the run has added a hook"),
+        (hooked_tensor, "net/one: the run has added a hook"),
+        (hooked_step, "optimizer: the run has added a hook"),
+        (unhooked, "net/two: the run has removed a hook"),
+        (other_class, "loop/value: is a torch.nn.modules.loss.L1Loss, and was"),
+        (other_order, "optimizer/param_groups/0/params/0: the run has given the parameters"),
+        (other_lambda, "schedule/lr_lambdas/0: this was another function"),
+    ],
+)
+def test_code_that_the_run_exchanges_is_refused(change: Callable[[Any], None], said: str) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = model.two.register_forward_hook(lambda *_: None)
+    loop = Loop()
+    loop.value = torch.nn.MSELoss()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    state = {"net": model, "optimizer": optimizer, "loop": loop, "schedule": schedule}
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize(state)
+        model.act.register_forward_hook(nothing)  # before the first call of `save`
+        manager.save(1, state)
+        change({**state, "handle": [handle]})
+        with pytest.raises(UnsupportedLeafError, match=f"^{re.escape(said)}"):
+            manager.save(2, state)

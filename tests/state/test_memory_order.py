@@ -36,9 +36,9 @@ def fresh() -> State:
 def change(state: State, step: int) -> None:
     turned = np.roll(state["rows"].transpose(2, 0, 1), step)
     state["rows"] = np.asfortranarray(state["rows"]) if step == 2 else state["rows"]
-    state["none"], state["memory"].last = np.asfortranarray(turned), turned.T
-    state["list"].append(state["rows"].transpose(1, 2, 0))
-    state["dict"][f"a{step}"] = turned[:, ::-1]
+    state["none"], state["memory"].last = np.asfortranarray(turned), turned.T.copy("K")
+    state["list"].append(state["rows"].transpose(1, 2, 0).copy("K"))
+    state["dict"][f"a{step}"] = turned[:, ::-1].copy("K")
     state["columns"] = np.ascontiguousarray(state["columns"] + step)
     arrays = [state["rows"], state["none"], state["memory"].last, *state["list"]]
     state["sum"] += sum(float(each.sum(dtype=np.float32)) for each in arrays)

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from perdure import CheckpointManager, MemoryStorage
+from perdure.errors import UnsupportedLeafError
 from perdure.state import snapshot
 
 State = dict[str, Any]
@@ -122,3 +124,22 @@ def test_values_that_have_a_part_at_their_own_path_are_shared() -> None:
         state, _ = manager.restore_or_initialize(fresh())
     assert state["one"] is state["other"]
     assert state["more"] is state["grown"][0]
+
+
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros])
+def test_two_arrays_that_share_elements_are_refused_and_parts_of_one_are_not(make: Any) -> None:
+    whole = make(6)
+    with CheckpointManager(MemoryStorage()) as manager:
+        with pytest.raises(UnsupportedLeafError, match="whole and part share memory"):
+            manager.save(1, {"whole": whole, "part": whole[1:3]})
+        manager.save(1, {"first": whole[:3], "rest": whole[3:]})
+        manager.save(2, {"whole": whole, "again": whole})
+
+
+def test_the_best_weights_without_a_copy_are_refused() -> None:
+    net = torch.nn.Linear(2, 2)
+    with CheckpointManager(MemoryStorage()) as manager:
+        with pytest.raises(UnsupportedLeafError, match="share memory"):
+            manager.save(1, {"net": net, "best": net.state_dict()})
+        best = {name: value.clone() for name, value in net.state_dict().items()}
+        manager.save(1, {"net": net, "best": best})

@@ -41,6 +41,8 @@ _MOST = 100_000
 """A container of more elements is not compared: that would take milliseconds in each save."""
 _COPIED = 4096
 """Elements of a tensor that is copied, so that an equal one that was made again is no change."""
+_WITH_GRAPH = 16 * 1024 * 1024
+"""Bytes of a tensor with a graph (an activation, a hidden state) that is stored, without the graph."""
 _HASHED = 64 * 1024 * 1024
 """Bytes of a NumPy array that is read in each save; a larger one changes if it is another array."""
 
@@ -228,8 +230,8 @@ def stored_form(value: Any) -> Any:
 
 def put_value(present: Any, stored: Any) -> Any:
     """The stored value, if possible in the object `present`, which others may have too."""
-    if present is stored or kind_of(stored) is Kind.OBJECT:  # a member of the state
-        return stored
+    if present is stored or kind_of(stored) is Kind.OBJECT or isinstance(stored, MethodType):
+        return stored  # what the state has
     if is_generator(stored):
         if not is_generator(present) or generator_name(present) != generator_name(stored):
             return stored
@@ -287,13 +289,13 @@ def _put_container(present: Any, stored: Any) -> Any:
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether a value is a dense tensor that is no result of this step: without a graph."""
+    """Whether a value is a dense tensor that is no large result of this step (with a graph)."""
     torch = sys.modules["torch"]
     is_sparse = value.layout != torch.strided or value.is_nested
     if is_sparse or value.is_inference() or value.is_quantized or value.is_meta:
         return False
     try:
-        return value.grad_fn is None
+        return value.grad_fn is None or value.nbytes <= _WITH_GRAPH
     except RuntimeError:  # a view of a parameter, which an optimizer has changed since
         return False
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -188,7 +188,8 @@ class Attributes(ExtraMember):
             else:
                 fresh = {key: mark_of(value) for key, value in _values(owner, known)}
                 fresh[_SLOTS,] = _slots(owner.value, known)
-                fresh[_STEPPED,] = [key for key, each in stepped(owner.value) if known.has(each)]
+                pairs = stepped(owner.value)
+                fresh[_STEPPED,] = {key: id(each) for key, each in pairs if known.has(each)}
                 fresh[_KIND,] = _class_name(_unwrapped(owner.value))
                 fresh[_HOOKED,] = _hooks_of(owner.value)
             _fresh_marks()[owner.value] = fresh
@@ -338,8 +339,16 @@ def _require_same_slots(
 def _require_same_parameters(owner: _Owner, fresh: dict[Key, Any], known: Known) -> None:
     """Refuse an optimizer that goes on with a parameter that its model no longer has: the optimizer of
     a resumed program would train the new one."""
-    held = dict(stepped(owner.value))
-    for key in fresh.get((_STEPPED,), ()) if known.has_stepped else ():
+    held, before = dict(stepped(owner.value)), fresh.get((_STEPPED,), {})
+    now = {key: id(held[key]) for key in before if key in held}
+    if now != before and sorted(now.values()) == sorted(before.values()):
+        moved = next(key for key, number in before.items() if now[key] != number)
+        raise UnsupportedLeafError(
+            f"{_path(owner.path, moved)}: the run has given the parameters of the optimizer another "
+            f"order, and a resumed program has the first one, so that each would get the state of "
+            f"another one. Exchange the settings of the groups (`lr`), or make another optimizer."
+        )
+    for key in before if known.has_stepped else ():
         if key in held and not known.has(held[key]):
             raise UnsupportedLeafError(
                 f"{_path(owner.path, key)}: the optimizer steps a parameter of shape "
@@ -463,7 +472,7 @@ def _inside(
     key: Key, value: Any, known: Known, owner: _Owner, seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[Key, Any]]:
     """A value that is stored as a whole, or what is stored of those inside it."""
-    kind = kind_of(value)
+    kind = Kind.MIXED if _is_method_of(value, known) else kind_of(value)
     if kind is Kind.OTHER and is_position(value):
         raise UnsupportedLeafError(
             f"{_path(owner.path, key)}: a {type_name(value)} has a place that no checkpoint can have. "
@@ -477,7 +486,7 @@ def _inside(
         return
     if id(value) in seen or value is owner.value or len(key) > _DEEPEST:
         return
-    if is_container_of_program(value) or hasattr(value, "dtype"):
+    if is_container_of_program(value) or hasattr(value, "dtype") or _is_method_of(value, known):
         yield from _whole(key, value, known)
         return
     seen = seen | {id(value)}
@@ -496,16 +505,31 @@ def _inside(
     if is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
         yield key, value
     elif not has_keys or all(type(each) in (str, int) for each in value):
-        yield (*key, _SHAPE), _shape_of(value)
+        yield (*key, _SHAPE), (*_shape_of(value), *_members_of(value, known))
         yield from inside
     else:
         yield from _whole(key, value, known)
+
+
+def _is_method_of(value: Any, known: Known) -> bool:
+    """Whether a value is a bound method of a module of the state."""
+    return isinstance(value, MethodType) and known.name_of(value.__self__) is not None
 
 
 def _whole(key: Key, value: Any, known: Known) -> Iterator[tuple[Key, Any]]:
     """A container that is stored whenever a part of it has changed, if it has a form."""
     with suppress(StateError):
         yield (*key, _SHAPE), whole_form(value, known.name_of)
+
+
+def _members_of(value: Any, known: Known) -> list[str]:
+    """The names of the modules and parameters of the state in a list, in its order."""
+    if not isinstance(value, (list, tuple, deque)) or len(value) > _LONGEST:
+        return []
+    return [name for name in map(known.name_of, value) if name is not None]
+
+
+_LONGEST = 10_000
 
 
 def _shape_of(value: Any) -> tuple[Any, ...]:

@@ -11,16 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from perdure.errors import CorruptionError, MismatchError
+from perdure.errors import CorruptionError, MismatchError, UnsupportedLeafError
 from perdure.runtime.process_group import Processes
 from perdure.state.leaf_values import plain_value, scalar_leaf
-from perdure.state.paths import join_key
+from perdure.state.paths import join_dotted, join_key
 from perdure.state.walk import Walk
 from perdure.store.format import EPOCH_ENDS
 from perdure.store.leaf import Leaf, Leaves
@@ -143,8 +144,12 @@ _groups_of_paths = msgspec.json.Decoder(list[list[str]])
 class SharedMembers(ExtraMember):
     """Members that are one object at two paths are one after a restore, or it is refused."""
 
+    def see(self, walk: Walk) -> None:
+        _refuse_views(walk)
+
     def take(self, saving: Saving) -> dict[str, Leaf]:
         walk = saving.walk
+        _refuse_views(walk)
         containers = {kind for kind in walk.kinds if _is_mutable(kind)}
         found = [
             (each.path, each.value) for each in walk.branches if type(each.value) in containers
@@ -186,6 +191,61 @@ class SharedMembers(ExtraMember):
                         f"(`self.param_groups = base.param_groups`), and restore again."
                     )
         return []
+
+
+def _refuse_views(walk: Walk) -> None:
+    """Refuse two arrays that are not one object and share elements: after a restore they would be two,
+    so that a change in place of one would no longer reach the other."""
+    torch = sys.modules.get("torch")
+    tensors, arrays = list[tuple[str, Any]](), list[tuple[str, Any]]()
+    for start, stop in walk.runs:
+        first, paths = walk.values[start], walk.paths[start:stop]
+        if isinstance(first, np.ndarray):
+            arrays += zip(paths, walk.values[start:stop], strict=True)
+        elif torch is not None and isinstance(first, torch.Tensor):
+            tensors += zip(paths, walk.values[start:stop], strict=True)
+    if not any(value.base is not None for _, value in arrays):  # nearly always: none is a view
+        arrays = []
+    for path, node in walk.objects.items() if tensors else ():
+        if isinstance(node.target, torch.nn.Module):  # type: ignore[union-attr]
+            named = node.target.named_parameters()
+            tensors += [(join_dotted(path, name), value) for name, value in named]
+    blocks: dict[int, list[tuple[int, int, str, Any]]] = {}
+    for path, value in [*arrays, *tensors]:
+        if (found := _extent(value)) is not None:
+            block, start, end = found
+            blocks.setdefault(block, []).append((start, end, path, value))
+    for extents in blocks.values():
+        for one, other in pairwise(sorted(extents, key=lambda extent: extent[:2])):
+            if one[3] is not other[3] and other[0] < one[1]:
+                raise UnsupportedLeafError(
+                    f"{one[2]} and {other[2]} share memory, and would be two arrays after a restore. "
+                    f"Keep a copy (`clone()`, `copy()`) if they are to be two, or one of them in the "
+                    f"state, and make the view again where it is used."
+                )
+
+
+def _extent(value: Any) -> tuple[int, int, int] | None:
+    """The block of memory in which an array lies, and where it begins and ends."""
+    if isinstance(value, np.ndarray):
+        block: Any = value
+        while isinstance(block.base, np.ndarray):
+            block = block.base
+        start, steps, size = value.__array_interface__["data"][0], value.strides, value.itemsize
+        number = id(block)
+    else:
+        value = getattr(value, "_local_tensor", value)
+        try:
+            number, start = value.untyped_storage().data_ptr(), value.data_ptr()
+        except (NotImplementedError, RuntimeError):  # of a subclass, or sparse
+            return None
+        size = value.element_size()
+        steps = [step * size for step in value.stride()]
+    if 0 in value.shape or not start:
+        return None
+    reach = [(length - 1) * step for length, step in zip(value.shape, steps, strict=True)]
+    below, above = sum(n for n in reach if n < 0), sum(n for n in reach if n > 0)
+    return number, start + below, start + above + size
 
 
 @cache

@@ -282,7 +282,7 @@ class FreshTarget:
     def _require_same_code(self, walk: Walk) -> None:
         code = self._code if self._code is not None else walk.code
         for path in code.keys() | walk.code.keys():
-            if code.get(path) is not walk.code.get(path):
+            if code.get(path) != walk.code.get(path):
                 raise UnsupportedLeafError(
                     f"{path}: this was another function or model when the program gave the state to "
                     f"the restore. It is code, which is in no checkpoint, so that a resumed program "

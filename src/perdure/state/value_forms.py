@@ -166,6 +166,10 @@ _FORMS: dict[str, _Form] = {
         lambda generator: [generator_name(generator), read_generator(generator)],
         lambda parts: _generator_made(*parts),
     ),
+    "method": _Form(
+        lambda method: [method.__self__, method.__func__.__name__],
+        lambda parts: getattr(parts[0], parts[1]),
+    ),
     "name": _Form(lambda value: _public_name(value), lambda name: _found_by_name(name)),
 }
 _BY_TYPE: dict[type, str] = {
@@ -223,6 +227,8 @@ def with_pairs(value: Any) -> Any:
     """A value with the forms of all in it that has no entry in a manifest."""
     if type(value) in SCALARS:
         return value
+    if getattr(value, "grad_fn", None) is not None:  # the graph is of this process
+        return value.detach()
     if isinstance(value, enum.Enum) and class_named(type_name(value)) is type(value):
         name = value.value if isinstance(value, enum.Flag) else value.name
         return {_LISTED: name, "in": type_name(value)}
@@ -255,6 +261,8 @@ def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
     if is_generator(value):
         return generator_form(value)
     kind = type(value)
+    if kind is MethodType and name_of(value.__self__) is not None:
+        return {_LISTED: whole_form(_FORMS["method"].parts(value), name_of), "in": "method"}
     if kind is np.ndarray and value.dtype.hasobject:
         return {_LISTED: whole_form(_FORMS["objects"].parts(value), name_of), "in": "objects"}
     if kind in CONTAINERS or hasattr(value, "_fields"):

@@ -222,6 +222,8 @@ class Walk:
             return Branch(path, value, None)
         branch = Branch(path, value, node)
         if isinstance(node, Stateful):
+            for number, code in enumerate(getattr(value, "lr_lambdas", ())):
+                self.code[f"{path}/lr_lambdas/{number}"] = _code_name(code)
             if is_selected or self._selects_inside(node, path):
                 self.objects[path] = node
             else:
@@ -288,6 +290,12 @@ class Walk:
         inside = [leaf for leaf in self._stored or () if leaf.startswith(below)]
         inside += [join_part(path, part) for part in node.parts() or ()]
         return any(map(self._selection.matches, inside))
+
+
+def _code_name(function: Any) -> Any:
+    """What is equal for a function and for one that the same line has made again."""
+    code = getattr(function, "__code__", None)
+    return function if code is None else (code.co_filename, code.co_firstlineno, code.co_code)
 
 
 class Unwalked:

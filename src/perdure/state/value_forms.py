@@ -227,8 +227,9 @@ def with_pairs(value: Any) -> Any:
     """A value with the forms of all in it that has no entry in a manifest."""
     if type(value) in SCALARS:
         return value
-    if getattr(value, "grad_fn", None) is not None:  # the graph is of this process
-        return value.detach()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return value.detach()  # the graph is of this process
     if isinstance(value, enum.Enum) and class_named(type_name(value)) is type(value):
         name = value.value if isinstance(value, enum.Flag) else value.name
         return {_LISTED: name, "in": type_name(value)}

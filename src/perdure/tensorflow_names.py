@@ -62,17 +62,8 @@ FORMS: dict[str, dict[str, str]] = {
         "and the program exits with status 75.",
         **dict.fromkeys(
             (
-                *(
-                    "Variable",
-                    "Module",
-                    "GradientTape",
-                    "function",
-                    "io",
-                    "random",
-                    "summary",
-                    "config",
-                ),
-                *("saved_model", "tensorflow", "compat", "nn", "losses", "initializers"),
+                *("Variable", "Module", "GradientTape", "function", "io", "random", "summary"),
+                *("config", "saved_model", "tensorflow", "compat", "nn", "losses", "initializers"),
             ),
             _ITS_OWN,
         ),

@@ -20,8 +20,6 @@ from perdure.store import Run
 from perdure.train import Hook, RunConfig
 from perdure.train.trackers import MlflowHook, MlflowTracker, WandbHook, tracking_id
 
-Curves = dict[str, list[tuple[int, float]]]
-
 
 class StandInMlflow:
     """The client of a server that keeps every point that it is sent."""

@@ -209,10 +209,8 @@ class Checkpoint(AttributeState, TensorFlowNames):
         """
         manager = managers[self]() if self in managers else None
         if directory is None:
-            if manager is not None:
-                Walk(
-                    self
-                )  # what a save would refuse, and a restore here when there is a checkpoint
+            if manager is not None:  # refuse what a save would, and a restore here later
+                Walk(self)
             return RestoreStatus.of(None, 0)
         run, number = find_step(directory, step)
         if manager is not None and manager.directory == run.where:

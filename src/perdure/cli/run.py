@@ -31,11 +31,7 @@ _OF_TORCHRUN = {"nproc-per-node": "workers", "nproc_per_node": "workers"}
         "token_normalize_func": lambda name: _OF_TORCHRUN.get(name, name),
     },
 )
-@click.option(
-    *cli.WORKERS,
-    type=cli.COUNT,
-    help="Processes of the group.  [default: 1, or MAX]",
-)
+@click.option(*cli.WORKERS, type=cli.COUNT, help="Processes of the group.  [default: 1, or MAX]")
 @click.option("--multi-node", is_flag=True, help="One of several machines, by the environment.")
 @cli.devices_option
 @click.option(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,7 +14,7 @@ from blake3 import blake3
 
 from perdure.digests.memory_sums import SMALL_BYTES, Sums, byte_sums, small_sums
 from perdure.errors import StateError
-from perdure.state.adapter import ADAPTERS, Adapter, Node, Stateful, adapter
+from perdure.state.adapter import Adapter, Node, Stateful, adapter, loaded_frameworks
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.snapshots import flatten
 from perdure.store.leaf import Leaf
@@ -215,9 +214,8 @@ def _sums_of_leaf(leaf: Leaf) -> LeafSums:
 
 def _summing_adapters() -> list[_SummingAdapter]:
     adapters = []
-    for framework in ADAPTERS:
-        if sys.modules.get(framework):
-            module = _FRAMEWORKS.get(framework)
-            taker = import_module(module).TAKER() if module else ArrayTaker()
-            adapters.append(_SummingAdapter(adapter(framework), taker))
+    for framework in loaded_frameworks():
+        module = _FRAMEWORKS.get(framework)
+        taker = import_module(module).TAKER() if module else ArrayTaker()
+        adapters.append(_SummingAdapter(adapter(framework), taker))
     return adapters

@@ -189,9 +189,14 @@ dataclass that is registered with a framework (with static fields) is taken apar
 """
 
 
+def loaded_frameworks() -> list[str]:
+    """The frameworks that are imported, in the order of `ADAPTERS`."""
+    return [framework for framework in ADAPTERS if sys.modules.get(framework)]
+
+
 def loaded_adapters() -> list[Adapter]:
-    """The adapters of the frameworks that are imported, in the order of `ADAPTERS`."""
-    return [adapter(framework) for framework in ADAPTERS if sys.modules.get(framework)]
+    """The adapters of `loaded_frameworks`."""
+    return [adapter(framework) for framework in loaded_frameworks()]
 
 
 def adapter(framework: str) -> Adapter:

@@ -54,9 +54,7 @@ class Kind(enum.Enum):
     ARRAY = "array"
     GENERATOR = "generator"
     OBJECT = "object"  # with `state_dict`
-    MIXED = (
-        "mixed"  # a container, a call or an object of the program that has more than plain values
-    )
+    MIXED = "mixed"  # a container, call or object of the program that has more than plain values
     OTHER = "other"
 
 

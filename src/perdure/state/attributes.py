@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -293,19 +293,14 @@ def _require_same_code(owner: _Owner, fresh: dict[Key, Any]) -> None:
             f"to the restore or first saved it. A resumed program builds the first one again. Keep "
             f"both in the state, and choose between them by a number."
         )
-    before = fresh.get((_HOOKED,), hooks)
-    if changed := [*_without(hooks, before), *_without(before, hooks)]:
-        verb = "added" if _without(hooks, before) else "removed"
+    now, before = Counter(hooks), Counter(fresh.get((_HOOKED,), hooks))
+    if changed := [*(now - before), *(before - now)]:
+        verb = "added" if now - before else "removed"
         raise UnsupportedLeafError(
             f"{owner.path}: the run has {verb} a hook ({changed[0]}), which is code, so that a resumed "
             f"program would have the hooks that it had at first. Register it where the model is made, "
             f"and let it do nothing until a number that is in the state says so."
         )
-
-
-def _without(hooks: list[str], others: list[str]) -> list[str]:
-    left = [*others]
-    return [hook for hook in hooks if hook not in left or left.remove(hook)]  # type: ignore[func-returns-value]
 
 
 def _require_same_slots(
@@ -337,8 +332,8 @@ def _require_same_slots(
 
 
 def _require_same_parameters(owner: _Owner, fresh: dict[Key, Any], known: Known) -> None:
-    """Refuse an optimizer that goes on with a parameter that its model no longer has: the optimizer of
-    a resumed program would train the new one."""
+    """Refuse an optimizer that keeps a parameter that its model no longer has, or has its parameters
+    in another order: the optimizer of a resumed program has those of the model as at first."""
     held, before = dict(stepped(owner.value)), fresh.get((_STEPPED,), {})
     now = {key: id(held[key]) for key in before if key in held}
     if now != before and sorted(now.values()) == sorted(before.values()):

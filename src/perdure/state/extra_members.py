@@ -20,6 +20,7 @@ import numpy as np
 
 from perdure.errors import CorruptionError, MismatchError, UnsupportedLeafError
 from perdure.runtime.process_group import Processes
+from perdure.state.known_values import memory_of
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.walk import Walk
@@ -198,14 +199,14 @@ def _refuse_views(walk: Walk) -> None:
     so that a change in place of one would no longer reach the other."""
     torch = sys.modules.get("torch")
     tensors, arrays = list[tuple[str, Any]](), list[tuple[str, Any]]()
+    of_numpy = [run for run in walk.runs if isinstance(walk.values[run[0]], np.ndarray)]
+    # Nearly always none is a view, and there may be very many.
+    if any(value.base is not None for run in of_numpy for value in walk.values[slice(*run)]):
+        for start, stop in of_numpy:
+            arrays += zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
     for start, stop in walk.runs:
-        first, paths = walk.values[start], walk.paths[start:stop]
-        if isinstance(first, np.ndarray):
-            arrays += zip(paths, walk.values[start:stop], strict=True)
-        elif torch is not None and isinstance(first, torch.Tensor):
-            tensors += zip(paths, walk.values[start:stop], strict=True)
-    if not any(value.base is not None for _, value in arrays):  # nearly always: none is a view
-        arrays = []
+        if torch is not None and isinstance(walk.values[start], torch.Tensor):
+            tensors += zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
     for path, node in walk.objects.items() if tensors else ():
         if isinstance(node.target, torch.nn.Module):  # type: ignore[union-attr]
             named = node.target.named_parameters()
@@ -234,11 +235,10 @@ def _extent(value: Any) -> tuple[int, int, int] | None:
         start, steps, size = value.__array_interface__["data"][0], value.strides, value.itemsize
         number = id(block)
     else:
-        value = getattr(value, "_local_tensor", value)
-        try:
-            number, start = value.untyped_storage().data_ptr(), value.data_ptr()
-        except (NotImplementedError, RuntimeError):  # of a subclass, or sparse
+        if not (number := memory_of(value)):
             return None
+        value = getattr(value, "_local_tensor", value)
+        start = value.data_ptr()
         size = value.element_size()
         steps = [step * size for step in value.stride()]
     if 0 in value.shape or not start:

@@ -37,7 +37,7 @@ class Known:
                     self._tensors += [
                         each
                         for each in part._parameters.values()
-                        if saved is None or (each is not None and _memory(each) in saved)
+                        if saved is None or (each is not None and memory_of(each) in saved)
                     ]
                     if id(part) not in seen:
                         seen.add(id(part))
@@ -68,7 +68,7 @@ class Known:
             return True
         torch = sys.modules.get("torch")
         is_tensor = torch is not None and isinstance(value, torch.Tensor)
-        return is_tensor and _memory(value) in self._memory
+        return is_tensor and memory_of(value) in self._memory
 
     def name_of(self, value: Any) -> str | None:
         """The name of a parameter or a module that is a key of a dict; None for anything else."""
@@ -100,7 +100,7 @@ class Known:
         tensors = [*self._tensors, *self._walk.values]
         for state in self._walk.states.values():
             tensors += state.values() if isinstance(state, dict) else ()
-        return {_memory(each) for each in tensors if isinstance(each, torch.Tensor)} - {0}
+        return {memory_of(each) for each in tensors if isinstance(each, torch.Tensor)} - {0}
 
 
 def _saved_memory(module: Any) -> set[int] | None:
@@ -109,10 +109,10 @@ def _saved_memory(module: Any) -> set[int] | None:
     if type(module).state_dict is torch.nn.Module.state_dict and not module._state_dict_hooks:
         return None
     values = module.state_dict(keep_vars=True).values()
-    return {_memory(each) for each in values if isinstance(each, torch.Tensor)}
+    return {memory_of(each) for each in values if isinstance(each, torch.Tensor)}
 
 
-def _memory(tensor: Any) -> int:
+def memory_of(tensor: Any) -> int:
     """Where the elements of a tensor begin; 0 if they are in no memory of this process."""
     try:
         return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()

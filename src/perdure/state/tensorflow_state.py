@@ -154,17 +154,16 @@ def _generator_node(generator: Any) -> Node:
 def _module_node(module: Any) -> Node:
     """The attributes of a module in which TensorFlow finds variables, which are changed in place, and
     those with other values that a checkpoint takes."""
-    parts = {name: _without_others(part) for name, part in vars(module).items() if _has_state(part)}
-    others = {
-        name: with_pairs(_unwrapped(part))
-        for name, part in vars(module).items()
-        if name not in parts and not name.startswith(_OF_TENSORFLOW) and _is_value(_unwrapped(part))
-    }
+    parts, others = dict[str, Any](), dict[str, Any]()
+    for name, part in vars(module).items():
+        if _has_state(part):
+            parts[name] = _without_others(part)
+        elif not name.startswith(_OF_TENSORFLOW) and _is_value(plain := _unwrapped(part)):
+            others[name] = with_pairs(plain)
 
     def rebuild(new: list[Any]) -> None:
-        for name, part in zip([*parts, *others], new, strict=True):
-            if name in others:
-                setattr(module, name, plain_form(part) if isinstance(part, CONTAINERS) else part)
+        for name, part in zip(others, new[len(parts) :], strict=True):
+            setattr(module, name, plain_form(part) if isinstance(part, CONTAINERS) else part)
 
     return Node([*parts.items(), *others.items()], rebuild, in_place=True)
 

@@ -1,8 +1,8 @@
-"""Experiment trackers, whose curves go on after a resume: Weights & Biases and MLflow.
+"""Experiment trackers, whose curves continue after a resume: Weights & Biases and MLflow.
 
 A resumed run computes the steps after its checkpoint again, with the same bits. So its curve has no
-fork and no double point if the same run of the tracker goes on, and is sent no point that it has. That
-run is found by the id of the run directory.
+fork and no double point if it continues the same run of the tracker, and sends no point that this has.
+That run is found by the id of the run directory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tracker:
         raise NotImplementedError
 
     def close(self, *, has_failed: bool = False) -> None:
-        """End the run of the tracker for now; a resumed process goes on with it."""
+        """End the run of the tracker for now; a resumed process continues it."""
         raise NotImplementedError
 
     def __enter__(self) -> Tracker:
@@ -139,9 +139,8 @@ class MlflowTracker(Tracker):
                     self._compare(step, key, self._points[key][step], float(value))
             if new:
                 self._client.log_batch(run, metrics=new)
-        except (
-            MlflowException
-        ) as error:  # training goes on, and a resumed run sends what is missing
+        except MlflowException as error:
+            # Training continues, and a resumed run sends what is missing.
             self._warn(f"step {step}: MLflow did not take the metrics: {error}")
             return
         for metric in new:

@@ -62,6 +62,8 @@ class Named(dict):  # type: ignore[type-arg]
 
 
 class Scale(torch.nn.Module):
+    uses: list[int] = []  # noqa: RUF012
+
     def __init__(self) -> None:
         super().__init__()
         self.by = 2.0
@@ -540,9 +542,30 @@ def as_random_state(net: Net) -> Any:
     return lambda: net.value.rand(), lambda: net.value.get_state()[2]
 
 
+def as_attribute_of_the_class(net: Net) -> Any:
+    Scale.uses = []
+
+    def use() -> None:
+        Shift.uses.append(len(Scale.uses))
+
+    return use, lambda: Scale.uses
+
+
+def as_deleted_attribute(net: Net) -> Any:
+    return lambda: vars(net.act).pop("by", None), lambda: hasattr(net.act, "by")
+
+
+def as_sobol_sequence(net: Net) -> Any:
+    net.value = torch.quasirandom.SobolEngine(2, scramble=True, seed=3)
+    return lambda: net.value.draw(3), lambda: (net.value.num_generated, net.value.quasi.tolist())
+
+
 @pytest.mark.parametrize(
     "give",
     [
+        as_attribute_of_the_class,
+        as_deleted_attribute,
+        as_sobol_sequence,
         as_hook,
         as_bound_method,
         as_partial,
@@ -591,6 +614,10 @@ def hooked_step(state: dict[str, Any]) -> None:
     state["optimizer"].register_step_post_hook(nothing)
 
 
+def given_lambda(state: dict[str, Any]) -> None:
+    state["net"].act.by = lambda value: value
+
+
 def unhooked(state: dict[str, Any]) -> None:
     state["handle"][0].remove()
 
@@ -610,10 +637,11 @@ def other_lambda(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (hooked, "net/one: the run has added a hook"),
-        (hooked_tensor, "net/one: the run has added a hook"),
-        (hooked_step, "optimizer: the run has added a hook"),
-        (unhooked, "net/two: the run has removed a hook"),
+        (hooked, "net/one: the run has added the hook "),
+        (hooked_tensor, "net/one: the run has added the hook "),
+        (hooked_step, "optimizer: the run has added the hook "),
+        (given_lambda, "net/act: the run has added the function by ("),
+        (unhooked, "net/two: the run has removed the hook "),
         (other_class, "loop/value: is a torch.nn.modules.loss.L1Loss, and was"),
         (other_order, "optimizer/param_groups/0/params/0: the run has given the parameters"),
         (other_lambda, "schedule/lr_lambdas/0: this was another function"),
@@ -634,3 +662,24 @@ def test_code_that_the_run_exchanges_is_refused(change: Callable[[Any], None], s
         change({**state, "handle": [handle]})
         with pytest.raises(UnsupportedLeafError, match=f"^{re.escape(said)}"):
             manager.save(2, state)
+
+
+def test_what_the_lambda_of_a_schedule_closes_over_comes_back() -> None:
+    def make() -> tuple[dict[str, Any], dict[str, float]]:
+        factor = {"by": 1.0}
+        one = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+        plain = torch.optim.lr_scheduler.LambdaLR(one, lambda step: factor["by"])
+        inner = torch.optim.lr_scheduler.LambdaLR(one, lambda step: factor["by"] / 2)
+        chained = torch.optim.lr_scheduler.ChainedScheduler([inner], one)
+        return {"optimizer": one, "plain": plain, "chained": chained}, factor
+
+    storage = MemoryStorage()
+    state, factor = make()
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize(state)
+        factor["by"] = 0.25
+        manager.save(1, state)
+    state, factor = make()
+    with CheckpointManager(storage) as manager:
+        manager.restore_or_initialize(state)
+    assert factor == {"by": 0.25}

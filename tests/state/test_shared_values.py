@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,3 +144,50 @@ def test_the_best_weights_without_a_copy_are_refused() -> None:
             manager.save(1, {"net": net, "best": net.state_dict()})
         best = {name: value.clone() for name, value in net.state_dict().items()}
         manager.save(1, {"net": net, "best": best})
+
+
+def test_an_array_of_numpy_and_a_tensor_on_it_are_refused() -> None:
+    array = np.zeros(3, np.float32)
+    with CheckpointManager(MemoryStorage()) as manager:
+        with pytest.raises(UnsupportedLeafError, match="array and tensor share memory"):
+            manager.save(1, {"array": array, "tensor": torch.from_numpy(array)})
+        manager.save(1, {"array": array, "tensor": torch.from_numpy(array.copy())})
+
+
+def optimizers(share: bool) -> tuple[list[Any], torch.Tensor]:
+    weight = torch.ones(2, requires_grad=True)
+    one, other = (torch.optim.SGD([weight], lr=0.1, momentum=0.9) for _ in range(2))
+    if share:
+        other.state = one.state
+    return [one, other], weight
+
+
+def test_optimizers_with_one_dict_of_states_have_one_after_a_restore() -> None:
+    def train(storage: MemoryStorage, stop: int) -> list[float]:
+        (one, other), weight = optimizers(share=True)
+        state = {"one": one, "other": other, "weight": weight}
+        with CheckpointManager(storage) as manager:
+            for step in range(manager.restore_or_initialize(state).step, stop):
+                weight.grad = torch.full((2,), 0.3)
+                (one, other)[step % 2].step()
+                manager.save(step + 1, state)
+        assert one.state is other.state
+        return weight.tolist()
+
+    train(interrupted := MemoryStorage(), 1)
+    assert train(interrupted, 4) == train(MemoryStorage(), 4)
+
+
+def test_optimizers_that_share_tensors_of_their_states_are_refused_and_copies_are_not() -> None:
+    (one, other), weight = optimizers(share=False)
+    weight.grad = torch.ones(2)
+    one.step()
+    other.load_state_dict(one.state_dict())
+    state = {"one": one, "other": other, "weight": weight}
+    with CheckpointManager(MemoryStorage()) as manager:
+        with pytest.raises(
+            UnsupportedLeafError, match="one and other have a tensor of their state"
+        ):
+            manager.save(1, state)
+        other.load_state_dict(copy.deepcopy(one.state_dict()))
+        manager.save(1, state)

@@ -38,7 +38,7 @@ from perdure.state.known_values import Key, Known, stepped
 from perdure.state.leaf_spec import type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
-from perdure.state.program_code import is_made, is_owner, is_program_module
+from perdure.state.program_code import is_made, is_of_program, is_owner, is_program_module
 from perdure.state.snapshots import described
 from perdure.state.value_forms import plain_form, whole_form
 from perdure.state.walk import Walk
@@ -55,6 +55,9 @@ _SLOTS = "!slots"
 """The key of the parameters and modules of a module by name, each with its class."""
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _KIND, _HOOKED = "!class", "!hooks"
+_OF_CLASS = "!of class"
+"""The key of the plain attributes of the classes that a module or an optimizer has."""
+_LAMBDAS, _SCHEDULES = "lr_lambdas", "_schedulers"
 _STEPPED = "!stepped"
 """The key of the places of an optimizer's parameters that are those of the state."""
 _HOOKS = (
@@ -79,6 +82,9 @@ class _Stored(msgspec.Struct, frozen=True):
     containers: dict[str, Container]
     same: dict[str, str]
     """Paths of values that are one object with the value at another path."""
+
+    deleted: list[tuple[str, str]] = []
+    """The path of an owner, and an attribute that it no longer has."""
 
 
 _decoder = msgspec.json.Decoder(_Stored)
@@ -124,6 +130,7 @@ class Attributes(ExtraMember):
         leaves, top = Leaves(), f"process/{saving.process}/attributes"
         keys: dict[str, Key] = {}
         same: dict[str, str] = {}
+        deleted: list[tuple[str, str]] = []
         # Keeps the values alive, so that no `id` is used again.
         first: dict[int, tuple[str, Any]] = {}
         owners = [*_owners(saving.walk)]
@@ -136,6 +143,7 @@ class Attributes(ExtraMember):
             _require_same_parameters(owner, fresh, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
             whole: set[Key] = set()
+            deleted += _deleted(owner, fresh)
             while values:
                 key, value = values.popleft()
                 if key in fresh and fresh[key] == mark_of(value, is_fresh=False):
@@ -174,10 +182,13 @@ class Attributes(ExtraMember):
                 inside = _path(f"{top}/{path}" if path else top, (name,))
                 if before != mark and _add(leaves, getattr(value, name), inside):
                     keys[inside] = (path, name)
-        if not keys:
+        if not keys and not deleted:
             return {}
         copies = {path: leaf if leaf.frozen else leaf.copy() for path, leaf in leaves.items()}
-        return {**copies, f"{top}_index": json_leaf(_Stored(keys, leaves.containers, same))}
+        return {
+            **copies,
+            f"{top}_index": json_leaf(_Stored(keys, leaves.containers, same, deleted)),
+        }
 
     def _fresh_of(self, owner: _Owner, known: Known) -> dict[Key, Any]:
         """The fresh marks of an owner: those of the one in whose place the run has put it, or those of
@@ -204,6 +215,9 @@ class Attributes(ExtraMember):
         known = Known(walk)
         static = {path: value for path, value, _ in static_owners(walk)}
         put: dict[str, Any] = {}
+        for path, name in stored.deleted:
+            if (owner := owners.get(restoring.renamed(path))) is not None:
+                vars(owner.value).pop(name, None)
         for path, (first, *key) in stored.keys.items():
             owner_path = restoring.renamed(str(first))
             if (owner := owners.get(owner_path)) is None:
@@ -262,14 +276,26 @@ def _class_name(value: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _deleted(owner: _Owner, fresh: dict[Key, Any]) -> Iterator[tuple[str, str]]:
+    """The attributes that an owner has had and has no longer."""
+    for name in {key[0] for key in fresh}:
+        if isinstance(name, str) and name.isidentifier() and name not in _HOOKS:
+            if not hasattr(owner.value, name):
+                yield owner.path, name
+
+
 def _hooks_of(value: Any) -> list[str]:
-    """The hooks that the program has registered on a module or an optimizer, and on parameters."""
-    places = [(name, getattr(value, name, None)) for name in _HOOKS]
+    """The hooks that the program has registered on a module or an optimizer, and on parameters, and
+    the functions in its attributes."""
+    places = [(f"hook {name[1:]}", getattr(value, name, None)) for name in _HOOKS]
     for name, parameter in getattr(value, "_parameters", {}).items():
         for kind in _TENSOR_HOOKS if parameter is not None else ():
-            places.append((f"{name}.{kind}", getattr(parameter, kind, None)))
+            places.append((f"hook {name}.{kind[1:]}", getattr(parameter, kind, None)))
+    for name, part in vars(value).items():  # one with a public name is stored
+        if isinstance(part, FunctionType) and kind_of(part) is Kind.OTHER:
+            places.append((f"function {name}", {name: part}))
     return sorted(
-        f"{place[1:]}: {_hook_name(hook)}"
+        f"{place} ({_hook_name(hook)})"
         for place, hooks in places
         for hook in (hooks or {}).values()
         if is_program_module(str(getattr(getattr(hook, "func", hook), "__module__", "")))
@@ -294,12 +320,14 @@ def _require_same_code(owner: _Owner, fresh: dict[Key, Any]) -> None:
             f"both in the state, and choose between them by a number."
         )
     now, before = Counter(hooks), Counter(fresh.get((_HOOKED,), hooks))
-    if changed := [*(now - before), *(before - now)]:
+    removed = [each for each in before - now if each.startswith("hook")]
+    if changed := [*(now - before), *removed]:
         verb = "added" if now - before else "removed"
         raise UnsupportedLeafError(
-            f"{owner.path}: the run has {verb} a hook ({changed[0]}), which is code, so that a resumed "
-            f"program would have the hooks that it had at first. Register it where the model is made, "
-            f"and let it do nothing until a number that is in the state says so."
+            f"{owner.path}: the run has {verb} the {changed[0]}, which is code, so that a "
+            f"resumed program would have the functions and hooks that it had at first. Give it or "
+            f"register it where the model is made, and let it do nothing until a number that is in the "
+            f"state says so."
         )
 
 
@@ -399,7 +427,8 @@ def _fresh_marks() -> Any:
 
 
 def _owners(walk: Walk) -> Iterator[_Owner]:
-    """The modules and optimizers in a state, and the modules inside, whose attributes are saved."""
+    """The modules and optimizers in a state, and the modules inside, whose attributes are saved, and
+    schedulers, of which what their lambdas close over is."""
     if (torch := sys.modules.get("torch")) is None:
         return
     from perdure.state.torch_module import parts_by_name
@@ -415,7 +444,9 @@ def _owners(walk: Walk) -> Iterator[_Owner]:
                 # A member without any state, such as a metric of torchmetrics, is its attributes.
                 if is_owner(type(part)) or (part is value and _is_stateless(part)):
                     yield _Owner(join_dotted(path, name) if name else path, part, value)
-        elif isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
+        elif isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+            if id(value) in seen:
+                continue
             seen.add(id(value))
             yield _Owner(path, value, value)
 
@@ -428,6 +459,15 @@ def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
     """The values that an owner holds and no member of the state has, with the names that lead there."""
     torch = sys.modules["torch"]
     part, is_module = owner.value, isinstance(owner.value, torch.nn.Module)
+    if not isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+        parts = enumerate(getattr(part, _SCHEDULES, ()))
+        for key, each in [((), part), *(((_SCHEDULES, place), each) for place, each in parts)]:
+            for place, function in enumerate(getattr(each, _LAMBDAS, ())):
+                yield from _of_function((*key, _LAMBDAS, place), function, known, owner)
+        return
+    for name in _of_classes(type(part)):
+        if _is_of_class(value := getattr(type(part), name)):
+            yield (_OF_CLASS, name), value
     if is_module:
         if part is not owner.root:
             yield (_MODE,), (owner.root.training, part.training)
@@ -447,8 +487,7 @@ def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
         for place, hook in enumerate((getattr(part, name, None) or {}).values()):
             if isinstance(hook, FunctionType) and is_program_module(hook.__module__):
                 yield (name, place, _SHAPE), hook.__qualname__
-                for cell in hook.__code__.co_freevars:
-                    yield from _inside((name, place, cell), _child(hook, cell), known, owner)
+                yield from _of_function((name, place), hook, known, owner)
             else:
                 yield from _inside((name, place), hook, known, owner)
     skipped = _of_modules() if is_module else _OF_OPTIMIZERS
@@ -461,6 +500,25 @@ def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
             # The next pruning ranks what the last forward pass has computed.
             value = value.detach() if value is not None else None
         yield from _inside((name,), value, known, owner)
+
+
+def _of_function(key: Key, function: Any, known: Known, owner: _Owner) -> Iterator[Any]:
+    """What a function of the program closes over."""
+    if isinstance(function, FunctionType) and is_program_module(function.__module__):
+        for cell in function.__code__.co_freevars:
+            yield from _inside((*key, cell), _child(function, cell), known, owner)
+
+
+@cache
+def _of_classes(kind: type) -> list[str]:
+    """The names of the values that the program's classes among the bases of a class have at first."""
+    values = [pair for base in kind.__mro__ if is_of_program(base) for pair in vars(base).items()]
+    values = [(name, value) for name, value in values if not name.startswith("__")]
+    return sorted({name for name, value in values if _is_of_class(value)})
+
+
+def _is_of_class(value: Any) -> bool:
+    return not callable(value) and kind_of(value) in (Kind.PLAIN, Kind.ARRAY)
 
 
 def _inside(
@@ -595,6 +653,8 @@ def _get(owner: _Owner, key: Key) -> Any:
 
 
 def _child(value: Any, name: str | int) -> Any:
+    if name == _OF_CLASS:
+        return type(value)
     if name in _HOOKS and isinstance(hooks := getattr(value, str(name), None), dict):
         return [*hooks.values()]
     if isinstance(value, FunctionType):  # what it keeps between calls
@@ -637,6 +697,9 @@ def _set(owner: _Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any
         parent[last] = result  # type: ignore[index]
     elif last in getattr(parent, "_buffers", ()):
         parent._buffers[last] = result
+    elif isinstance(parent, type):
+        base = next((each for each in parent.__mro__ if last in vars(each)), parent)
+        setattr(base, str(last), result)
     elif isinstance(parent, FunctionType):
         _cell_of(parent, last).cell_contents = result
     else:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -151,6 +151,7 @@ class SharedMembers(ExtraMember):
     def take(self, saving: Saving) -> dict[str, Leaf]:
         walk = saving.walk
         _refuse_views(walk)
+        _refuse_shared_moments(walk)
         containers = {kind for kind in walk.kinds if _is_mutable(kind)}
         found = [
             (each.path, each.value) for each in walk.branches if type(each.value) in containers
@@ -199,11 +200,6 @@ def _refuse_views(walk: Walk) -> None:
     so that a change in place of one would no longer reach the other."""
     torch = sys.modules.get("torch")
     tensors, arrays = list[tuple[str, Any]](), list[tuple[str, Any]]()
-    of_numpy = [run for run in walk.runs if isinstance(walk.values[run[0]], np.ndarray)]
-    # Nearly always none is a view, and there may be very many.
-    if any(value.base is not None for run in of_numpy for value in walk.values[slice(*run)]):
-        for start, stop in of_numpy:
-            arrays += zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
     for start, stop in walk.runs:
         if torch is not None and isinstance(walk.values[start], torch.Tensor):
             tensors += zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
@@ -211,31 +207,52 @@ def _refuse_views(walk: Walk) -> None:
         if isinstance(node.target, torch.nn.Module):  # type: ignore[union-attr]
             named = node.target.named_parameters()
             tensors += [(join_dotted(path, name), value) for name, value in named]
-    blocks: dict[int, list[tuple[int, int, str, Any]]] = {}
-    for path, value in [*arrays, *tensors]:
-        if (found := _extent(value)) is not None:
-            block, start, end = found
-            blocks.setdefault(block, []).append((start, end, path, value))
-    for extents in blocks.values():
-        for one, other in pairwise(sorted(extents, key=lambda extent: extent[:2])):
-            if one[3] is not other[3] and other[0] < one[1]:
-                raise UnsupportedLeafError(
-                    f"{one[2]} and {other[2]} share memory, and would be two arrays after a restore. "
-                    f"Keep a copy (`clone()`, `copy()`) if they are to be two, or one of them in the "
-                    f"state, and make the view again where it is used."
-                )
+    of_numpy = [run for run in walk.runs if isinstance(walk.values[run[0]], np.ndarray)]
+    # Nearly always none is a view, and there may be very many.
+    if any(_is_on_numpy(value) for _, value in tensors) or any(
+        value.base is not None for run in of_numpy for value in walk.values[slice(*run)]
+    ):
+        for start, stop in of_numpy:
+            arrays += zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
+    found = [(_extent(value), path, value) for path, value in [*arrays, *tensors]]
+    extents = [(extent, path, value) for extent, path, value in found if extent is not None]
+    for one, other in pairwise(sorted(extents, key=itemgetter(0))):
+        if one[2] is not other[2] and other[0][0] < one[0][1]:
+            raise UnsupportedLeafError(
+                f"{one[1]} and {other[1]} share memory, and would be two arrays after a restore. "
+                f"Keep a copy (`clone()`, `copy()`) if they are to be two, or one of them in the "
+                f"state, and make the view again where it is used."
+            )
 
 
-def _extent(value: Any) -> tuple[int, int, int] | None:
-    """The block of memory in which an array lies, and where it begins and ends."""
+def _is_on_numpy(tensor: Any) -> bool:
+    """Whether the memory of a tensor may be that of a NumPy array (`torch.from_numpy`)."""
+    return tensor.is_cpu and memory_of(tensor) != 0 and not tensor.untyped_storage().resizable()
+
+
+def _refuse_shared_moments(walk: Walk) -> None:
+    """Refuse one tensor in the state of two optimizers, which would be two after a restore."""
+    states = [(path, getattr(node.target, "state", None)) for path, node in walk.objects.items()]
+    states = [(path, state) for path, state in states if isinstance(state, defaultdict)]
+    first: dict[int, tuple[str, Any]] = {}
+    for path, state in states if len(states) > 1 else ():
+        for parts in state.values():
+            for value in parts.values() if isinstance(parts, dict) else ():
+                other, held = first.setdefault(id(value), (path, state))
+                if hasattr(value, "dtype") and held is not state:
+                    raise UnsupportedLeafError(
+                        f"{other} and {path} have a tensor of their state in common, and would have two "
+                        f"after a restore: `load_state_dict` copies no tensor. Give it a copy, "
+                        f"`load_state_dict(copy.deepcopy(optimizer.state_dict()))`."
+                    )
+
+
+def _extent(value: Any) -> tuple[int, int] | None:
+    """The addresses at which the elements of an array begin and end."""
     if isinstance(value, np.ndarray):
-        block: Any = value
-        while isinstance(block.base, np.ndarray):
-            block = block.base
         start, steps, size = value.__array_interface__["data"][0], value.strides, value.itemsize
-        number = id(block)
     else:
-        if not (number := memory_of(value)):
+        if not memory_of(value):
             return None
         value = getattr(value, "_local_tensor", value)
         start = value.data_ptr()
@@ -245,7 +262,7 @@ def _extent(value: Any) -> tuple[int, int, int] | None:
         return None
     reach = [(length - 1) * step for length, step in zip(value.shape, steps, strict=True)]
     below, above = sum(n for n in reach if n < 0), sum(n for n in reach if n > 0)
-    return number, start + below, start + above + size
+    return start + below, start + above + size
 
 
 @cache

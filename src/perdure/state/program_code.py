@@ -22,6 +22,7 @@ _NAMESPACES = (
     "collections.UserDict",
     "collections.UserList",
     "collections.ChainMap",
+    "torch.quasirandom.SobolEngine",
 )
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")

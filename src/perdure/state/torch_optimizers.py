@@ -70,11 +70,16 @@ class OptimizerState(Stateful):
 
     @torch.inference_mode(mode=False)
     def load(self, state: Any) -> None:
-        """Load a state into the list and the dicts of groups that the optimizer has: other optimizers
-        and schedulers may have the same ones."""
+        """Load a state into the dict of states and the list and the dicts of groups that the optimizer
+        has: other optimizers and schedulers may have the same ones."""
         optimizer, groups = self.target, getattr(self.target, "param_groups", None)
         present = [*groups] if isinstance(groups, list) else []
+        states = getattr(optimizer, "state", None)
         self._load(state)
+        if self._is_standard and states is not (loaded := optimizer.state):
+            states.clear()
+            states.update(loaded)
+            optimizer.state = states
         if not isinstance(groups, list) or (new := optimizer.param_groups) is groups:
             return
         for group, loaded in zip(present, new, strict=True):
@@ -110,9 +115,12 @@ class OptimizerState(Stateful):
         # A load makes new dicts and new tensors, so that the old ones need no copy.
         state, groups = optimizer.state, optimizer.param_groups
         before = [(group, dict(group)) for group in groups]
+        states = dict(state)
 
         def undo() -> None:
             optimizer.state, optimizer.param_groups = state, groups
+            state.clear()
+            state.update(states)
             groups[:] = [group for group, _ in before]
             for group, values in before:
                 group.clear()

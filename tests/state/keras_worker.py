@@ -155,6 +155,23 @@ def main(where: Path) -> None:
         manager.restore(1)
         out["drawn again"] = [drawn(), drawn()]
 
+    # Attributes come back where each step reads them.
+    attributed = where.with_name(f"{where.name}-attributes-{keras.backend.backend()}")
+    out["attributes"] = []
+    for number in range(2):
+        made = compiled()
+        with CheckpointManager(attributed) as manager:
+            manager.restore_or_initialize(made)
+            if not number:
+                made.model.layers[3].rate, made.model.layers[4].steps = 0.5, [1, 2]
+                made.model.layers[-1].trainable = False
+                made.optimizer.clipnorm = 2.0
+                manager.save(1, made)
+        layers = made.model.layers
+        steps = list(getattr(layers[4], "steps", ()))
+        trained = len(made.model.trainable_variables)
+        out["attributes"].append([layers[3].rate, steps, trained, made.optimizer.clipnorm])
+
     # Parts: another head keeps its value, and the optimizer its whole state.
     parts = where.with_name(f"{where.name}-parts-{keras.backend.backend()}")
     with CheckpointManager(parts) as manager, warnings.catch_warnings():

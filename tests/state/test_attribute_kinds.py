@@ -668,8 +668,8 @@ def test_what_the_lambda_of_a_schedule_closes_over_comes_back() -> None:
     def make() -> tuple[dict[str, Any], dict[str, float]]:
         factor = {"by": 1.0}
         one = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
-        plain = torch.optim.lr_scheduler.LambdaLR(one, lambda step: factor["by"])
-        inner = torch.optim.lr_scheduler.LambdaLR(one, lambda step: factor["by"] / 2)
+        plain = torch.optim.lr_scheduler.LambdaLR(one, lambda _: factor["by"])
+        inner = torch.optim.lr_scheduler.LambdaLR(one, lambda _: factor["by"] / 2)
         chained = torch.optim.lr_scheduler.ChainedScheduler([inner], one)
         return {"optimizer": one, "plain": plain, "chained": chained}, factor
 

@@ -72,6 +72,13 @@ def test_paths_do_not_depend_on_earlier_models(reports: Any, backend: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_attributes_come_back_where_each_step_reads_them(reports: Any, backend: str) -> None:
+    changed, resumed = reports[backend]["attributes"]
+    assert changed == [0.5, [1, 2], 6, 2.0]
+    assert resumed == (changed if backend == "torch" else [0.3, [], 8, None])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_training_by_keras_resumes_exactly(reports: Any, backend: str) -> None:
     assert reports[backend]["resumed equal"]
     assert reports[backend]["control: other weights"]

@@ -59,3 +59,24 @@ def test_programs_that_use_what_the_restore_returned_are_left_alone() -> None:
         manager.wait_until_finished()
         other = manager.restore(1, like=like).state  # two restores are two values
     assert other["w"].tolist() != state["w"].tolist()
+
+
+def test_a_dict_of_parameters_that_the_program_goes_on_with_gives_no_warning(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    def train(rates: dict[str, torch.Tensor], stop: int, storage: MemoryStorage) -> None:
+        state = {"rates": rates}
+        with CheckpointManager(storage, recipe={}) as manager:
+            state, start = manager.restore_or_initialize(state)
+            for step in range(start, stop):
+                with torch.no_grad():
+                    for rate in rates.values():
+                        rate.sub_(0.25)
+                manager.save(step + 1, state)
+
+    storage = MemoryStorage()
+    for stop in (2, 6):
+        rates: dict[str, torch.Tensor] = {"w": torch.nn.Parameter(torch.ones(2))}
+        train(rates, stop, storage)
+    assert rates["w"].tolist() == [-0.5, -0.5]
+    assert not recwarn.list

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter, deque
-from functools import cache
 from typing import Any
 
 import keras
@@ -34,6 +33,7 @@ from perdure.keras.fit_internals import (
 )
 from perdure.state import bits
 from perdure.state.attribute_values import put_value
+from perdure.state.keras_state import attributes_of
 from perdure.state.program_code import is_of_program
 from perdure.state.value_forms import plain_form, whole_form
 from perdure.text import few
@@ -51,8 +51,6 @@ _MEMBERS = (
     keras.optimizers.Optimizer,
     keras.metrics.Metric,
 )
-SET_BY_KERAS = frozenset({"built", "training", "stop_training", "stop_evaluating"})
-"""Attributes that Keras sets while it trains."""
 
 
 class CallbackState:
@@ -193,16 +191,7 @@ def _owners(model: Any) -> dict[str, Any]:
 def _attributes(owner: Any) -> dict[str, Any]:
     if not isinstance(owner, (keras.Layer, keras.optimizers.Optimizer)):
         return {n: v for n, v in vars(owner).items() if n not in CALLBACK_ATTRIBUTES}
-    if is_of_program(type(owner)):
-        of_keras = _names_of_keras()
-        return {n: v for n, v in vars(owner).items() if n not in of_keras}
-    return {n: v for n, v in vars(owner).items() if n[0] != "_" and n not in SET_BY_KERAS}
-
-
-@cache
-def _names_of_keras() -> frozenset[str]:
-    """What Keras keeps in every model, layer and optimizer."""
-    return frozenset([*vars(keras.Model()), *vars(keras.layers.Layer())]) | SET_BY_KERAS
+    return attributes_of(owner)
 
 
 def _packed(callback: Any) -> dict[str, Any]:

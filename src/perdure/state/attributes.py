@@ -8,6 +8,7 @@ code, and what is stored does not depend on when saves happen.
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections import Counter, deque
@@ -40,7 +41,7 @@ from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import is_made, is_of_program, is_owner, is_program_module
 from perdure.state.snapshots import described
-from perdure.state.value_forms import plain_form, whole_form
+from perdure.state.value_forms import SCALARS, plain_form, whole_form
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container
@@ -54,7 +55,7 @@ one: class, length, keys. Else the whole is stored."""
 _SLOTS = "!slots"
 """The key of the parameters and modules of a module by name, each with its class."""
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_KIND, _HOOKED = "!class", "!hooks"
+_KIND, _HOOKED, _SCALARS = "!class", "!hooks", "!scalars"
 _OF_CLASS = "!of class"
 """The key of the plain attributes of the classes that a module or an optimizer has."""
 _LAMBDAS, _SCHEDULES = "lr_lambdas", "_schedulers"
@@ -138,8 +139,10 @@ class Attributes(ExtraMember):
         for owner in owners:
             assert known is not None
             fresh = self._fresh_of(owner, known)
-            _require_same_code(owner, fresh)
             _require_same_slots(owner, fresh, owners, known)
+            if _is_as_at_first(owner, fresh):
+                continue
+            _require_same_code(owner, fresh)
             _require_same_parameters(owner, fresh, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
             whole: set[Key] = set()
@@ -180,7 +183,7 @@ class Attributes(ExtraMember):
             for name in names:
                 mark, before = mark_of(getattr(value, name)), (self._static or {}).get((path, name))
                 inside = _path(f"{top}/{path}" if path else top, (name,))
-                if before != mark and _add(leaves, getattr(value, name), inside):
+                if before != mark and _add(leaves, _without_keras(getattr(value, name)), inside):
                     keys[inside] = (path, name)
         if not keys and not deleted:
             return {}
@@ -203,6 +206,7 @@ class Attributes(ExtraMember):
                 fresh[_STEPPED,] = {key: id(each) for key, each in pairs if known.has(each)}
                 fresh[_KIND,] = _class_name(_unwrapped(owner.value))
                 fresh[_HOOKED,] = _hooks_of(owner.value)
+                fresh[_SCALARS,] = _scalars(owner)
             _fresh_marks()[owner.value] = fresh
         return fresh
 
@@ -222,8 +226,7 @@ class Attributes(ExtraMember):
             owner_path = restoring.renamed(str(first))
             if (owner := owners.get(owner_path)) is None:
                 if (value := static.get(owner_path)) is not None:
-                    # Of a value that the restore has made: nothing else has it yet.
-                    object.__setattr__(value, str(key[0]), plain_form(states.value(path, None)))
+                    _set_static(value, str(key[0]), plain_form(states.value(path, None)))
                 continue
             try:
                 place = known.real(tuple(key))
@@ -243,7 +246,56 @@ class Attributes(ExtraMember):
                 ) from error
             if (fresh := _fresh_marks().get(owner.value)) is not None:
                 fresh[tuple(key)] = _RESTORED
+                fresh[_SCALARS,] = None
         return []
+
+
+def _set_static(owner: Any, name: str, stored: Any) -> None:
+    present = getattr(owner, name, None)
+    if any(kind.__module__.startswith("keras.") for kind in type(owner).__mro__):
+        setattr(owner, name, put_value(present, stored))  # Keras keeps it elsewhere, too
+    else:  # what the restore has made: nothing else has it yet
+        object.__setattr__(owner, name, stored)
+
+
+def _without_keras(value: Any) -> Any:
+    """Keras gives each list, dict and set in an attribute a class of its own, and does it again."""
+    kinds = type(value).__mro__
+    return kinds[1](value) if kinds[0].__module__.startswith("keras.") else value
+
+
+def _scalars(owner: _Owner) -> list[Any] | None:
+    """Everything that a module has beside its tensors and modules; None for one that has more than
+    scalars."""
+    held = vars(part := owner.value)
+    if "_parameters" not in held or _of_classes(type(part)):
+        return None
+    if held["_non_persistent_buffers_set"] or any(map(held.get, _HOOKS)):
+        return None
+    found = [type(part), owner.root.training, part.training]
+    for name, value in held.items():
+        if name not in _of_modules():
+            if type(value) not in SCALARS and not _is_of_scalars(value):
+                return None
+            found += name, value
+    for parameter in held["_parameters"].values():
+        if parameter is not None:
+            if vars(parameter) or any(getattr(parameter, name, None) for name in _TENSOR_HOOKS):
+                return None
+            found.append(parameter.requires_grad)
+    return found
+
+
+def _is_of_scalars(value: Any) -> bool:
+    return type(value) is tuple and all(type(part) in SCALARS for part in value)
+
+
+def _is_as_at_first(owner: _Owner, fresh: dict[Key, Any]) -> bool:
+    """Whether a module has nothing that its marks would find: nearly every one, in every save."""
+    before, now = fresh.get((_SCALARS,)), _scalars(owner)
+    if before is None or now is None or len(now) != len(before):
+        return False
+    return all(map(operator.is_, now, before))
 
 
 def _slots(module: Any, known: Known) -> dict[str, tuple[Any, str]]:
@@ -278,10 +330,8 @@ def _class_name(value: Any) -> str:
 
 def _deleted(owner: _Owner, fresh: dict[Key, Any]) -> Iterator[tuple[str, str]]:
     """The attributes that an owner has had and has no longer."""
-    for name in {key[0] for key in fresh}:
-        if isinstance(name, str) and name.isidentifier() and name not in _HOOKS:
-            if not hasattr(owner.value, name):
-                yield owner.path, name
+    names = {str(key[0]) for key in fresh if str(key[0]).isidentifier()}.difference(_HOOKS)
+    return ((owner.path, name) for name in names if not hasattr(owner.value, name))
 
 
 def _hooks_of(value: Any) -> list[str]:

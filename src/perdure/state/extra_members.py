@@ -241,8 +241,8 @@ def _refuse_shared_moments(walk: Walk) -> None:
                 other, held = first.setdefault(id(value), (path, state))
                 if hasattr(value, "dtype") and held is not state:
                     raise UnsupportedLeafError(
-                        f"{other} and {path} have a tensor of their state in common, and would have two "
-                        f"after a restore: `load_state_dict` copies no tensor. Give it a copy, "
+                        f"{other} and {path} have a tensor of their state in common, and would have "
+                        f"two after a restore: `load_state_dict` copies no tensor. Give it a copy, "
                         f"`load_state_dict(copy.deepcopy(optimizer.state_dict()))`."
                     )
 

@@ -20,12 +20,17 @@ import numpy as np
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node
+from perdure.state.attribute_values import Kind, kind_of
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.paths import flatten_dict, join_part, unflatten_dict
+from perdure.state.program_code import is_of_program
 
 # The name of a variable that Keras keeps as uint32 on JAX, with the same bits as int32 on PyTorch, and
 # with the same numbers as int64 on TensorFlow. A checkpoint has uint32.
 SEED = "seed_generator_state"
+
+SET_BY_KERAS = frozenset({"built", "training", "stop_training", "stop_evaluating"})
+"""Attributes that Keras sets while it trains."""
 
 _TENSORFLOW_CHILDREN = "_self_unconditional_dependency_names"
 """Where TensorFlow lists attributes of an object once more."""
@@ -80,6 +85,36 @@ def variables_by_path(owner: Any) -> dict[str, Any]:
         return _unique((_slot_path(owner, variable), variable) for variable in owner.variables)
     variables = [*owner.variables, *_recurrent_states(owner)]
     return _unique((_relative_path(variable.path, owner.name), variable) for variable in variables)
+
+
+def attributes_of(owner: Any) -> dict[str, Any]:
+    """The attributes of a layer or an optimizer that are the program's, or settings of Keras's own."""
+    if is_of_program(type(owner)):
+        of_keras = _names_of_keras()
+        return {n: v for n, v in vars(owner).items() if n not in of_keras}
+    return {n: v for n, v in vars(owner).items() if n[0] != "_" and n not in SET_BY_KERAS}
+
+
+@cache
+def _names_of_keras() -> frozenset[str]:
+    """What Keras keeps in every model, layer and optimizer."""
+    return frozenset([*vars(keras.Model()), *vars(keras.layers.Layer())]) | SET_BY_KERAS
+
+
+def static_attributes(value: Any, path: str) -> Iterator[tuple[str, Any, list[str]]]:
+    """A layer, the layers inside and an optimizer, with the names of their plain attributes, where
+    each step reads them: the compiled step of another backend has read them once."""
+    is_layer = isinstance(value, keras.Layer)
+    if keras.backend.backend() != "torch":
+        return
+    if not is_layer and not isinstance(value, keras.optimizers.Optimizer):
+        return
+    layers = value._flatten_layers(include_self=False) if is_layer else []
+    for number, owner in enumerate([value, *layers]):
+        names = [name for name, part in attributes_of(owner).items() if kind_of(part) is Kind.PLAIN]
+        # The numbers sort, because the `trainable` of a layer sets that of those inside.
+        inside = join_part(path, f"layer {number:05}") if number else path
+        yield inside, owner, names + ["trainable"] * is_layer
 
 
 def _recurrent_states(owner: Any) -> Iterator[Any]:

@@ -23,6 +23,7 @@ _NAMESPACES = (
     "collections.UserList",
     "collections.ChainMap",
     "torch.quasirandom.SobolEngine",
+    "torch.utils.data.sampler.WeightedRandomSampler",
 )
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")

@@ -105,6 +105,7 @@ class ReplacedMembers:
         before, self._marks = self._marks, {}
         saved = {id(branch.value) for branch in walk.branches}
         saved |= {id(node.target) for node in walk.objects.values()}
+        saved |= {id(value) for value in walk.values if type(value) not in SCALARS}
         for name, held in held_values(program_frames(sys._getframe()), unnamed=False).items():
             value = held.get()
             if not (path := self._path_of(value)) or id(value) in saved:

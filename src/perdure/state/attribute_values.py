@@ -306,9 +306,9 @@ def static_owners(walk: Walk) -> Iterator[tuple[str, Any, list[str]]]:
     """Path and value of each module with plain values that JAX takes as part of its structure, and
     their names: static fields of dataclasses (Equinox, `flax.struct`), attributes of NNX modules;
     and the attributes of Keras objects."""
-    keras_state = sys.modules.get("perdure.state.keras_state")
-    for branch in walk.branches if keras_state is not None else ():
-        yield from keras_state.static_attributes(branch.value, branch.path)
+    if (keras_state := sys.modules.get("perdure.state.keras_state")) is not None:
+        for branch in walk.branches:
+            yield from keras_state.static_attributes(branch.value, branch.path)
     if "jax" not in sys.modules:
         return
     for branch in walk.branches:

@@ -74,7 +74,7 @@ class OptimizerState(Stateful):
         has: other optimizers and schedulers may have the same ones."""
         optimizer, groups = self.target, getattr(self.target, "param_groups", None)
         present = [*groups] if isinstance(groups, list) else []
-        states = getattr(optimizer, "state", None)
+        states: Any = getattr(optimizer, "state", None)
         self._load(state)
         if self._is_standard and states is not (loaded := optimizer.state):
             states.clear()

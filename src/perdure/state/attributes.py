@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import operator
 import sys
-import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -38,9 +37,22 @@ from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_lea
 from perdure.state.known_values import Key, Known, stepped
 from perdure.state.leaf_spec import type_name
 from perdure.state.object_restore import ObjectStates
-from perdure.state.paths import join_dotted, join_key
-from perdure.state.program_code import is_made, is_of_program, is_owner, is_program_module
+from perdure.state.paths import join_dotted
+from perdure.state.program_code import is_of_program, is_owner, is_program_module
 from perdure.state.snapshots import described
+from perdure.state.structure import (
+    HOOKED,
+    HOOKS,
+    TENSOR_HOOKS,
+    Owner,
+    code_of,
+    fresh_marks,
+    path_of,
+    require_same_code,
+    require_same_parameters,
+    require_same_slots,
+    structure_of,
+)
 from perdure.state.value_forms import SCALARS, plain_form, whole_form
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
@@ -52,24 +64,10 @@ _MODE, _TRAINED = "training", "requires_grad"
 _SHAPE = "!shape"
 """The key of what has to be equal so that the parts of a container or an object are stored one by
 one: class, length, keys. Else the whole is stored."""
-_SLOTS = "!slots"
-"""The key of the parameters and modules of a module by name, each with its class."""
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_KIND, _HOOKED, _SCALARS = "!class", "!hooks", "!scalars"
+_SCALARS = "!scalars"
 _OF_CLASS = "!of class"
 """The key of the plain attributes of the classes that a module or an optimizer has."""
 _LAMBDAS, _SCHEDULES = "lr_lambdas", "_schedulers"
-_STEPPED = "!stepped"
-"""The key of the places of an optimizer's parameters that are those of the state."""
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-)
-"""The hooks of a module or an optimizer by number in the process, and here by their order."""
 _COMPUTED = ("_orig", "_v")
 """The ends of the names of parameters from which a parametrization computes an attribute."""
 
@@ -89,13 +87,6 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(_Stored)
-
-
-class _Owner(NamedTuple):
-    path: str
-    value: Any
-    root: Any
-    """The module of the state in which a module lies."""
 
 
 _RESTORED = object()
@@ -123,7 +114,7 @@ class Attributes(ExtraMember):
             for owner in owners:
                 fresh = self._at[owner.path] = self._fresh_of(owner, known)
                 # As of the first call of `save`: many programs register hooks after the restore.
-                fresh[_HOOKED,] = _hooks_of(owner.value)
+                fresh[HOOKED,] = code_of(owner.value)
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         if self._static is None:
@@ -139,11 +130,11 @@ class Attributes(ExtraMember):
         for owner in owners:
             assert known is not None
             fresh = self._fresh_of(owner, known)
-            _require_same_slots(owner, fresh, owners, known)
+            require_same_slots(owner, fresh, owners, known)
             if _is_as_at_first(owner, fresh):
                 continue
-            _require_same_code(owner, fresh)
-            _require_same_parameters(owner, fresh, known)
+            require_same_code(owner, fresh)
+            require_same_parameters(owner, fresh, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
             whole: set[Key] = set()
             deleted += _deleted(owner, fresh)
@@ -153,20 +144,20 @@ class Attributes(ExtraMember):
                     continue
                 if whole and any(key[:length] in whole for length in range(1, len(key))):
                     continue
-                if key[0] in _HOOKS and (*key[:2], _SHAPE) not in fresh:
+                if key[0] in HOOKS and (*key[:2], _SHAPE) not in fresh:
                     continue  # a resumed program may register it only after the restore
                 form, is_whole = None, key[-1] == _SHAPE
                 if is_whole:
                     key = key[:-1]
                     value = _get(owner, known.real(key))
-                    if (form := _form_of_whole(value, known, _path(owner.path, key))) is None:
+                    if (form := _form_of_whole(value, known, path_of(owner.path, key))) is None:
                         continue
                 elif key not in fresh and _is_beside_others(owner, known.real(key), others):
                     continue
-                path = _path(f"{top}/{owner.path}" if owner.path else top, key)
+                path = path_of(f"{top}/{owner.path}" if owner.path else top, key)
                 is_plain = kind_of(value) is Kind.PLAIN
                 if not is_plain:
-                    _require_present(value, fresh.get(key), _path(owner.path, key))
+                    _require_present(value, fresh.get(key), path_of(owner.path, key))
                 if not is_plain and id(value) in first:
                     same[path] = first[id(value)][0]
                 elif not _add(leaves, value, path, form or _form_by_names(value, known)):
@@ -182,7 +173,7 @@ class Attributes(ExtraMember):
         for path, value, names in static_owners(saving.walk):
             for name in names:
                 mark, before = mark_of(getattr(value, name)), (self._static or {}).get((path, name))
-                inside = _path(f"{top}/{path}" if path else top, (name,))
+                inside = path_of(f"{top}/{path}" if path else top, (name,))
                 if before != mark and _add(leaves, _without_keras(getattr(value, name)), inside):
                     keys[inside] = (path, name)
         if not keys and not deleted:
@@ -193,21 +184,17 @@ class Attributes(ExtraMember):
             f"{top}_index": json_leaf(_Stored(keys, leaves.containers, same, deleted)),
         }
 
-    def _fresh_of(self, owner: _Owner, known: Known) -> dict[Key, Any]:
+    def _fresh_of(self, owner: Owner, known: Known) -> dict[Key, Any]:
         """The fresh marks of an owner: those of the one in whose place the run has put it, or those of
         now if there was none."""
-        if (fresh := _fresh_marks().get(owner.value)) is None:
+        if (fresh := fresh_marks().get(owner.value)) is None:
             if owner.path in self._at:
                 fresh = dict(self._at[owner.path])
             else:
                 fresh = {key: mark_of(value) for key, value in _values(owner, known)}
-                fresh[_SLOTS,] = _slots(owner.value, known)
-                pairs = stepped(owner.value)
-                fresh[_STEPPED,] = {key: id(each) for key, each in pairs if known.has(each)}
-                fresh[_KIND,] = _class_name(_unwrapped(owner.value))
-                fresh[_HOOKED,] = _hooks_of(owner.value)
+                fresh |= structure_of(owner.value, known)
                 fresh[_SCALARS,] = _scalars(owner)
-            _fresh_marks()[owner.value] = fresh
+            fresh_marks()[owner.value] = fresh
         return fresh
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
@@ -244,7 +231,7 @@ class Attributes(ExtraMember):
                     f"{type(owner.value).__name__} cannot take the stored value: {error}. The rest of "
                     f"the state is restored. Build the target with the code that saved it."
                 ) from error
-            if (fresh := _fresh_marks().get(owner.value)) is not None:
+            if (fresh := fresh_marks().get(owner.value)) is not None:
                 fresh[tuple(key)] = _RESTORED
                 fresh[_SCALARS,] = None
         return []
@@ -264,13 +251,13 @@ def _without_keras(value: Any) -> Any:
     return kinds[1](value) if kinds[0].__module__.startswith("keras.") else value
 
 
-def _scalars(owner: _Owner) -> list[Any] | None:
+def _scalars(owner: Owner) -> list[Any] | None:
     """Everything that a module has beside its tensors and modules; None for one that has more than
     scalars."""
     held = vars(part := owner.value)
     if "_parameters" not in held or _of_classes(type(part)):
         return None
-    if held["_non_persistent_buffers_set"] or any(map(held.get, _HOOKS)):
+    if held["_non_persistent_buffers_set"] or any(map(held.get, HOOKS)):
         return None
     found = [type(part), owner.root.training, part.training]
     for name, value in held.items():
@@ -280,7 +267,7 @@ def _scalars(owner: _Owner) -> list[Any] | None:
             found += name, value
     for parameter in held["_parameters"].values():
         if parameter is not None:
-            if vars(parameter) or any(getattr(parameter, name, None) for name in _TENSOR_HOOKS):
+            if vars(parameter) or any(getattr(parameter, name, None) for name in TENSOR_HOOKS):
                 return None
             found.append(parameter.requires_grad)
     return found
@@ -290,7 +277,7 @@ def _is_of_scalars(value: Any) -> bool:
     return type(value) is tuple and all(type(part) in SCALARS for part in value)
 
 
-def _is_as_at_first(owner: _Owner, fresh: dict[Key, Any]) -> bool:
+def _is_as_at_first(owner: Owner, fresh: dict[Key, Any]) -> bool:
     """Whether a module has nothing that its marks would find: nearly every one, in every save."""
     before, now = fresh.get((_SCALARS,)), _scalars(owner)
     if before is None or now is None or len(now) != len(before):
@@ -298,137 +285,10 @@ def _is_as_at_first(owner: _Owner, fresh: dict[Key, Any]) -> bool:
     return all(map(operator.is_, now, before))
 
 
-def _slots(module: Any, known: Known) -> dict[str, tuple[Any, str]]:
-    """The modules in a module by name, without wrappers (DDP), as weak references and with their
-    classes, and its parameters that are those of another module too; of an optimizer none."""
-    parts = getattr(module, "_modules", {})
-    found = {name: _unwrapped(part) for name, part in parts.items() if part is not None}
-    slots = {name: (weakref.ref(part), _class_name(part)) for name, part in found.items()}
-    tied = (
-        name for name, each in getattr(module, "_parameters", {}).items() if known.is_tied(each)
-    )
-    return {**slots, **dict.fromkeys(tied, (_nothing, ""))}
-
-
-def _unwrapped(value: Any) -> Any:
-    from perdure.state.torch_module import unwrapped
-
-    return unwrapped(value)
-
-
-def _nothing() -> None:
-    """In place of a weak reference to a parameter, with which PyTorch could not exchange its memory."""
-
-
-def _class_name(value: Any) -> str:
-    """The class of a module: of one that a library has made of another class (`fully_shard`) that
-    one, and of a lazy one the class that it will be."""
-    kind = getattr(type(value), "cls_to_become", None) or type(value)
-    kind = next(base for base in kind.__mro__ if not is_made(base))
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _deleted(owner: _Owner, fresh: dict[Key, Any]) -> Iterator[tuple[str, str]]:
+def _deleted(owner: Owner, fresh: dict[Key, Any]) -> Iterator[tuple[str, str]]:
     """The attributes that an owner has had and has no longer."""
-    names = {str(key[0]) for key in fresh if str(key[0]).isidentifier()}.difference(_HOOKS)
+    names = {str(key[0]) for key in fresh if str(key[0]).isidentifier()}.difference(HOOKS)
     return ((owner.path, name) for name in names if not hasattr(owner.value, name))
-
-
-def _hooks_of(value: Any) -> list[str]:
-    """The hooks that the program has registered on a module or an optimizer, and on parameters, and
-    the functions in its attributes."""
-    places = [(f"hook {name[1:]}", getattr(value, name, None)) for name in _HOOKS]
-    for name, parameter in getattr(value, "_parameters", {}).items():
-        for kind in _TENSOR_HOOKS if parameter is not None else ():
-            places.append((f"hook {name}.{kind[1:]}", getattr(parameter, kind, None)))
-    for name, part in vars(value).items():  # one with a public name is stored
-        if isinstance(part, FunctionType) and kind_of(part) is Kind.OTHER:
-            places.append((f"function {name}", {name: part}))
-    return sorted(
-        f"{place} ({_hook_name(hook)})"
-        for place, hooks in places
-        for hook in (hooks or {}).values()
-        if is_program_module(str(getattr(getattr(hook, "func", hook), "__module__", "")))
-    )
-
-
-def _hook_name(hook: Any) -> str:
-    hook = getattr(hook, "func", hook)
-    code = getattr(hook, "__code__", None)
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    return name if code is None else f"{name}, line {code.co_firstlineno}"
-
-
-def _require_same_code(owner: _Owner, fresh: dict[Key, Any]) -> None:
-    """Refuse a member of another class than the first one, and hooks that the run adds or removes: both
-    are code, which a resumed program has as at first."""
-    kind, hooks = _class_name(_unwrapped(owner.value)), _hooks_of(owner.value)
-    if kind != fresh.get((_KIND,), kind):
-        raise UnsupportedLeafError(
-            f"{owner.path}: is a {kind}, and was a {fresh[_KIND,]} when the program gave the state "
-            f"to the restore or first saved it. A resumed program builds the first one again. Keep "
-            f"both in the state, and choose between them by a number."
-        )
-    now, before = Counter(hooks), Counter(fresh.get((_HOOKED,), hooks))
-    removed = [each for each in before - now if each.startswith("hook")]
-    if changed := [*(now - before), *removed]:
-        verb = "added" if now - before else "removed"
-        raise UnsupportedLeafError(
-            f"{owner.path}: the run has {verb} the {changed[0]}, which is code, so that a "
-            f"resumed program would have the functions and hooks that it had at first. Give it or "
-            f"register it where the model is made, and let it do nothing until a number that is in the "
-            f"state says so."
-        )
-
-
-def _require_same_slots(
-    owner: _Owner, fresh: dict[Key, Any], owners: list[_Owner], known: Known
-) -> None:
-    """Refuse a module that training has replaced by one of another class, and what it has moved: a
-    resumed program builds the first one, and no `state_dict` says so."""
-    before = fresh.get((_SLOTS,), {})
-    for name, (reference, kind) in _slots(owner.value, known).items():
-        was, old_kind = before.get(name, (_nothing, "nothing"))
-        part = reference()
-        if was() is part and kind == old_kind:
-            continue
-        reason = f"is a {kind}, and was {old_kind}" if kind != old_kind else None
-        if part is None:
-            reason = "is one parameter with that of another module, and was not"
-        for other in owners:
-            slots = _fresh_marks().get(other.value, {}).get((_SLOTS,), {})
-            if places := [
-                slot for slot, (held, _) in slots.items() if part is not None and held() is part
-            ]:
-                reason = f"is what was {join_dotted(other.path, places[0])}"
-        if reason is not None:
-            raise UnsupportedLeafError(
-                f"{join_dotted(owner.path, name)}: {reason} when the program gave the state to the "
-                f"restore or first saved it. A resumed program builds the first one again. Change the "
-                f"module before that, or keep both and choose between them by an attribute."
-            )
-
-
-def _require_same_parameters(owner: _Owner, fresh: dict[Key, Any], known: Known) -> None:
-    """Refuse an optimizer that keeps a parameter that its model no longer has, or has its parameters
-    in another order: the optimizer of a resumed program has those of the model as at first."""
-    held, before = dict(stepped(owner.value)), fresh.get((_STEPPED,), {})
-    now = {key: id(held[key]) for key in before if key in held}
-    if now != before and sorted(now.values()) == sorted(before.values()):
-        moved = next(key for key, number in before.items() if now[key] != number)
-        raise UnsupportedLeafError(
-            f"{_path(owner.path, moved)}: the run has given the parameters of the optimizer another "
-            f"order, and a resumed program has the first one, so that each would get the state of "
-            f"another one. Exchange the settings of the groups (`lr`), or make another optimizer."
-        )
-    for key in before if known.has_stepped else ():
-        if key in held and not known.has(held[key]):
-            raise UnsupportedLeafError(
-                f"{_path(owner.path, key)}: the optimizer steps a parameter of shape "
-                f"{list(held[key].shape)} that the state no longer has: a layer or a parameter was "
-                f"replaced, and the optimizer kept the old one. Give the optimizer the new one, or "
-                f"copy the new values into the old one (`with torch.no_grad(): old.copy_(new)`)."
-            )
 
 
 def _require_present(value: Any, mark: Any, path: str) -> None:
@@ -468,15 +328,7 @@ def _form_by_names(value: Any, known: Known) -> Any:
     return None
 
 
-@cache
-def _fresh_marks() -> Any:
-    """The fresh marks by owner, compared by identity: a class may hash by its values."""
-    from torch.utils.weak import WeakIdKeyDictionary
-
-    return WeakIdKeyDictionary()
-
-
-def _owners(walk: Walk) -> Iterator[_Owner]:
+def _owners(walk: Walk) -> Iterator[Owner]:
     """The modules and optimizers in a state, and the modules inside, whose attributes are saved, and
     schedulers, of which what their lambdas close over is."""
     if (torch := sys.modules.get("torch")) is None:
@@ -493,19 +345,19 @@ def _owners(walk: Walk) -> Iterator[_Owner]:
                 seen.add(id(part))
                 # A member without any state, such as a metric of torchmetrics, is its attributes.
                 if is_owner(type(part)) or (part is value and _is_stateless(part)):
-                    yield _Owner(join_dotted(path, name) if name else path, part, value)
+                    yield Owner(join_dotted(path, name) if name else path, part, value)
         elif isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            yield _Owner(path, value, value)
+            yield Owner(path, value, value)
 
 
 def _is_stateless(module: Any) -> bool:
     return not any(part._parameters or part._buffers for part in module.modules())
 
 
-def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
+def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
     """The values that an owner holds and no member of the state has, with the names that lead there."""
     torch = sys.modules["torch"]
     part, is_module = owner.value, isinstance(owner.value, torch.nn.Module)
@@ -533,7 +385,7 @@ def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
             yield from ((key, value) for key, value in stepped(part) if not known.has(value))
         if not is_owner(type(part)):
             return
-    for name in _HOOKS:
+    for name in HOOKS:
         for place, hook in enumerate((getattr(part, name, None) or {}).values()):
             if isinstance(hook, FunctionType) and is_program_module(hook.__module__):
                 yield (name, place, _SHAPE), hook.__qualname__
@@ -552,7 +404,7 @@ def _values(owner: _Owner, known: Known) -> Iterator[tuple[Key, Any]]:
         yield from _inside((name,), value, known, owner)
 
 
-def _of_function(key: Key, function: Any, known: Known, owner: _Owner) -> Iterator[Any]:
+def _of_function(key: Key, function: Any, known: Known, owner: Owner) -> Iterator[Any]:
     """What a function of the program closes over."""
     if isinstance(function, FunctionType) and is_program_module(function.__module__):
         for cell in function.__code__.co_freevars:
@@ -572,13 +424,13 @@ def _is_of_class(value: Any) -> bool:
 
 
 def _inside(
-    key: Key, value: Any, known: Known, owner: _Owner, seen: frozenset[int] = frozenset()
+    key: Key, value: Any, known: Known, owner: Owner, seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[Key, Any]]:
     """A value that is stored as a whole, or what is stored of those inside it."""
     kind = Kind.MIXED if _is_method_of(value, known) else kind_of(value)
     if kind is Kind.OTHER and is_position(value):
         raise UnsupportedLeafError(
-            f"{_path(owner.path, key)}: a {type_name(value)} has a place that no checkpoint can have. "
+            f"{path_of(owner.path, key)}: a {type_name(value)} has a place that no checkpoint can have. "
             f"Keep a list and the number of its next element, or a generator of random numbers; "
             f"delete the attribute if it is used up."
         )
@@ -645,7 +497,7 @@ _DEEPEST = 6
 _WHOLE = (Kind.PLAIN, Kind.ARRAY, Kind.MIXED)
 
 
-def _is_beside_others(owner: _Owner, key: Key, others: dict[int, bool]) -> bool:
+def _is_beside_others(owner: Owner, key: Key, others: dict[int, bool]) -> bool:
     """Whether a value lies in a list or a tuple with activations or other values that are not stored,
     so that the list of a new process has no such place."""
     for length in range(1, len(key)):
@@ -672,12 +524,6 @@ def _of_modules() -> frozenset[str]:
     return frozenset(vars(sys.modules["torch"].nn.Module()))
 
 
-def _path(path: str, key: Key) -> str:
-    for part in key:
-        path = join_key(path, str(part) or "''")
-    return path
-
-
 def _add(leaves: Leaves, value: Any, path: str, form: Any = None) -> bool:
     """Add the leaves of a value (of its `form`, if there is one); False if it has no exact form."""
     try:
@@ -691,7 +537,7 @@ def _add(leaves: Leaves, value: Any, path: str, form: Any = None) -> bool:
     return True
 
 
-def _get(owner: _Owner, key: Key) -> Any:
+def _get(owner: Owner, key: Key) -> Any:
     """The present value that a key leads to; None without one."""
     value = owner.value
     for name in key:
@@ -705,7 +551,7 @@ def _get(owner: _Owner, key: Key) -> Any:
 def _child(value: Any, name: str | int) -> Any:
     if name == _OF_CLASS:
         return type(value)
-    if name in _HOOKS and isinstance(hooks := getattr(value, str(name), None), dict):
+    if name in HOOKS and isinstance(hooks := getattr(value, str(name), None), dict):
         return [*hooks.values()]
     if isinstance(value, FunctionType):  # what it keeps between calls
         with suppress(ValueError):  # of a cell without contents
@@ -720,7 +566,7 @@ def _cell_of(function: FunctionType, name: str | int) -> Any:
     return (function.__closure__ or ())[function.__code__.co_freevars.index(str(name))]
 
 
-def _set(owner: _Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
+def _set(owner: Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
     """Give a value to the place that a key leads to, in place if possible; returns what is there."""
     *above, last = key
     if last == _MODE and not above:

@@ -1,0 +1,191 @@
+"""The structure of what has attributes: classes, modules inside, hooks and functions, the parameters of
+an optimizer. It is code, and a resumed program builds it as at first: a save refuses another one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from perdure.errors import UnsupportedLeafError
+from perdure.state.attribute_values import Kind, kind_of
+from perdure.state.known_values import Key, Known, stepped
+from perdure.state.paths import join_dotted, join_key
+from perdure.state.program_code import is_made, is_program_module
+
+_KIND, HOOKED = "!class", "!hooks"
+_SLOTS = "!slots"
+"""The key of the parameters and modules of a module by name, each with its class."""
+_STEPPED = "!stepped"
+"""The key of the places of an optimizer's parameters that are those of the state."""
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
+"""The hooks of a module or an optimizer by number in the process, and here by their order."""
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Owner(NamedTuple):
+    path: str
+    value: Any
+    root: Any
+    """The module of the state in which a module lies."""
+
+
+def structure_of(value: Any, known: Known) -> dict[Key, Any]:
+    """The structure of a module, an optimizer or a schedule, among its marks."""
+    return {
+        (_SLOTS,): _slots(value, known),
+        (_STEPPED,): {key: id(each) for key, each in stepped(value) if known.has(each)},
+        (_KIND,): _class_name(_unwrapped(value)),
+        (HOOKED,): code_of(value),
+    }
+
+
+def _slots(module: Any, known: Known) -> dict[str, tuple[Any, str]]:
+    """The modules in a module by name, without wrappers (DDP), as weak references and with their
+    classes, and its parameters that are those of another module too; of an optimizer none."""
+    parts = getattr(module, "_modules", {})
+    found = {name: _unwrapped(part) for name, part in parts.items() if part is not None}
+    slots = {name: (weakref.ref(part), _class_name(part)) for name, part in found.items()}
+    tied = (
+        name for name, each in getattr(module, "_parameters", {}).items() if known.is_tied(each)
+    )
+    return {**slots, **dict.fromkeys(tied, (_nothing, ""))}
+
+
+def _unwrapped(value: Any) -> Any:
+    from perdure.state.torch_module import unwrapped
+
+    return unwrapped(value)
+
+
+def _nothing() -> None:
+    """In place of a weak reference to a parameter, with which PyTorch could not exchange its memory."""
+
+
+def _class_name(value: Any) -> str:
+    """The class of a module: of one that a library has made of another class (`fully_shard`) that
+    one, and of a lazy one the class that it will be."""
+    kind = getattr(type(value), "cls_to_become", None) or type(value)
+    kind = next(base for base in kind.__mro__ if not is_made(base))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def code_of(value: Any) -> list[str]:
+    """The hooks that the program has registered on a module or an optimizer, and on parameters, and
+    the functions in its attributes."""
+    places = [(f"hook {name[1:]}", getattr(value, name, None)) for name in HOOKS]
+    for name, parameter in getattr(value, "_parameters", {}).items():
+        for kind in TENSOR_HOOKS if parameter is not None else ():
+            places.append((f"hook {name}.{kind[1:]}", getattr(parameter, kind, None)))
+    for name, part in vars(value).items():  # one with a public name is stored
+        if isinstance(part, FunctionType) and kind_of(part) is Kind.OTHER:
+            places.append((f"function {name}", {name: part}))
+    return sorted(
+        f"{place} ({_hook_name(hook)})"
+        for place, hooks in places
+        for hook in (hooks or {}).values()
+        if is_program_module(str(getattr(getattr(hook, "func", hook), "__module__", "")))
+    )
+
+
+def _hook_name(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)
+    code = getattr(hook, "__code__", None)
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name if code is None else f"{name}, line {code.co_firstlineno}"
+
+
+def require_same_code(owner: Owner, fresh: dict[Key, Any]) -> None:
+    """Refuse a member of another class than the first one, and hooks that the run adds or removes: both
+    are code, which a resumed program has as at first."""
+    kind, hooks = _class_name(_unwrapped(owner.value)), code_of(owner.value)
+    if kind != fresh.get((_KIND,), kind):
+        raise UnsupportedLeafError(
+            f"{owner.path}: is a {kind}, and was a {fresh[_KIND,]} when the program gave the state "
+            f"to the restore or first saved it. A resumed program builds the first one again. Keep "
+            f"both in the state, and choose between them by a number."
+        )
+    now, before = Counter(hooks), Counter(fresh.get((HOOKED,), hooks))
+    removed = [each for each in before - now if each.startswith("hook")]
+    if changed := [*(now - before), *removed]:
+        verb = "added" if now - before else "removed"
+        raise UnsupportedLeafError(
+            f"{owner.path}: the run has {verb} the {changed[0]}, which is code, so that a "
+            f"resumed program would have the functions and hooks that it had at first. Give it or "
+            f"register it where the model is made, and let it do nothing until a number that is in the "
+            f"state says so."
+        )
+
+
+def require_same_slots(
+    owner: Owner, fresh: dict[Key, Any], owners: list[Owner], known: Known
+) -> None:
+    """Refuse a module that training has replaced by one of another class, and what it has moved: a
+    resumed program builds the first one, and no `state_dict` says so."""
+    before = fresh.get((_SLOTS,), {})
+    for name, (reference, kind) in _slots(owner.value, known).items():
+        was, old_kind = before.get(name, (_nothing, "nothing"))
+        part = reference()
+        if was() is part and kind == old_kind:
+            continue
+        reason = f"is a {kind}, and was {old_kind}" if kind != old_kind else None
+        if part is None:
+            reason = "is one parameter with that of another module, and was not"
+        for other in owners:
+            slots = fresh_marks().get(other.value, {}).get((_SLOTS,), {})
+            if places := [
+                slot for slot, (held, _) in slots.items() if part is not None and held() is part
+            ]:
+                reason = f"is what was {join_dotted(other.path, places[0])}"
+        if reason is not None:
+            raise UnsupportedLeafError(
+                f"{join_dotted(owner.path, name)}: {reason} when the program gave the state to the "
+                f"restore or first saved it. A resumed program builds the first one again. Change the "
+                f"module before that, or keep both and choose between them by an attribute."
+            )
+
+
+def require_same_parameters(owner: Owner, fresh: dict[Key, Any], known: Known) -> None:
+    """Refuse an optimizer that keeps a parameter that its model no longer has, or has its parameters
+    in another order: the optimizer of a resumed program has those of the model as at first."""
+    held, before = dict(stepped(owner.value)), fresh.get((_STEPPED,), {})
+    now = {key: id(held[key]) for key in before if key in held}
+    if now != before and sorted(now.values()) == sorted(before.values()):
+        moved = next(key for key, number in before.items() if now[key] != number)
+        raise UnsupportedLeafError(
+            f"{path_of(owner.path, moved)}: the run has given the parameters of the optimizer another "
+            f"order, and a resumed program has the first one, so that each would get the state of "
+            f"another one. Exchange the settings of the groups (`lr`), or make another optimizer."
+        )
+    for key in before if known.has_stepped else ():
+        if key in held and not known.has(held[key]):
+            raise UnsupportedLeafError(
+                f"{path_of(owner.path, key)}: the optimizer steps a parameter of shape "
+                f"{list(held[key].shape)} that the state no longer has: a layer or a parameter was "
+                f"replaced, and the optimizer kept the old one. Give the optimizer the new one, or "
+                f"copy the new values into the old one (`with torch.no_grad(): old.copy_(new)`)."
+            )
+
+
+@cache
+def fresh_marks() -> Any:
+    """The fresh marks by owner, compared by identity: a class may hash by its values."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()
+
+
+def path_of(path: str, key: Key) -> str:
+    for part in key:
+        path = join_key(path, str(part) or "''")
+    return path

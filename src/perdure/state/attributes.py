@@ -430,7 +430,7 @@ def _inside(
     kind = Kind.MIXED if _is_method_of(value, known) else kind_of(value)
     if kind is Kind.OTHER and is_position(value):
         raise UnsupportedLeafError(
-            f"{path_of(owner.path, key)}: a {type_name(value)} has a place that no checkpoint can have. "
+            f"{path_of(owner.path, key)}: a {type_name(value)} has a place that no checkpoint has. "
             f"Keep a list and the number of its next element, or a generator of random numbers; "
             f"delete the attribute if it is used up."
         )

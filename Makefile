@@ -29,7 +29,7 @@ APART   := $(patsubst requirements/%.txt,%,$(wildcard requirements/proof-*.txt))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format format-check lint types contracts freeze bench docs docs-serve release compat clean FORCE
+.PHONY: help setup demo recording test check format format-check lint types contracts freeze bench docs docs-serve release compat clean FORCE
 
 help:  ## list the targets
 	@echo "Targets (ARGS='...' is passed to the program):"
@@ -40,6 +40,9 @@ setup: $(DEV)  ## make the environment for development
 
 demo: $(DEMO)  ## train, kill, resume elsewhere, compare the bits (ENGINE=jax or torch)
 	$(BIN)/perdure demo --engine $(ENGINE) $(ARGS)
+
+recording: $(VENV)/.stamp-demo-jax  ## record the demo in a terminal, as docs/demo.svg
+	$(BIN)/python docs/drawings/recording.py
 
 test: $(TEST)  ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

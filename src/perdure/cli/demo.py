@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,12 @@ from typing import Any
 import click
 
 from perdure.cli import options as cli
-from perdure.cli.output import document, say
+from perdure.cli.output import document, printable
 from perdure.demo import GUARDS
 from perdure.errors import missing_extra
 from perdure.look.tables import Table
+
+_ENDS = {"SIGKILL": "red", "exit 75": "yellow"}
 
 
 @cli.command("demo")
@@ -58,12 +59,25 @@ def demo(
         examples = len(load_digits(data).train["label"])
         directory = scratch if directory is None else directory
         options = DemoOptions(engine, directory, data, epochs, seed, without)
-        result = run_demo(options, examples, partial(say, err=True))
+        result = run_demo(options, examples, lambda text: _say(text, _ENDS, err=True))
         if as_json:
             document(result)
         else:
-            say(_text(result))
+            color = "green" if result["pass"] else "red"
+            ends = (end[:12] for end in result["fingerprints"] if end)
+            _say(_text(result), _ENDS | dict.fromkeys((*ends, "PASS", "FAIL"), f"bold {color}"))
     return not result["pass"]
+
+
+def _say(text: str, colors: Mapping[str, str], err: bool = False) -> None:
+    """Print lines, with some words in colour if the output is a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    lines = Text("\n".join(map(printable, text.split("\n"))))
+    for word, color in colors.items():
+        lines.highlight_words([word], color)
+    Console(stderr=err, highlight=False, soft_wrap=True).print(lines)
 
 
 def _text(document: Mapping[str, Any]) -> str:

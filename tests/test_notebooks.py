@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,12 @@ from test_docs import ROOT, Block, newest, run_python
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 DRIVE = "/content/drive/MyDrive"  # what a reader replaces
 
-# Name of the run directory, its last step, and what a notebook prints at each start.
+# Name of the run directory, its last step, what a notebook prints at each start, and how the HTML
+# outputs begin that perdure makes: pages, tables, trees, the bar of a Trainer.
 RUNS = {
-    "first-run": ("first", 200, "starting at step {}"),
-    "keras-fit": ("fit", 48, "epochs trained by this call: {}"),
-    "torch-loop": ("torch", 39, "starting at step {}"),
+    "first-run": ("first", 200, "starting at step {}", ["<table", "<progr", "<ifram"]),
+    "keras-fit": ("fit", 48, "epochs trained by this call: {}", ["<table", "<table"]),
+    "torch-loop": ("torch", 39, "starting at step {}", ["<pre>d"]),
 }
 
 # As a notebook shows a value: its HTML, if it has some.
@@ -30,14 +32,18 @@ import sys, types
 class HTML:
     def __init__(self, data):
         self._repr_html_ = lambda: data
-def display(value, display_id=None):
-    print("HTML" if value._repr_html_().startswith("<") else "text")
-    return types.SimpleNamespace(update=display)
+def display(value, raw=False, display_id=None):
+    html = value["text/html"] if raw else value._repr_html_()
+    print("HTML", html[:6] if html.startswith("<") else "text")
+    return types.SimpleNamespace(update=lambda *values, **options: display(*values, **options) and None)
 def show(value):
     if hasattr(value, "_repr_html_"):
         display(value)
+    elif value is not None:
+        print("text")
 sys.modules["IPython"] = types.ModuleType("IPython")
 sys.modules["IPython"].version_info = (9, 0)  # matplotlib asks for it
+sys.modules["IPython"].get_ipython = lambda: types.SimpleNamespace(kernel=None)
 sys.modules["IPython.display"] = types.ModuleType("IPython.display")
 sys.modules["IPython.display"].__dict__.update(HTML=HTML, display=display)
 """
@@ -83,11 +89,13 @@ def run(directory: Path, path: Path, code: list[Block], before: str = "", status
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_resumes_after_a_restart_and_after_a_kill(tmp_path: Path, path: Path) -> None:
-    name, last, printed = RUNS[path.stem]
+    name, last, printed, outputs = RUNS[path.stem]
     at, code, whole, killed = f"drive/runs/{name}", cells(path), tmp_path / "a", tmp_path / "b"
     first = run(whole, path, code)
     assert "text" not in first.split()
     assert first.count("HTML") > 5, "progress and a table"
+    shown = iter(re.findall("^HTML (.*)$", first, re.MULTILINE))
+    assert all(output in shown for output in outputs), "in this order"
     expected = newest(whole)[at]
     assert expected[0] == last
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -137,3 +138,18 @@ def test_a_terminal_obeys_no_name(tmp_path: Path) -> None:
     for text in (str(tree(where)), repr(tree(where))):
         assert "\x1b" not in text
         assert text.isprintable() or all(line.isprintable() for line in text.splitlines())
+
+
+def test_a_notebook_shows_tables() -> None:
+    storage = MemoryStorage()
+    with Run(storage, create=True) as run:
+        run.save(1, {"a/<b>": scalar_leaf("x & y")})
+    html = tree(storage)._repr_html_()
+    table = ET.fromstring(html[html.index("<table>") :])
+    cells = [[cell.text for cell in row] for row in table]
+    assert cells[0] == ["leaf", "value", "size", "share"]
+    assert cells[-1][:2] == ["    <b>", "str x & y"]
+    sides = [cell.attrib["style"].partition(";")[0] for cell in table[1]]
+    assert sides == ["text-align:left"] * 2 + ["text-align:right"] * 2
+    assert html.startswith("<pre>")
+    assert list_run(storage)._repr_html_().startswith("<table>")

@@ -6,7 +6,7 @@ import importlib.util
 import struct
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,6 +285,42 @@ def test_a_run_prints_few_lines(tmp_path: Path) -> None:
     made = trainer(tmp_path, progress="off")
     made.train(STEPS + 5)
     assert console_text(made) == ""
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_notebook_has_one_output_that_is_updated(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kernel: bool,
+) -> None:
+    """IPython in a terminal, which has no kernel, gets lines."""
+    outputs: list[list[dict[str, str]]] = []
+
+    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        assert (raw, display_id) == (True, True)
+        outputs.append([data])
+        return SimpleNamespace(update=lambda data, **_: outputs[-1].append(data))
+
+    shell = SimpleNamespace(kernel=None) if kernel else SimpleNamespace()
+    parts = {"IPython": {"get_ipython": lambda: shell}, "IPython.display": {"display": display}}
+    for name, members in parts.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules[name].__dict__.update(members)
+    trainer(tmp_path, output=OutputConfig(), log_step_count_steps=5).train(STEPS)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"{tmp_path}: a new run"
+    if not kernel:
+        assert (outputs, len(lines)) == ([], 3)
+        return
+    ((first, *_, last),) = outputs
+    assert len(lines) == 1
+    assert first["text/plain"].startswith("step 5/12  loss ")
+    assert first["text/html"].startswith(
+        '<progress value="5" max="12"></progress> step 5/12  loss '
+    )
+    assert last["text/plain"].startswith("step 12/12  loss ")
+    assert last["text/plain"].endswith("saved 12")
 
 
 def test_the_first_summary_is_written_at_the_first_interval(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""Results for people, as aligned text in a terminal of any width; and as JSON."""
+"""Results for people, as aligned text in a terminal of any width or as HTML in a notebook; as JSON."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
+from itertools import chain, repeat
 from typing import Any
 
 from perdure.store.format import json_number
@@ -48,6 +50,18 @@ class Table:
     def __str__(self) -> str:
         return self.text()
 
+    def _repr_html_(self) -> str:
+        # The styles of notebooks would right-align texts and drop indents.
+        sides = ["right" if is_right else "left" for is_right in self._right()]
+        rows = [
+            "".join(
+                f'<{tag} style="text-align:{side};white-space:pre-wrap">{escape(cell)}</{tag}>'
+                for cell, side in zip(row, sides, strict=True)
+            )
+            for row, tag in zip(self._cells(), chain(["th"], repeat("td")), strict=False)
+        ]
+        return f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
+
     def _cells(self) -> list[list[str]]:
         return [list(self.header), *([printable(_text(cell)) for cell in row] for row in self.rows)]
 
@@ -57,7 +71,7 @@ class Table:
 
 
 class Shown:
-    """Base of a result: `str` and `repr` show the blocks of `_blocks`, text and tables."""
+    """Base of a result: `str`, `repr` and notebooks show the blocks of `_blocks`, text and tables."""
 
     def as_dict(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -74,6 +88,13 @@ class Shown:
 
     def __repr__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        parts = (
+            each._repr_html_() if isinstance(each, Table) else f"<pre>{escape(visible(each))}</pre>"
+            for each in self._blocks()
+        )
+        return "".join(parts).replace("</pre><pre>", "\n")
 
 
 def plain(value: Any) -> Any:

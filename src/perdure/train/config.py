@@ -53,7 +53,8 @@ class OutputConfig:
             directory, if that is local.
         tensorboard: Whether to write events for TensorBoard; None writes them if it is installed.
         progress: "lines" or "off".
-        console: A text stream for the lines. None is standard error.
+        console: A text stream for the lines. None is standard error; in a notebook the progress is then
+            one output of the cell, which is updated.
     """
 
     summary_dir: str | os.PathLike[str] | None = None
@@ -80,7 +81,7 @@ class RunConfig(TensorFlowNames):
         keep_checkpoint_every_n_hours: Keep one checkpoint for every so many hours too
             (`Retention.keep_every_n_hours`).
         save_summary_steps: Write the metrics for people after every so many steps.
-        log_step_count_steps: Show progress after every so many steps. None: every ten seconds.
+        log_step_count_steps: Show progress after every so many steps. None: every 10 s (notebook: 1 s).
         seed: Recorded in the recipe, and passed to a `state` that is a function of one argument.
         steps_per_execution: Steps that run in one call. Saves, hooks and preemption are then handled
             after every so many steps.

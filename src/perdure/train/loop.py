@@ -111,6 +111,9 @@ class Loop:
             elif self._saved_step != training.step:
                 self._checkpoint(evaluate=False)
             manager.wait_until_finished()
+            if training.progress.in_notebook:  # the output stays, so it has to show the last step
+                now = training.config.clock()
+                training.progress.update(training.step, scalars(self._logs), self._saved_step, now)
             if self._agree(_PREEMPTED if manager.preemption.raised else 0) & _PREEMPTED:
                 self._leave()  # the program may not get to the end of what follows the training
             return self._evaluated.metrics

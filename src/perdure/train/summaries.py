@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from html import escape
+from importlib import import_module
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from perdure.store.format import Metric
 from perdure.store.manifest import plain_metrics
 
 LINE_S = 10.0
+NOTEBOOK_S = 1.0
 METRICS = "metrics.jsonl"
 SUMMARIES = "summaries"
 _PREFIX = "events.out.tfevents."
@@ -99,14 +102,19 @@ def _mean(total: float, weight: float) -> float:
 class Progress:
     """Shows step, metrics, steps per second, time left and the last checkpoint of a run.
 
+    In a notebook each update replaces the one before, because a line for each would fill the page.
+
     Args:
         on: Whether to show anything.
-        console: A text stream; None is standard error.
-        every: Show after every so many steps. None: every ten seconds.
+        console: A text stream; None is standard error, and in a notebook an output of the cell.
+        every: Show after every so many steps. None: every ten seconds, in a notebook every second.
     """
 
     def __init__(self, on: bool, console: Any = None, every: int | None = None) -> None:
         self._on = on
+        self.in_notebook = on and console is None and _is_notebook()
+        self._seconds = NOTEBOOK_S if self.in_notebook else LINE_S
+        self._output: Any = None
         self._console: Any = sys.stderr if console is None else console
         self._every = every
         self._next = 0.0
@@ -119,7 +127,7 @@ class Progress:
         self._stop = stop
         self._from = (now, step)
         self._rate = None
-        self._next = now + LINE_S
+        self._next = now + self._seconds
 
     def wants(self, now: float, at_multiple: Callable[[int], bool]) -> bool:
         """Whether to show something now; `at_multiple(n)` is True if a multiple of n was reached."""
@@ -133,7 +141,7 @@ class Progress:
         if seconds > 0 and steps > 0:
             self._rate = steps / seconds
             self._from = (now, step)
-        self._next = now + LINE_S
+        self._next = now + self._seconds
         end = "" if self._stop == float("inf") else f"/{self._stop:.0f}"
         parts = [f"step {step}{end}"]
         parts += [f"{name} {value:.4g}" for name, value in metrics.items()]
@@ -143,12 +151,28 @@ class Progress:
                 parts.append(f"left {timedelta(seconds=round((self._stop - step) / self._rate))}")
         if saved is not None:
             parts.append(f"saved {saved}")
-        self.say("  ".join(parts))
+        text = "  ".join(parts)
+        if not self.in_notebook:
+            self.say(text)
+            return
+        bar = f'<progress value="{step}" max="{self._stop:.0f}"></progress> ' if end else ""
+        data = {"text/plain": text, "text/html": bar + escape(text)}
+        if self._output is None:
+            display = import_module("IPython.display").display
+            self._output = display(data, raw=True, display_id=True)
+        else:
+            self._output.update(data, raw=True)
 
     def say(self, text: str) -> None:
         if self._on:
             self._console.write(f"{text}\n")
             self._console.flush()
+
+
+def _is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook. IPython in a terminal has no kernel."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return hasattr(get_shell(), "kernel")
 
 
 class SummaryRow(msgspec.Struct):

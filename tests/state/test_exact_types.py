@@ -221,9 +221,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "structured": lambda: np.zeros(2, [("a", "f4")]),
     "structured scalar": lambda: np.zeros(2, [("a", "f4")])[0],
     "np.ma.masked": lambda: np.ma.masked,
-    "number and its text": lambda: {1: {"a": 1}, "1": {"b": 2}},
-    "tuple as a key": lambda: {(1, 2): 1},
-    "bool as a key": lambda: {True: 1},
 }
 
 

@@ -250,3 +250,36 @@ def test_a_shape_or_a_dtype_changes_in_objects_of_the_program_only() -> None:
                     MismatchError, match=r"expected float32\[2\], found float64\[3\]"
                 ):
                     manager.save(1, state)
+
+
+def learn(storage: MemoryStorage, stop: int) -> State:
+    """Fills tables by keys that have no text of their own, as tabular reinforcement learning does."""
+    state: State = {
+        "q": {},
+        "visits": Counter({(1, 2): 1}),
+        "model": defaultdict(list, {(0, "left"): [1]}),
+        "odd": {True: 1, None: 2.5, 1.5: "x", "": [1], "!listed": 0, "in": 1, 2: "number", "2": 3},
+        "form": {"!listed": [1], "in": "range"},
+    }
+    with CheckpointManager(storage, recipe={}) as manager:
+        state, start = manager.restore_or_initialize(state)
+        for step in range(start, stop):
+            q = state["q"]
+            q[step % 4, step] = q.get((step % 4, step), 0.0) + 0.5
+            q["row", step % 2] = np.full(2, step)
+            if step == 2:
+                del q[0, 0]
+            state["visits"][1, 2] += 1
+            state["model"][step, "right"].append(step)
+            state["odd"][None] += step
+            manager.save(step + 1, state)
+    return state
+
+
+def test_mappings_with_any_keys_come_back() -> None:
+    whole = learn(MemoryStorage(), 6)
+    for stop in range(1, 6):
+        learn(storage := MemoryStorage(), stop)
+        state = learn(storage, 6)
+        assert repr(state) == repr(whole), stop  # keys in their order, and their classes
+    assert len(whole["q"]) == 7

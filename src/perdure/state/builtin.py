@@ -37,7 +37,7 @@ from perdure.state.leaf_values import (
     plain_value,
     scalar_leaf,
 )
-from perdure.state.paths import key_text
+from perdure.state.paths import LISTED, key_text
 from perdure.state.program_code import is_of_program
 from perdure.store.leaf import Leaf
 
@@ -46,6 +46,8 @@ _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 _DEFAULTS = (type(None), bool, int, float, complex, str)
 # Mappings that `_rebuild_mapping` rebuilds exactly. Any other class is tried at the save.
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter, MappingProxyType}
+_LISTED_MAPPINGS = _MAPPINGS - {MappingProxyType}
+"""Those whose keys may be anything that has an exact form (`q[state, action]`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +218,12 @@ def _mapping_node(value: Mapping[Any, Any]) -> Node:
     keys = list(value)
     # Non-empty strings need no check of each: there may be very many.
     strings = set(map(type, keys)) == {str} and "" not in keys
+    if type(value) in _LISTED_MAPPINGS and (not strings or len(keys) == len(LISTED)):
+        from perdure.state.value_forms import is_named, listed_form, plain_form
+
+        if not is_named(value):
+            form = listed_form(value)
+            return Node(form.items(), lambda new: plain_form(dict(zip(LISTED, new, strict=True))))
     names = keys if strings else list(map(key_text, keys))
     if names != keys and len(set(names)) < len(names):
         duplicate = next(name for name, count in Counter(names).items() if count > 1)

@@ -344,7 +344,10 @@ def _weakly_typed(array: Any, sharding: Any = None) -> Any:
 def whole_on_one_device(state: Any) -> list[str]:
     """Paths of arrays that are on one device, by default, beside sharded ones of the same shape, as
     `jax.jit(tx.init)(parameters)` makes the moments of sharded parameters."""
-    found = jax.tree_util.tree_leaves_with_path(state)
+    try:
+        found = jax.tree_util.tree_leaves_with_path(state)
+    except ValueError:  # a dict with keys that do not sort, which no compiled step can have
+        return []
     arrays = [(path, leaf) for path, leaf in found if isinstance(leaf, jax.Array)]
     sharded = {leaf.shape for _, leaf in arrays if not leaf.sharding.is_fully_replicated}
     return [

@@ -11,6 +11,10 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.leaf_spec import add_path
 from perdure.store.format import escape, unescape
 
+LISTED = ("!listed", "in")
+"""The keys of what stands for a mapping with keys that have no text, or for a value without an entry in
+a manifest: its parts, and what they are in."""
+
 
 def key_text(key: object) -> str:
     """The text of a mapping's key; raises `UnsupportedLeafError` for a key that cannot be in a path."""

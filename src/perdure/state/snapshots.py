@@ -224,7 +224,7 @@ class FreshTarget:
         self._others: set[tuple[str, type]] = set()  # values that do not give way
         if walk is not None:
             self._before = {path: _SCALAR for path, value in pairs if type(value) in SCALARS}
-            for path, value in ((b.path, b.value) for b in branches):
+            for path, value in ((b.path, b.structure) for b in branches):
                 if gives_way(value):
                     if path or type(value) not in MAPPINGS:  # the root gains no keys
                         self._before[path] = _form(value)
@@ -309,7 +309,7 @@ class FreshTarget:
     def _changed(self, walk: Walk, leaves: Leaves) -> Iterator[tuple[str, Any]]:
         before, last = self._before, None
         for branch in walk.branches:
-            path, value, kind = branch.path, branch.value, type(branch.value)
+            path, value, kind = branch.path, branch.structure, type(branch.value)
             if path == last or (path, kind) in self._others:
                 continue
             last = path

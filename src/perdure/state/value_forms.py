@@ -18,7 +18,7 @@ import sys
 import uuid
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -46,11 +46,12 @@ from perdure.state.generators import (
     write_generator,
 )
 from perdure.state.leaf_spec import type_name
+from perdure.state.paths import LISTED
 from perdure.state.program_code import is_of_program, is_program_module
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes)
 CONTAINERS = (tuple, list, dict, deque, set, frozenset)
-_LISTED = "!listed"
+_LISTED = LISTED[0]
 _MEMBER = "!member"
 _OBJECT = "!object"
 _GENERATOR = "generator"
@@ -366,12 +367,26 @@ def _with_named_keys(
     pairs: list[tuple[Any, Any]],
     name_of: Callable[[Any], str | None] = lambda _: None,
 ) -> Any:
-    is_named = all(type(key) in (str, int) and key != "" for key in value)
-    is_named = is_named and value.keys() - {_OBJECT} != {_LISTED, "in"}
-    if is_named and len(set(map(str, value))) == len(value):
+    if is_named(value):
         if all(map(operator.is_, [part for _, part in pairs], value.values())):
             return value
         return _like(value, pairs)
+    return listed_form(value, pairs, name_of)
+
+
+def is_named(value: Mapping[Any, Any]) -> bool:
+    """Whether the keys of a mapping have texts that tell them apart."""
+    has_texts = all(type(key) in (str, int) and key != "" for key in value)
+    has_texts = has_texts and value.keys() - {_OBJECT} != {*LISTED}
+    return has_texts and len(set(map(str, value))) == len(value)
+
+
+def listed_form(
+    value: Mapping[Any, Any],
+    pairs: Iterable[tuple[Any, Any]] | None = None,
+    name_of: Callable[[Any], str | None] = lambda _: None,
+) -> dict[str, Any]:
+    """A mapping as a list of its keys, by their forms, and values, which `pairs` may replace."""
     torch = sys.modules.get("torch")
     others = [key for key in value if name_of(key) is None]
     if torch is not None and any(isinstance(key, torch.Tensor) for key in others):
@@ -384,7 +399,7 @@ def _with_named_keys(
             with_pairs(key) if (name := name_of(key)) is None else {_LISTED: name, "in": _MEMBER},
             part,
         )
-        for key, part in pairs
+        for key, part in (value.items() if pairs is None else pairs)
     ]
     return {_LISTED: listed, "in": _like(value, [])}
 

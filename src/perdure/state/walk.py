@@ -31,7 +31,7 @@ from perdure.state.leaf_spec import (
     type_name,
 )
 from perdure.state.leaf_values import SCALARS
-from perdure.state.paths import below, join_keys, join_part, nearest
+from perdure.state.paths import LISTED, below, join_keys, join_part, nearest
 from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
 from perdure.state.program_code import is_code, is_of_program
 from perdure.store.format import blocks
@@ -74,6 +74,15 @@ class Branch:
         self.value = value
         self.node = node
         self.parts: list[int | Branch] = []
+
+    @property
+    def structure(self) -> Any:
+        """What a manifest can describe: of a mapping whose keys have no text the form that has its
+        parts."""
+        if type(self.value) in MAPPINGS and isinstance(self.node, Node) and len(self.parts) == 2:
+            children = dict(self.node.children)
+            return children if (*children,) == LISTED else self.value
+        return self.value
 
 
 class Walk:

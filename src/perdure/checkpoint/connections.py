@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import socket
@@ -13,6 +12,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from perdure.runtime.system import fcntl
 from perdure.store.format import CHUNK_BYTES
 
 HELLO_S = 30.0

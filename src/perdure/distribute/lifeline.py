@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from perdure.distribute.cluster.rendezvous import listen
+from perdure.runtime.system import at_fork
 
 GONE = b"\2"
 """In the place of a value that a process did not set before it was gone."""
@@ -61,7 +62,7 @@ class Lifeline:
         self._reports: dict[int, str] = {}
         # A child that is forked must not keep the connections open.
         lifeline = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_child(lifeline()))
+        at_fork(after_in_child=lambda: _close_in_child(lifeline()))
         if address is None:
             listener = self._kept(listen(host, 0))
             self.address = {"port": listener.getsockname()[1], "token": secrets.token_hex(16)}

@@ -23,6 +23,7 @@ import msgspec
 
 from perdure.errors import HistoryError
 from perdure.runtime.process_stat import PARENT, STATE, stat_fields
+from perdure.runtime.system import IS_LINUX, at_fork, has_ended
 
 VARIABLE = "PERDURE_HEARTBEAT_FILE"
 SAVED = "PERDURE_SAVED"
@@ -141,7 +142,7 @@ def open_file() -> None:
     global _writer, _owned_elsewhere
     _writer, _owned_elsewhere = None, None
     path = os.environ.get(VARIABLE)
-    if path:
+    if path and hasattr(os, "pwrite"):  # on Windows there is no supervisor to read it
         try:
             if _may_own(path):
                 _writer = _Writer(path)
@@ -247,6 +248,8 @@ def _may_own(path: str) -> bool:
 
 
 def _has_ended(pid: int) -> bool:
+    if not IS_LINUX:
+        return has_ended(pid)
     try:
         return stat_fields(pid)[STATE] == "Z"
     except OSError:
@@ -283,4 +286,4 @@ listeners: list[Callable[[str, int | None], None]] = []
 """Called at every beat; empty outside of `perdure drill`."""
 
 open_file()
-os.register_at_fork(after_in_child=_forget)
+at_fork(after_in_child=_forget)

@@ -27,6 +27,8 @@ _free: list[mmap.mmap] = []
 
 def pages(nbytes: int) -> mmap.mmap:
     """New page-aligned memory of at least one byte, in huge pages if the system has them."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where memory without a file is private
+        return mmap.mmap(-1, nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= SMALL_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # without huge pages the memory has ordinary ones

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from perdure.errors import StoreError, missing_extra
+from perdure.runtime.system import ENOKEY, EREMOTEIO
 from perdure.store.storage import Entry
 
 MIB = 1024 * 1024
@@ -271,7 +272,7 @@ class Bucket:
         reason = _first_line(error)
         if _ROLE_REQUEST.search(str(error)):
             return ConnectionError(
-                errno.ENOKEY,
+                ENOKEY,
                 f"{operation} failed: no credentials were found, and this machine gives none of its "
                 f"own. Expected in the environment: {_variables(self.url)}; or "
                 f"CloudOptions(config=...)",
@@ -299,7 +300,7 @@ class Bucket:
         status = re.search(r"status code: (\d{3})", str(error))
         refused = status is not None and status[1][0] == "4" and status[1] != "429"
         if refused or "InvalidRangeRequest" in str(error) or "UnexpectedRange" in str(error):
-            return OSError(errno.EREMOTEIO, f"{operation} failed: {reason}", where)
+            return OSError(EREMOTEIO, f"{operation} failed: {reason}", where)
         return ConnectionError(
             errno.EHOSTUNREACH,
             f"{operation} failed after up to {self.options.retries} retries: {reason}. Nothing is "

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 
+from perdure.runtime.system import read_into
 from perdure.store.aligned_buffers import STAGING_BYTES, copy_bytes, give_buffer, take_buffer
 from perdure.store.failures import naming
 from perdure.store.pools import finish, pool, submit
@@ -165,7 +166,7 @@ def read_at(path: str, offset: int, target: memoryview) -> int:
         if whole and not _is_cached(fd, offset):
             done = _read_direct(path, offset, target)
         while done < len(target):
-            got = os.preadv(fd, [target[done:]], offset + done)
+            got = read_into(fd, target[done:], offset + done)
             if not got:
                 break
             done += got

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from perdure.errors import CorruptionError, StoreError, UnreachableError
+from perdure.runtime.system import ENOKEY
 
 PAUSES = (0.01, 0.05, 0.2)
 """Seconds before the second, third and fourth attempt."""
@@ -38,7 +39,7 @@ _ADVICE = {
     errno.ENOLINK: "Bring the target of the link back",
     errno.ENODEV: "Bring the directory back and start this program again",
     errno.ENOMEM: "Free memory and try again",
-    errno.ENOKEY: "Set these variables and start again",
+    ENOKEY: "Set these variables and start again",
     errno.EIO: "The kernel's log has what the disk reported",
 }
 

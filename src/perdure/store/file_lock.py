@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import struct
-import sys
 import threading
 import weakref
 
+from perdure.runtime.system import IS_LINUX, at_fork, fcntl
 from perdure.store.failures import naming
 from perdure.store.regular_file import open_regular
 from perdure.store.storage import LostLock
 
 _ATTEMPTS = 3
 # Only on Linux: other systems order the fields of `struct flock` in another way.
-_OFD_SETLK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "linux" else None
-# l_type, l_whence, l_start, l_len (0: to the end), l_pid (0: the open file, and not the process).
-_WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_OFD_SETLK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if IS_LINUX else None
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS)
 
 _guard = threading.RLock()
@@ -118,8 +115,10 @@ def _open_locked(path: str) -> FileLock:
 
 def _lock(fd: int) -> None:
     if _OFD_SETLK is not None:
+        # l_type, l_whence, l_start, l_len (0: to the end), l_pid (0: the open file, not the process).
+        whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
-            fcntl.fcntl(fd, _OFD_SETLK, _WHOLE_FILE)
+            fcntl.fcntl(fd, _OFD_SETLK, whole_file)
             return
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
@@ -138,6 +137,4 @@ def _after_fork_in_child() -> None:
     _guard.release()
 
 
-os.register_at_fork(
-    before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_after_fork_in_child
-)
+at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_after_fork_in_child)

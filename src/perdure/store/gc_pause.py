@@ -7,10 +7,11 @@ save of 10,000 leaves is the collector's.
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from perdure.runtime.system import at_fork
 
 MANY_LEAVES = 1000
 """Fewer give the collector nothing to do."""
@@ -60,4 +61,4 @@ def _in_child() -> None:
     _give_back()
 
 
-os.register_at_fork(after_in_child=_in_child)
+at_fork(after_in_child=_in_child)

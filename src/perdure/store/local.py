@@ -18,6 +18,7 @@ from functools import cache
 from typing import TypeVar
 
 from perdure.errors import NotARunError, StoreError
+from perdure.runtime.system import sync_file
 from perdure.store.direct import StagedWriter, drop_cached, read_at
 from perdure.store.failures import naming, retried
 from perdure.store.file_lock import FileLock, acquire
@@ -196,7 +197,7 @@ class LocalStorage(Storage):
         """Make the bytes of an open file durable."""
         self.step("fsync", path)
         with naming("fsync", path):
-            os.fsync(fd)
+            sync_file(fd)
 
     def link(self, temporary: str, name: str) -> None:
         """Give a finished temporary file its name, unless that is taken; durable on return."""
@@ -272,7 +273,7 @@ class LocalStorage(Storage):
         fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with naming("fsync of the directory", path):
-                os.fsync(fd)
+                sync_file(fd)
         except OSError as error:
             if error.errno not in _NO_DIRECTORY_SYNC:
                 raise

@@ -26,6 +26,7 @@ from blake3 import blake3
 from msgspec import Struct
 
 from perdure.errors import CorruptionError
+from perdure.runtime.system import sync_file
 from perdure.store.failures import read_error
 from perdure.store.local import LocalStorage
 from perdure.store.regular_file import NotAFile, open_regular
@@ -189,7 +190,7 @@ class LogWriter:
             self._is_synced = True
             try:
                 self._disk.step("fsync", self._path)
-                os.fsync(self._descriptor)
+                sync_file(self._descriptor)
             except OSError:
                 self._is_synced = False
                 raise

@@ -5,7 +5,6 @@ All run directories of a process share them. The caller waits for its jobs befor
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,6 +12,8 @@ from contextlib import suppress
 from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
+
+from perdure.runtime.system import at_fork
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,7 +26,7 @@ def pool(name: str, threads: int) -> ThreadPoolExecutor:
 
 
 # A forked child has none of these threads, and would wait for them for ever.
-os.register_at_fork(after_in_child=pool.cache_clear)
+at_fork(after_in_child=pool.cache_clear)
 
 
 def submit(executor: ThreadPoolExecutor, work: Callable[..., R], *args: Any) -> Future[R]:

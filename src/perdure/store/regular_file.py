@@ -6,6 +6,8 @@ import errno
 import os
 import stat
 
+from perdure.runtime.system import open_flags
+
 MAX_WHOLE_BYTES = 1024 * 1024 * 1024
 """No file that is read as a whole has more bytes: a manifest is the longest of them."""
 
@@ -18,15 +20,18 @@ _KINDS = {
 }
 
 
+# Windows would translate the ends of lines without O_BINARY, and lacks the other three.
+_ALWAYS = open_flags("O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY", "O_BINARY")
+
+
 class NotAFile(IsADirectoryError):
     """Something else has the place of a file, which is damage as a directory there is."""
 
 
 def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
     """The descriptor of the regular file at `path`, opened without waiting; `NotAFile` for others."""
-    wanted = flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        descriptor = os.open(path, wanted, mode)
+        descriptor = os.open(path, flags | _ALWAYS, mode)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
             raise _other(path, os.stat(path).st_mode) from error

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 import msgspec
 
 from perdure.errors import CorruptionError, HistoryError, LockedError, SaveError, StoreError
+from perdure.runtime.system import require_saving
 from perdure.store.damage import DamageHandler
 from perdure.store.directory import Directory
 from perdure.store.format import LOCK, MANIFESTS
@@ -138,6 +139,7 @@ class WriterSession:
         self.check_process()
         if self.holds_lock:
             return
+        require_saving(self._storage.where)
         owner = {
             "host": socket.gethostname(),
             "pid": os.getpid(),

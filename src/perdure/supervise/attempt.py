@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from perdure.runtime.heartbeats import Beat
 from perdure.runtime.ports import is_taken
+from perdure.runtime.system import signals
 from perdure.supervise.attempts_log import AttemptRecord, Kind
 from perdure.supervise.options import RunOptions
 from perdure.supervise.silence import Silence
@@ -29,7 +30,7 @@ COMMON_FAILURE_S = 2.0
 FAILED_EXIT_S = 5.0
 # A longer time between two looks at the workers is one in which this process was suspended.
 SUSPENDED_S = 1.0
-OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+OUTSIDE = signals("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 
 class AttemptEnd(NamedTuple):
@@ -86,7 +87,8 @@ class Attempt:
         """Add a worker that was started."""
         self.workers.append(worker)
         self._selector.register(worker.output, selectors.EVENT_READ, worker)
-        self._selector.register(worker.exit, selectors.EVENT_READ, worker)
+        if worker.exit is not None:  # elsewhere the status of a worker is polled
+            self._selector.register(worker.exit, selectors.EVENT_READ, worker)
 
     def watch(
         self,

@@ -22,6 +22,7 @@ import msgspec
 
 from perdure.errors import CorruptionError
 from perdure.runtime.process_stat import START, stat_fields
+from perdure.runtime.system import IS_LINUX
 from perdure.store.local import LocalStorage
 from perdure.store.log import LogWriter, read_lines
 from perdure.store.regular_file import open_regular
@@ -180,14 +181,17 @@ class RunHistory:
     def state(self) -> str:
         """`ended`, `running`, or `lost` if it was killed or its machine went away.
 
-        `unknown` where process IDs are others: another machine or container, or after a restart.
+        `unknown` where process IDs are others: another machine or container, or after a restart. So
+        it is on systems without /proc.
         """
         if self.end:
             return "ended"
         if not self.start:
             return "unknown"
         process = describe_process(self.start["pid"])
-        if any(self.start[name] != process[name] for name in ("host", "boot", "pid_namespace")):
+        if not IS_LINUX or any(
+            self.start[name] != process[name] for name in ("host", "boot", "pid_namespace")
+        ):
             return "unknown"
         is_alive = process["process_start"] == self.start["process_start"]
         return "running" if is_alive else "lost"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from perdure.errors import CommandError, LaunchError
+from perdure.runtime.system import require_linux, require_processes
 from perdure.supervise.worker_environment import Nodes
 
 
@@ -92,6 +93,12 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise LaunchError(f"{name}: expected at least {least}, found {value}")
+        if self.warm:
+            require_linux(
+                "--warm",
+                "because /proc tells spare processes from those that a worker has left behind",
+                "leave --warm out, and a restart takes as long as the imports",
+            )
         cache = self.compilation_cache
         if cache is not None and cache.exists() and not cache.is_dir():
             raise LaunchError(f"{cache}: expected a directory for compiled programs, found a file")
@@ -108,6 +115,7 @@ class RunOptions:
 
 def checked_command(command: Sequence[str], usage: str = "perdure run --") -> list[str]:
     """The command; raises `CommandError` if it cannot be started. `usage` is what stands before it."""
+    require_processes(usage)
     if not command:
         raise CommandError(f"expected a command after --, for instance: {usage} python train.py")
     path = shutil.which(command[0])

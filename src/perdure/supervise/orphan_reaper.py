@@ -87,13 +87,14 @@ def marked(
     excluded: frozenset[int] = frozenset(),
     sessions: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """IDs of the processes with `mark`, and of all in their sessions, but `excluded`."""
+    """IDs of the processes with `mark`, and of all in their sessions, but `excluded`; none if /proc
+    does not tell."""
     wanted = f"{MARK}=".encode()
     text, this = mark.encode(), os.getpid()
     pids: list[int] = []
     others: list[tuple[int, int]] = []  # with their sessions
     of_run = set(sessions)
-    for name in os.listdir("/proc"):
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
         if not name.isdigit() or int(name) == this or int(name) in excluded:
             continue
         pid = int(name)

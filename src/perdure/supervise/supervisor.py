@@ -26,6 +26,7 @@ from perdure.errors import LaunchError
 from perdure.runtime import heartbeats
 from perdure.runtime.heartbeats import Beat
 from perdure.runtime.ports import free_ports
+from perdure.runtime.system import IS_LINUX, signals
 from perdure.supervise.attempt import PREEMPTED, Attempt
 from perdure.supervise.attempts_log import (
     DEFAULT_LOGS,
@@ -55,10 +56,7 @@ from perdure.supervise.worker_environment import (
     worker_variables,
 )
 
-ASKING = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
-    *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
-)
+ASKING = signals("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 """The signals that ask for a save and the end of the run."""
 PROGRESS_S = 30.0
 """Seconds between two lines of the log about the step of a run."""
@@ -150,6 +148,11 @@ class Supervisor:
             stack.callback(log.close)
             self._begin_log(logs)
             stack.push(self._log_error)
+            if not IS_LINUX:
+                self._message(
+                    "without Linux's /proc, processes that leave the group of their worker are not "
+                    "ended, nor the workers if `perdure run` itself is killed: end them by hand"
+                )
             decision = self._run(logs)
             run = log.run
             run.left_behind, run.signal = len(marked(self._mark)), self._signal

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from perdure.runtime.excluded_devices import CorruptionReport, read_report
 from perdure.runtime.heartbeats import Beat
 from perdure.runtime.memory_limit import MemoryLimit
 from perdure.runtime.process_stat import SESSION, STATE, TIMES, stat_fields
+from perdure.runtime.system import IS_LINUX
 
 READ_BYTES = 65536
 MOST_READS = 16  # at a time, so that a worker that never stops writing does not block the others
@@ -43,7 +45,7 @@ class Worker:
     command already (see `WarmWorkers`).
 
     `first` and `newest` are time and step of new steps in heartbeats; `output` and `exit`
-    descriptors, the latter readable once it has ended.
+    descriptors, the latter readable once it has ended (None except on Linux).
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Worker:
         assert self.process.stdout is not None
         self.output = self.process.stdout.fileno()
         os.set_blocking(self.output, False)
-        self.exit = os.pidfd_open(self.process.pid)
+        self.exit = os.pidfd_open(self.process.pid) if IS_LINUX else None
 
     @property
     def pid(self) -> int:
@@ -141,7 +143,9 @@ class Worker:
             self.stopped_since = now
 
     def catches(self, number: int) -> bool:
-        """Whether it handles a signal itself."""
+        """Whether it handles a signal itself; True where nobody knows."""
+        if not IS_LINUX:
+            return True
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{self.pid}/status").read_text(errors="replace")
             if match := re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.MULTILINE):
@@ -160,6 +164,8 @@ class Worker:
 
     def cpu_seconds(self) -> float:
         """Processor time that the processes of its session have used so far, in seconds."""
+        if not IS_LINUX:  # nobody knows: a worker that may compute gets the longer limit
+            return time.monotonic()
         ticks = 0
         for name in os.listdir("/proc"):
             if name.isdigit():
@@ -200,7 +206,8 @@ class Worker:
         """Kill the worker, read the rest of its output, and close the files."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._log.close)
-            stack.callback(os.close, self.exit)
+            if self.exit is not None:
+                stack.callback(os.close, self.exit)
             assert self.process.stdout is not None
             stack.callback(self.process.stdout.close)
             self.kill()

@@ -134,9 +134,7 @@ def accelerators() -> tuple[str, ...]:
     if os.environ.get("JAX_PLATFORMS") == "cpu" or sys.platform != "linux":
         return ()
     # CUDA numbers the present GPUs from 0; the device files may have other numbers.
-    names = [
-        name.removeprefix("nvidia") for name in os.listdir("/dev") if name.startswith("nvidia")
-    ]
+    names = [name.removeprefix("nvidia") for name in _devices() if name.startswith("nvidia")]
     return tuple(map(str, range(sum(name.isdigit() for name in names))))
 
 
@@ -152,9 +150,7 @@ def default_cache(environ: Mapping[str, str] | None = None) -> Path | None:
     if "JAX_COMPILATION_CACHE_DIR" in environ:
         return None
     platforms = environ.get("JAX_PLATFORMS")
-    has_accelerators = any(
-        name.startswith(("nvidia", "kfd", "accel")) for name in os.listdir("/dev")
-    )
+    has_accelerators = any(name.startswith(("nvidia", "kfd", "accel")) for name in _devices())
     if platforms != "cpu" and (platforms or has_accelerators):
         return None
     home = environ.get("XDG_CACHE_HOME")
@@ -187,6 +183,10 @@ def drop_recent(directory: Path, seconds: float = 0.5) -> None:
                 is_cache = entry.name.endswith(("-cache", "-atime")) and entry.is_file()
                 if is_cache and entry.stat().st_mtime >= since:
                     os.unlink(entry.path)
+
+
+def _devices() -> list[str]:
+    return os.listdir("/dev") if os.path.isdir("/dev") else []
 
 
 def _cpu() -> str:

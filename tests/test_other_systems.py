@@ -124,7 +124,7 @@ def require_one_sentence(text: str) -> None:
 def written() -> Iterator[Path]:
     """A folder with a run that plain Linux has written, and what it has read from it."""
     if where := os.environ.get(WRITTEN):
-        yield Path(where)
+        yield Path(where).resolve()
         return
     if HERE == "windows":
         pytest.skip(f"set {WRITTEN} to a folder that tests/other_systems/written_run.py wrote")

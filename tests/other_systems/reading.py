@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import platform
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -34,7 +35,8 @@ COMMANDS = {
 
 def run(*arguments: str) -> tuple[int, str]:
     """Exit status and output of a command, as it would be printed to a pipe."""
-    encoding = "cp1252" if os.environ.get("PERDURE_TEST_SYSTEM") == "windows" else "utf-8"
+    is_windows = "windows" in (os.environ.get("PERDURE_TEST_SYSTEM"), platform.system().lower())
+    encoding = "cp1252" if is_windows else "utf-8"
     out = io.TextIOWrapper(io.BytesIO(), encoding, errors="strict", newline="\n")
     with redirect_stdout(out), redirect_stderr(out):
         try:

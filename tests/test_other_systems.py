@@ -181,11 +181,6 @@ def test_a_checkpoint_is_exported_on_macos(written: Path, read_on: Any) -> None:
     assert read_on("macos")["exported"] == expected["exported"] != ""
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="an export is synced through a file that is open for reading, and so is its folder, which "
-    "Windows allows for neither",
-)
 def test_a_checkpoint_is_exported_on_windows(written: Path, read_on: Any) -> None:
     found = read_on("windows")
     expected = json.loads((written / "answer.json").read_text(encoding="utf-8"))

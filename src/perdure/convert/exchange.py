@@ -20,6 +20,7 @@ from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
 from perdure.convert import formats
 from perdure.look.leaf_reader import ORIGIN, element_dtype, is_scalar, select_leaves
 from perdure.look.tables import Shown, Table, leaves_text
+from perdure.runtime.system import sync_file
 from perdure.state.paths import nearest
 from perdure.store import Storage
 from perdure.store.leaf import Leaf
@@ -171,9 +172,12 @@ def _files(path: str, name: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and os.path.isdir(path):  # Windows opens no folders
+        return
+    # Windows syncs only what is open for writing.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_file(descriptor)
     finally:
         os.close(descriptor)
 

@@ -98,12 +98,13 @@ def parse(file: Path) -> tuple[dict[str, str], dict[str, tuple[str, list[int], b
 def test_safetensors_holds_the_bits(run: str, tmp_path: Path) -> None:
     done = export(run, "safetensors", tmp_path / "out", leaves="model/**", verify=True)
     assert done.verified
-    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["README.md", "model.safetensors"]
     metadata, found = parse(tmp_path / "out" / "model.safetensors")
     # A name with a slash in it would be taken for a path.
     noted = {f"a/b.{name}": {"path": f"a%2Fb/{name}"} for name in ARRAYS}
     assert json.loads(metadata.pop("perdure")) == noted
-    assert metadata == {"format": "pt"}
+    assert metadata.keys() == {"format", "perdure_fingerprint"}
+    assert metadata["format"] == "pt"
     assert done.names["model/a%2Fb/float32"] == "a/b.float32"
     assert set(found) == {f"a/b.{name}" for name in ARRAYS}
     for name, array in ARRAYS.items():
@@ -121,7 +122,8 @@ def test_shards_are_greedy_in_the_order_of_names(tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(tmp_path / "run", "safetensors", out, shard_bytes=100, verify=True)
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 380}
+    mark = Run(tmp_path / "run").manifest(1).fingerprint
+    assert index["metadata"] == {"total_size": 380, "perdure_fingerprint": mark}
     files = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
     # The array that is larger than a shard has one of its own, which does not close the one before.
     assert index["weight_map"] == {
@@ -468,7 +470,7 @@ def test_commands(run: str, tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert document["verified"]
     assert document["names"]["model/a%2Fb/int8"] == "net.int8"
-    assert len(document["files"]) == 3, "two shards and the index"
+    assert len(document["files"]) == 4, "two shards, the index and the card"
     assert command(*words).exit_code == 2, "OUT exists"
     assert command(*words, "--shard-size", "some").exit_code == 2
     done = command("import", out, str(tmp_path / "in"), "--branch", "model")

@@ -138,7 +138,7 @@ def export(
 ) -> None:
     """Write leaves of a checkpoint to the new file or folder OUT.
 
-    safetensors is a folder in the layout of Hugging Face, or one file if OUT ends in .safetensors.
+    safetensors is a folder for the Hugging Face Hub, or one file if OUT ends in .safetensors.
     With --leaves model, names begin below `model`. OUT appears when it is complete.
 
     \b
@@ -162,18 +162,21 @@ def import_(
 ) -> None:
     """Save the arrays of SRC as step 0 of the new run directory RUN.
 
-    SRC is a .safetensors file, a folder of them, a state dict of PyTorch, a .npz archive or a folder
-    of Orbax; no code in it runs. The dots of a name become the parts of a path: encoder.0.weight is the
-    leaf encoder/0/weight. A SRC that is one array becomes the leaf PATH of --branch.
+    SRC is a .safetensors file, a folder of them, hf://OWNER/REPO[@REVISION] on the Hugging Face Hub, a
+    state dict of PyTorch, a .npz archive or a folder of Orbax; no code in it runs. If it notes a
+    fingerprint, as an export to safetensors does, the bytes must have it. The dots of a name become the
+    parts of a path: encoder.0.weight is the leaf encoder/0/weight. A SRC that is one array becomes the
+    leaf PATH of --branch.
 
     \b
     Example:
       perdure import model.safetensors runs/a --branch model
     """
     from perdure.convert import import_run
+    from perdure.convert.hub import PREFIX
     from perdure.errors import ArgumentError
 
-    if not os.path.lexists(source):
+    if not source.startswith(PREFIX) and not os.path.lexists(source):
         raise ArgumentError(f"{source}: expected a file or folder, found nothing.")
     with cli.wrong_usage(StoreError, StepExistsError):
         manifest = import_run(source, run, kind=kind, branch=branch or "", names=_names(names))
@@ -182,3 +185,4 @@ def import_(
         document({"run": run, "step": 0, "fingerprint": manifest.fingerprint, "leaves": leaves})
     else:
         say(f"{run} starts at step 0 with {leaves_text(len(manifest.leaves), manifest.nbytes)}")
+        say(f"fingerprint {manifest.fingerprint}")

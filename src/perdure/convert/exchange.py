@@ -13,11 +13,12 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perdure import errors
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
-from perdure.convert import formats
+from perdure.convert import formats, hub
 from perdure.look.leaf_reader import ORIGIN, element_dtype, is_scalar, select_leaves
 from perdure.look.tables import Shown, Table, leaves_text
 from perdure.runtime.system import sync_file
@@ -82,8 +83,8 @@ def export(
 
     Args:
         checkpoint: `RUN@STEP`, or `RUN` for the newest.
-        to: "safetensors" (a folder in Hugging Face's layout, or one file if `out` ends in
-            `.safetensors`), "torch" or "npz".
+        to: "safetensors" (a folder in Hugging Face's layout with a model card, or one file if `out`
+            ends in `.safetensors`), "torch" or "npz".
         out: A path where nothing is, in a directory that exists.
         leaves: Paths or patterns; all leaves by default.
         names: Names of leaves in the file by patterns of their paths.
@@ -117,14 +118,19 @@ def export(
     arrays = [leaf for leaf in written if not is_scalar(leaf.entry)]
     scalars = [leaf for leaf in written if is_scalar(leaf.entry)]
     _refuse_dtypes(arrays, to)
-    more = {"shard_bytes": shard_bytes or SHARD_BYTES} if is_folder else {}
+    nbytes = sum(leaf.entry.nbytes for leaf in arrays)
+    mark = formats.fingerprint_of((leaf.name, leaf.note.path, leaf.entry) for leaf in written)
+    more: dict[str, Any] = {"fingerprint": mark} if to == "safetensors" else {}
+    more |= {"shard_bytes": shard_bytes or SHARD_BYTES} if is_folder else {}
     with new_output(out) as temporary:
         formats.format_module(to).write(temporary, found, arrays, scalars, **more)
         if verify:
             _check_export(arrays, found.name, to, temporary)
+        if is_folder:
+            text = hub.card(found, mark, leaves_text(len(written), nbytes))
+            Path(temporary, "README.md").write_text(text, encoding="utf-8")
         files = _files(temporary, out)
     named = {leaf.entry.path: leaf.name for leaf in written}
-    nbytes = sum(leaf.entry.nbytes for leaf in arrays)
     return Exported(os.fspath(out), to, found, named, nbytes, files, verify)
 
 
@@ -240,11 +246,12 @@ def import_run(
     A dotted name becomes a path: `encoder.0.weight` the leaf `encoder/0/weight`. A name with `/`, or of
     Orbax, is a path as it is. Leaves of an `export` get their paths back. A file that is one array
     becomes the leaf `branch`, or a whole state. Torch files are read with `weights_only=True` and never
-    otherwise. All is checked before `out` is made.
+    otherwise. All is checked before `out` is made, the fingerprint in a safetensors file too.
 
     Args:
         source: A .safetensors file, a folder of them with or without an index, a file of `torch.save`,
-            a .npz archive, or a folder of Orbax.
+            a .npz archive, a folder of Orbax, or the safetensors of a repository on the Hugging Face
+            Hub: `hf://OWNER/REPO`, or `hf://OWNER/REPO@REVISION`.
         out: An empty or missing directory.
         kind: "safetensors", "torch", "npz" or "orbax"; by default found from the name and contents.
         branch: The path below which the leaves are put, such as "model".
@@ -256,7 +263,8 @@ def import_run(
     Raises:
         ArgumentError: Two names would become one path, one path would lie below another, or `branch`
             is no path, or of no use because `names` gives all paths.
-        DataError: `source` cannot be read, or holds what cannot be a leaf.
+        DataError: `source` cannot be read or fetched, or holds what cannot be a leaf.
+        CorruptionError: The arrays are not those that were exported, by the fingerprint in the file.
         MissingExtraError: The library of the format is not installed.
         NotARunError, StepExistsError: `out` holds something already.
         SaveError: `out` cannot be written to.
@@ -271,12 +279,26 @@ def import_run(
             f"branch: expected a path such as 'model' or 'model/encoder', found {branch!r}, which has "
             f"an empty part."
         )
-    kind = kind or formats.kind_of(where)
-    leaves = _leaves_by_path(formats.read_foreign(where, kind), where, branch, names)
-    note = json.dumps({"made_by": "import", "source": os.path.abspath(where), "format": kind})
+    path, origin = where, os.path.abspath(where)
+    if where.startswith(hub.PREFIX):
+        if kind not in (None, "safetensors"):
+            raise errors.ArgumentError(f"kind: expected safetensors of {where}, found {kind}.")
+        path, origin = hub.download(where)
+    kind = kind or formats.kind_of(path)
+    found = formats.read_foreign(path, kind)
+    leaves = _leaves_by_path(found, where, branch, names)
+    if found.fingerprint is not None:
+        noted = ((name, found.paths.get(name), leaf) for name, leaf in found.leaves.items())
+        if (computed := formats.fingerprint_of(noted)) != found.fingerprint:
+            raise errors.CorruptionError(
+                f"{where}: expected the fingerprint {found.fingerprint}, which the export has noted, "
+                f"found {computed}. Remove {path} and get it again; if the arrays were changed on "
+                f"purpose, write them without this metadata."
+            )
+    note = json.dumps({"made_by": "import", "source": origin, "format": kind})
     with new_run(out, f"an import of {where}") as run:
-        origin = Leaf("py:str", (), memoryview(note.encode()), frozen=True)
-        manifest = run.save(0, leaves, process_leaves={ORIGIN: origin})
+        noted_origin = Leaf("py:str", (), memoryview(note.encode()), frozen=True)
+        manifest = run.save(0, leaves, process_leaves={ORIGIN: noted_origin})
         run.finish()
         return manifest
 

@@ -22,7 +22,7 @@ from perdure.errors import ArgumentError, DataError, UnsupportedLeafError
 from perdure.look.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scalar_value
 from perdure.store.format import WEAK_PREFIX, escape, unescape
 from perdure.store.leaf import Leaf
-from perdure.store.manifest import LeafEntry
+from perdure.store.manifest import LeafEntry, fingerprint
 from perdure.store.manifest_json import MAX_DIMENSIONS, item_bytes
 
 _MODULES = {
@@ -46,10 +46,11 @@ class LeafNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ForeignFile(NamedTuple):
-    """What a file of another tool holds: leaves by name, and the paths that it notes for some."""
+    """What a file of another tool holds: leaves by name, and the paths and fingerprint it notes."""
 
     leaves: dict[str, Leaf]
     paths: dict[str, str]
+    fingerprint: str | None = None
 
 
 class NamedLeaf(NamedTuple):
@@ -153,6 +154,12 @@ def named_leaves(
     if names is not None:
         names.refuse_unused()
     return list(named.values())
+
+
+def fingerprint_of(leaves: Iterable[tuple[str, str | None, Leaf | LeafEntry]]) -> str:
+    """The fingerprint that a plain import gives a file with these names, noted paths and leaves."""
+    paths = ((path_of(name) if path is None else path, leaf) for name, path, leaf in leaves)
+    return fingerprint((path, leaf.dtype, leaf.shape, leaf.hashes()) for path, leaf in paths)
 
 
 def path_of(name: str) -> str:

@@ -29,6 +29,8 @@ SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000
 _NOTES = "perdure"
 """The name of the notes in a header, which are JSON."""
+_FINGERPRINT = "perdure_fingerprint"
+"""The name of the fingerprint in the header of a file that is whole, or in an index."""
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 # In the order of the safetensors library, which writes the arrays of later dtypes first, so that each
@@ -64,6 +66,7 @@ class _Entry(msgspec.Struct):
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+    metadata: dict[str, Any] | None = None
 
 
 def write(
@@ -72,26 +75,29 @@ def write(
     arrays: Sequence[NamedLeaf],
     scalars: Sequence[NamedLeaf],
     *,
+    fingerprint: str,
     shard_bytes: int | None = None,
 ) -> None:
     """Write a file, or a folder of files of at most `shard_bytes`; scalars are notes in the first."""
     shards = _shards(arrays, shard_bytes or sum(leaf.entry.nbytes for leaf in arrays))
     chunks_of = chunks_in_order(checkpoint, [leaf.entry for shard in shards for leaf in shard])
     notes = text_notes(scalars)
+    mark = {_FINGERPRINT: fingerprint}
     if shard_bytes is None:
-        _write_file(path, shards[0], chunks_of, notes)
+        _write_file(path, shards[0], chunks_of, notes, mark)
         return
     os.mkdir(path)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [SINGLE]
     for shard, name in zip(shards, names, strict=True):
-        _write_file(os.path.join(path, name), shard, chunks_of, notes)
+        whole = mark if len(shards) == 1 else {}
+        _write_file(os.path.join(path, name), shard, chunks_of, notes, whole)
         notes = {}  # those of scalars are in the first file
     if len(shards) > 1:
         files = zip(shards, names, strict=True)
         weight_map = {leaf.name: name for shard, name in files for leaf in shard}
         total = sum(leaf.entry.nbytes for leaf in arrays)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": total, **mark}, "weight_map": weight_map}
         with open(os.path.join(path, INDEX), "w", encoding="utf-8") as file:
             file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
@@ -117,10 +123,14 @@ def _shards(leaves: Sequence[NamedLeaf], most: int) -> list[list[NamedLeaf]]:
 
 
 def _write_file(
-    path: str, leaves: Sequence[NamedLeaf], chunks_of: ChunksOf, notes: Mapping[str, LeafNote]
+    path: str,
+    leaves: Sequence[NamedLeaf],
+    chunks_of: ChunksOf,
+    notes: Mapping[str, LeafNote],
+    mark: Mapping[str, str],
 ) -> None:
     notes = {**notes, **{leaf.name: leaf.note for leaf in leaves if leaf.note != LeafNote()}}
-    metadata = {"format": "pt"}  # transformers refuses a file without it
+    metadata = {"format": "pt", **mark}  # transformers refuses a file without the format
     if notes:
         metadata[_NOTES] = msgspec.json.encode(notes).decode()
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -153,10 +163,11 @@ def read(path: str) -> ForeignFile:
         return _read_file(os.path.join(path, _only_file(path)))
     try:
         with open(index, "rb") as file:
-            weight_map = msgspec.json.decode(file.read(), type=_Index).weight_map
+            listed = msgspec.json.decode(file.read(), type=_Index)
     except (OSError, ValueError) as error:
         raise DataError(f"{index}: not an index of safetensors files: {error}.") from error
-    whole = ForeignFile({}, {})
+    weight_map, metadata = listed.weight_map, listed.metadata or {}
+    whole = ForeignFile({}, {}, metadata.get(_FINGERPRINT))
     for name in dict.fromkeys(weight_map.values()):
         if not re.fullmatch(r"[^/\\]+", name):
             raise DataError(f"{index}: expected names of files in this folder, found {name!r}.")
@@ -201,7 +212,8 @@ def _read_file(path: str) -> ForeignFile:
         raw = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
         metadata = msgspec.convert(raw.pop("__metadata__", {}), dict[str, str])
         notes = msgspec.json.decode(metadata.get(_NOTES, "{}"), type=dict[str, LeafNote])
-        return noted_file(_leaves(data, msgspec.convert(raw, dict[str, _Entry])), notes)
+        found = noted_file(_leaves(data, msgspec.convert(raw, dict[str, _Entry])), notes)
+        return found._replace(fingerprint=metadata.get(_FINGERPRINT))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}.") from error
     except (ValueError, AttributeError, RecursionError) as error:

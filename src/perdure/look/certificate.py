@@ -25,7 +25,7 @@ from perdure.look.tables import Shown, Table
 from perdure.store.failures import read_error
 from perdure.store.format import Natural, hash_bytes, span_text, time_text
 from perdure.store.log import LineReference, log_place, read_log
-from perdure.store.manifest import RecipeValue, fingerprint
+from perdure.store.manifest import Manifest, RecipeValue, fingerprint
 from perdure.store.reader import verify_leaves
 from perdure.store.storage import Storage
 from perdure.text import few
@@ -124,8 +124,6 @@ def certify(checkpoint: StoredCheckpoint, output: Path | None, key: Path | None)
 
 def certificate_of(checkpoint: StoredCheckpoint) -> Certificate:
     """The certificate of a checkpoint, of which every byte is verified first; raises as `certify`."""
-    from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS  # takes long to import
-
     run, manifest = checkpoint.run, checkpoint.manifest
     run.require_finished()
     try:
@@ -136,10 +134,7 @@ def certificate_of(checkpoint: StoredCheckpoint) -> Certificate:
     except OSError as error:
         raise read_error(error, run.where) from error
     run.log.view.require({} if manifest.log is None else {manifest.step: manifest.log})
-    recipe, environment = {}, {}
-    for name, value in manifest.recipe.items():
-        is_setting = name in ENVIRONMENT_FIELDS or name.startswith(_SETTINGS)
-        (environment if is_setting else recipe)[name] = value
+    recipe, environment = split_recipe(manifest)
     # A compaction changes the places of chunks, and a copy has no line of the log.
     rest = msgspec.structs.replace(manifest, packs=(), leaves=(), process_leaves=(), log=None)
     own = ((leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in manifest.process_leaves)
@@ -155,6 +150,17 @@ def certificate_of(checkpoint: StoredCheckpoint) -> Certificate:
         origin=origin(manifest),
         replays=replays,
     )
+
+
+def split_recipe(manifest: Manifest) -> tuple[dict[str, RecipeValue], dict[str, RecipeValue]]:
+    """The recipe of a checkpoint without the fields of the environment, and those fields."""
+    from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS  # takes long to import
+
+    recipe, environment = {}, {}
+    for name, value in manifest.recipe.items():
+        is_setting = name in ENVIRONMENT_FIELDS or name.startswith(_SETTINGS)
+        (environment if is_setting else recipe)[name] = value
+    return recipe, environment
 
 
 def _replays(storage: Storage, step: int) -> Iterator[Replay]:

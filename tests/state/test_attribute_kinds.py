@@ -25,6 +25,7 @@ import torch
 from perdure import CheckpointManager, MemoryStorage
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.bits import same
+from perdure.state.containers import Form
 
 UTC = dt.UTC
 
@@ -369,7 +370,7 @@ def test_a_foreign_checkpoint_names_no_code_of_other_modules(form: dict[str, Any
     written: dict[str, Any] = {"loop": {"value": None}}
     with CheckpointManager(storage) as manager:
         manager.restore_or_initialize(written)
-        written["loop"]["value"] = form
+        written["loop"]["value"] = Form(form)
         manager.save(1, written)
     state = {"loop": Loop()}
     with CheckpointManager(storage) as manager, pytest.raises(StateError, match="has no"):

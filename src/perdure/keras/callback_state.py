@@ -33,9 +33,10 @@ from perdure.keras.fit_internals import (
 )
 from perdure.state import bits
 from perdure.state.attribute_values import put_value
+from perdure.state.containers import Form
 from perdure.state.keras_state import attributes_of
 from perdure.state.program_code import is_of_program
-from perdure.state.value_forms import plain_form, whole_form
+from perdure.state.value_forms import made_value, whole_form
 from perdure.text import few
 
 # Keras's callbacks that change what is trained: their settings belong to the recipe.
@@ -273,6 +274,8 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
         return [_encode(item, arrays) for item in value]
     if type(value) is tuple:
         return {_TAG: "tuple", "of": [_encode(item, arrays) for item in value]}
+    if type(value) is Form:
+        return {_TAG: "form", "of": {key: _encode(item, arrays) for key, item in value.items()}}
     if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
         return {key: _encode(item, arrays) for key, item in value.items()}
     if type(value) in _SETS:
@@ -286,7 +289,7 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
         raise TypeError(type(value).__name__) from error
     if form is value:
         raise TypeError(type(value).__name__)
-    return {_TAG: "form", "of": _encode(form, arrays)}
+    return _encode(form, arrays)
 
 
 def _decode(value: Any, arrays: dict[str, Any]) -> Any:
@@ -306,5 +309,5 @@ def _decode(value: Any, arrays: dict[str, Any]) -> Any:
         case "deque":
             return deque((_decode(item, arrays) for item in value["of"]), value["most"])
         case "form":
-            return plain_form(_decode(value["of"], arrays))
+            return made_value(_decode(value["of"], arrays))
     return {key: _decode(item, arrays) for key, item in value.items()}

@@ -53,7 +53,7 @@ from perdure.state.structure import (
     require_same_slots,
     structure_of,
 )
-from perdure.state.value_forms import SCALARS, plain_form, whole_form
+from perdure.state.value_forms import SCALARS, whole_form
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container
@@ -201,9 +201,12 @@ class Attributes(ExtraMember):
         if (stored := restoring.stored("attributes_index", _decoder)) is None:
             return []
         top = restoring.path("attributes_index").removesuffix("_index")
-        states = ObjectStates(Leaves(restoring.leaves, stored.containers))
         owners = {owner.path: owner for owner in _owners(walk)}
         known = Known(walk)
+        states = ObjectStates(
+            Leaves(restoring.leaves, stored.containers),
+            member=lambda name: known.real((name,))[0],
+        )
         static = {path: value for path, value, _ in static_owners(walk)}
         put: dict[str, Any] = {}
         for path, name in stored.deleted:
@@ -213,7 +216,7 @@ class Attributes(ExtraMember):
             owner_path = restoring.renamed(str(first))
             if (owner := owners.get(owner_path)) is None:
                 if (value := static.get(owner_path)) is not None:
-                    _set_static(value, str(key[0]), plain_form(states.value(path, None)))
+                    _set_static(value, str(key[0]), states.value(path, None))
                 continue
             try:
                 place = known.real(tuple(key))
@@ -221,10 +224,7 @@ class Attributes(ExtraMember):
                     if stored.same[path] in put:
                         _set(owner, place, put[stored.same[path]], is_shared=True)
                 else:
-                    like = _get(owner, place)
-                    stored_value = states.value(path, like)
-                    value = plain_form(stored_value, lambda name: known.real((name,))[0])
-                    put[path] = _set(owner, place, value)
+                    put[path] = _set(owner, place, states.value(path, _get(owner, place)))
             except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
                 raise StateError(
                     f"{restoring.where}: {path.removeprefix(top + '/')}: this attribute of a "

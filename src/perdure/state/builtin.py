@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
-from perdure.state.containers import describe_container
+from perdure.state.containers import Form, describe_container
 from perdure.state.generators import (
     SEED_SEQUENCE,
     is_generator,
@@ -37,7 +37,7 @@ from perdure.state.leaf_values import (
     plain_value,
     scalar_leaf,
 )
-from perdure.state.paths import LISTED, key_text
+from perdure.state.paths import key_text
 from perdure.state.program_code import is_of_program
 from perdure.store.leaf import Leaf
 
@@ -46,7 +46,7 @@ _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 _DEFAULTS = (type(None), bool, int, float, complex, str)
 # Mappings that `_rebuild_mapping` rebuilds exactly. Any other class is tried at the save.
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter, MappingProxyType}
-_LISTED_MAPPINGS = _MAPPINGS - {MappingProxyType}
+_LISTED_MAPPINGS = {Form, *_MAPPINGS} - {MappingProxyType}
 """Those whose keys may be anything that has an exact form (`q[state, action]`)."""
 
 
@@ -178,6 +178,7 @@ def _attributes_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -
         implied = {name: each for name, each in implied.items() if name in first}
 
     def rebuild(new: Sequence[Any]) -> None:
+        # What a restore has made is plain; the values of before, which it may take back, are not.
         plain = [plain_form(each) if isinstance(each, CONTAINERS) else each for each in new]
         for name, each in zip(names, plain, strict=False):  # implied ones are changed in place
             if name in vars(value) or each is not getattr(value, name):
@@ -215,15 +216,15 @@ def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:
 def _mapping_node(value: Mapping[Any, Any]) -> Node:
     if type(value) not in _MAPPINGS:
         _check_rebuilt(value, partial(_rebuild_mapping, value), dict(value))
+    if type(value) in _LISTED_MAPPINGS:
+        from perdure.state.value_forms import is_named, listed_form, made_value
+
+        if type(value) is Form or not is_named(value):
+            form = value if type(value) is Form else listed_form(value)
+            return Node(form.items(), lambda new: made_value(dict(zip(form, new, strict=True))))
     keys = list(value)
     # Non-empty strings need no check of each: there may be very many.
     strings = set(map(type, keys)) == {str} and "" not in keys
-    if type(value) in _LISTED_MAPPINGS and (not strings or len(keys) == len(LISTED)):
-        from perdure.state.value_forms import is_named, listed_form, plain_form
-
-        if not is_named(value):
-            form = listed_form(value)
-            return Node(form.items(), lambda new: plain_form(dict(zip(LISTED, new, strict=True))))
     names = keys if strings else list(map(key_text, keys))
     if names != keys and len(set(names)) < len(names):
         duplicate = next(name for name, count in Counter(names).items() if count > 1)

@@ -26,17 +26,28 @@ _FACTORIES: dict[Any, str] = {
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (OrderedDict, Counter, list, tuple, set, frozenset)
 }
+_LISTED_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 BYTEARRAY = "builtins.bytearray"
 """The class in the entry of a leaf of bytes that is a `bytearray`."""
 SORTED_DICT = Container("dict")
 """A dict whose keys are strings in code point order. It needs no entry."""
 
 
+class Form(dict[str, Any]):
+    """What stands for a value without an entry in a manifest, or for a mapping with keys that have no
+    text: its parts, and what they are in, by the keys `LISTED`. A checkpoint has it as a dict."""
+
+
 def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:
     """The manifest entry of a plain container, and its elements by key; None for any other value,
     also of a subclass, whose methods and fields cannot be rebuilt."""
     kind = type(value)
-    if kind is dict:
+    if kind in _LISTED_MAPPINGS:
+        from perdure.state.value_forms import is_named, listed_form
+
+        if not is_named(value):
+            return describe_container(listed_form(value))
+    if kind is dict or kind is Form:
         if not value:
             return SORTED_DICT, ()
         return Container("dict", keys=_keys(value)), _items(value)
@@ -190,11 +201,6 @@ def _library(name: str) -> Any:
 
 def _keys(value: Mapping[Any, Any]) -> tuple[Any, ...] | None:
     keys = list(value)
-    texts = {str(key) for key in keys}
-    if len(texts) < len(keys):
-        raise UnsupportedLeafError(
-            f"two keys of a mapping have the same text: {keys!r}; rename one of them."
-        )
     if all(type(key) is str for key in keys) and all(a < b for a, b in pairwise(keys)):
         return None
     return tuple(keys)

@@ -37,6 +37,7 @@ from perdure.state.leaf_values import cut, in_order, plain_value, same_bits
 from perdure.state.paths import below, join_dotted, join_part, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import ObjectFlattener, read_state
+from perdure.state.value_forms import made_value
 from perdure.store.format import children_of, escape, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
 
@@ -57,7 +58,7 @@ class ObjectStates:
     `rebuild` restores a live object inside a state; `keep` has values of modules that stay; with
     `takes` an object that changes no array may get the memory of the leaves. `shared` gets a path
     and what builds the value there, and returns the one that other paths have too. `orders` are those
-    of `memory_orders`.
+    of `memory_orders`; `member` gives a member of the state by the name in a form.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class ObjectStates:
         sharded: Mapping[str, Any] = MappingProxyType({}),
         shared: Callable[[str, Callable[[], Any]], Any] = _build_alone,
         orders: Mapping[str, Sequence[int]] | None = None,
+        member: Callable[[str], Any] = str,
     ) -> None:
         self.leaves = leaves
-        self._shared, self._orders = shared, orders
+        self._shared, self._orders, self._member = shared, orders, member
         self._sharded = sharded
         self._keep = keep
         self._may_take = takes
@@ -188,11 +190,12 @@ class ObjectStates:
             arrays = entry.arrays
         if path in self.leaves:
             return self._leaf(path, like, arrays)
-        return build_container(
+        made = build_container(
             entry or SORTED_DICT,
             self._parts.get(path, ()),
             lambda key, part: self._part(join_part(path, part), _child(like, key), arrays),
         )
+        return made_value(made, self._member) if type(made) is dict else made
 
     def _part(self, path: str, like: Any, arrays: str) -> Any:
         return self._shared(path, lambda: self._value(path, like, arrays))

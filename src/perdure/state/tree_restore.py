@@ -29,7 +29,6 @@ from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_plan import RestorePlan, StoredState
 from perdure.state.restore_request import RestoreReport, RestoreRequest
 from perdure.state.snapshots import unflatten
-from perdure.state.value_forms import plain_form
 from perdure.state.walk import Branch, Described, Walk, differences, template_of
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
@@ -230,7 +229,7 @@ class _Restore:
         if node is None or path in self._keep:
             return like
         if isinstance(node, Described):
-            return plain_form(self._objects.value(path, like))
+            return self._objects.value(path, like)
         if isinstance(node, Stateful):
             self._changes.append(_Change(path, node, self._state(node, path)))
             return like

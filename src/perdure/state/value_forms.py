@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.containers import class_named
+from perdure.state.containers import Form, class_named
 from perdure.state.generators import (
     generator_name,
     is_generator,
@@ -233,16 +233,16 @@ def with_pairs(value: Any) -> Any:
         return value.detach()  # the graph is of this process
     if isinstance(value, enum.Enum) and class_named(type_name(value)) is type(value):
         name = value.value if isinstance(value, enum.Flag) else value.name
-        return {_LISTED: name, "in": type_name(value)}
+        return Form({_LISTED: name, "in": type_name(value)})
     if (name := form_of(value)) is not None:
-        return {_LISTED: with_pairs(_FORMS[name].parts(value)), "in": name}
+        return Form({_LISTED: with_pairs(_FORMS[name].parts(value)), "in": name})
     if not isinstance(value, CONTAINERS) or not value:
         return value
     if isinstance(value, (set, frozenset)):
         if all(type(part) in SCALARS for part in value):
             return value
         parts = [with_pairs(part) for part in sorted(value, key=repr)]
-        return {_LISTED: parts, "in": type(value)()}
+        return Form({_LISTED: parts, "in": type(value)()})
     if not isinstance(value, dict):
         return _like_sequence(value, [with_pairs(part) for part in value])
     return _with_named_keys(value, [(key, with_pairs(part)) for key, part in value.items()])
@@ -250,7 +250,7 @@ def with_pairs(value: Any) -> Any:
 
 def generator_form(generator: Any) -> Any:
     """The kind and the state of a random generator."""
-    return {_LISTED: _FORMS[_GENERATOR].parts(generator), "in": _GENERATOR}
+    return Form({_LISTED: _FORMS[_GENERATOR].parts(generator), "in": _GENERATOR})
 
 
 def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
@@ -259,14 +259,14 @@ def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
     if type(value) in SCALARS:
         return value
     if (name := name_of(value)) is not None:
-        return {_LISTED: name, "in": _MEMBER}
+        return Form({_LISTED: name, "in": _MEMBER})
     if is_generator(value):
         return generator_form(value)
     kind = type(value)
     if kind is MethodType and name_of(value.__self__) is not None:
-        return {_LISTED: whole_form(_FORMS["method"].parts(value), name_of), "in": "method"}
+        return Form({_LISTED: whole_form(_FORMS["method"].parts(value), name_of), "in": "method"})
     if kind is np.ndarray and value.dtype.hasobject:
-        return {_LISTED: whole_form(_FORMS["objects"].parts(value), name_of), "in": "objects"}
+        return Form({_LISTED: whole_form(_FORMS["objects"].parts(value), name_of), "in": "objects"})
     if kind in CONTAINERS or hasattr(value, "_fields"):
         if kind is dict or kind is defaultdict:
             pairs = [(key, whole_form(part, name_of)) for key, part in value.items()]
@@ -284,29 +284,35 @@ def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
     attributes = {key: whole_form(part, name_of) for key, part in attributes_of(value).items()}
     items: Any = [*value.items()] if base is dict else [*value] if base is list else []
     parts = [_with_named_keys(attributes, [*attributes.items()]), whole_form(items, name_of)]
-    return {_LISTED: parts, "in": type_name(value), _OBJECT: base.__name__}
+    return Form({_LISTED: parts, "in": type_name(value), _OBJECT: base.__name__})
 
 
-def plain_form(stored: Any, member: Callable[[str], Any] = lambda name: name) -> Any:
-    """The value that `with_pairs` or `whole_form` gave the form `stored`."""
+def plain_form(stored: Any) -> Any:
+    """The value that `with_pairs` gave the form `stored`, or a value that has been made."""
     if isinstance(stored, dict):
-        if stored.keys() - {_OBJECT} == {_LISTED, "in"}:
-            return _made(stored, member)
         for key, part in stored.items():
-            stored[key] = plain_form(part, member)
-    elif isinstance(stored, (list, deque)):
+            stored[key] = plain_form(part)
+        return made_value(stored) if type(stored) is Form else stored
+    if isinstance(stored, (list, deque)):
         for place, part in enumerate(stored):
-            stored[place] = plain_form(part, member)
+            stored[place] = plain_form(part)
     elif isinstance(stored, tuple):
-        return _like_sequence(stored, [plain_form(part, member) for part in stored])
+        return _like_sequence(stored, [plain_form(part) for part in stored])
     return stored
 
 
-def _made(stored: dict[str, Any], member: Callable[[str], Any]) -> Any:
+def is_form(stored: Mapping[Any, Any]) -> bool:
+    """Whether a dict from a checkpoint is a form: one of the program with these keys is listed."""
+    return stored.keys() - {_OBJECT} == {*LISTED}
+
+
+def made_value(stored: dict[str, Any], member: Callable[[str], Any] = lambda name: name) -> Any:
+    """The value of a form whose parts are made; `stored` itself if it is none."""
+    if not is_form(stored):
+        return stored
     parts, name = stored[_LISTED], stored["in"]
     if name == _MEMBER:
         return member(parts)
-    parts = plain_form(parts, member)
     if isinstance(name, dict):
         return _like(name, [tuple(pair) for pair in parts])
     if not isinstance(name, str):
@@ -371,22 +377,27 @@ def _with_named_keys(
         if all(map(operator.is_, [part for _, part in pairs], value.values())):
             return value
         return _like(value, pairs)
-    return listed_form(value, pairs, name_of)
+    return _listed_form(value, pairs, name_of)
 
 
 def is_named(value: Mapping[Any, Any]) -> bool:
-    """Whether the keys of a mapping have texts that tell them apart."""
-    has_texts = all(type(key) in (str, int) and key != "" for key in value)
-    has_texts = has_texts and value.keys() - {_OBJECT} != {*LISTED}
-    return has_texts and len(set(map(str, value))) == len(value)
+    """Whether the keys of a mapping have texts that tell them apart, and are not those of a form."""
+    kinds = set(map(type, value))
+    if not kinds <= {str, int} or "" in value or (len(value) in (2, 3) and is_form(value)):
+        return False
+    return len(kinds) < 2 or len(set(map(str, value))) == len(value)
 
 
-def listed_form(
+def listed_form(value: Mapping[Any, Any]) -> Form:
+    """A mapping as a list of pairs: the forms of its keys, and its values."""
+    return _listed_form(value, value.items(), lambda _: None)
+
+
+def _listed_form(
     value: Mapping[Any, Any],
-    pairs: Iterable[tuple[Any, Any]] | None = None,
-    name_of: Callable[[Any], str | None] = lambda _: None,
-) -> dict[str, Any]:
-    """A mapping as a list of its keys, by their forms, and values, which `pairs` may replace."""
+    pairs: Iterable[tuple[Any, Any]],
+    name_of: Callable[[Any], str | None],
+) -> Form:
     torch = sys.modules.get("torch")
     others = [key for key in value if name_of(key) is None]
     if torch is not None and any(isinstance(key, torch.Tensor) for key in others):
@@ -396,12 +407,14 @@ def listed_form(
         )
     listed = [
         (
-            with_pairs(key) if (name := name_of(key)) is None else {_LISTED: name, "in": _MEMBER},
+            with_pairs(key)
+            if (name := name_of(key)) is None
+            else Form({_LISTED: name, "in": _MEMBER}),
             part,
         )
-        for key, part in (value.items() if pairs is None else pairs)
+        for key, part in pairs
     ]
-    return {_LISTED: listed, "in": _like(value, [])}
+    return Form({_LISTED: listed, "in": _like(value, [])})
 
 
 def _like(value: Mapping[Any, Any], pairs: list[Any]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful, leaf_adapter, loaded_adapters
 from perdure.state.builtin import is_plain_object
-from perdure.state.containers import describe_record
+from perdure.state.containers import Form, describe_record
 from perdure.state.leaf_spec import (
     Check,
     Difference,
@@ -48,7 +48,7 @@ _FEW = 4
 _BUILTIN = (dict, list, tuple)
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 ANY_LENGTH = (deque, set, frozenset)
-MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+MAPPINGS = (Form, dict, OrderedDict, defaultdict, Counter)
 GROWING = (list, tuple, *MAPPINGS, *ANY_LENGTH)
 """Containers whose size or kind a run may change."""
 
@@ -80,7 +80,7 @@ class Branch:
         """What a manifest can describe: of a mapping whose keys have no text the form that has its
         parts."""
         if type(self.value) in MAPPINGS and isinstance(self.node, Node) and len(self.parts) == 2:
-            children = dict(self.node.children)
+            children = Form(self.node.children)
             return children if (*children,) == LISTED else self.value
         return self.value
 

@@ -32,7 +32,7 @@ from perdure.keras.fit_internals import (
     set_direction,
 )
 from perdure.state import bits
-from perdure.state.attribute_values import put_value
+from perdure.state.attribute_values import put_value, untracked
 from perdure.state.containers import Form
 from perdure.state.keras_state import attributes_of
 from perdure.state.program_code import is_of_program
@@ -124,7 +124,7 @@ class CallbackState:
                 continue
             # Unchanged attributes are not stored, and may have changed when the epoch began again.
             for attribute, packed in self._before[name].items():
-                value = vars(callback).get(attribute)
+                value = untracked(vars(callback).get(attribute))
                 if not is_plain(value) or not bits.same(pack(value), packed):
                     setattr(callback, attribute, put_value(value, unpack(packed)))
             if state["operator"] and not has_direction(callback):
@@ -197,19 +197,28 @@ def _attributes(owner: Any) -> dict[str, Any]:
 
 def _packed(callback: Any) -> dict[str, Any]:
     values = _attributes(callback)
+    values = {name: untracked(value) for name, value in values.items()}
     return {name: pack(value) for name, value in values.items() if is_plain(value)}
 
 
 def _containers(callback: Any) -> dict[str, list[Any]]:
-    """The items of containers that are not plain. Keras's callbacks keep caches and files in such."""
+    """The items of containers, and attributes of objects of the program, that are not plain. Keras's
+    callbacks keep caches and files in such."""
     is_of_keras = type(callback).__module__.startswith("keras.")
     if is_of_keras or is_stateful(callback) or isinstance(callback, _MEMBERS):
         return {}
-    return {
-        name: [*value.items()] if isinstance(value, dict) else [*value]
-        for name, value in _attributes(callback).items()
-        if isinstance(value, _CONTAINERS) and not is_plain(value)
-    }
+    found: dict[str, list[Any]] = {}
+    for name, value in _attributes(callback).items():
+        if isinstance(value, _CONTAINERS) and not is_plain(value):
+            found[name] = [*value.items()] if isinstance(value, dict) else [*value]
+        elif _is_object(value) and not is_plain(value):  # of a class in a function, say
+            found[name] = [*vars(value).items()]
+    return found
+
+
+def _is_object(value: Any) -> bool:
+    is_member = isinstance(value, _MEMBERS)
+    return is_of_program(type(value)) and hasattr(value, "__dict__") and not is_member
 
 
 def _same_objects(items: list[Any], before: list[Any] | None) -> bool:

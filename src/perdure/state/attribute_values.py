@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from types import GeneratorType, MethodType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class Kind(enum.Enum):
 
 
 _CALLS = (MethodType, partial)
+_CODE = (FunctionType, BuiltinFunctionType, type, np.dtype, *_CALLS)
 _CHANGING = (Kind.ARRAY, Kind.GENERATOR, Kind.MIXED)
 
 
@@ -320,7 +321,7 @@ def static_owners(walk: Walk) -> Iterator[tuple[str, Any, list[str]]]:
             children = {key for key, _ in branch.node.children}
             values = vars(branch.value)
             names = [name for name in values if name not in children]
-            if static := [name for name in names if kind_of(values[name]) is Kind.PLAIN]:
+            if static := [name for name in names if _is_plain_or_code(values[name])]:
                 yield branch.path, branch.value, static
 
 
@@ -378,6 +379,40 @@ def _static_fields(kind: type) -> frozenset[str]:
 
 
 def _is_static(kind: type, name: str, value: Any) -> bool:
-    if kind_of(value) is not Kind.PLAIN or name in _MODES:
-        return False
-    return not dataclasses.is_dataclass(kind) or name in _static_fields(kind)
+    if dataclasses.is_dataclass(kind):
+        return name in _static_fields(kind)
+    return name not in _MODES and _is_plain_or_code(value)
+
+
+def _is_plain_or_code(value: Any) -> bool:
+    return kind_of(value) is Kind.PLAIN or isinstance(value, _CODE)
+
+
+def untracked(value: Any) -> Any:
+    """A list, a dict or a set of which Keras has made one of a class of its own, and does it again."""
+    kinds = type(value).__mro__
+    is_one = isinstance(value, CONTAINERS) and kinds[0].__module__.startswith("keras.")
+    return kinds[1](value) if is_one else value
+
+
+class StaticMark:
+    """What a static value has to be equal to as JAX compares it, if it is no plain value."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StaticMark):
+            return False
+        one, value = self._value, other._value
+        try:
+            return one is value or (type(one) is type(value) and bool(one == value))
+        except ValueError:  # of arrays
+            return np.array_equal(one, value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def static_mark(value: Any) -> Any:
+    """As `mark_of`, of a value that JAX takes as part of the structure."""
+    return mark_of(value) if kind_of(value) is Kind.PLAIN else StaticMark(value)

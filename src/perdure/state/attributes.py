@@ -30,8 +30,10 @@ from perdure.state.attribute_values import (
     kind_of,
     mark_of,
     put_value,
+    static_mark,
     static_owners,
     stored_form,
+    untracked,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.known_values import Key, Known, stepped
@@ -105,7 +107,7 @@ class Attributes(ExtraMember):
     def see(self, walk: Walk) -> None:
         if self._static is None:  # by path, because these modules are made again in each step
             self._static = {
-                (path, name): mark_of(getattr(value, name))
+                (path, name): static_mark(getattr(value, name))
                 for path, value, names in static_owners(walk)
                 for name in names
             }
@@ -172,9 +174,11 @@ class Attributes(ExtraMember):
                     whole.add(key)
         for path, value, names in static_owners(saving.walk):
             for name in names:
-                mark, before = mark_of(getattr(value, name)), (self._static or {}).get((path, name))
+                part = getattr(value, name)
+                mark, before = static_mark(part), (self._static or {}).get((path, name))
                 inside = path_of(f"{top}/{path}" if path else top, (name,))
-                if before != mark and _add(leaves, _without_keras(getattr(value, name)), inside):
+                if before != mark:
+                    _add_static(leaves, untracked(part), inside, before)
                     keys[inside] = (path, name)
         if not keys and not deleted:
             return {}
@@ -245,10 +249,16 @@ def _set_static(owner: Any, name: str, stored: Any) -> None:
         object.__setattr__(owner, name, stored)
 
 
-def _without_keras(value: Any) -> Any:
-    """Keras gives each list, dict and set in an attribute a class of its own, and does it again."""
-    kinds = type(value).__mro__
-    return kinds[1](value) if kinds[0].__module__.startswith("keras.") else value
+def _add_static(leaves: Leaves, value: Any, path: str, before: Any) -> None:
+    form = None
+    with suppress(StateError):
+        form = whole_form(value, lambda _: None)
+    if not _add(leaves, value, path, form) and before is not None:
+        raise UnsupportedLeafError(
+            f"{path.partition('/attributes/')[2]}: the run has changed this static value, of which a "
+            f"{type_name(value)} has no exact form in a checkpoint, so that a resumed program would "
+            f"have the first one. Choose between values by a number or a text, or make it an array."
+        )
 
 
 def _scalars(owner: Owner) -> list[Any] | None:

@@ -172,6 +172,13 @@ def _attributes_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -
 
     names = [*vars(value)]
     names += [name for name in _defaults_of(type(value)) if name not in vars(value)]
+    for name, (base, first) in _defaults_of(type(value)).items():
+        if (now := vars(base).get(name, first)) is not first and (now != first or now != now):
+            raise UnsupportedLeafError(
+                f"{name} is an attribute of the class {base.__qualname__}, and the run has changed it "
+                f"there ({first!r} to {now!r}), where no checkpoint puts it back. Make it an attribute "
+                f"of the object (`self.{name} = ...`)."
+            )
     implied = value.implied_members() if isinstance(value, AttributeState) else {}
     if stored is not None and implied:
         first = {path.partition("/")[0] for path in stored}
@@ -193,17 +200,15 @@ def _attributes_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -
 
 
 @cache
-def _defaults_of(kind: type) -> list[str]:
+def _defaults_of(kind: type) -> dict[str, tuple[type, Any]]:
     """The numbers and texts of a class of the program that an object may get as its own
-    (`count = 0`, and later `self.count += 1`): no constants."""
-    names = (name for base in kind.__mro__ if is_of_program(base) for name in vars(base))
-    return [
-        name
-        for name in dict.fromkeys(names)
-        if type(getattr(kind, name)) in _DEFAULTS
-        and not name.startswith("__")
-        and not name.isupper()
-    ]
+    (`count = 0`, and later `self.count += 1`), with the class and the first value: no constants."""
+    found: dict[str, tuple[type, Any]] = {}
+    for base in kind.__mro__ if is_of_program(kind) else ():
+        for name, value in vars(base).items() if is_of_program(base) else ():
+            if type(value) in _DEFAULTS and not name.startswith("__") and not name.isupper():
+                found.setdefault(name, (base, value))
+    return {name: each for name, each in found.items() if type(getattr(kind, name)) in _DEFAULTS}
 
 
 def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:

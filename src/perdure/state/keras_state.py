@@ -29,7 +29,9 @@ from perdure.state.program_code import is_of_program
 # with the same numbers as int64 on TensorFlow. A checkpoint has uint32.
 SEED = "seed_generator_state"
 
-SET_BY_KERAS = frozenset({"built", "training", "stop_training", "stop_evaluating"})
+SET_BY_KERAS = frozenset(
+    {"built", "training", "stop_training", "stop_evaluating", "stop_predicting"}
+)
 """Attributes that Keras sets while it trains."""
 
 _TENSORFLOW_CHILDREN = "_self_unconditional_dependency_names"

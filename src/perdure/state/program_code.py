@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import sysconfig
 from functools import cache, partial
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ _NAMESPACES = (
     "torch.quasirandom.SobolEngine",
     "torch.utils.data.sampler.WeightedRandomSampler",
 )
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")
 """Packages whose objects, other than tuples, are functions with settings."""
@@ -75,6 +77,32 @@ def is_code(value: Any) -> bool:
     if isinstance(value, partial):
         return all(map(_is_setting, (value.func, *value.args, *value.keywords.values())))
     return _is_code_class(type(value))
+
+
+def changed_cells(function: Any) -> dict[str, Any]:
+    """The variables that a function of the program closes over and may change: numbers and texts that
+    it declares `nonlocal`, and lists and dicts of such."""
+    if not isinstance(function, FunctionType) or not is_program_module(function.__module__):
+        return {}
+    names, found = _stored_names(function.__code__), dict[str, Any]()
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+        if isinstance(contents, (list, dict)):
+            parts = contents.values() if isinstance(contents, dict) else contents
+            if all(isinstance(part, _SCALARS) for part in parts):
+                found[name] = cell
+        elif isinstance(contents, _SCALARS) and name in names:
+            found[name] = cell
+    return found
+
+
+@cache
+def _stored_names(code: CodeType) -> frozenset[str]:
+    found = dis.get_instructions(code)
+    return frozenset(str(each.argval) for each in found if each.opname == "STORE_DEREF")
 
 
 def _is_setting(value: Any) -> bool:

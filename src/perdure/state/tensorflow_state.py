@@ -66,6 +66,8 @@ class _IteratorState(Stateful):
 _looked_at: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _LOOKS = 3
 """At the first one no element was drawn yet: what it loses then is not seen."""
+_LOST = ("groupbywindow",)
+"""Transformations, in lower case, of which TensorFlow cannot restore what they hold."""
 _ADVICE = (
     "Leave the iterator out of the state, and begin the data at the restored step: "
     "`dataset.skip(start)`, with a `seed` for each `shuffle`."
@@ -103,6 +105,10 @@ def _between_shuffle_and_repeat(dataset: Any) -> str:
     while pending:
         node, is_repeated, between = pending.pop()
         kind = type(node).__name__.removesuffix("Dataset").strip("_").lower()
+        if kind in _LOST:
+            raise UnsupportedLeafError(
+                f"TensorFlow does not restore an iterator with `{kind}`. {_ADVICE}"
+            )
         if "shuffle" in kind and is_repeated and between:
             return between
         if kind == "repeat":

@@ -33,7 +33,7 @@ from perdure.state.leaf_spec import (
 from perdure.state.leaf_values import SCALARS
 from perdure.state.paths import LISTED, below, join_keys, join_part, nearest
 from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
-from perdure.state.program_code import is_code, is_of_program
+from perdure.state.program_code import changed_cells, is_code, is_of_program
 from perdure.store.format import blocks
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container
@@ -263,15 +263,27 @@ class Walk:
         return branch
 
     def _method_of_object(self, value: Any, path: str) -> Branch:
-        """A function, which has no part; a bound method has the object of the program that it is of,
-        if that is not one in which it lies."""
-        held = getattr(value, "__self__", None)
-        if not is_plain_object(held) or any(held is branch.value for branch in self.branches):
+        """A function with what it closes over and changes; a bound method has the object of the program
+        that it is of, if that is not one in which it lies."""
+        held, cells = getattr(value, "__self__", None), changed_cells(value)
+        if is_plain_object(held) and not any(held is branch.value for branch in self.branches):
+            children = [("__self__", held)]
+        elif cells:
+            children = [(name, cell.cell_contents) for name, cell in cells.items()]
+        else:
             return Branch(path, value, None)
-        children = [("__self__", held)]
-        branch = Branch(path, value, Node(children, lambda _: value, in_place=True, can_undo=True))
+
+        def put(new: list[Any]) -> Any:
+            for cell, contents in zip(cells.values(), new, strict=False):
+                cell.cell_contents = contents
+            return value
+
+        branch = Branch(path, value, Node(children, put, in_place=True, can_undo=True))
         self.branches.append(branch)
-        branch.parts.append(self._visit(held, join_keys(path, ("__self__",))[0]))
+        paths = join_keys(path, [name for name, _ in children])
+        branch.parts += [
+            self._visit(part, at) for (_, part), at in zip(children, paths, strict=True)
+        ]
         return branch
 
     def _add(self, paths: Sequence[str], values: Sequence[Any]) -> int:

@@ -62,6 +62,11 @@ class Named(dict):  # type: ignore[type-arg]
     pass
 
 
+class Attributes(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
 class Scale(torch.nn.Module):
     uses: list[int] = []  # noqa: RUF012
 
@@ -543,6 +548,43 @@ def as_random_state(net: Net) -> Any:
     return lambda: net.value.rand(), lambda: net.value.get_state()[2]
 
 
+def _counter() -> Any:
+    count = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    return counted, lambda: count
+
+
+def as_hook_of_a_tensor(net: Net) -> Any:
+    hook, look = _counter()
+    net.one.weight.register_hook(hook)
+    return lambda: net.one(torch.ones(1, 2)).sum().backward(), look
+
+
+def as_hook_after_accumulation(net: Net) -> Any:
+    hook, look = _counter()
+    net.one.weight.register_post_accumulate_grad_hook(hook)
+    return lambda: net.one(torch.ones(1, 2)).sum().backward(), look
+
+
+def as_function_with_a_closure(net: Net) -> Any:
+    count, look = _counter()
+    net.value = {"schedules": [count]}
+    return count, look
+
+
+def as_dict_with_attributes_by_key(net: Net) -> Any:
+    net.value = Attributes(seen=1)
+
+    def use() -> None:
+        net.value.seen += 1
+
+    return use, lambda: net.value.seen
+
+
 def as_attribute_of_the_class(net: Net) -> Any:
     Scale.uses = []
 
@@ -564,6 +606,10 @@ def as_sobol_sequence(net: Net) -> Any:
 @pytest.mark.parametrize(
     "give",
     [
+        as_hook_of_a_tensor,
+        as_hook_after_accumulation,
+        as_function_with_a_closure,
+        as_dict_with_attributes_by_key,
         as_attribute_of_the_class,
         as_deleted_attribute,
         as_sobol_sequence,
@@ -684,3 +730,110 @@ def test_what_the_lambda_of_a_schedule_closes_over_comes_back() -> None:
     with CheckpointManager(storage) as manager:
         manager.restore_or_initialize(state)
     assert factor == {"by": 0.25}
+
+
+def test_what_a_hook_of_the_steps_closes_over_comes_back() -> None:
+    storage, found = MemoryStorage(), []
+    for number in range(2):
+        weight = torch.ones(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        hook, look = _counter()
+        optimizer.register_step_post_hook(hook)
+        with CheckpointManager(storage) as manager:
+            manager.restore_or_initialize({"weight": weight, "optimizer": optimizer})
+            if not number:
+                optimizer.step()
+                manager.save(1, {"weight": weight, "optimizer": optimizer})
+        found.append(look())
+    assert found == [1, 1]
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_the_tensor_of_the_program() -> None:
+    storage = MemoryStorage()
+    for number in range(2):
+        rate = torch.tensor(0.5)
+        weight = torch.ones(1, requires_grad=True)
+        groups = [{"params": [weight]}, {"params": [torch.ones(1, requires_grad=True)]}]
+        optimizer = torch.optim.SGD(groups, lr=rate)
+        state = {"weight": weight, "optimizer": optimizer}
+        with CheckpointManager(storage) as manager:
+            assert manager.restore_or_initialize(state).step == number
+            assert rate.item() == 0.5 / (number + 1)
+            rate.div_(2)
+            manager.save(number + 1, state)
+        assert [group["lr"] is rate for group in optimizer.param_groups] == [True, True]
+
+
+def changed_places(state: dict[str, Any]) -> None:
+    state["one"], state["two"] = state["two"], state["one"]
+
+
+def keyed_by_addresses(state: dict[str, Any]) -> None:
+    state["one"].value = {id(state["one"].one.weight): 1}
+
+
+def keyed_by_addresses_in_an_object(state: dict[str, Any]) -> None:
+    state["loop"].value = {id(state["one"].one.weight): 1}
+
+
+def one_array_twice(state: dict[str, Any]) -> None:
+    state["one"].value = [torch.ones(1), torch.zeros(1)]
+    state["one"].act.by = state["one"].value[1]
+
+
+def one_moment_for_all(state: dict[str, Any]) -> None:
+    total = torch.zeros(1)
+    for parameter in state["one"].parameters():
+        state["optimizer"].state[parameter]["total"] = total
+
+
+def counted_in_the_class(state: dict[str, Any]) -> None:
+    type(state["meter"]).count += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed_places, "optimizer: steps two/one.weight, and stepped one/one.weight"),
+        (keyed_by_addresses, "one/value: has the `id` of a parameter"),
+        (keyed_by_addresses_in_an_object, "loop/value: has the `id` of a parameter"),
+        (one_array_twice, "one/value and one/act/by have one array"),
+        (one_moment_for_all, "optimizer and optimizer have a tensor of their state in common"),
+        (counted_in_the_class, "meter: count is an attribute of the class Average"),
+    ],
+)
+def test_what_another_process_would_not_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None], said: str
+) -> None:
+    monkeypatch.setattr(Average, "count", 0)
+    state: dict[str, Any] = {"one": Net(), "two": Net(), "loop": Loop(), "meter": Average()}
+    state["optimizer"] = torch.optim.SGD(state["one"].parameters(), lr=0.1)
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize(state)
+        manager.save(1, state)
+        change(state)
+        with pytest.raises(UnsupportedLeafError, match=f"^{re.escape(said)}"):
+            manager.save(2, state)
+
+
+def test_models_and_optimizers_that_change_places_together_are_kept() -> None:
+    nets = [Net(), Net()]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    with CheckpointManager(MemoryStorage()) as manager:
+        manager.restore_or_initialize({"nets": nets, "optimizers": optimizers})
+        manager.save(1, {"nets": nets, "optimizers": optimizers})
+        manager.save(2, {"nets": nets[::-1], "optimizers": optimizers[::-1]})
+
+
+def test_a_function_of_a_loop_keeps_what_it_counts() -> None:
+    storage, found = MemoryStorage(), []
+    for number in range(2):
+        loop = Loop()
+        loop.value, look = _counter()
+        with CheckpointManager(storage) as manager:
+            manager.restore_or_initialize({"loop": loop})
+            if not number:
+                loop.value()
+                manager.save(1, {"loop": loop})
+        found.append(look())
+    assert found == [1, 1]

@@ -116,7 +116,7 @@ def is_position(value: Any) -> bool:
 def is_container_of_program(value: Any) -> bool:
     """Whether a value is a container with methods and attributes of its own: no named tuple."""
     is_one = isinstance(value, CONTAINERS) and type(value) not in CONTAINERS
-    return is_one and not hasattr(value, "_fields") and is_of_program(type(value))
+    return is_one and not hasattr(type(value), "_fields") and is_of_program(type(value))
 
 
 def _is_plain(value: Any) -> bool:
@@ -149,7 +149,7 @@ def items_of(
             (key if type(key) in (str, int) else name_of(key), part) for key, part in value.items()
         )
         return [(key, part) for key, part in named if key is not None]
-    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)):
+    if isinstance(value, tuple) and (fields := getattr(type(value), "_fields", None)):
         return list(zip(fields, value, strict=False))
     if isinstance(value, (list, tuple, deque)):
         return list(enumerate(value))
@@ -242,7 +242,7 @@ def put_value(present: Any, stored: Any) -> Any:
         return present
     if isinstance(present, enum.Enum) and isinstance(stored, str):
         return type(present)[stored]
-    if hasattr(stored, "dtype"):
+    if not isinstance(stored, dict) and hasattr(stored, "dtype"):
         return _put_array(present, stored)
     if type(present) is not type(stored):
         return stored

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from types import FunctionType, MethodType
@@ -43,6 +43,7 @@ from perdure.state.paths import join_dotted
 from perdure.state.program_code import is_of_program, is_owner, is_program_module
 from perdure.state.snapshots import described
 from perdure.state.structure import (
+    ALL_HOOKS,
     HOOKED,
     HOOKS,
     TENSOR_HOOKS,
@@ -50,7 +51,9 @@ from perdure.state.structure import (
     code_of,
     fresh_marks,
     path_of,
+    refuse_addresses,
     require_same_code,
+    require_same_names,
     require_same_parameters,
     require_same_slots,
     structure_of,
@@ -103,6 +106,8 @@ class Attributes(ExtraMember):
         self._static: dict[Key, Any] | None = None
         self._at: dict[str, dict[Key, Any]] = {}
         """The fresh marks of the owner that a path had at first."""
+        self._owners: dict[str, int] = {}
+        """The `id` of that owner, as long as no run has put another one there."""
 
     def see(self, walk: Walk) -> None:
         if self._static is None:  # by path, because these modules are made again in each step
@@ -115,6 +120,7 @@ class Attributes(ExtraMember):
             known = Known(walk)
             for owner in owners:
                 fresh = self._at[owner.path] = self._fresh_of(owner, known)
+                self._owners[owner.path] = id(owner.value)
                 # As of the first call of `save`: many programs register hooks after the restore.
                 fresh[HOOKED,] = code_of(owner.value)
 
@@ -127,11 +133,17 @@ class Attributes(ExtraMember):
         deleted: list[tuple[str, str]] = []
         # Keeps the values alive, so that no `id` is used again.
         first: dict[int, tuple[str, Any]] = {}
+        shared: dict[int, tuple[str, Any]] = {}
         owners = [*_owners(saving.walk)]
         known = Known(saving.walk) if owners else None
+        moved = [
+            each for each in owners if self._owners.get(each.path, id(each.value)) != id(each.value)
+        ]
         for owner in owners:
             assert known is not None
             fresh = self._fresh_of(owner, known)
+            if moved:
+                require_same_names(owner, self._at.get(owner.path, {}), known)
             require_same_slots(owner, fresh, owners, known)
             if _is_as_at_first(owner, fresh):
                 continue
@@ -146,7 +158,8 @@ class Attributes(ExtraMember):
                     continue
                 if whole and any(key[:length] in whole for length in range(1, len(key))):
                     continue
-                if key[0] in HOOKS and (*key[:2], _SHAPE) not in fresh:
+                hook = next((n for n in (0, 1) if key[n : n + 1] and key[n] in ALL_HOOKS), None)
+                if hook is not None and (*key[: hook + 2], _SHAPE) not in fresh:
                     continue  # a resumed program may register it only after the restore
                 form, is_whole = None, key[-1] == _SHAPE
                 if is_whole:
@@ -158,6 +171,7 @@ class Attributes(ExtraMember):
                     continue
                 path = path_of(f"{top}/{owner.path}" if owner.path else top, key)
                 is_plain = kind_of(value) is Kind.PLAIN
+                refuse_addresses(value, path_of(owner.path, key), known)
                 if not is_plain:
                     _require_present(value, fresh.get(key), path_of(owner.path, key))
                 if not is_plain and id(value) in first:
@@ -169,6 +183,7 @@ class Attributes(ExtraMember):
                     continue
                 elif not is_plain:
                     first[id(value)] = path, value
+                    _refuse_shared(value, path, shared)
                 keys[path] = (owner.path, *key)
                 if is_whole:
                     whole.add(key)
@@ -388,20 +403,15 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
                 yield (name, _TRAINED), parameter.requires_grad
                 for attribute, value in vars(parameter).items():
                     yield from _inside((name, attribute), value, known, owner)
+                yield from _of_hooks((name,), parameter, TENSOR_HOOKS, known, owner)
         for name in sorted(part._non_persistent_buffers_set):
             yield from _inside((name,), part._buffers.get(name), known, owner)
     else:
         if known.has_stepped:
             yield from ((key, value) for key, value in stepped(part) if not known.has(value))
-        if not is_owner(type(part)):
-            return
-    for name in HOOKS:
-        for place, hook in enumerate((getattr(part, name, None) or {}).values()):
-            if isinstance(hook, FunctionType) and is_program_module(hook.__module__):
-                yield (name, place, _SHAPE), hook.__qualname__
-                yield from _of_function((name, place), hook, known, owner)
-            else:
-                yield from _inside((name, place), hook, known, owner)
+    yield from _of_hooks((), part, HOOKS, known, owner)
+    if not is_module and not is_owner(type(part)):
+        return
     skipped = _of_modules() if is_module else _OF_OPTIMIZERS
     for name, value in list(vars(part).items()):
         if name in skipped or name.startswith("_optimizer_"):
@@ -412,6 +422,35 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
             # The next pruning ranks what the last forward pass has computed.
             value = value.detach() if value is not None else None
         yield from _inside((name,), value, known, owner)
+
+
+def _refuse_shared(value: Any, path: str, shared: dict[int, tuple[str, Any]]) -> None:
+    """Refuse an array that is in two values, each stored as a whole, and would be two arrays later."""
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, CONTAINERS):
+            pending += part.values() if isinstance(part, dict) else part
+        elif kind_of(part) is Kind.ARRAY and shared.setdefault(id(part), (path, part))[0] != path:
+            one, other = (each.partition("/attributes/")[2] for each in (shared[id(part)][0], path))
+            raise UnsupportedLeafError(
+                f"{one} and {other} have one array, and would have two after a restore. Keep its place "
+                f"(a number) instead of the second one, or make both places members of the state."
+            )
+
+
+def _of_hooks(
+    key: Key, value: Any, names: Iterable[str], known: Known, owner: Owner
+) -> Iterator[tuple[Key, Any]]:
+    """What the hooks of a module, an optimizer or a parameter close over, or what they are."""
+    for name in names:
+        for place, hook in enumerate((getattr(value, name, None) or {}).values()):
+            at = (*key, name, place)
+            if isinstance(hook, FunctionType) and is_program_module(hook.__module__):
+                yield (*at, _SHAPE), hook.__qualname__
+                yield from _of_function(at, hook, known, owner)
+            else:
+                yield from _inside(at, hook, known, owner)
 
 
 def _of_function(key: Key, function: Any, known: Known, owner: Owner) -> Iterator[Any]:
@@ -444,6 +483,9 @@ def _inside(
             f"Keep a list and the number of its next element, or a generator of random numbers; "
             f"delete the attribute if it is used up."
         )
+    if kind is Kind.OTHER and _is_function(value) and len(key) <= _DEEPEST:
+        yield from _of_function(key, value, known, owner)
+        return
     if kind is Kind.OTHER or (kind is not Kind.PLAIN and known.has(value)):
         return
     if kind is not Kind.MIXED:
@@ -474,6 +516,10 @@ def _inside(
         yield from inside
     else:
         yield from _whole(key, value, known)
+
+
+def _is_function(value: Any) -> bool:
+    return type(value) is FunctionType
 
 
 def _is_method_of(value: Any, known: Known) -> bool:
@@ -561,13 +607,13 @@ def _get(owner: Owner, key: Key) -> Any:
 def _child(value: Any, name: str | int) -> Any:
     if name == _OF_CLASS:
         return type(value)
-    if name in HOOKS and isinstance(hooks := getattr(value, str(name), None), dict):
+    if name in ALL_HOOKS and isinstance(hooks := getattr(value, str(name), None), dict):
         return [*hooks.values()]
     if isinstance(value, FunctionType):  # what it keeps between calls
         with suppress(ValueError):  # of a cell without contents
             return _cell_of(value, name).cell_contents
         return None
-    if isinstance(value, (dict, list, tuple, deque)) and not hasattr(value, "_fields"):
+    if isinstance(value, (dict, list, tuple, deque)) and not hasattr(type(value), "_fields"):
         return value[name]  # type: ignore[index]
     return getattr(value, str(name))
 

@@ -244,7 +244,7 @@ def _mapping_node(value: Mapping[Any, Any]) -> Node:
 
 
 def _sequence_node(value: list[Any] | tuple[Any, ...]) -> Node:
-    fields = getattr(value, "_fields", None)
+    fields = getattr(type(value), "_fields", None)
     if isinstance(value, tuple) and fields is not None:
         make = type(value)._make  # type: ignore[attr-defined]
         if getattr(value, "__dict__", None):
@@ -326,7 +326,7 @@ def _dataclass_node(value: Any) -> Node:
 def _rebuild_mapping(like: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
     if type(like) is dict:
         return new
-    if hasattr(like, "default_factory"):
+    if hasattr(type(like), "default_factory"):
         return type(like)(like.default_factory, new)  # type: ignore[call-arg]
     return type(like)(new)  # type: ignore[call-arg]
 

@@ -20,9 +20,10 @@ import numpy as np
 
 from perdure.errors import CorruptionError, MismatchError, UnsupportedLeafError
 from perdure.runtime.process_group import Processes
-from perdure.state.known_values import memory_of
+from perdure.state.known_values import Known, memory_of
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key
+from perdure.state.structure import refuse_addresses
 from perdure.state.walk import Walk
 from perdure.store.format import EPOCH_ENDS
 from perdure.store.leaf import Leaf, Leaves
@@ -152,6 +153,11 @@ class SharedMembers(ExtraMember):
         walk = saving.walk
         _refuse_views(walk)
         _refuse_shared_moments(walk)
+        known = None
+        for branch in walk.branches if dict in walk.kinds else ():
+            if type(branch.value) is dict and int in map(type, branch.value):
+                known = known or Known(walk)
+                refuse_addresses(branch.value, branch.path, known)
         containers = {kind for kind in walk.kinds if _is_mutable(kind)}
         found = [
             (each.path, each.value) for each in walk.branches if type(each.value) in containers
@@ -235,16 +241,16 @@ def _refuse_shared_moments(walk: Walk) -> None:
     states = [(path, getattr(node.target, "state", None)) for path, node in walk.objects.items()]
     states = [(path, state) for path, state in states if isinstance(state, defaultdict)]
     first: dict[int, tuple[str, Any]] = {}
-    for path, state in states if len(states) > 1 else ():
-        for parts in state.values():
-            for value in parts.values() if isinstance(parts, dict) else ():
-                other, held = first.setdefault(id(value), (path, state))
-                if hasattr(value, "dtype") and held is not state:
-                    raise UnsupportedLeafError(
-                        f"{other} and {path} have a tensor of their state in common, and would have "
-                        f"two after a restore: `load_state_dict` copies no tensor. Give it a copy, "
-                        f"`load_state_dict(copy.deepcopy(optimizer.state_dict()))`."
-                    )
+    for path, parts in ((path, parts) for path, state in states for parts in state.values()):
+        for value in parts.values() if isinstance(parts, dict) else ():
+            other, held = first.setdefault(id(value), (path, parts))
+            if held is not parts and hasattr(value, "dtype"):
+                raise UnsupportedLeafError(
+                    f"{other} and {path} have a tensor of their state in common (of two parameters, or "
+                    f"of two optimizers), and would have two after a restore. Keep one that all share "
+                    f"in an attribute of the optimizer; give `load_state_dict`, which copies no "
+                    f"tensor, a copy: `load_state_dict(copy.deepcopy(optimizer.state_dict()))`."
+                )
 
 
 def _extent(value: Any) -> tuple[int, int] | None:

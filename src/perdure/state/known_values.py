@@ -70,6 +70,10 @@ class Known:
         is_tensor = torch is not None and isinstance(value, torch.Tensor)
         return is_tensor and memory_of(value) in self._memory
 
+    def has_id(self, number: int) -> bool:
+        """Whether a number is the `id` of a parameter or a module of the state."""
+        return number in self._ids
+
     def name_of(self, value: Any) -> str | None:
         """The name of a parameter or a module that is a key of a dict; None for anything else."""
         return self._names.get(id(value))

@@ -16,7 +16,7 @@ from perdure.state.known_values import Key, Known, stepped
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import is_made, is_program_module
 
-_KIND, HOOKED = "!class", "!hooks"
+_KIND, HOOKED, _NAMES = "!class", "!hooks", "!names"
 _SLOTS = "!slots"
 """The key of the parameters and modules of a module by name, each with its class."""
 _STEPPED = "!stepped"
@@ -31,6 +31,7 @@ HOOKS = (
 )
 """The hooks of a module or an optimizer by number in the process, and here by their order."""
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+ALL_HOOKS = frozenset([*HOOKS, *TENSOR_HOOKS])
 
 
 class Owner(NamedTuple):
@@ -45,9 +46,36 @@ def structure_of(value: Any, known: Known) -> dict[Key, Any]:
     return {
         (_SLOTS,): _slots(value, known),
         (_STEPPED,): {key: id(each) for key, each in stepped(value) if known.has(each)},
+        (_NAMES,): [known.name_of(each) for _, each in stepped(value)],
         (_KIND,): _class_name(_unwrapped(value)),
         (HOOKED,): code_of(value),
     }
+
+
+def require_same_names(owner: Owner, at_first: dict[Key, Any], known: Known) -> None:
+    """Refuse an optimizer of which the program has put the parameters under other paths: the optimizer
+    at this path has those of the model that a resumed program has at that path."""
+    before = at_first.get((_NAMES,), [])
+    now = [known.name_of(each) for _, each in stepped(owner.value)]
+    for old, new in zip(before, now, strict=False):
+        if None not in (old, new) and old != new:
+            one, other = (str(name)[len("!of:") :].replace(":", "/") for name in (old, new))
+            raise UnsupportedLeafError(
+                f"{owner.path}: steps {other}, and stepped {one} when the program gave the state to "
+                f"the restore or first saved it: members have changed places. A resumed program has "
+                f"them as at first. Copy the values (`load_state_dict`), or let the optimizers change "
+                f"places with their models."
+            )
+
+
+def refuse_addresses(value: Any, path: str, known: Known) -> None:
+    """Refuse a dict with `id(parameter)` as keys, which are other numbers in another process."""
+    if isinstance(value, dict) and any(type(key) is int and known.has_id(key) for key in value):
+        raise UnsupportedLeafError(
+            f"{path}: has the `id` of a parameter or a module as a key, which is another number in a "
+            f"resumed program. Use its name or its number, or the parameter itself in an attribute of "
+            f"a module or an optimizer."
+        )
 
 
 def _slots(module: Any, known: Known) -> dict[str, tuple[Any, str]]:

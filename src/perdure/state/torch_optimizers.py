@@ -84,6 +84,10 @@ class OptimizerState(Stateful):
             return
         for group, loaded in zip(present, new, strict=True):
             if group is not loaded:
+                for name, value in group.items():  # `lr=torch.tensor(0.1)`, which others may have
+                    new_value = loaded.get(name)
+                    if _is_alike(value, new_value):
+                        loaded[name] = value.copy_(new_value)
                 group.clear()
                 group.update(loaded)
         if self._is_standard:
@@ -116,6 +120,10 @@ class OptimizerState(Stateful):
         state, groups = optimizer.state, optimizer.param_groups
         before = [(group, dict(group)) for group in groups]
         states = dict(state)
+        tensors = [
+            value for _, values in before for value in values.values() if torch.is_tensor(value)
+        ]
+        copies = [value.clone() for value in tensors]
 
         def undo() -> None:
             optimizer.state, optimizer.param_groups = state, groups
@@ -125,6 +133,8 @@ class OptimizerState(Stateful):
             for group, values in before:
                 group.clear()
                 group.update(values)
+            for value, copy in zip(tensors, copies, strict=True):
+                value.copy_(copy)
 
         return undo
 
@@ -150,6 +160,12 @@ class OptimizerState(Stateful):
             optimizer._optimizer_load_state_dict_pre_hooks
             or optimizer._optimizer_load_state_dict_post_hooks
         )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 class SchedulerState(Stateful):

@@ -267,7 +267,7 @@ def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
         return Form({_LISTED: whole_form(_FORMS["method"].parts(value), name_of), "in": "method"})
     if kind is np.ndarray and value.dtype.hasobject:
         return Form({_LISTED: whole_form(_FORMS["objects"].parts(value), name_of), "in": "objects"})
-    if kind in CONTAINERS or hasattr(value, "_fields"):
+    if kind in CONTAINERS or hasattr(kind, "_fields"):
         if kind is dict or kind is defaultdict:
             pairs = [(key, whole_form(part, name_of)) for key, part in value.items()]
             return _with_named_keys(value, pairs, name_of)

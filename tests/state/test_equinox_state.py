@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ import optax
 import pytest
 from flax import nnx
 
-from perdure import Checkpoint, CheckpointManager
+from perdure import Checkpoint, CheckpointManager, MemoryStorage
 from perdure.data import ArrayDataset
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.jax import MirroredStrategy
@@ -223,3 +225,25 @@ def test_static_values_that_no_step_has_changed_are_those_of_the_target(tmp_path
         like = static_state()
         like["net"].scale = 3.0
         assert manager.restore(like=like).state["net"].scale == 3.0
+
+
+@flax.struct.dataclass
+class Chosen:
+    value: jax.Array
+    rule: Any = flax.struct.field(pytree_node=False, default=None)
+
+
+@pytest.mark.parametrize("rule", [lambda x: x, functools.partial(max, 0), jax.nn.relu])
+def test_a_static_value_without_an_exact_form_is_refused(rule: Any) -> None:
+    state = {"chosen": Chosen(jnp.zeros(1), jnp.abs), "other": Chosen(jnp.zeros(1), dict.fromkeys)}
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(state)
+        manager.save(1, {**state, "other": Chosen(jnp.zeros(1), dict.fromkeys)})  # equal, as to JAX
+        state["chosen"] = state["chosen"].replace(rule=rule)
+        if rule is jax.nn.relu:  # a compiled function has a public name
+            manager.save(2, state)
+            return
+        with pytest.raises(
+            UnsupportedLeafError, match="chosen/rule: the run has changed this static"
+        ):
+            manager.save(2, state)

@@ -159,6 +159,26 @@ FORMS: dict[str, dict[str, str]] = {
 }
 
 
+_MANAGER = "perdure.CheckpointManager(directory)"
+_NEWEST = "`state, step = manager.restore_or_initialize(state)`"
+HABITS: dict[str, dict[str, str]] = {
+    "perdure": {
+        **dict.fromkeys(("StandardCheckpointer", "PyTreeCheckpointer", "Checkpointer"), _MANAGER),
+        **dict.fromkeys(("save", "save_checkpoint", "args"), "`manager.save(step, state)`"),
+        **dict.fromkeys(("restore", "restore_checkpoint"), _NEWEST),
+        "load": "perdure.load_checkpoint(run)",
+        "CheckpointManagerOptions": "perdure.ManagerOptions",
+        "callbacks": "perdure.keras.BackupAndRestore and perdure.keras.ModelCheckpoint",
+    },
+    "CheckpointManager": {
+        **dict.fromkeys(("load", "load_state_dict", "restore_latest", "resume"), _NEWEST),
+        **dict.fromkeys(("latest", "latest_checkpoint_step"), "manager.latest_step()"),
+        **dict.fromkeys(("wait", "flush", "join"), "manager.wait_until_finished()"),
+    },
+}
+"""Names of Orbax, Flax and PyTorch, and those that fingers type."""
+
+
 def refuse_arguments(owner: str, names: Iterable[str]) -> None:
     """Raise `ArgumentError` if one of the names is an argument of TensorFlow's that `owner` lacks."""
     for name in names:
@@ -192,6 +212,8 @@ def missing(owner: str, name: str) -> AttributeError:
                 place = module.__name__.removeprefix("keras.").removeprefix("api.")
                 full = name if module is keras else f"{place}.{name}"
                 return AttributeError(f"{text}. Use keras.{full} beside perdure's.", name=name)
+    if habit := HABITS.get(owner, {}).get(name):
+        return AttributeError(f"{text}. Write {habit}.", name=name)
     forms = FORMS["perdure"] if owner.startswith("perdure.") else {}
     form = (forms | FORMS[owner]).get(name)
     return AttributeError(f"{text}. In place of TensorFlow's: {form}" if form else text, name=name)

@@ -19,7 +19,7 @@ import pytest
 import perdure
 from perdure import Checkpoint, ManagerOptions, Retention
 from perdure.errors import ArgumentError, HistoryError, MismatchError
-from perdure.tensorflow_names import FORMS
+from perdure.tensorflow_names import FORMS, HABITS
 
 Manager: Any = perdure.CheckpointManager  # in TensorFlow's order, which the annotations do not have
 
@@ -354,3 +354,18 @@ def test_modules_need_no_import_of_their_own() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("owner", HABITS)
+def test_names_of_other_libraries_say_what_to_write(owner: str) -> None:
+    value: Any = (
+        perdure if owner == "perdure" else perdure.CheckpointManager(perdure.MemoryStorage())
+    )
+    for name, habit in HABITS[owner].items():
+        with pytest.raises(AttributeError, match=re.escape(f"{name!r}. Write {habit}.")):
+            getattr(value, name)
+    for name in re.findall(r"(?:manager|perdure)\.([\w.]+)", " ".join(HABITS[owner].values())):
+        held: Any = perdure.keras if name.startswith("keras.") else perdure
+        assert hasattr(held, name.removeprefix("keras.")) or hasattr(
+            perdure.CheckpointManager, name
+        )

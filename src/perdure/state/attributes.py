@@ -136,13 +136,11 @@ class Attributes(ExtraMember):
         shared: dict[int, tuple[str, Any]] = {}
         owners = [*_owners(saving.walk)]
         known = Known(saving.walk) if owners else None
-        moved = [
-            each for each in owners if self._owners.get(each.path, id(each.value)) != id(each.value)
-        ]
+        has_moved = any(self._owners.get(path, id(value)) != id(value) for path, value, _ in owners)
         for owner in owners:
             assert known is not None
             fresh = self._fresh_of(owner, known)
-            if moved:
+            if has_moved:
                 require_same_names(owner, self._at.get(owner.path, {}), known)
             require_same_slots(owner, fresh, owners, known)
             if _is_as_at_first(owner, fresh):
@@ -158,7 +156,7 @@ class Attributes(ExtraMember):
                     continue
                 if whole and any(key[:length] in whole for length in range(1, len(key))):
                     continue
-                hook = next((n for n in (0, 1) if key[n : n + 1] and key[n] in ALL_HOOKS), None)
+                hook = next((n for n, part in enumerate(key[:2]) if part in ALL_HOOKS), None)
                 if hook is not None and (*key[: hook + 2], _SHAPE) not in fresh:
                     continue  # a resumed program may register it only after the restore
                 form, is_whole = None, key[-1] == _SHAPE

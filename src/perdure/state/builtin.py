@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import repeat
@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
-from perdure.state.containers import Form, describe_container
+from perdure.state.containers import PLAIN_MAPPINGS, Form, describe_container
 from perdure.state.generators import (
     SEED_SEQUENCE,
     is_generator,
@@ -45,9 +45,7 @@ _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 
 _DEFAULTS = (type(None), bool, int, float, complex, str)
 # Mappings that `_rebuild_mapping` rebuilds exactly. Any other class is tried at the save.
-_MAPPINGS = {dict, OrderedDict, defaultdict, Counter, MappingProxyType}
-_LISTED_MAPPINGS = {Form, *_MAPPINGS} - {MappingProxyType}
-"""Those whose keys may be anything that has an exact form (`q[state, action]`)."""
+_MAPPINGS = {*PLAIN_MAPPINGS, MappingProxyType}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +219,7 @@ def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:
 def _mapping_node(value: Mapping[Any, Any]) -> Node:
     if type(value) not in _MAPPINGS:
         _check_rebuilt(value, partial(_rebuild_mapping, value), dict(value))
-    if type(value) in _LISTED_MAPPINGS:
+    if type(value) is Form or type(value) in PLAIN_MAPPINGS:
         from perdure.state.value_forms import is_named, listed_form, made_value
 
         if type(value) is Form or not is_named(value):

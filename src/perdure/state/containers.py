@@ -26,7 +26,8 @@ _FACTORIES: dict[Any, str] = {
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (OrderedDict, Counter, list, tuple, set, frozenset)
 }
-_LISTED_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+"""Those whose keys may be anything that has an exact form (`q[state, action]`)."""
 BYTEARRAY = "builtins.bytearray"
 """The class in the entry of a leaf of bytes that is a `bytearray`."""
 SORTED_DICT = Container("dict")
@@ -42,7 +43,7 @@ def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]
     """The manifest entry of a plain container, and its elements by key; None for any other value,
     also of a subclass, whose methods and fields cannot be rebuilt."""
     kind = type(value)
-    if kind in _LISTED_MAPPINGS:
+    if kind in PLAIN_MAPPINGS:
         from perdure.state.value_forms import is_named, listed_form
 
         if not is_named(value):

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from perdure.state.leaf_values import SCALARS
+
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _NAMESPACES = (
@@ -26,7 +28,7 @@ _NAMESPACES = (
     "torch.quasirandom.SobolEngine",
     "torch.utils.data.sampler.WeightedRandomSampler",
 )
-_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_SCALARS = tuple(SCALARS)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")
 """Packages whose objects, other than tuples, are functions with settings."""

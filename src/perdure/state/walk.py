@@ -6,7 +6,7 @@ a value is looked at once. Whoever needs the same state again is given the `Walk
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,7 @@ from typing import Any
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful, leaf_adapter, loaded_adapters
 from perdure.state.builtin import is_plain_object
-from perdure.state.containers import Form, describe_record
+from perdure.state.containers import PLAIN_MAPPINGS, Form, describe_record
 from perdure.state.leaf_spec import (
     Check,
     Difference,
@@ -48,7 +48,7 @@ _FEW = 4
 _BUILTIN = (dict, list, tuple)
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 ANY_LENGTH = (deque, set, frozenset)
-MAPPINGS = (Form, dict, OrderedDict, defaultdict, Counter)
+MAPPINGS = (Form, *PLAIN_MAPPINGS)
 GROWING = (list, tuple, *MAPPINGS, *ANY_LENGTH)
 """Containers whose size or kind a run may change."""
 

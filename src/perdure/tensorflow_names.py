@@ -202,21 +202,33 @@ def names_forms(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def missing(owner: str, name: str) -> AttributeError:
-    """The error for a name that `owner`, a module or a class of `FORMS`, does not have."""
+def missing(owner: str, name: str) -> AttributeError | ImportError:
+    """The error for a name that `owner`, a module or a class of `FORMS`, does not have.
+
+    `from owner import name` drops an AttributeError and says only that the name cannot be imported,
+    so for a name that has a form it is an ImportError there.
+    """
     text = f"{owner} has no attribute {name!r}"
+    form = _form(owner, name)
+    importing = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
+    kind = ImportError if form and importing else AttributeError
+    return kind(f"{text}. {form}" if form else text)
+
+
+def _form(owner: str, name: str) -> str | None:
+    """What to write in place of a name that `owner` does not have."""
     if owner == "perdure.keras" and name not in FORMS[owner]:
         keras = sys.modules["keras"]
         for module in (keras, keras.callbacks, keras.models):
             if hasattr(module, name):
                 place = module.__name__.removeprefix("keras.").removeprefix("api.")
                 full = name if module is keras else f"{place}.{name}"
-                return AttributeError(f"{text}. Use keras.{full} beside perdure's.", name=name)
+                return f"Use keras.{full} beside perdure's."
     if habit := HABITS.get(owner, {}).get(name):
-        return AttributeError(f"{text}. Write {habit}.", name=name)
+        return f"Write {habit}."
     forms = FORMS["perdure"] if owner.startswith("perdure.") else {}
     form = (forms | FORMS[owner]).get(name)
-    return AttributeError(f"{text}. In place of TensorFlow's: {form}" if form else text, name=name)
+    return f"In place of TensorFlow's: {form}" if form else None
 
 
 class TensorFlowNames:
@@ -226,6 +238,4 @@ class TensorFlowNames:
 
         def __getattr__(self, name: str) -> Any:
             owner = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in FORMS)
-            error = missing(owner, name)
-            error.obj = self
-            raise error
+            raise missing(owner, name)

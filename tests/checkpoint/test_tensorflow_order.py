@@ -272,6 +272,11 @@ def test_first_steps_that_fingers_type_from_habit() -> None:
     unnamed: Any = ({"w": 1},)
     with pytest.raises(ArgumentError, match=r"such as Checkpoint\(model=model\), found"):
         perdure.Checkpoint(*unnamed)
+    with pytest.raises(ImportError, match=r"TensorFlow's: perdure\.Trainer"):
+        exec("from perdure import Estimator", {})
+    with pytest.raises(ImportError, match=r"^cannot import name 'Nothing' from 'perdure' \("):
+        exec("from perdure import Nothing", {})
+    assert not hasattr(perdure, "Estimator")
 
 
 def pasted(directory: Path, last: int) -> tuple[list[float], int]:

@@ -180,6 +180,19 @@ def test_wrong_usage(arguments: list[str]) -> None:
     assert perdure(*arguments).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [("resume", "run"), ("list", "ls"), ("inspect", "show"), ("verfy", "verify"), ("zzz", None)],
+)
+def test_a_word_that_is_no_command_names_the_command_that_is_meant(
+    word: str, command: str | None
+) -> None:
+    result = perdure(word, "runs/first", "--follow")
+    assert result.exit_code == 2
+    hint = f" Did you mean `perdure {command}`?" if command else ""
+    assert result.output.endswith(f"No such command {word!r}.{hint}\n")
+
+
 # ---------------------------------------------------------------- hostile and long values
 
 

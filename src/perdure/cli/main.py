@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -53,6 +54,18 @@ COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 _ALIASES = {"plot": ("report", "--plot"), "stats": ("show", "--stats"), "tree": ("show", "--tree")}
 """Short forms, which the help does not list."""
 
+_HABITS = {
+    **dict.fromkeys(("continue", "launch", "resume", "start", "train"), "run"),
+    **dict.fromkeys(("cat", "describe", "info", "inspect"), "show"),
+    **dict.fromkeys(("clean", "delete", "gc", "rm"), "prune"),
+    **dict.fromkeys(("check", "fsck"), "verify"),
+    "compare": "diff",
+    "convert": "export",
+    "cp": "copy",
+    "list": "ls",
+}
+"""Words of other tools, and the command that does the same here: the error for the word names it."""
+
 
 class _Commands(click.Group):
     """Imports the module of a command only when that command is used."""
@@ -73,7 +86,12 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        return super().resolve_command(ctx, [*_ALIASES.get(args[0], args[:1]), *args[1:]])
+        word = args[0]
+        if word.isalpha() and word not in (*COMMANDS, *_ALIASES):
+            near = [_HABITS[word]] if word in _HABITS else get_close_matches(word, COMMANDS, 1)
+            hint = f" Did you mean `perdure {near[0]}`?" if near else ""
+            ctx.fail(f"No such command {word!r}.{hint}")
+        return super().resolve_command(ctx, [*_ALIASES.get(word, args[:1]), *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, group in GROUPS.items():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -33,25 +34,30 @@ from report import Row, finish, row
 TESTS = Path(__file__).parent.parent / "tests"
 PROGRAMS = (*real_torch.PROGRAMS, *real_jax.PROGRAMS)
 TABLE = Path("build") / "proof-doors.md"
+GROUPS = "test_two_processes_resume_to_the_same_bits"
 
 
 class Counts:
-    """How many tests passed, failed and were skipped."""
+    """How many tests passed, failed and were skipped, and those of several processes by host."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, int] = {}
+        self.of_groups: dict[str, list[bool]] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
+            if GROUPS in report.nodeid:
+                host, how, _ = report.nodeid.partition("[")[2].split("-")
+                self.of_groups.setdefault(f"{host} {how}", []).append(report.outcome == "passed")
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.outcome != "passed":
             self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
 
 
-def plugin_tests(arguments: list[str]) -> Row:
-    """The tests of the plug-ins."""
+def plugin_tests(arguments: list[str]) -> Iterator[Row]:
+    """The tests of the plug-ins, and for each host with several processes what it does by itself."""
     for name in ("torch", "transformers", "accelerate", "lightning", "mlflow-skinny"):
         print(f"{name} {metadata.version(name)}")
     counts = Counts()
@@ -71,7 +77,29 @@ def plugin_tests(arguments: list[str]) -> Row:
     passed = counts.outcomes.get("passed", 0)
     tried = sum(counts.outcomes.values())
     is_proof = status == 0 and 0 < passed == tried
-    return {"what": "tests of the plug-ins", "tried": tried, "held": passed, "met": is_proof}
+    yield {"what": "tests of the plug-ins", "tried": tried, "held": passed, "met": is_proof}
+    for name, outcomes in counts.of_groups.items():
+        host, how = name.split()
+        yield row(f"{name}: interrupted, resumed; in its own way {own_way(host, how)}", outcomes)
+
+
+def own_way(host: str, how: str) -> str:
+    """What a host's own way of resuming gives after a SIGKILL in the middle of an epoch."""
+    sys.path[:0] = [str(TESTS), str(TESTS / "plugins")]
+    import test_groups
+
+    if host == "fabric":
+        return "none for a loop"
+    endings: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        status, whole, _ = test_groups.run(host, f"{how}_own", Path(scratch) / "whole")
+        for step in (5, 7) if status == 0 else ():
+            directory = Path(scratch) / str(step)
+            test_groups.run(host, f"{how}_own-killed{step}", directory)
+            status, ended, _ = test_groups.run(host, f"{how}_own", directory)
+            is_equal = [each["bits"] for each in ended] == [each["bits"] for each in whole]
+            endings.append("an error" if status else "equal" if is_equal else "other bits")
+    return " and ".join(endings) or "an error"
 
 
 def real_programs(lab: Laboratory, chosen: list[Program]) -> Iterator[Row]:
@@ -139,7 +167,7 @@ def main() -> None:
             yield from doors_meshes.rows()
             return
         if not arguments.only:
-            yield plugin_tests(rest)
+            yield from plugin_tests(rest)
             if not rest:
                 yield from doors_meshes.rows()
         if arguments.programs is None:

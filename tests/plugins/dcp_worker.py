@@ -77,6 +77,8 @@ def sharded(mesh: Any, placement: Any, fill: bool) -> dict[str, Any]:
         "model": {
             "rows": distribute_tensor(rows, mesh, [placement]),
             "same": distribute_tensor(rows + 1 if fill else rows, mesh, [Replicate()]),
+            # Of it the second rank has nothing.
+            "one": distribute_tensor(torch.full((1,), 5.0 if fill else 0.0), mesh, [Shard(0)]),
         },
         "plain": torch.full((2,), 3 if fill else 0),
         "step": 4 if fill else 0,
@@ -105,7 +107,7 @@ def as_rank(action: str, directory: str, rank: int, ranks: int) -> None:
         whole = sharded(mesh, Shard(1), fill=True)
         answer["equal"] = state["step"] == 4 and all(
             torch.equal(state["model"][name].full_tensor(), whole["model"][name].full_tensor())
-            for name in ("rows", "same")
+            for name in ("rows", "same", "one")
         )
         answer["plain"] = state["plain"].tolist()
     answer["draw"] = torch.rand(1).item()

@@ -1,10 +1,11 @@
 """One of two processes that train in a host: `group_worker.py HOST HOW DIRECTORY` under torchrun.
 
-HOST: `transformers`, `accelerate`, `lightning` or `fabric`. HOW: `ddp` or `fsdp`, and `-killed` for a
-SIGKILL of rank 1 in the middle of the second epoch (`-killed7`: at step 7), `-terminated` for a SIGTERM
-to torchrun. Words in HOW change the rest: `noise` draws numbers while an example is loaded, in
-`workers` too. At its end each process writes `DIRECTORY-RANK.json`: the bits of its parameters, and the
-batches that it saw by step.
+HOST: `transformers`, `accelerate`, `lightning` or `fabric`. HOW: `ddp`, `fsdp` or `2d`, and `-killed`
+for a SIGKILL of rank 1 in the middle of the second epoch (`-killed7`: at step 7), `-terminated` for a
+SIGTERM to torchrun. Words in HOW change the rest: `noise` draws numbers while an example is loaded, in
+`workers` too; with `val` there is a validation within an epoch; with `own` the host resumes in its own
+way, without perdure. At its end each process writes `DIRECTORY-RANK.json`: the bits of its parameters,
+and the batches that it saw by step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ class Model(torch.nn.Module):
     def __init__(self, norm: bool = True) -> None:
         super().__init__()
         self.inner = torch.nn.Linear(4, 6)
-        self.norm = torch.nn.BatchNorm1d(6) if norm else torch.nn.LayerNorm(6)
+        self.norm = torch.nn.BatchNorm1d(6) if norm else torch.nn.Identity()
         self.drop, self.out = torch.nn.Dropout(0.5), torch.nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -89,6 +91,8 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
     others: dict[str, Any] = {"save_strategy": "no", "dataloader_num_workers": "workers" in how}
     if "fsdp" in how:
         others |= {"fsdp": True, "fsdp_config": {"version": 2}}
+    if "own" in how:
+        others |= {"save_strategy": "steps"}
     if "length" in how:
         others |= {"train_sampling_strategy": "group_by_length"}
     if "eval" in how:
@@ -111,7 +115,10 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
         ),
         callbacks=[Interruption()],
     )
-    perdure.plugins.transformers.train(trainer, directory)
+    if "own" in how:
+        trainer.train(resume_from_checkpoint=bool([*Path(f"{directory}-own").glob("*-*")]))
+    else:
+        perdure.plugins.transformers.train(trainer, directory)
     return trainer.model  # type: ignore[return-value]
 
 
@@ -136,6 +143,15 @@ def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
         Rows("noise" in how).loader(how, 4 if "split" in how else 2),
         torch.optim.lr_scheduler.StepLR(adam, 3, 0.5),
     )
+    if "own" in how:
+        for step, batch in own_batches(accelerator, loader, Path(directory), epochs=3):
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(**batch)["loss"])
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            interrupt(how, step - 2)
+        return accelerator.unwrap_model(wrapped)
     with CheckpointManager(directory, save_interval_steps=2, processes=process_group()) as manager:
         for step, batch in perdure.plugins.accelerate.batches(
             accelerator, loader, manager, epochs=3
@@ -149,9 +165,33 @@ def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
     return accelerator.unwrap_model(wrapped)
 
 
+def own_batches(
+    accelerator: Any, loader: Any, directory: Path, epochs: int
+) -> Iterator[tuple[int, Any]]:
+    """As Accelerate's guide to checkpoints has it: `save_state`, `load_state`, `skip_first_batches`."""
+    start = max((int(path.name) for path in directory.glob("*")), default=0)
+    if start:
+        accelerator.load_state(f"{directory}/{start}")
+    step, skipped = start, start % len(loader)
+    for _ in range(start // len(loader), epochs):
+        for batch in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
+            step += 1
+            yield step, batch
+            if step % 2 == 0:
+                accelerator.save_state(f"{directory}/{step}")
+        skipped = 0
+
+
 def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
     import lightning
-    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     import perdure.plugins.lightning
 
@@ -160,8 +200,20 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
             super().__init__()
             self.model = model
 
+        def configure_model(self) -> None:
+            if "2d" in how:
+                plan = {"inner": ColwiseParallel(), "out": RowwiseParallel()}
+                parallelize_module(model, self.device_mesh["tensor_parallel"], plan)
+            if sharded:
+                for layer in (model.inner, model):
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
         def training_step(self, batch: Any, _: int) -> Any:
             return self.model(**batch)["loss"]
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.model(**batch)
+            torch.rand(1)  # which an exact resume has to count
 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.05)
@@ -170,19 +222,31 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             interrupt(how, trainer.global_step - 4)
 
+    own = Path(f"{directory}/last.ckpt")
+    savers = [ModelCheckpoint(directory, every_n_train_steps=2, save_last=True, save_top_k=-1)]
+    savers = savers if "own" in how else []
+    count = int(os.environ["WORLD_SIZE"])
+    sharded, tensor = "fsdp" in how or "2d" in how, 2 if "2d" in how else 1
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy="ddp",
+        devices=count // nodes,
+        num_nodes=nodes,
+        strategy=ModelParallelStrategy(count // tensor, tensor) if sharded else "ddp",
         max_epochs=3,
-        callbacks=[Interruption()],
+        callbacks=[Interruption(), *savers],
+        val_check_interval=3 if "val" in how else None,
         logger=False,
         default_root_dir=f"{directory}-own",
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     loader = Rows("noise" in how).loader(how)
-    perdure.plugins.lightning.fit(trainer, directory, Module(), loader, every_n_train_steps=2)
+    loaders = [loader, Rows(False, 8).loader("")] if "val" in how else [loader]
+    if "own" in how:
+        trainer.fit(Module(), *loaders, ckpt_path=own if own.exists() else None)
+    else:
+        perdure.plugins.lightning.fit(trainer, directory, Module(), *loaders, every_n_train_steps=2)
     return model
 
 
@@ -222,7 +286,7 @@ def main() -> None:
     torch.manual_seed(RANK if "own-seed" in how else 0)
     random.seed(0)
     torch.set_num_threads(1)
-    model = Model(norm="fsdp" not in how)
+    model = Model(norm="fsdp" not in how and "2d" not in how)
     hosts = {
         "transformers": on_transformers,
         "accelerate": on_accelerate,

@@ -106,6 +106,7 @@ def test_two_ranks_save_shards_that_other_layouts_load(tmp_path: Path) -> None:
     assert paths["model/rows/[0:3,0:4]"] == (3, 4)
     assert paths["model/rows/[3:5,0:4]"] == (2, 4)
     assert paths["model/same"] == (5, 4)
+    assert paths["model/one"] == (1,)
     with pytest.warns(UserWarning, match="saved by 2 processes"):  # this process is alone
         alone = load(run, {"model": {"rows": torch.zeros(5, 4)}, "step": 0})
     assert torch.equal(alone["model"]["rows"], torch.arange(20.0).reshape(5, 4))

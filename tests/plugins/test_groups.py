@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,10 @@ ROWS = [
     ("accelerate", "ddp_dispatch"),
     ("accelerate", "fsdp"),
     ("lightning", "ddp"),
+    ("lightning", "fsdp"),
+    ("lightning", "2d"),
+    ("lightning", "ddp_val"),
+    ("lightning", "ddp_nodes"),
     ("fabric", "ddp"),
     ("torchtitan", "fsdp"),
     ("torchtitan", "2d"),
@@ -53,16 +59,33 @@ def run(host: str, how: str, directory: Path, count: int = 0) -> tuple[int, list
     """Exit status of torchrun, the answers of the processes, standard error."""
     count = count or (4 if how.startswith("2d") else 2)
     program = [TITAN] if host == "torchtitan" else [WORKER, host]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, f"--nproc-per-node={count}", *program, how, directory],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    machines = [["--standalone", f"--nproc-per-node={count}"]]
+    if "nodes" in how:  # one process on each of two machines
+        address = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+        port = f"--master-port={free_port()}"
+        machines = [[*address, port, f"--node-rank={rank}"] for rank in range(2)]
+    started = [
+        subprocess.Popen(
+            [*launcher, *options, *map(str, program), how, str(directory)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for options in machines
+    ]
+    with ThreadPoolExecutor() as pool:  # both pipes are read at once
+        errors = [*pool.map(lambda each: each.communicate(timeout=300)[1], started)]
     answers = [Path(f"{directory}-{rank}.json") for rank in range(count)]
-    return done.returncode, [json.loads(a.read_text()) for a in answers if a.exists()], done.stderr
+    status = max(abs(each.returncode) for each in started)
+    return status, [json.loads(a.read_text()) for a in answers if a.exists()], "".join(errors)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from group_worker import RANK, SEEN, interrupt
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -44,6 +46,37 @@ class Checkpointer:
 
     def save(self, step: int, last_step: bool = False) -> None:
         self.manager.save(step, self.states, force=last_step)
+
+
+class OwnCheckpointer:
+    """What torchtitan's own does: model and optimizers as DCP flattens them, and the rest."""
+
+    def __init__(self, folder: str, interval: int, **states: Any) -> None:
+        self.folder, self.interval, self.states = Path(folder), interval, states
+
+    def _state(self) -> dict[str, Any]:
+        (model,), (optimizer,) = self.states["model"], self.states["optimizer"]
+        values, moments = get_state_dict(model, optimizer)
+        (schedule,), trained = self.states["lr_scheduler"], self.states["train_state"]
+        loader = {f"dataloader-{RANK}": self.states["dataloader"].state_dict()}
+        rest = {"schedule": schedule.state_dict(), "trained": trained.state_dict(), **loader}
+        return {"model": values, "optimizer": moments, **rest}
+
+    def load(self) -> int:
+        steps = [int(path.parent.name) for path in self.folder.glob("*/.metadata")]
+        if steps:
+            dcp.load(state := self._state(), checkpoint_id=self.folder / str(max(steps)))
+            (model,), (optimizer,) = self.states["model"], self.states["optimizer"]
+            values, moments = state["model"], state["optimizer"]
+            set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=moments)
+            self.states["lr_scheduler"][0].load_state_dict(state["schedule"])
+            self.states["train_state"].load_state_dict(state["trained"])
+            self.states["dataloader"].load_state_dict(state[f"dataloader-{RANK}"])
+        return max(steps, default=0)
+
+    def save(self, step: int, last_step: bool = False) -> None:
+        if step % self.interval == 0 or last_step:
+            dcp.save(self._state(), checkpoint_id=self.folder / str(step))
 
 
 class Block(nn.Module):
@@ -110,7 +143,7 @@ class Trainer:
         self.dataloader = TokenLoader(mesh["dp"].get_local_rank(), sizes[0])
         torch.manual_seed(100 + mesh["dp"].get_local_rank())  # of the dropout
         self.step = self.ntokens_seen = 0
-        self.checkpointer = Checkpointer(
+        self.checkpointer = (OwnCheckpointer if "own" in how else Checkpointer)(
             folder,
             2,
             dataloader=self.dataloader,
@@ -128,6 +161,7 @@ class Trainer:
 
     def train(self, how: str) -> None:
         self.checkpointer.load()
+        manager: Any = getattr(self.checkpointer, "manager", None)
         batches = iter(self.dataloader)
         while self.step < STEPS:
             self.step += 1
@@ -142,10 +176,11 @@ class Trainer:
                 scheduler.step()
                 optimizer.zero_grad()
             self.checkpointer.save(self.step, last_step=self.step == STEPS)
-            if self.checkpointer.manager.reached_preemption(self.step):
-                self.checkpointer.manager.save_and_exit(self.step, self.checkpointer.states)
+            if manager is not None and manager.reached_preemption(self.step):
+                manager.save_and_exit(self.step, self.checkpointer.states)
             interrupt(how, self.step - 1)
-        self.checkpointer.manager.close()
+        if manager is not None:
+            manager.close()
 
 
 def main() -> None:

@@ -35,8 +35,9 @@ try:
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
     from lightning.pytorch.plugins.io import TorchCheckpointIO
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+    from perdure.plugins import lightning_shards
     from perdure.state.torch_loader import ResumableLoader
 except ModuleNotFoundError as error:
     raise errors.missing_extra("lightning", error) from error
@@ -62,7 +63,8 @@ def fit(
     one stays), and a `ModelCheckpoint` that keeps the two newest checkpoints. Its other callbacks stay.
 
     Args:
-        trainer: A Trainer that runs in one process, or in several with `strategy="ddp"`.
+        trainer: A Trainer that runs in one process, or in several with `strategy="ddp"` or with a
+            `ModelParallelStrategy` (FSDP2), of which each process saves its shards.
         directory: Where the checkpoints are, one run directory each.
         model: The module.
         loaders: As of `trainer.fit`.
@@ -72,7 +74,7 @@ def fit(
     Raises:
         ArgumentError: `ckpt_path` is given, or `every_n_train_steps` is not a positive integer.
         CorruptionError: All checkpoints are damaged.
-        StateError: Several processes have another strategy than DDP, or another number of them made the
+        StateError: Several processes have another strategy than these, another number of them made the
             checkpoint, a loader has `persistent_workers=True`, the loader of the validation is a
             `ResumableLoader`, or another `fit` of this trainer had another directory.
     """
@@ -99,7 +101,9 @@ class _Saver(ModelCheckpoint):
 
 def _equip(trainer: Trainer, where: Path, interval: int) -> None:
     strategy = trainer.strategy
-    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+    if isinstance(strategy, ModelParallelStrategy):
+        lightning_shards.equip(strategy)
+    elif type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = CheckpointIO()
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     for saver in callbacks:
@@ -250,11 +254,13 @@ class ExactResume(Callback):
         self._positions: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy):
+        strategy = trainer.strategy
+        is_exact = isinstance(strategy, DDPStrategy) or lightning_shards.is_equipped(strategy)
+        if trainer.world_size > 1 and not is_exact:
             raise errors.StateError(
-                f"ExactResume: expected one process or `strategy='ddp'`, found {trainer.world_size} "
-                f"with {type(trainer.strategy).__name__}, which saves past the callbacks of others. "
-                f"A loop of your own with a CheckpointManager saves the shards of FSDP2."
+                f"ExactResume: expected one process, `strategy='ddp'`, or a ModelParallelStrategy and "
+                f"`perdure.plugins.lightning.fit(trainer, ...)`; found {trainer.world_size} processes "
+                f"with {type(strategy).__name__}, which saves past the callbacks of others."
             )
         self._rank, self._count = trainer.global_rank, trainer.world_size
 

@@ -97,6 +97,12 @@ def leaf_path(item: planners.WriteItem) -> str:
     return box_path(path, data.chunk)
 
 
+def is_nothing(sizes: Sequence[int], of: Sequence[int]) -> bool:
+    """Whether a chunk is an empty one of a tensor that is not, as the last processes have of a small
+    tensor. It is no leaf: nothing is ever read from it."""
+    return 0 in sizes and 0 not in of
+
+
 def box_path(path: str, chunk: dcp_metadata.ChunkStorageMetadata) -> str:
     ends = zip(chunk.offsets, chunk.sizes, strict=True)
     return f"{path}/[{','.join(f'{start}:{start + size}' for start, size in ends)}]"
@@ -112,9 +118,11 @@ def layout_of(metadata: dcp_metadata.Metadata, entries: Sequence[LeafEntry]) -> 
         if isinstance(entry, dcp_metadata.BytesStorageMetadata):
             if not dtypes[path].startswith(SCALAR_PREFIX):
                 layout.objects.append(name)
-        elif [chunk.sizes for chunk in entry.chunks] != [entry.size]:
+            continue
+        chunks = [chunk for chunk in entry.chunks if not is_nothing(chunk.sizes, entry.size)]
+        if [chunk.sizes for chunk in chunks] != [entry.size]:
             layout.sizes[name] = tuple(entry.size)
-            for chunk in entry.chunks:
+            for chunk in chunks:
                 layout.boxes[box_path(path, chunk)] = (name, tuple(chunk.offsets))
     for name, keys in (metadata.planner_data or {}).items():
         if tuple(keys) != tuple(name.split(".")):

@@ -115,6 +115,9 @@ class Writer(StorageWriter):
         """Write the part of this rank; durable, and not yet committed, once the future is done."""
         leaves: dict[str, Leaf] = {}
         for item in plan.items:
+            data = item.tensor_data
+            if data is not None and storage_reader.is_nothing(data.chunk.sizes, data.size):
+                continue
             path = storage_reader.leaf_path(item)
             try:
                 leaves[path] = _leaf(item, planner)

@@ -109,6 +109,7 @@ FORMS: dict[str, dict[str, str]] = {
         "sync": "manager.wait_until_finished()",
     },
     "save": {"options": "CheckpointManager(..., options=perdure.ManagerOptions(...))"},
+    "restore": {"options": "CheckpointManager(..., options=perdure.ManagerOptions(...))"},
     "RunConfig": {
         "tf_random_seed": "RunConfig(seed=...)",
         "train_distribute": "Trainer(..., strategy=strategy)",
@@ -161,27 +162,58 @@ FORMS: dict[str, dict[str, str]] = {
 
 _MANAGER = "perdure.CheckpointManager(directory)"
 _NEWEST = "`state, step = manager.restore_or_initialize(state)`"
+_SAVE = "`manager.save(step, state)`"
+_WAIT = "manager.wait_until_finished()"
+_RULES = "options=perdure.ManagerOptions(retention=perdure.Retention(...))"
+_NO_TYPES = "no type handlers: `manager.save(step, state)` takes the tree itself"
+_OPTIMIZER = "{'params': params, 'opt_state': opt_state}, a plain dict, for the state"
 HABITS: dict[str, dict[str, str]] = {
     "perdure": {
         **dict.fromkeys(("StandardCheckpointer", "PyTreeCheckpointer", "Checkpointer"), _MANAGER),
-        **dict.fromkeys(("save", "save_checkpoint", "args"), "`manager.save(step, state)`"),
-        **dict.fromkeys(("restore", "restore_checkpoint"), _NEWEST),
-        "load": "perdure.load_checkpoint(run)",
+        **dict.fromkeys(("AsyncCheckpointer", "checkpoints"), _MANAGER),
+        **dict.fromkeys(("save", "save_checkpoint", "args", "save_pytree", "Composite"), _SAVE),
+        **dict.fromkeys(("async_save", "save_state"), _SAVE),
+        **dict.fromkeys(
+            ("ResumableLoader", "PerRank"), "perdure.torch.ResumableLoader and PerRank"
+        ),
+        **dict.fromkeys(("StandardSave", "PyTreeSave", "JsonSave", "type_handlers"), _NO_TYPES),
+        **dict.fromkeys(("restore", "restore_checkpoint", "resume"), _NEWEST),
+        **dict.fromkeys(
+            ("StandardRestore", "PyTreeRestore"), "`manager.restore(step, like=state)`"
+        ),
+        **dict.fromkeys(("load", "load_pytree", "load_weights"), "perdure.load_checkpoint(run)"),
+        **dict.fromkeys(("BestN", "LatestN"), "perdure.Retention"),
+        "TrainState": _OPTIMIZER,
+        "EarlyStopping": "perdure.train.EarlyStopping, or Keras's own",
+        "Dataset": "perdure.data.Dataset",
         "CheckpointManagerOptions": "perdure.ManagerOptions",
         "callbacks": "perdure.keras.BackupAndRestore and perdure.keras.ModelCheckpoint",
     },
     "CheckpointManager": {
         **dict.fromkeys(("load", "load_state_dict", "restore_latest", "resume"), _NEWEST),
         **dict.fromkeys(("latest", "latest_checkpoint_step"), "manager.latest_step()"),
-        **dict.fromkeys(("wait", "flush", "join"), "manager.wait_until_finished()"),
+        **dict.fromkeys(("wait", "flush", "join", "check_for_errors"), _WAIT),
+        **dict.fromkeys(("save_pytree", "save_checkpoint"), _SAVE),
+        **dict.fromkeys(("keep_period", "best_fn", "best_metric", "best_mode"), _RULES),
+        **dict.fromkeys(("retention", "monitor"), _RULES),
+        **dict.fromkeys(("save_interval", "every_n_steps", "every"), "save_interval_steps=..."),
+        "keep": "max_to_keep=...",
+        "async_options": "nothing: a save runs in the background",
+        "create": "nothing: the first save makes the directory",
+        "reload": "nothing: a manager sees what others have saved",
     },
+    "save": dict.fromkeys(("args", "items"), _SAVE),
+    "restore": dict.fromkeys(("args", "items", "restore_kwargs"), "like=state"),
+    "perdure.keras": {"CheckpointManager": "perdure.CheckpointManager"},
 }
 """Names of Orbax, Flax and PyTorch, and those that fingers type."""
 
 
 def refuse_arguments(owner: str, names: Iterable[str]) -> None:
-    """Raise `ArgumentError` if one of the names is an argument of TensorFlow's that `owner` lacks."""
+    """Raise `ArgumentError` if one of the names is an argument that others have and `owner` lacks."""
     for name in names:
+        if habit := HABITS.get(owner, {}).get(name):
+            raise ArgumentError(f"{owner} has no argument {name!r}. Write {habit}.")
         if form := FORMS[owner].get(name):
             raise ArgumentError(
                 f"{owner} has no argument {name!r}. In place of TensorFlow's: {form}"

@@ -131,6 +131,19 @@ def test_there_is_no_latest_checkpoint_before_the_first(tmp_path: Path) -> None:
         Checkpoint(**members()).save()
 
 
+def test_a_checkpoint_in_place_of_a_run_directory_begins_no_run(tmp_path: Path) -> None:
+    Checkpoint(**members(3)).save(tmp_path / "run", 5)
+    for name in ("run@5", "run@latest"):
+        for ask in (perdure.latest_checkpoint, perdure.CheckpointManager):
+            with pytest.raises(ArgumentError, match="expected a run directory, found the name of"):
+                ask(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with perdure.CheckpointManager(tmp_path / "other@5") as manager:  # no run has this name
+        assert manager.restore_or_initialize(members()).step == 0
+        manager.save(1, members())
+    assert perdure.latest_checkpoint(tmp_path / "other@5") == f"{tmp_path}/other@5@1"
+
+
 def test_restoring_nothing_changes_nothing(tmp_path: Path) -> None:
     ckpt = Checkpoint(**members(3))
     status = ckpt.restore(perdure.latest_checkpoint(tmp_path))
@@ -363,14 +376,21 @@ def test_modules_need_no_import_of_their_own() -> None:
 
 @pytest.mark.parametrize("owner", HABITS)
 def test_names_of_other_libraries_say_what_to_write(owner: str) -> None:
-    value: Any = (
-        perdure if owner == "perdure" else perdure.CheckpointManager(perdure.MemoryStorage())
-    )
+    manager = perdure.CheckpointManager(perdure.MemoryStorage())
+    if owner.startswith("perdure"):
+        value: Any = importlib.import_module(owner)
+    else:
+        value = manager if owner == "CheckpointManager" else getattr(manager, owner)
     for name, habit in HABITS[owner].items():
-        with pytest.raises(AttributeError, match=re.escape(f"{name!r}. Write {habit}.")):
-            getattr(value, name)
-    for name in re.findall(r"(?:manager|perdure)\.([\w.]+)", " ".join(HABITS[owner].values())):
-        held: Any = perdure.keras if name.startswith("keras.") else perdure
-        assert hasattr(held, name.removeprefix("keras.")) or hasattr(
-            perdure.CheckpointManager, name
-        )
+        said = re.escape(f"{name!r}. Write {habit}.")
+        if owner not in ("save", "restore"):
+            with pytest.raises(AttributeError, match=said):
+                getattr(value, name)
+        if not owner.startswith("perdure"):
+            call: Any = Manager if owner == "CheckpointManager" else value
+            with pytest.raises(ArgumentError, match=said):
+                call("run" if call is Manager else 1, **{name: 2})
+    for path in re.findall(r"(?:manager|perdure)\.([\w.]+)", " ".join(HABITS[owner].values())):
+        held: Any = perdure
+        for part in path.split("."):
+            held = getattr(held, part, None) or getattr(manager, part)

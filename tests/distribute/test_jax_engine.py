@@ -56,7 +56,8 @@ def test_a_number_that_jax_would_cut_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("jax_default_prng_impl", "rbg"), ("jax_random_seed_offset", 5)]
+    ("name", "value"),
+    [("jax_default_prng_impl", "rbg"), ("jax_random_seed_offset", 5), ("jax_disable_jit", True)],
 )
 def test_settings_that_change_bits_are_in_the_recipe(name: str, value: Any) -> None:
     usual, before = MirroredStrategy(1, V).recipe(), getattr(jax.config, name)

@@ -18,7 +18,7 @@ from perdure.distribute import key_value_group
 from perdure.distribute.jax import group as jax_group
 from perdure.distribute.key_value_group import KeyValueProcesses, KeyValueStore, late
 from perdure.distribute.torch import group as torch_group
-from perdure.errors import WorkerLostError
+from perdure.errors import ClusterError, WorkerLostError
 from perdure.runtime.process_group import SingleProcess
 
 
@@ -388,3 +388,16 @@ def test_a_group_of_one_process() -> None:
     assert [alone.any(False), alone.channel("save").any(True)] == [False, True]
     with pytest.raises(TypeError):
         alone.broadcast(None)
+
+
+def test_workers_of_a_supervisor_without_their_group_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would train alone, and the second find the run locked, or finished."""
+    monkeypatch.setenv("PERDURE_ATTEMPT", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ClusterError, match="has started 2 workers, and the manager was not given"):
+        CheckpointManager(tmp_path / "run")
+    CheckpointManager(tmp_path / "run", processes=SingleProcess()).close()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    CheckpointManager(tmp_path / "run").close()

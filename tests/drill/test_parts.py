@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +48,16 @@ from perdure.drill.fault_plan import (
     required_restores,
 )
 from perdure.drill.observed import Observed, phases_of
-from perdure.drill.scenario import Commit, Fault, Launch, LaunchOutcome, Outcome, Scenario
-from perdure.drill.working_directory import WorkingDirectory
+from perdure.drill.scenario import (
+    Commit,
+    Fault,
+    Launch,
+    LaunchOutcome,
+    Outcome,
+    Scenario,
+    WrittenFile,
+)
+from perdure.drill.working_directory import COPY, WorkingDirectory
 from perdure.drill.written_files import EVENTS
 from perdure.report.run_report import render_drill
 from perdure.store import Run
@@ -210,6 +219,22 @@ def test_the_files_that_are_made_at_the_end_are_compared(tmp_path: Path) -> None
     for name in ("cache", "when", "log", "latest"):
         assert name in unseen
         assert name not in looked
+
+
+def test_files_that_native_code_writes_are_found_by_their_times(tmp_path: Path) -> None:
+    """In the copy of the working directory: no event of the program names them."""
+    copy = tmp_path / "drill" / "plain" / "root" / "home"
+    (copy / "run").mkdir(parents=True)
+    (copy.parent.parent / COPY).touch()
+    for name in ("final.pt", "run/perdure.json", "run/log", "__pycache__/a.pyc", "was there"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text(name)
+    (copy / "link").symlink_to("final.pt")
+    os.utime(copy / "was there", (1, 1))  # copies keep their times
+    for seconds, is_export in ((-100, True), (100, False)):
+        events = [{"e": "step", "t": time.monotonic() + seconds}]
+        files = written_files(copy.parent.parent, "/home", events)
+        assert files == {"final.pt": WrittenFile(str(copy / "final.pt"), is_export, False)}
 
 
 def test_the_estimate_counts_each_run_and_each_start() -> None:

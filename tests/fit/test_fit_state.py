@@ -152,6 +152,47 @@ def test_an_attribute_with_its_first_value_is_restored(tmp_path: Path) -> None:
     assert same(train(tmp_path / "run", callbacks=lambda: [Passing()]), whole)
 
 
+COUNTED: dict[str, Any] = {"batches": 0}
+NOISE = np.random.default_rng(5)
+
+
+class Outside(keras.callbacks.Callback):
+    """Its learning rate depends on what is outside of it: its class, the module, a generator."""
+
+    batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        Outside.batches += 1
+        COUNTED["batches"] += 2
+        noise = sum([NOISE.random() for _ in range(2)])
+        rate = 0.1 / (1 + Outside.batches + COUNTED["batches"] + noise)
+        self.model.optimizer.learning_rate = rate  # type: ignore[union-attr]
+
+
+def outside() -> list[keras.callbacks.Callback]:
+    """As in a new process."""
+    Outside.batches = COUNTED["batches"] = 0
+    NOISE.bit_generator.state = np.random.default_rng(5).bit_generator.state
+    epochs = 0
+
+    def scale(epoch: int, logs: Any = None) -> None:
+        nonlocal epochs
+        epochs += 1
+        COUNTED["batches"] += epochs
+
+    return [Outside(), keras.callbacks.LambdaCallback(on_epoch_end=scale)]
+
+
+@pytest.mark.parametrize("fault_at", [(0, 2), (1, 2)])
+def test_what_the_functions_of_callbacks_use_comes_back(
+    tmp_path: Path, fault_at: tuple[int, int]
+) -> None:
+    whole = train(None, callbacks=outside)
+    with pytest.raises(Fault):
+        train(tmp_path / "run", fault_at, callbacks=outside)
+    assert same(train(tmp_path / "run", callbacks=outside), whole)
+
+
 class Collecting(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()

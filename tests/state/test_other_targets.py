@@ -12,7 +12,7 @@ import torch
 from torch import optim
 
 from perdure import CheckpointManager
-from perdure.errors import MismatchError, StateError
+from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state import flatten, restore, snapshot
 
 schedulers = torch.optim.lr_scheduler
@@ -333,13 +333,26 @@ def test_a_part_is_restored_into_a_module_on_the_meta_device(tmp_path: Path) -> 
     assert torch.equal(target.state_dict()["0.weight"], module.state_dict()["0.weight"])
 
 
-def test_the_state_dict_of_an_optimizer_in_place_of_the_optimizer(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, recipe={}) as manager:
-        optimizer = optim.Adam(parameters())
-        state, _ = manager.restore_or_initialize({"o": optimizer.state_dict()})
-        assert manager.save(1, {"o": stepped(optim.Adam).state_dict()})  # it has grown in this run
-        manager.wait_until_finished()
-        restored = manager.restore(like=state).state
-        assert restored["o"]["state"].keys() == {0, 1}
+@pytest.mark.parametrize("member", ["module", "optimizer", "scheduler"])
+def test_what_state_dict_has_returned_is_refused_at_the_start(tmp_path: Path, member: str) -> None:
+    """After a restart the dict would have the restored values, and its owner fresh ones."""
+    module = torch.nn.Linear(2, 2)
+    optimizer = optim.Adam(module.parameters())
+    owners: dict[str, Any] = {
+        "module": module,
+        "optimizer": optimizer,
+        "scheduler": optim.lr_scheduler.StepLR(optimizer, 3),
+    }
+    with CheckpointManager(tmp_path / "run", recipe={}) as manager:
+        given = {"a": owners | {member: owners[member].state_dict()}}
+        with pytest.raises(UnsupportedLeafError, match=f"a/{member}: .* the {member}. After"):
+            manager.restore_or_initialize(given)
+        # Copies are values of their own.
+        best = copy.deepcopy(module.state_dict())
+        assert manager.restore_or_initialize({**owners, "best": best}).step == 0
+
+
+def test_the_state_dict_of_an_optimizer_in_place_of_the_optimizer() -> None:
+    optimizer = optim.Adam(parameters())
     with pytest.raises(MismatchError, match="Put the optimizer itself into the state"):
         restore({"o": optimizer.state_dict()}, snapshot({"o": stepped(optim.Adam).state_dict()}))

@@ -164,6 +164,23 @@ def find_run(where: Where) -> Address:
     raise errors[0]
 
 
+def refuse_checkpoint_name(directory: object) -> None:
+    """Raise `ArgumentError` for `RUN@STEP` where a run directory is expected: a program that would
+    take it for an empty one would start over."""
+    if not isinstance(directory, (str, os.PathLike)):
+        return
+    text = os.fsdecode(os.fspath(directory))
+    if (match := _parse(text)) is None or os.path.isdir(text):
+        return
+    with suppress(NotARunError):
+        Run(match["run"])
+        raise ArgumentError(
+            f"directory: expected a run directory, found the name of a checkpoint, {text!r}. Give "
+            f"{match['run']!r}; `restore({text!r})` restores that checkpoint, and `perdure fork` "
+            f"begins another run from it."
+        )
+
+
 def _parse(text: str) -> re.Match[str] | None:
     return _BEST.fullmatch(text) or _STEPS.fullmatch(text)
 

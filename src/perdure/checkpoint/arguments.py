@@ -28,7 +28,7 @@ def step_number(step: Any) -> int:
     except TypeError:
         raise ArgumentError(
             f"step: expected an integer from 0 to {MAX_STEP}, found {shown(step)} of type "
-            f"{type(step).__name__}."
+            f"{type(step).__name__}. The step comes first: `save(step, state)`, `restore(step, like)`."
         ) from None
     if not 0 <= number <= MAX_STEP:
         raise ArgumentError(

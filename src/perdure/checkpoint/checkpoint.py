@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from perdure.checkpoint.address import find_step
+from perdure.checkpoint.address import find_step, refuse_checkpoint_name
 from perdure.checkpoint.arguments import shown, step_number
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.restorer import load_good, warn_of_skipped
@@ -274,8 +274,10 @@ def latest_checkpoint(directory: Directory) -> str | None:
     """The newest checkpoint of a run directory as `RUN@STEP` (after a save under way); None if
     there is none.
 
-    Raises `ArgumentError` if `directory` is no run directory, and has one below it.
+    Raises `ArgumentError` if `directory` is no run directory, and has one below it or names a
+    checkpoint.
     """
+    refuse_checkpoint_name(directory)
     storage = open_storage(directory)
     for manager in [reference() for reference in managers.values()]:
         if manager is not None and manager.directory == storage.where:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar, cast
@@ -166,8 +167,17 @@ def save_channel(processes: Processes, where: str) -> Processes:
 
 def require_group(where: str) -> None:
     """Raise `ClusterError` if the framework knows of other processes, and a manager was given none:
-    each of them would take itself for the only writer."""
+    each of them would take itself for the only writer. So would the workers of `perdure run`."""
     group = framework_group()
+    count = os.environ.get("WORLD_SIZE", "")
+    if group is None and "PERDURE_ATTEMPT" in os.environ and count.isdigit() and int(count) > 1:
+        raise ClusterError(
+            f"{where}: `perdure run` has started {count} workers, and the manager was not given their "
+            f"group, so that each would train alone. Call perdure.initialize_distributed('torch') (or "
+            f"'jax') before the first array, and pass what it returns as "
+            f"CheckpointManager(..., processes=group). For a directory that this worker alone uses, "
+            f"pass processes=perdure.checkpoint.SingleProcess()."
+        )
     if group is not None and group.count > 1:
         call = "perdure.initialize_distributed('jax')"
         if group.engine == "torch":

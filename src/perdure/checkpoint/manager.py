@@ -15,7 +15,7 @@ from functools import partial
 from types import NoneType
 from typing import Any, NoReturn, overload
 
-from perdure.checkpoint.address import step_or_name
+from perdure.checkpoint.address import refuse_checkpoint_name, step_or_name
 from perdure.checkpoint.arguments import Metrics, integer, require_kind, require_state, step_number
 from perdure.checkpoint.checkpoint import (
     Checkpoint,
@@ -115,6 +115,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         interval = integer("save_interval_steps", save_interval_steps)
         self._processes = group = group_of(processes)
         recipe_check = RecipeCheck(recipe, allow, group)
+        refuse_checkpoint_name(directory)
         run = Run(directory, create=True, codec=options.codec, clock=clock)
         self._mirror = None if mirror is None else Mirror(run, mirror, max_to_keep, rules, clock)
         super().__init__(run, rules, recipe_check.given)
@@ -237,6 +238,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
                 self._saver.warn_of_mirror()
             return is_committed
 
+    @names_forms("restore")
     def restore(
         self,
         step: int | str | None = None,

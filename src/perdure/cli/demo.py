@@ -21,14 +21,18 @@ _ENDS = {"SIGKILL": "red", "exit 75": "yellow"}
 
 
 @cli.command("demo")
-@click.option("--engine", type=click.Choice(["jax", "torch"]), default="jax", help="The framework.")
+@click.option(
+    "--engine",
+    type=click.Choice(["jax", "torch"]),
+    help="The framework.  [default: jax, or torch if that is installed alone]",
+)
 @click.option("--data", type=click.Path(exists=True), help="MNIST: IDX files or .npz.")
 @click.option("--epochs", type=click.IntRange(2), default=6, help="Epochs to train.")
 @cli.seed_option
 @cli.directory_option
 @click.option("--without", type=click.Choice(GUARDS), help="Remove one guard; the demo then fails.")
 def demo(
-    engine: str,
+    engine: str | None,
     data: str | None,
     epochs: int,
     seed: int,
@@ -47,6 +51,7 @@ def demo(
     from perdure.demo.digits import load_digits, save_scans
     from perdure.demo.driver import DemoOptions, run_demo
 
+    engine = engine or next((name for name in ("jax", "torch") if find_spec(name)), "jax")
     if find_spec(engine) is None:  # here, where the message is seen, and not in a worker
         raise missing_extra(f"demo,{engine}", ModuleNotFoundError(name=engine))
     with ExitStack() as stack:

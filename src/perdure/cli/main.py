@@ -88,7 +88,9 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         word = args[0]
         if word.isalpha() and word not in (*COMMANDS, *_ALIASES):
-            near = [_HABITS[word]] if word in _HABITS else get_close_matches(word, COMMANDS, 1)
+            near = (
+                [_HABITS[word]] if word in _HABITS else get_close_matches(word, COMMANDS, 1, 0.75)
+            )
             hint = f" Did you mean `perdure {near[0]}`?" if near else ""
             ctx.fail(f"No such command {word!r}.{hint}")
         return super().resolve_command(ctx, [*_ALIASES.get(word, args[:1]), *args[1:]])

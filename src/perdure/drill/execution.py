@@ -10,12 +10,15 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,12 +26,12 @@ from typing import Any
 from perdure.drill.fault_injection import COPIES, PLAN, RUNS
 from perdure.drill.probes import probe_environment
 from perdure.drill.scenario import Commit, FiredFault, Launch, LaunchOutcome, Outcome, WrittenFile
-from perdure.drill.working_directory import ROOT, WorkingDirectory
+from perdure.drill.working_directory import COPY, ROOT, WorkingDirectory
 from perdure.drill.written_files import EVENTS
 from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.drill_hook import DRILL
-from perdure.store.format import MANIFESTS, PACKS, manifest_name, pack_step
+from perdure.store.format import MANIFESTS, MARKER, PACKS, manifest_name, pack_step
 from perdure.supervise.attempts_log import AttemptRecord
 from perdure.supervise.console import Console
 from perdure.supervise.options import Limits, RunOptions
@@ -42,6 +45,8 @@ STOPPED_S = 0.5
 _SPARE_RESTARTS = 2
 _TAIL = 12
 _ENDING = ("kill", "term", "torn")  # faults inside the program that are signals
+_CLOCK_TICK_S = 0.01
+"""A file system stamps files with a clock that is late by at most this."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -325,7 +330,40 @@ def written_files(
             found[name] = WrittenFile(
                 path, is_last and (known is None or known.is_export), not is_inside
             )
+    seen = {file.path for file in found.values()}
+    step = events[last]["t"] if steps and "t" in events[last] else math.inf
+    ended = step + time.time() - time.monotonic() - _CLOCK_TICK_S
+    for path in _changed_files(directory, copy):
+        if path not in seen:  # native code has written it, as in `torch.save`
+            found[path.removeprefix(copy)] = WrittenFile(path, _born(path) >= ended, False)
     return found
+
+
+def _changed_files(directory: Path, copy: str) -> Iterator[str]:
+    """The files in the working directory that are newer than the copy, outside of run directories."""
+    made = directory / COPY
+    began = made.stat().st_mtime if made.exists() else math.inf
+    for folder, folders, names in os.walk(copy):
+        if MARKER in names or os.path.basename(folder) == "__pycache__":
+            folders.clear()
+            continue
+        for path in (os.path.join(folder, name) for name in names):
+            is_file = os.path.isfile(path) and not os.path.islink(path)
+            if is_file and os.stat(path).st_mtime >= began:
+                yield path
+
+
+def _born(path: str) -> float:
+    """When a file was made, in seconds since 1970: before the last step if it was only written again.
+    0 where the system does not say it."""
+    try:
+        done = subprocess.run(
+            ["/usr/bin/stat", "-c", "%w", path], capture_output=True, text=True, check=True
+        )
+        day, clock, zone = done.stdout.split()
+        return datetime.fromisoformat(f"{day}T{clock[:15]}{zone[:3]}:{zone[3:]}").timestamp()
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0.0
 
 
 def holds_earlier_runs(part: Path) -> LaunchError:

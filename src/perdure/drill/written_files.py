@@ -1,6 +1,6 @@
 """Inside a drilled program: its events, also which files it opens for writing and which lines ran.
 
-The last two begin with the import of perdure. Files that native code opens are not seen.
+The last two begin with the import of perdure. Files that native code opens are not seen here.
 """
 
 from __future__ import annotations

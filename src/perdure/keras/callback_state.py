@@ -12,6 +12,9 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import suppress
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import keras
@@ -35,7 +38,7 @@ from perdure.state import bits
 from perdure.state.attribute_values import put_value, untracked
 from perdure.state.containers import Form
 from perdure.state.keras_state import attributes_of
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import is_of_program, is_program_module
 from perdure.state.value_forms import made_value, whole_form
 from perdure.text import few
 
@@ -70,6 +73,7 @@ class CallbackState:
                 kind = type(callback).__name__
                 count[kind] += 1
                 self._named[kind if count[kind] == 1 else f"{kind}_{count[kind]}"] = callback
+                self._named |= _code_of(callback)
         if self._is_read:
             self._named |= self._owners
         self._before = {
@@ -86,7 +90,8 @@ class CallbackState:
             self._traced = {name: _packed(owner) for name, owner in self._owners.items()}
 
     def _is_stateful(self, name: str) -> bool:
-        return name not in self._owners and is_stateful(self._named[name])
+        owner = self._named[name]
+        return name not in self._owners and not isinstance(owner, type) and is_stateful(owner)
 
     def members(self) -> dict[str, Any]:
         """The variables, models, optimizers and seeds that callbacks hold, for the state."""
@@ -124,14 +129,14 @@ class CallbackState:
                 continue
             # Unchanged attributes are not stored, and may have changed when the epoch began again.
             for attribute, packed in self._before[name].items():
-                value = untracked(vars(callback).get(attribute))
+                value = untracked(_attributes(callback).get(attribute))
                 if not is_plain(value) or not bits.same(pack(value), packed):
-                    setattr(callback, attribute, put_value(value, unpack(packed)))
+                    _set(callback, attribute, put_value(value, unpack(packed)))
             if state["operator"] and not has_direction(callback):
                 set_direction(callback)
             for attribute, value in state["changed"].items():
-                present = vars(callback).get(attribute)
-                setattr(callback, attribute, put_value(present, value))
+                present = _attributes(callback).get(attribute)
+                _set(callback, attribute, put_value(present, value))
 
     def describe(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -182,6 +187,74 @@ class CallbackState:
         }
 
 
+class _Variables:
+    """The variables that functions of a callback use outside of it: those that they close over, and
+    those of the program's modules. Not arrays, which are data."""
+
+    def __init__(self, functions: list[FunctionType]) -> None:
+        self._cells: dict[str, CellType] = {}
+        self._globals: dict[str, dict[str, Any]] = {}
+        for function in functions:
+            names = function.__code__.co_freevars
+            for name, cell in zip(names, function.__closure__ or (), strict=True):
+                if name != "__class__":
+                    self._cells[f"{function.__qualname__}.{name}"] = cell
+            for name in _names_in(function.__code__):
+                if name in function.__globals__ and not name.startswith("__"):
+                    self._globals[f"{function.__module__}.{name}"] = function.__globals__
+
+    def values(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, cell in self._cells.items():
+            with suppress(ValueError):  # of a cell without contents
+                found[name] = cell.cell_contents
+        for name, variables in self._globals.items():
+            found[name] = variables.get(name.rpartition(".")[2])
+        return {name: value for name, value in found.items() if _is_counted(value)}
+
+    def set(self, name: str, value: Any) -> None:
+        if name in self._cells:
+            self._cells[name].cell_contents = value
+        else:
+            self._globals[name][name.rpartition(".")[2]] = value
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names of globals and attributes in the code of a function and of those inside it."""
+    yield from code.co_names
+    for inside in code.co_consts:
+        if isinstance(inside, CodeType):
+            yield from _names_in(inside)
+
+
+def _is_counted(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value
+    has_arrays = isinstance(value, _CONTAINERS) and any(hasattr(part, "shape") for part in parts)
+    is_code = callable(value) or isinstance(value, (ModuleType, *_MEMBERS))
+    return not (has_arrays or is_code or hasattr(value, "shape"))
+
+
+def _code_of(callback: Any) -> dict[str, Any]:
+    """The program's classes of a callback, whose attributes may count for all of its objects, and the
+    variables that its functions use."""
+    classes = {base.__qualname__: base for base in type(callback).__mro__ if is_of_program(base)}
+    held = [
+        *vars(callback).values(),
+        *(v for base in classes.values() for v in vars(base).values()),
+    ]
+    functions = [each for each in held if isinstance(each, FunctionType)]
+    functions = [each for each in functions if is_program_module(each.__module__)]
+    named: dict[str, Any] = {f"class {name}": base for name, base in classes.items()}
+    return named | {f"variables of {type(callback).__name__}": _Variables(functions)}
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, _Variables):
+        owner.set(name, value)
+    else:
+        setattr(owner, name, value)
+
+
 def _owners(model: Any) -> dict[str, Any]:
     """The model, its layers and its optimizer by a name that does not depend on Keras's numbers."""
     layers = {f"layer {number}": layer for number, layer in enumerate(layers_of(model))}
@@ -190,6 +263,10 @@ def _owners(model: Any) -> dict[str, Any]:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
+    if isinstance(owner, _Variables):
+        return owner.values()
+    if isinstance(owner, type):
+        return {n: v for n, v in vars(owner).items() if not n.startswith("__") and _is_counted(v)}
     if not isinstance(owner, (keras.Layer, keras.optimizers.Optimizer)):
         return {n: v for n, v in vars(owner).items() if n not in CALLBACK_ATTRIBUTES}
     return attributes_of(owner)
@@ -204,7 +281,8 @@ def _packed(callback: Any) -> dict[str, Any]:
 def _containers(callback: Any) -> dict[str, list[Any]]:
     """The items of containers, and attributes of objects of the program, that are not plain. Keras's
     callbacks keep caches and files in such."""
-    is_of_keras = type(callback).__module__.startswith("keras.")
+    is_code = isinstance(callback, (type, _Variables))
+    is_of_keras = is_code or type(callback).__module__.startswith("keras.")
     if is_of_keras or is_stateful(callback) or isinstance(callback, _MEMBERS):
         return {}
     found: dict[str, list[Any]] = {}

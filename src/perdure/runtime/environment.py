@@ -54,6 +54,7 @@ _NO_MATTER = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_hlo
 _JAX_DEFAULTS = {
     "jax_default_prng_impl": "threefry2x32",
     "jax_random_seed_offset": 0,
+    "jax_disable_jit": False,
     "jax_disable_most_optimizations": False,
     "jax_softmax_custom_jvp": True,
     "jax_numpy_dtype_promotion": "standard",

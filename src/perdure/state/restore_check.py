@@ -6,6 +6,7 @@ containers, numbers and arrays: a program that saves those of its target begins 
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Collection, Mapping
@@ -330,6 +331,33 @@ def _require_values(walk: Walk) -> None:
                 f"that could give it a value. Give `restore_or_initialize` the fresh state; "
                 f"`restore` takes abstract targets."
             )
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    for branch in walk.branches:
+        if isinstance(branch.value, dict) and (owner := _owner_of_state_dict(branch.value, torch)):
+            raise UnsupportedLeafError(
+                f"{branch.path or '(the state itself)'}: this is the `state_dict()` of {owner}. After "
+                f"a restart it would have the restored values, and {owner} would have fresh ones. Give "
+                f"the object itself (`{{'model': model, 'optimizer': optimizer}}`): it is restored in "
+                f"place, without `load_state_dict`."
+            )
+
+
+def _owner_of_state_dict(value: dict[Any, Any], torch: Any) -> str:
+    """Whose `state_dict()` a dict is, if its owner goes on changing what is in it; else ''."""
+    groups = value.get("param_groups")
+    if "state" in value and isinstance(groups, list):
+        return "the optimizer"
+    if {"last_epoch", "_step_count"} <= value.keys():
+        return "the scheduler"
+    if not hasattr(value, "_metadata"):  # PyTorch gives it to those of modules, and copies keep it
+        return ""
+    parameter = torch.nn.Parameter
+    live = {id(p): p for p in gc.get_objects() if issubclass(type(p), parameter)}.values()
+    memory = {p.untyped_storage().data_ptr() for p in live if not p.is_meta}
+    tensors = [each for each in value.values() if isinstance(each, torch.Tensor)]
+    shares = any(each.untyped_storage().data_ptr() in memory for each in tensors if each.numel())
+    return "the module" if shares else ""
 
 
 def _structure(leaves: Mapping[str, Leaf]) -> dict[str, LeafSpec]:

@@ -16,6 +16,7 @@ REPOSITORIES = {
     "examples": "pytorch/examples",
     "nanoGPT": "karpathy/nanoGPT",
     "pytorch-lightning": "Lightning-AI/pytorch-lightning",
+    "accelerate": "huggingface/accelerate",
     "stanford_alpaca": "tatsu-lab/stanford_alpaca",
     "flax": "google/flax",
     "equinox": "patrick-kidger/equinox",

@@ -351,4 +351,179 @@ TRAINER = Program(
     ),
 )
 
-PROGRAMS = (MNIST, VAE, WORD_LANGUAGE_MODEL, NANOGPT, DDP, FSDP2, LIGHTNING, TRAINER)
+GAN = Program(
+    name="Lightning's example GAN (manual optimization)",
+    folder="pytorch-lightning/examples/pytorch/domain_templates",
+    file="generative_adversarial_net.py",
+    needs=("lightning",),
+    imports=("perdure.torch", "torch._dynamo", "lightning"),
+    limit=2,
+    epoch=20,  # two backward passes for each batch
+    small=(
+        before("    model = GAN(lr=args.lr", "torch.manual_seed(0)"),
+        replace(
+            "dm = MNISTDataModule()",
+            "dm = torch.utils.data.DataLoader(torch.utils.data.TensorDataset("
+            "torch.rand(160, 1, 28, 28), torch.zeros(160)), batch_size=16, shuffle=True)",
+        ),
+        replace(
+            'Trainer(accelerator="gpu", devices=1)',
+            'Trainer(accelerator="cpu", devices=1, max_epochs=3, enable_progress_bar=False, '
+            "enable_model_summary=False)",
+        ),
+        replace("grid = torchvision.utils.make_grid(sample_imgs)", "return"),
+    ),
+    edits=(
+        after("from argparse import", "import perdure.plugins.lightning"),
+        replace(
+            "trainer.fit(model, dm)",
+            "perdure.plugins.lightning.fit(trainer, 'run', model, dm, every_n_train_steps=4)",
+        ),
+    ),
+    own='ckpt_path="last" with its checkpoints every 4 steps',
+    own_edits=(
+        after("from argparse import", "from lightning.pytorch.callbacks import ModelCheckpoint"),
+        replace(
+            "max_epochs=3",
+            "max_epochs=3, callbacks=[ModelCheckpoint('run', every_n_train_steps=4, save_last=True)]",
+        ),
+        replace("trainer.fit(model, dm)", 'trainer.fit(model, dm, ckpt_path="last")'),
+    ),
+)
+
+
+def _noise_digits(target: Path) -> None:
+    (target / "noise_digits.py").write_text(
+        "import torch\n\n\n"
+        "def MNIST(path, download, train, transform):\n"
+        "    source = torch.Generator().manual_seed(int(train))\n"
+        "    images = torch.rand(160, 1, 28, 28, generator=source)\n"
+        "    labels = torch.randint(10, (160,), generator=source)\n"
+        "    return torch.utils.data.TensorDataset(images, labels)\n"
+    )
+
+
+FABRIC = Program(
+    name="Lightning's example image_classifier (Fabric)",
+    folder="pytorch-lightning/examples/fabric/image_classifier",
+    file="train_fabric.py",
+    needs=("lightning",),
+    imports=("perdure.torch", "torch._dynamo", "lightning"),
+    small=(
+        replace("fabric = Fabric()", 'fabric = Fabric(accelerator="cpu", devices=1)'),
+        # torchmetrics needs more of torchvision than is stood in for.
+        replace("import torchvision.transforms as T", ""),
+        replace("from torchvision.datasets import", "from noise_digits import"),
+        replace("T.Compose([T.ToTensor(), T.Normalize((0.1307,), (0.3081,))])", "None"),
+    ),
+    prepare=_noise_digits,
+    arguments="--epochs 3 --batch-size 16",
+    edits=(
+        after("import torch.optim as optim", "import perdure.torch"),
+        replace(
+            "= fabric.setup_dataloaders(train_loader, test_loader)",
+            "= perdure.torch.ResumableLoader(train_loader), fabric.setup_dataloaders(test_loader)",
+        ),
+        after(
+            "scheduler = StepLR(",
+            'state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, '
+            '"loader": train_loader}',
+            'manager = perdure.CheckpointManager("run", save_interval_steps=5)',
+            "manager.restore_or_initialize(state)",
+        ),
+        replace("in range(1,", "in range(1 + train_loader.epoch,"),
+        after("optimizer.step()", "manager.save(train_loader.step, state)"),
+    ),
+)
+
+
+def _mrpc(target: Path) -> None:
+    """A tiny BERT with random weights, pairs of sentences, and no download."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=WORDS + 2,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    BertForSequenceClassification(config).save_pretrained(target / "bert-base-cased")
+    words = {"<unk>": 0, "<pad>": 1} | {f"w{number}": number + 2 for number in range(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
+    fast.save_pretrained(target / "bert-base-cased")
+    rows = [{"text": _text(seed, 1 + seed % 2), "labels": seed % 2} for seed in range(200)]
+    (target / "rows.json").write_text(json.dumps(rows))
+    (target / "datasets.py").write_text(
+        "import json\n"
+        "from transformers import AutoTokenizer\n\n\n"
+        "class Splits(dict):\n"
+        "    def map(self, function, **options):\n        return self\n\n"
+        "    def rename_column(self, before, after):\n        return self\n\n\n"
+        "def load_dataset(*names):\n"
+        "    split = AutoTokenizer.from_pretrained('bert-base-cased')\n"
+        "    rows = json.load(open('rows.json'))\n"
+        "    rows = [dict(split(row['text'])) | {'labels': row['labels']} for row in rows]\n"
+        "    return Splits(train=rows[:160], validation=rows[160:])\n"
+    )
+    (target / "evaluate.py").write_text(
+        "from types import SimpleNamespace\n\n\n"
+        "def load(*names):\n"
+        "    return SimpleNamespace(add_batch=lambda **values: None, compute=lambda: {})\n"
+    )
+
+
+NLP = Program(
+    name="Accelerate's nlp_example",
+    folder="accelerate/examples",
+    file="nlp_example.py",
+    needs=("transformers", "accelerate"),
+    imports=("perdure.torch", "torch._dynamo", "transformers", "accelerate"),
+    limit=4,
+    arguments="--cpu",
+    prepare=_mrpc,
+    edits=(
+        after("import argparse", "import perdure.plugins.accelerate"),
+        replace(
+            "for epoch in range(num_epochs):",
+            "for step, batch in perdure.plugins.accelerate.batches("
+            'accelerator, train_dataloader, perdure.CheckpointManager("run", save_interval_steps=4), '
+            "epochs=num_epochs):",
+        ),
+        replace(
+            "for step, batch in enumerate(train_dataloader):", "with accelerator.accumulate(model):"
+        ),
+        before("        model.eval()", "if (epoch := step / len(train_dataloader)) % 1: continue"),
+    ),
+    own="save_state, load_state, skip_first_batches",
+    own_edits=(
+        before(
+            "    for epoch in range(num_epochs):",
+            "import os",
+            "done = max(map(int, os.listdir('own')), default=0) if os.path.isdir('own') else 0",
+            "if done: accelerator.load_state(f'own/{done}')",
+        ),
+        replace("for epoch in range(num_epochs):", "for epoch in range(done // 10, num_epochs):"),
+        replace(
+            "for step, batch in enumerate(train_dataloader):",
+            "for step, batch in enumerate(accelerator.skip_first_batches("
+            "train_dataloader, max(0, done - 10 * epoch))):",
+        ),
+        after(
+            "                optimizer.zero_grad()",
+            "total = 10 * epoch + max(0, done - 10 * epoch) + step + 1",
+            "if total % 4 == 0: accelerator.save_state(f'own/{total}')",
+        ),
+    ),
+)
+
+PROGRAMS = (
+    *(MNIST, VAE, WORD_LANGUAGE_MODEL, NANOGPT, DDP, FSDP2),
+    *(LIGHTNING, GAN, FABRIC, TRAINER, NLP),
+)

@@ -206,6 +206,49 @@ def test_observers_of_each_channel_are_resumed() -> None:
         assert train(where, 5) == whole
 
 
+class Averaging(torch.nn.Module):
+    """Its buffer is None until the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 3)
+        self.register_buffer("mean", None)
+        self.register_buffer("scratch", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        now = y.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return y - self.mean
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, torch.nn.DataParallel])
+def test_a_buffer_that_begins_as_none_is_resumed(wrap: Any) -> None:
+    def train(storage: MemoryStorage, steps: int, stop: int = 99) -> Any:
+        torch.manual_seed(0)
+        module = wrap(torch.nn.Sequential(Averaging(), torch.nn.Linear(3, 1)))
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        state = {"m": module, "o": optimizer}
+        with CheckpointManager(storage, recipe={}) as manager:
+            for step in range(manager.restore_or_initialize(state).step, min(steps, stop)):
+                optimizer.zero_grad()
+                module(torch.full((4, 2), float(step))).square().mean().backward()
+                optimizer.step()
+                manager.save(step + 1, state)
+        return snapshot({"m": module})
+
+    storage = MemoryStorage()
+    whole = train(MemoryStorage(), 6)
+    train(storage, 6, stop=3)
+    assert train(storage, 6) == whole
+    assert any(path.endswith("0/mean") for path in whole)
+    # One that the module of a library lacks is a setting of that module.
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        manager.save(1, {"m": torch.nn.BatchNorm1d(2)})
+        with pytest.raises(MismatchError, match="m/running_mean"):
+            manager.restore(like={"m": torch.nn.BatchNorm1d(2, track_running_stats=False)})
+
+
 class Dataset:
     """Draws from a generator of its own, as a data set with augmentation does."""
 

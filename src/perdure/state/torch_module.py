@@ -13,6 +13,7 @@ from perdure.state.adapter import ModuleValues, Stateful
 from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.leaf_values import same_bits
 from perdure.state.paths import join_dotted
+from perdure.state.program_code import is_of_program
 from perdure.state.torch_tensors import (
     LAZY,
     copy_into,
@@ -72,6 +73,9 @@ class ModuleState(Stateful):
         return {} if self.can_fail else sharded_parts(self.part_values())
 
     def load(self, state: Mapping[str, Any]) -> None:
+        for path, (part, name) in _unset_buffers(self.target).items():
+            if path in state:
+                part._buffers[name] = torch.empty_like(state[path])
         live = self.target.state_dict(keep_vars=True)
         full_names = _full_names(self.target, live)
         if any(isinstance(value, LAZY) for value in live.values()) and self.can_fail:
@@ -113,7 +117,13 @@ class ModuleState(Stateful):
                 if local.numel() and not value.is_meta:
                     tied.setdefault(_view(local), []).append(path)
         groups = [paths for paths in tied.values() if len(paths) > 1]
-        return lambda stored: [*reasons, *_differences(expected, groups, stored, whole=whole)]
+        unset = {join_dotted("", path) for path in _unset_buffers(self.target)}
+
+        def differences(stored: Mapping[str, Leaf]) -> list[Difference]:
+            set_since = dict.fromkeys(unset & stored.keys())
+            return [*reasons, *_differences(expected | set_since, groups, stored, whole=whole)]
+
+        return differences
 
     @property
     def comes_first(self) -> bool:  # type: ignore[override]
@@ -127,8 +137,11 @@ class ModuleState(Stateful):
         tensors = [value for value in self._live_values() if isinstance(value, torch.Tensor)]
         undo_each = [_undo_of(tensor) for tensor in {id(each): each for each in tensors}.values()]
         load_before = None if self.comes_first else super().backup()
+        unset = _unset_buffers(self.target).values()
 
         def undo() -> None:
+            for part, name in unset:
+                part._buffers[name] = None
             try:
                 if load_before is not None:
                     load_before()
@@ -148,6 +161,17 @@ class ModuleState(Stateful):
         return not all(
             map(_is_from_torch, _special_code(self.target))
         ) or not _have_separate_memory(self.target.state_dict())
+
+
+def _unset_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+    """The buffers of the program's modules that are None so far (`register_buffer("mean", None)`), and
+    that a run may set, by name: the module that has it, and its name there."""
+    found: dict[str, tuple[torch.nn.Module, str]] = {}
+    for path, part in parts_by_name(module):
+        for name, buffer in part._buffers.items() if is_of_program(type(part)) else ():
+            if buffer is None and name not in part._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = part, name
+    return found
 
 
 def _full_names(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:

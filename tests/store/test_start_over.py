@@ -278,19 +278,85 @@ def test_a_run_whose_first_saves_were_killed_begins_if_the_log_is_whole(tmp_path
         if "checkpoints/0" in path:
             raise Crash
 
-    for step in (3, 4, 5):
+    def kill_in_a_save(step: int, value: int) -> None:
         storage = LocalStorage(tmp_path, kill_before_the_commit)
         with pytest.raises(Crash), Run(storage, create=True) as run:
-            run.save(step, make_leaves(step, (40,)))
+            run.save(step, make_leaves(value, (40,)))
+
+    for value in (3, 4, 5):
+        kill_in_a_save(3, value)
     assert len(packs(tmp_path)) == 3
     assert verify_run(Run(tmp_path)).ok
     log = tmp_path / "log.jsonl"
     log.rename(tmp_path / "away")  # the control: nothing shows that none was committed
-    with pytest.raises(HistoryError, match="holds data of 3 saves"):
+    with pytest.raises(HistoryError, match="holds data of 1 save"):
         train(tmp_path, 2)
     assert len(packs(tmp_path)) == 3
     (tmp_path / "away").rename(log)
+    shutil.copytree(tmp_path, tmp_path.with_name("other"))
     assert train(tmp_path, 2) == 0
+    # A save begins after the commit of the one before: several steps were saved, whatever the log says.
+    tmp_path = tmp_path.with_name("other")
+    kill_in_a_save(4, 6)
+    with pytest.raises(HistoryError, match="holds data of 2 saves"):
+        train(tmp_path, 2)
+    assert train(tmp_path, 2, start_over=True) == 0
+
+
+def test_a_run_whose_log_and_checkpoints_are_older_does_not_begin_again(tmp_path: Path) -> None:
+    train(tmp_path, 6)
+    before = packs(tmp_path)
+    for path in (tmp_path / "checkpoints").glob("0*"):
+        path.unlink()
+    log = tmp_path / "log.jsonl"
+    whole = log.read_bytes()
+    ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
+    for end in ends:
+        log.write_bytes(whole[:end])
+        assert not verify_run(Run(tmp_path)).ok
+        with pytest.raises(HistoryError, match="start_over=True"):
+            train(tmp_path, 8)
+    assert len(ends) > 2
+    assert packs(tmp_path) == before
+
+
+def test_older_copies_of_the_manifests_are_named_at_the_next_start(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, max_to_keep=None) as manager:
+        for step in range(1, 7):
+            manager.save(step, {"w": np.full(50, float(step))})
+    for step in (4, 5):
+        (tmp_path / f"checkpoints/{step:012d}.json").unlink()
+    train(tmp_path, 0)  # step 6 is there
+    (tmp_path / f"checkpoints/{6:012d}.json").unlink()
+    with pytest.warns(UserWarning, match="data of steps 4, 5, 6, whose manifests are not there"):
+        train(tmp_path, 0)
+
+
+def test_a_rolled_back_checkpoint_that_was_copied_back_stays_aside(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def branch(last: int, line: float) -> float:
+        with CheckpointManager(run, max_to_keep=None) as manager:
+            state, start = manager.restore_or_initialize({"w": np.zeros(50)})
+            begun = float(state["w"][0])
+            for step in range(start + 1, last + 1):
+                manager.save(step, {"w": np.full(50, step + line)})
+        return begun
+
+    branch(6, 0.0)
+    shutil.copytree(run, tmp_path / "backup")
+    with Run(run) as opened:
+        opened.rollback(3)
+    branch(5, 0.5)
+    shutil.copy(tmp_path / "backup/checkpoints/000000000006.json", run / "checkpoints")
+    assert branch(0, 0.5) == 5.5
+    assert (run / "quarantine/000000000006-0.json").exists()
+    # The control: of the line that is there it is what a move left in both places.
+    with Run(run) as opened:
+        opened.rollback(4)
+    shutil.copy(run / "quarantine/000000000005-1.json", run / "checkpoints/000000000005.json")
+    assert branch(0, 0.5) == 5.5
+    assert not (run / "quarantine/000000000005-1.json").exists()
 
 
 def test_a_copy_that_shares_its_packs_by_a_link_changes_nothing_of_them(tmp_path: Path) -> None:

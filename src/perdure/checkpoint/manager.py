@@ -38,7 +38,7 @@ from perdure.checkpoint.preemption import PreemptionFlag, report
 from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.saver import Saver, abandon
-from perdure.errors import StepNotFoundError, StoreError, WorkerLostError
+from perdure.errors import StepNotFoundError, StoreError, WorkerLostError, warn_caller
 from perdure.runtime.heartbeats import beat, committed, reporting_refusal, require_never_saved
 from perdure.runtime.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
@@ -334,6 +334,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             restored = Restored(like, 0)
         else:
             committed(self.directory, restored.step)
+            if self._processes.is_chief and (note := self._run.later_saves(restored.step)):
+                warn_caller(note)
         beat("compile", restored.step)
         return restored
 

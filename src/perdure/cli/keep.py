@@ -83,7 +83,9 @@ def _print_report(report: VerifyReport, repaired: bool) -> None:
     if report.foreign:
         say("nothing is repaired or pruned here before the file of the other run is gone")
         return
-    if report.good and (report.bad or report.unread or repaired):
+    if report.good and max(report.unread, default=-1) > max(report.good):
+        say(f"a restore takes nothing before step {max(report.unread)} can be read")
+    elif report.good and (report.bad or report.unread or repaired):
         say(f"a restore takes step {max(report.good)}, the newest good one")
     elif report.bad or report.unread or repaired:
         say("no checkpoint can be restored")

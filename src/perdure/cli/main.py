@@ -107,8 +107,11 @@ class _Commands(click.Group):
             return self._invoke(ctx)
         except OSError as error:
             # click ends a command whose reader has gone (`| head`) by itself.
-            if error.errno == errno.EPIPE or not is_output_error(error):
+            if error.errno == errno.EPIPE:
                 raise
+            if not is_output_error(error):
+                report(f"{error.filename or 'the system'}: {error.strerror or error}")
+                ctx.exit(1)
             discard_unwritten()
             report(f"the standard output cannot be written: {error}")
             ctx.exit(1)

@@ -247,7 +247,10 @@ def moving(directory: Directory, operation: str, *, dry_run: bool) -> Iterator[N
 
 
 def finish_moves(storage: Storage, log: LogView) -> None:
-    """Finish a move that a crash left in both places: it stays committed, its copy is deleted."""
+    """Finish a move that a crash left in both places: it stays committed, its copy is deleted.
+
+    One that does not continue what is committed was copied back, out of a backup: it stays aside.
+    """
     aside = list(filter(log.is_rolled_back, quarantined(storage)))
     committed = committed_steps(storage) if aside else []
     for name in aside:
@@ -259,6 +262,21 @@ def finish_moves(storage: Storage, log: LogView) -> None:
                 raise
             except OSError:
                 continue  # what cannot be read stays where it is
-            if data == twin:
+            if data != twin:
+                continue
+            before = max((other for other in committed if other < step), default=None)
+            if _has_fingerprint(storage, before, log.aside[name].after):
                 storage.replace(manifest_name(step), data)
                 storage.delete(name)
+            else:
+                storage.delete(manifest_name(step))
+
+
+def _has_fingerprint(storage: Storage, step: int | None, place: tuple[int, str] | None) -> bool:
+    """Whether a committed step is the one of this number and fingerprint, or cannot be read."""
+    if step is None or place is None:
+        return step is place
+    try:
+        return (step, read_manifest(storage, step, None).fingerprint) == place
+    except CorruptionError:
+        return True

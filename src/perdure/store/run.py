@@ -16,6 +16,7 @@ from perdure.errors import (
     CorruptionError,
     HistoryError,
     StepNotFoundError,
+    StoreError,
     UnreachableError,
 )
 from perdure.store.codec import encoder
@@ -276,6 +277,12 @@ class Run:
             why = View(self.storage, self.log).refusal_to_begin()
         if why is not None:
             raise HistoryError(why)
+
+    def later_saves(self, step: int) -> str | None:
+        """A warning if the run seems to have lost checkpoints after `step`, its newest one."""
+        with suppress(OSError, StoreError):
+            return View(self.storage, self.log).later_saves(step)
+        return None
 
     def require_finished(self) -> None:
         """Raise `HistoryError` if a command that makes the run has not ended: a checkpoint is newer."""

@@ -14,7 +14,15 @@ import msgspec
 
 from perdure.errors import CorruptionError, PruneError
 from perdure.store.failures import is_gone
-from perdure.store.format import MANIFESTS, PACKS, QUARANTINE, manifest_name, pack_step, step_of
+from perdure.store.format import (
+    MANIFESTS,
+    PACKS,
+    QUARANTINE,
+    manifest_name,
+    pack_step,
+    step_of,
+    steps_text,
+)
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_index import INDEX_FROM, ManifestIndex, ManifestSummary, summarize
 from perdure.store.manifest_json import HEAD_BYTES, decode_manifest
@@ -247,11 +255,29 @@ class View:
             return f"{lost}; step {log.saved} was saved, by the log of the run"
         if log.last is not None and lacks_manifests(self._storage):
             return f"{lost}; each writer makes that folder before its first line of the log"
-        if log.problem is None and log.knows_saves:
-            return None
-        if not (steps := {pack_step(pack) for pack in self._pack_names}):
+        steps = {pack_step(pack) for pack in self._pack_names}
+        # A save begins after the one before it is committed: several steps are no killed first save.
+        if not steps or (log.problem is None and log.knows_saves and len(steps) == 1):
             return None
         return f"{lost}; {PACKS} holds data of {counted(len(steps), 'save')}"
+
+    def later_saves(self, newest: int) -> str | None:
+        """A warning if manifests after the step `newest` seem to be lost: there are packs of several
+        later steps, of which a killed save leaves one."""
+        if self.log.journal.steps_after(newest) is not None:
+            return None  # the lines of the log are compared with what the program computes again
+        later = {pack for pack in self._pack_names if pack_step(pack) > newest}
+        if len({*map(pack_step, later)}) > 1:
+            aside = {pack.name for man in self.quarantined.values() for pack in man.packs}
+            later -= aside
+        steps = {*map(pack_step, later)}.difference(step for step, _ in self.log.removed)
+        if len(steps) < 2:
+            return None
+        return (
+            f"{self._storage.where}: step {newest} is the newest checkpoint, and {PACKS} holds data "
+            f"of steps {steps_text(sorted(steps))}, whose manifests are not there. If {MANIFESTS} is an "
+            f"older copy, bring the newer ones back before the next save, which replaces these steps."
+        )
 
     def refusal_to_begin(self) -> str | None:
         """Why no training may begin here: the run has lost its checkpoints, or is not made whole."""

@@ -313,9 +313,9 @@ def test_a_run_whose_log_and_checkpoints_are_older_does_not_begin_again(tmp_path
     ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
     for end in ends:
         log.write_bytes(whole[:end])
-        assert not verify_run(Run(tmp_path)).ok
         with pytest.raises(HistoryError, match="start_over=True"):
             train(tmp_path, 8)
+        prune(tmp_path)
     assert len(ends) > 2
     assert packs(tmp_path) == before
 

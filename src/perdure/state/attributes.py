@@ -69,6 +69,8 @@ _MODE, _TRAINED = "training", "requires_grad"
 _SHAPE = "!shape"
 """The key of what has to be equal so that the parts of a container or an object are stored one by
 one: class, length, keys. Else the whole is stored."""
+_VIEW = "!view"
+"""The key of which elements of a tensor of the state an attribute shows."""
 _SCALARS = "!scalars"
 _OF_CLASS = "!of class"
 """The key of the plain attributes of the classes that a module or an optimizer has."""
@@ -143,7 +145,7 @@ class Attributes(ExtraMember):
             if has_moved:
                 require_same_names(owner, self._at.get(owner.path, {}), known)
             require_same_slots(owner, fresh, owners, known)
-            if _is_as_at_first(owner, fresh):
+            if _is_as_at_first(owner, fresh, known):
                 continue
             require_same_code(owner, fresh)
             require_same_parameters(owner, fresh, known)
@@ -155,6 +157,9 @@ class Attributes(ExtraMember):
                 if key in fresh and fresh[key] == mark_of(value, is_fresh=False):
                     continue
                 if whole and any(key[:length] in whole for length in range(1, len(key))):
+                    continue
+                if key[-1] == _VIEW:
+                    _refuse_other_view(path_of(owner.path, key[:-1]), key in fresh)
                     continue
                 hook = next((n for n, part in enumerate(key[:2]) if part in ALL_HOOKS), None)
                 if hook is not None and (*key[: hook + 2], _SHAPE) not in fresh:
@@ -210,7 +215,7 @@ class Attributes(ExtraMember):
             else:
                 fresh = {key: mark_of(value) for key, value in _values(owner, known)}
                 fresh |= structure_of(owner.value, known)
-                fresh[_SCALARS,] = _scalars(owner)
+                fresh[_SCALARS,] = _scalars(owner, known)
             fresh_marks()[owner.value] = fresh
         return fresh
 
@@ -274,11 +279,13 @@ def _add_static(leaves: Leaves, value: Any, path: str, before: Any) -> None:
         )
 
 
-def _scalars(owner: Owner) -> list[Any] | None:
+def _scalars(owner: Owner, known: Known) -> list[Any] | None:
     """Everything that a module has beside its tensors and modules; None for one that has more than
     scalars."""
     held = vars(part := owner.value)
-    if "_parameters" not in held or _of_classes(type(part)):
+    if "_parameters" not in held or _of_classes(type(part)) or known.leaves_out(owner.root):
+        return None
+    if any(vars(buffer) for buffer in held["_buffers"].values() if buffer is not None):
         return None
     if held["_non_persistent_buffers_set"] or any(map(held.get, HOOKS)):
         return None
@@ -300,9 +307,9 @@ def _is_of_scalars(value: Any) -> bool:
     return type(value) is tuple and all(type(part) in SCALARS for part in value)
 
 
-def _is_as_at_first(owner: Owner, fresh: dict[Key, Any]) -> bool:
+def _is_as_at_first(owner: Owner, fresh: dict[Key, Any], known: Known) -> bool:
     """Whether a module has nothing that its marks would find: nearly every one, in every save."""
-    before, now = fresh.get((_SCALARS,)), _scalars(owner)
+    before, now = fresh.get((_SCALARS,)), _scalars(owner, known)
     if before is None or now is None or len(now) != len(before):
         return False
     return all(map(operator.is_, now, before))
@@ -312,6 +319,16 @@ def _deleted(owner: Owner, fresh: dict[Key, Any]) -> Iterator[tuple[str, str]]:
     """The attributes that an owner has had and has no longer."""
     names = {str(key[0]) for key in fresh if str(key[0]).isidentifier()}.difference(HOOKS)
     return ((owner.path, name) for name in names if not hasattr(owner.value, name))
+
+
+def _refuse_other_view(path: str, was_there: bool) -> None:
+    """Refuse an attribute that shows other elements of a tensor of the state than at first."""
+    if was_there:
+        raise UnsupportedLeafError(
+            f"{path}: is a view of a tensor of the state, and showed other elements of it when the "
+            f"program gave the state to the restore or first saved it. A resumed program would show "
+            f"those again. Keep the number of the row, and make the view where it is used."
+        )
 
 
 def _require_present(value: Any, mark: Any, path: str) -> None:
@@ -402,8 +419,15 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
                 for attribute, value in vars(parameter).items():
                     yield from _inside((name, attribute), value, known, owner)
                 yield from _of_hooks((name,), parameter, TENSOR_HOOKS, known, owner)
-        for name in sorted(part._non_persistent_buffers_set):
-            yield from _inside((name,), part._buffers.get(name), known, owner)
+                if not known.has(parameter):  # the module's own `state_dict` leaves it out
+                    yield (name,), parameter
+        for name, buffer in part._buffers.items():
+            if not known.has(
+                buffer
+            ):  # nor has the `state_dict` of PyTorch those that are not persistent
+                yield from _inside((name,), buffer, known, owner)
+            for attribute, value in {} if buffer is None else vars(buffer).items():
+                yield from _inside((name, attribute), value, known, owner)
     else:
         if known.has_stepped:
             yield from ((key, value) for key, value in stepped(part) if not known.has(value))
@@ -483,6 +507,9 @@ def _inside(
         )
     if kind is Kind.OTHER and _is_function(value) and len(key) <= _DEEPEST:
         yield from _of_function(key, value, known, owner)
+        return
+    if kind is Kind.ARRAY and known.is_view(value):
+        yield (*key, _VIEW), (value.storage_offset(), value.shape, value.stride())
         return
     if kind is Kind.OTHER or (kind is not Kind.PLAIN and known.has(value)):
         return

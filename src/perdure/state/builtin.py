@@ -43,6 +43,7 @@ from perdure.store.leaf import Leaf
 
 _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 
+_COLLECTIONS = (deque, set, frozenset)
 _DEFAULTS = (type(None), bool, int, float, complex, str)
 # Mappings that `_rebuild_mapping` rebuilds exactly. Any other class is tried at the save.
 _MAPPINGS = {*PLAIN_MAPPINGS, MappingProxyType}
@@ -126,7 +127,9 @@ class Builtin(Adapter):
             return _sequence_node(value)
         if type(value) is bytearray:
             return Node([("", bytes(value))], lambda new: bytearray(new[0]))
-        if type(value) in (deque, set, frozenset):
+        if isinstance(value, _COLLECTIONS) and type(value) not in _COLLECTIONS:
+            return _collection_node(value)
+        if type(value) in _COLLECTIONS:
             described = describe_container(value)
             assert described is not None
             if type(value) is deque:
@@ -265,6 +268,25 @@ def _check_rebuilt(value: Any, rebuild: Callable[[Any], Any], items: Any) -> Non
             f"a {type_name(value)} cannot be made again from its items alone. "
             f"Convert it to a plain dict, list or tuple, or register it as a JAX pytree node."
         )
+
+
+def _collection_node(value: Any) -> Node:
+    """A deque or a set of a class of the program, changed in place: its items and its attributes."""
+    plain = next(kind for kind in _COLLECTIONS if isinstance(value, kind))
+    if plain is frozenset:
+        _check_rebuilt(value, type(value), [*value])
+        return Node([("", frozenset(value))], lambda new: type(value)(new[0]))
+
+    def rebuild(new: list[Any]) -> None:
+        items, attributes = new
+        plain.clear(value)
+        (plain.extend if plain is deque else plain.update)(value, items)
+        vars(value).clear()
+        vars(value).update(attributes)
+
+    items = deque(value, value.maxlen) if plain is deque else set(value)
+    children = [("items", items), ("attributes", dict(getattr(value, "__dict__", {})))]
+    return Node(children, rebuild, in_place=True, can_undo=True)
 
 
 def _masked_array_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Node:

@@ -23,6 +23,7 @@ from perdure.runtime.process_group import Processes
 from perdure.state.known_values import Known, memory_of
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key
+from perdure.state.program_code import is_of_program
 from perdure.state.structure import refuse_addresses
 from perdure.state.walk import Walk
 from perdure.store.format import EPOCH_ENDS
@@ -146,13 +147,19 @@ _groups_of_paths = msgspec.json.Decoder(list[list[str]])
 class SharedMembers(ExtraMember):
     """Members that are one object at two paths are one after a restore, or it is refused."""
 
+    def __init__(self) -> None:
+        self._in_one_memory: set[tuple[str, str]] | None = None
+
     def see(self, walk: Walk) -> None:
         _refuse_views(walk)
+        if self._in_one_memory is None:
+            self._in_one_memory = _in_one_memory(walk)
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         walk = saving.walk
         _refuse_views(walk)
         _refuse_shared_moments(walk)
+        _refuse_new_pairs(_in_one_memory(walk) - (self._in_one_memory or set()))
         known = None
         for branch in walk.branches if dict in walk.kinds else ():
             if type(branch.value) is dict and int in map(type, branch.value):
@@ -229,6 +236,48 @@ def _refuse_views(walk: Walk) -> None:
                 f"Keep a copy (`clone()`, `copy()`) if they are to be two, or one of them in the "
                 f"state, and make the view again where it is used."
             )
+
+
+def _in_one_memory(walk: Walk) -> set[tuple[str, str]]:
+    """The pairs of parameters and buffers that are two objects and begin at one address, and those of
+    tensors of the program's optimizers that are in one memory with another one."""
+    if (torch := sys.modules.get("torch")) is None:
+        return set()
+    found: list[tuple[str, dict[str, Any]]] = []
+    for path, node in walk.objects.items():
+        if isinstance(target := node.target, torch.nn.Module):
+            found.append((path, dict(target.named_parameters())))
+            found.append((path, dict(target.named_buffers())))
+        elif isinstance(target, torch.optim.Optimizer) and is_of_program(type(target)):
+            for number, state in enumerate(target.state.values()):
+                found.append((f"{path}/state/{number}", state if isinstance(state, dict) else {}))
+    first: dict[int, tuple[str, str, Any]] = {}
+    pairs: set[tuple[str, str]] = set()
+    for path, tensors in found:
+        for name, value in tensors.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if start := _address(value) if "/state/" not in path else memory_of(value):
+                other = first.setdefault(start, (path, name, value))
+                if other[2] is not value:
+                    pairs.add((join_dotted(*other[:2]), join_dotted(path, name)))
+    return pairs
+
+
+def _address(tensor: Any) -> int:
+    try:
+        return tensor.data_ptr() if tensor.numel() else 0
+    except RuntimeError:  # of a subclass without memory of its own
+        return 0
+
+
+def _refuse_new_pairs(pairs: set[tuple[str, str]]) -> None:
+    for one, other in sorted(pairs):
+        raise UnsupportedLeafError(
+            f"{one} and {other} share memory, and did not when the program gave the state to the "
+            f"restore or first saved it, so that they would be two tensors after a restore. Copy the "
+            f"values (`copy_`, `clone()`), or make them one where the model is made."
+        )
 
 
 def _is_on_numpy(tensor: Any) -> bool:

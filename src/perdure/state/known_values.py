@@ -26,12 +26,15 @@ class Known:
         found: list[Any] = [node.target for node in walk.objects.values()]
         optimizers: list[Any] = []
         self._uses = Counter[int]()
+        self._filtered: set[int] = set()
         seen: set[int] = set()
         for target in [*found]:
             if torch is None:
                 break
             if isinstance(target, torch.nn.Module):
                 saved = _saved_memory(target)
+                if saved is not None:
+                    self._filtered.add(id(target))
                 for part in target.modules():
                     found.append(part)
                     self._tensors += [
@@ -43,7 +46,11 @@ class Known:
                         seen.add(id(part))
                         self._uses.update(map(id, part._parameters.values()))
                     lost = part._non_persistent_buffers_set
-                    self._tensors += [b for name, b in part._buffers.items() if name not in lost]
+                    self._tensors += [
+                        each
+                        for name, each in part._buffers.items()
+                        if name not in lost and (saved is None or memory_of(each) in saved)
+                    ]
             elif isinstance(target, torch.optim.Optimizer):
                 optimizers.append(target)
         found += self._tensors
@@ -58,6 +65,10 @@ class Known:
         """Whether the state has a tensor of an optimizer. Without any, the program saves its model
         elsewhere."""
 
+    def leaves_out(self, module: Any) -> bool:
+        """Whether the `state_dict` of a module of the state may leave some of its tensors out."""
+        return id(module) in self._filtered
+
     def is_tied(self, parameter: Any) -> bool:
         """Whether two modules, or one module under two names, have this parameter."""
         return parameter is not None and self._uses[id(parameter)] > 1
@@ -69,6 +80,10 @@ class Known:
         torch = sys.modules.get("torch")
         is_tensor = torch is not None and isinstance(value, torch.Tensor)
         return is_tensor and memory_of(value) in self._memory
+
+    def is_view(self, value: Any) -> bool:
+        """Whether `value` is a tensor in the memory of one of the state, and not that one."""
+        return hasattr(value, "storage_offset") and id(value) not in self._ids and self.has(value)
 
     def has_id(self, number: int) -> bool:
         """Whether a number is the `id` of a parameter or a module of the state."""
@@ -110,7 +125,8 @@ class Known:
 def _saved_memory(module: Any) -> set[int] | None:
     """The memory of the tensors in a `state_dict` that may leave some out; None for PyTorch's own."""
     torch = sys.modules["torch"]
-    if type(module).state_dict is torch.nn.Module.state_dict and not module._state_dict_hooks:
+    plain = torch.nn.Module.state_dict
+    if all(type(p).state_dict is plain and not p._state_dict_hooks for p in module.modules()):
         return None
     values = module.state_dict(keep_vars=True).values()
     return {memory_of(each) for each in values if isinstance(each, torch.Tensor)}
@@ -118,6 +134,8 @@ def _saved_memory(module: Any) -> set[int] | None:
 
 def memory_of(tensor: Any) -> int:
     """Where the elements of a tensor begin; 0 if they are in no memory of this process."""
+    if tensor is None:
+        return 0
     try:
         return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # of a subclass, or sparse

@@ -55,7 +55,9 @@ _LISTED = LISTED[0]
 _MEMBER = "!member"
 _OBJECT = "!object"
 _GENERATOR = "generator"
-_BASES: dict[str, Any] = {each.__name__: each for each in (object, list, dict, SimpleNamespace)}
+_BASES: dict[str, Any] = {
+    each.__name__: each for each in (object, list, dict, deque, set, SimpleNamespace)
+}
 _CALLABLES = (type, FunctionType, BuiltinFunctionType)
 _LIBRARIES = ("torch", "jax", "numpy")
 """Packages whose functions and classes are kept by name, beside those of the program."""
@@ -171,6 +173,10 @@ _FORMS: dict[str, _Form] = {
         lambda method: [method.__self__, method.__func__.__name__],
         lambda parts: getattr(parts[0], parts[1]),
     ),
+    "partial": _Form(
+        lambda call: [call.func, [*call.args], call.keywords],
+        lambda parts: partial(parts[0], *parts[1], **parts[2]),
+    ),
     "name": _Form(lambda value: _public_name(value), lambda name: _found_by_name(name)),
 }
 _BY_TYPE: dict[type, str] = {
@@ -211,6 +217,9 @@ def form_of(value: Any) -> str | None:
         return "dtype" if value.isbuiltin == 1 or value.type in _ODD else None
     if isinstance(value, _CALLABLES):
         return "name" if _public_name(value) else None
+    if kind is partial:
+        settings = all(type(part) in SCALARS for part in (*value.args, *value.keywords.values()))
+        return "partial" if settings and form_of(value.func) == "name" else None
     if kind.__module__ == "torch":
         if kind.__name__ in ("device", "dtype"):
             return f"torch.{kind.__name__}"
@@ -283,6 +292,8 @@ def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
         )
     attributes = {key: whole_form(part, name_of) for key, part in attributes_of(value).items()}
     items: Any = [*value.items()] if base is dict else [*value] if base is list else []
+    if base is deque or base is set:
+        items = deque(value, value.maxlen) if base is deque else set(value)
     parts = [_with_named_keys(attributes, [*attributes.items()]), whole_form(items, name_of)]
     return Form({_LISTED: parts, "in": type_name(value), _OBJECT: base.__name__})
 
@@ -337,6 +348,10 @@ def made_value(stored: dict[str, Any], member: Callable[[str], Any] = lambda nam
         list.extend(instance, items)
     elif base is dict:
         dict.update(instance, items)
+    elif base is deque:
+        deque.__init__(instance, items, items.maxlen)
+    elif base is set:
+        set.update(instance, items)
     return instance
 
 

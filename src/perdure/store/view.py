@@ -238,7 +238,9 @@ class View:
         """What the log says, read after the manifests, which refer to lines that are there."""
         return self._run_log.view
 
-    def lost_checkpoints(self, *, for_deletion: bool = False) -> str | None:
+    def lost_checkpoints(
+        self, *, for_deletion: bool = False, for_start: bool = False
+    ) -> str | None:
         """Why a run without a manifest has lost its manifests; None if it need not have had any, or
         if they were set aside because of damage.
 
@@ -256,14 +258,19 @@ class View:
         if log.last is not None and lacks_manifests(self._storage):
             return f"{lost}; each writer makes that folder before its first line of the log"
         steps = {pack_step(pack) for pack in self._pack_names}
-        # A save begins after the one before it is committed: several steps are no killed first save.
-        if not steps or (log.problem is None and log.knows_saves and len(steps) == 1):
+        if not steps:
+            return None
+        # A save begins after the one before it is committed: saves of several steps that were all
+        # killed are rare, and a start or a deletion that should not be costs everything.
+        is_many = len(steps) > 1 and (for_deletion or for_start)
+        if log.problem is None and log.knows_saves and not is_many:
             return None
         return f"{lost}; {PACKS} holds data of {counted(len(steps), 'save')}"
 
     def later_saves(self, newest: int) -> str | None:
         """A warning if manifests after the step `newest` seem to be lost: there are packs of several
         later steps, of which a killed save leaves one."""
+        newest = max([newest, *self.steps])
         if self.log.journal.steps_after(newest) is not None:
             return None  # the lines of the log are compared with what the program computes again
         later = {pack for pack in self._pack_names if pack_step(pack) > newest}
@@ -275,8 +282,9 @@ class View:
             return None
         return (
             f"{self._storage.where}: step {newest} is the newest checkpoint, and {PACKS} holds data "
-            f"of steps {steps_text(sorted(steps))}, whose manifests are not there. If {MANIFESTS} is an "
-            f"older copy, bring the newer ones back before the next save, which replaces these steps."
+            f"of steps {steps_text(sorted(steps))}, whose manifests are not there. If {MANIFESTS} "
+            f"is an older copy, bring the newer ones back before the next save, which replaces these "
+            f"steps."
         )
 
     def refusal_to_begin(self) -> str | None:
@@ -290,7 +298,7 @@ class View:
             )
         if self.steps:
             return None
-        if (lost := self.lost_checkpoints()) is not None:
+        if (lost := self.lost_checkpoints(for_start=True)) is not None:
             why = lost
         elif self._aside_names:
             why = f"{where}: no checkpoint is left, and {few(self._aside_names)} are set aside"

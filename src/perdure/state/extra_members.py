@@ -239,15 +239,25 @@ def _refuse_views(walk: Walk) -> None:
 
 
 def _in_one_memory(walk: Walk) -> set[tuple[str, str]]:
-    """The pairs of parameters and buffers that are two objects and begin at one address, and those of
-    tensors of the program's optimizers that are in one memory with another one."""
+    """The pairs of parameters that are two objects and begin at one address, and those of tensors of
+    the program's optimizers that are in one memory with another one."""
     if (torch := sys.modules.get("torch")) is None:
         return set()
     found: list[tuple[str, dict[str, Any]]] = []
-    for path, node in walk.objects.items():
-        if isinstance(target := node.target, torch.nn.Module):
+    objects = [(path, node.target) for path, node in walk.objects.items()]
+    modules = [(path, part) for path, part in objects if isinstance(part, torch.nn.Module)]
+    optimizers = [part for _, part in objects if isinstance(part, torch.optim.Optimizer)]
+    if not any(
+        is_of_program(type(each)) for each in optimizers
+    ):  # nearly always, and nothing shared
+        parts = [part for _, module in modules for part in module.modules()]
+        held = {id(each): each for part in parts for each in part._parameters.values()}
+        starts = list(filter(None, map(_address, held.values())))
+        if len(set(starts)) == len(starts):
+            return set()
+    for path, target in objects:
+        if isinstance(target, torch.nn.Module):
             found.append((path, dict(target.named_parameters())))
-            found.append((path, dict(target.named_buffers())))
         elif isinstance(target, torch.optim.Optimizer) and is_of_program(type(target)):
             for number, state in enumerate(target.state.values()):
                 found.append((f"{path}/state/{number}", state if isinstance(state, dict) else {}))
@@ -266,8 +276,8 @@ def _in_one_memory(walk: Walk) -> set[tuple[str, str]]:
 
 def _address(tensor: Any) -> int:
     try:
-        return tensor.data_ptr() if tensor.numel() else 0
-    except RuntimeError:  # of a subclass without memory of its own
+        return 0 if tensor is None else tensor.data_ptr()
+    except (RuntimeError, ValueError):  # of a subclass without memory of its own, or a lazy one
         return 0
 
 

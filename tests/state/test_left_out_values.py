@@ -34,6 +34,8 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.layer: Any
+        self.teacher: Any
         self.layer, self.teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
         self.teacher.requires_grad_(False)
         self.register_buffer("mean", torch.zeros(2))
@@ -46,8 +48,8 @@ class Net(torch.nn.Module):
         state = super().state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if name.startswith("layer.")}
 
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        return super().load_state_dict(state, strict=False, assign=assign)
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
 def train(storage: MemoryStorage, last: int) -> dict[str, Any]:
@@ -62,11 +64,12 @@ def train(storage: MemoryStorage, last: int) -> dict[str, Any]:
         for step in range(start, last):
             optimizer.zero_grad()
             x = torch.full((3, 2), step + 1.0)
-            net.loss(net.layer(x) + net.mean, net.teacher(x)).backward()
+            loss: Any = vars(net)["loss"]
+            loss(net.layer(x) + net.mean, net.teacher(x)).backward()
             optimizer.step()
             with torch.no_grad():
                 net.teacher.weight.lerp_(net.layer.weight, 0.5)
-                net.mean.add_(0.25)
+                vars(net)["_buffers"]["mean"].add_(0.25)
             net.age.since += 1  # type: ignore[attr-defined]
             if step == 1:
                 net.loss = functools.partial(torch.nn.functional.huber_loss, delta=0.5)

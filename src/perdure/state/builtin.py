@@ -272,20 +272,21 @@ def _check_rebuilt(value: Any, rebuild: Callable[[Any], Any], items: Any) -> Non
 
 def _collection_node(value: Any) -> Node:
     """A deque or a set of a class of the program, changed in place: its items and its attributes."""
-    plain = next(kind for kind in _COLLECTIONS if isinstance(value, kind))
-    if plain is frozenset:
+    if isinstance(value, frozenset):
         _check_rebuilt(value, type(value), [*value])
         return Node([("", frozenset(value))], lambda new: type(value)(new[0]))
+    plain: Any = deque if isinstance(value, deque) else set
+    add: Any = deque.extend if plain is deque else set.update
+    attributes = getattr(value, "__dict__", {})
 
-    def rebuild(new: list[Any]) -> None:
-        items, attributes = new
-        plain.clear(value)
-        (plain.extend if plain is deque else plain.update)(value, items)
-        vars(value).clear()
-        vars(value).update(attributes)
+    def rebuild(new: Sequence[Any]) -> None:
+        plain.clear(value)  # not what the class may have made of it
+        add(value, new[0])
+        attributes.clear()
+        attributes.update(new[1])
 
-    items = deque(value, value.maxlen) if plain is deque else set(value)
-    children = [("items", items), ("attributes", dict(getattr(value, "__dict__", {})))]
+    items = deque(value, value.maxlen) if isinstance(value, deque) else set(value)
+    children = [("items", items), ("attributes", dict(attributes))]
     return Node(children, rebuild, in_place=True, can_undo=True)
 
 

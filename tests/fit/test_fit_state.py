@@ -180,7 +180,20 @@ def outside() -> list[keras.callbacks.Callback]:
         epochs += 1
         COUNTED["batches"] += epochs
 
-    return [Outside(), keras.callbacks.LambdaCallback(on_epoch_end=scale)]
+    lambdas = [keras.callbacks.LambdaCallback(on_epoch_end=each) for each in (scale, grow())]
+    return [Outside(), *lambdas]
+
+
+def grow() -> Any:
+    """Another function of this name of a variable."""
+    epochs = 10
+
+    def scale(epoch: int, logs: Any = None) -> None:
+        nonlocal epochs
+        epochs *= 2
+        COUNTED["batches"] += epochs
+
+    return scale
 
 
 @pytest.mark.parametrize("fault_at", [(0, 2), (1, 2)])

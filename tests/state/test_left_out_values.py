@@ -125,6 +125,10 @@ def show_another_row(views: Views, _: Any) -> None:
     views.row = views.one.weight.detach()[1]
 
 
+def show_another_layer(views: Views, _: Any) -> None:
+    views.row = views.other.weight.detach()[0]
+
+
 def keep_views(_: Views, optimizer: Flat) -> None:
     optimizer.step()
 
@@ -138,6 +142,7 @@ def keep_the_parameter(views: Views, optimizer: Flat) -> None:
     [
         (share_parameters, "v/one/weight and v/other/weight share memory"),
         (show_another_row, "v/row: is a view"),
+        (show_another_layer, "v/row: is a view"),
         (keep_views, r"o/state/\d/m and o/state/\d/m share memory"),
         (keep_the_parameter, "v/one/weight and o/state/0/slow share memory"),
     ],

@@ -72,8 +72,8 @@ class CallbackState:
             if not isinstance(callback, ProgbarLogger) and callback not in excluded:
                 kind = type(callback).__name__
                 count[kind] += 1
-                self._named[kind if count[kind] == 1 else f"{kind}_{count[kind]}"] = callback
-                self._named |= _code_of(callback)
+                name = kind if count[kind] == 1 else f"{kind}_{count[kind]}"
+                self._named |= {name: callback, **_code_of(name, callback)}
         if self._is_read:
             self._named |= self._owners
         self._before = {
@@ -194,11 +194,11 @@ class _Variables:
     def __init__(self, functions: list[FunctionType]) -> None:
         self._cells: dict[str, CellType] = {}
         self._globals: dict[str, dict[str, Any]] = {}
-        for function in functions:
+        for number, function in enumerate(functions):
             names = function.__code__.co_freevars
             for name, cell in zip(names, function.__closure__ or (), strict=True):
                 if name != "__class__":
-                    self._cells[f"{function.__qualname__}.{name}"] = cell
+                    self._cells[f"{number}.{name}"] = cell
             for name in _names_in(function.__code__):
                 if name in function.__globals__ and not name.startswith("__"):
                     self._globals[f"{function.__module__}.{name}"] = function.__globals__
@@ -234,7 +234,7 @@ def _is_counted(value: Any) -> bool:
     return not (has_arrays or is_code or hasattr(value, "shape"))
 
 
-def _code_of(callback: Any) -> dict[str, Any]:
+def _code_of(name: str, callback: Any) -> dict[str, Any]:
     """The program's classes of a callback, whose attributes may count for all of its objects, and the
     variables that its functions use."""
     classes = {base.__qualname__: base for base in type(callback).__mro__ if is_of_program(base)}
@@ -244,8 +244,8 @@ def _code_of(callback: Any) -> dict[str, Any]:
     ]
     functions = [each for each in held if isinstance(each, FunctionType)]
     functions = [each for each in functions if is_program_module(each.__module__)]
-    named: dict[str, Any] = {f"class {name}": base for name, base in classes.items()}
-    return named | {f"variables of {type(callback).__name__}": _Variables(functions)}
+    named: dict[str, Any] = {f"class {each}": base for each, base in classes.items()}
+    return named | {f"variables of {name}": _Variables(functions)}
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

@@ -36,7 +36,7 @@ from perdure.state.attribute_values import (
     untracked,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
-from perdure.state.known_values import Key, Known, stepped
+from perdure.state.known_values import Key, Known, memory_of, stepped
 from perdure.state.leaf_spec import type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted
@@ -419,12 +419,11 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
                 for attribute, value in vars(parameter).items():
                     yield from _inside((name, attribute), value, known, owner)
                 yield from _of_hooks((name,), parameter, TENSOR_HOOKS, known, owner)
-                if not known.has(parameter):  # the module's own `state_dict` leaves it out
+                if not known.has(parameter):
                     yield (name,), parameter
+        # A `state_dict` leaves out buffers that are not persistent; one of the program may leave out more.
         for name, buffer in part._buffers.items():
-            if not known.has(
-                buffer
-            ):  # nor has the `state_dict` of PyTorch those that are not persistent
+            if not known.has(buffer):
                 yield from _inside((name,), buffer, known, owner)
             for attribute, value in {} if buffer is None else vars(buffer).items():
                 yield from _inside((name, attribute), value, known, owner)
@@ -509,7 +508,8 @@ def _inside(
         yield from _of_function(key, value, known, owner)
         return
     if kind is Kind.ARRAY and known.is_view(value):
-        yield (*key, _VIEW), (value.storage_offset(), value.shape, value.stride())
+        shown = value.storage_offset(), value.shape, value.stride()
+        yield (*key, _VIEW), (memory_of(value), *shown)
         return
     if kind is Kind.OTHER or (kind is not Kind.PLAIN and known.has(value)):
         return

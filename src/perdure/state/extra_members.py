@@ -247,9 +247,8 @@ def _in_one_memory(walk: Walk) -> set[tuple[str, str]]:
     objects = [(path, node.target) for path, node in walk.objects.items()]
     modules = [(path, part) for path, part in objects if isinstance(part, torch.nn.Module)]
     optimizers = [part for _, part in objects if isinstance(part, torch.optim.Optimizer)]
-    if not any(
-        is_of_program(type(each)) for each in optimizers
-    ):  # nearly always, and nothing shared
+    if not any(is_of_program(type(each)) for each in optimizers):
+        # Nearly always nothing is shared, and there may be very many.
         parts = [part for _, module in modules for part in module.modules()]
         held = {id(each): each for part in parts for each in part._parameters.values()}
         starts = list(filter(None, map(_address, held.values())))

@@ -421,7 +421,7 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
                 yield from _of_hooks((name,), parameter, TENSOR_HOOKS, known, owner)
                 if not known.has(parameter):
                     yield (name,), parameter
-        # A `state_dict` leaves out buffers that are not persistent; one of the program may leave out more.
+        # PyTorch leaves out buffers that are not persistent, a `state_dict` of the program what it likes.
         for name, buffer in part._buffers.items():
             if not known.has(buffer):
                 yield from _inside((name,), buffer, known, owner)

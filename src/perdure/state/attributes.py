@@ -421,7 +421,7 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
                 yield from _of_hooks((name,), parameter, TENSOR_HOOKS, known, owner)
                 if not known.has(parameter):
                     yield (name,), parameter
-        # PyTorch leaves out buffers that are not persistent, a `state_dict` of the program what it likes.
+        # Left out by PyTorch are buffers that are not persistent, by a program what it likes.
         for name, buffer in part._buffers.items():
             if not known.has(buffer):
                 yield from _inside((name,), buffer, known, owner)

@@ -189,7 +189,7 @@ class CallbackState:
 
 class _Variables:
     """The variables that functions of a callback use outside of it: those that they close over, and
-    those of the program's modules. Not arrays, which are data."""
+    those of the program's modules. Not lists and arrays, which are logs and data."""
 
     def __init__(self, functions: list[FunctionType]) -> None:
         self._cells: dict[str, CellType] = {}
@@ -230,8 +230,8 @@ def _names_in(code: CodeType) -> Iterator[str]:
 def _is_counted(value: Any) -> bool:
     parts = value.values() if isinstance(value, dict) else value
     has_arrays = isinstance(value, _CONTAINERS) and any(hasattr(part, "shape") for part in parts)
-    is_code = callable(value) or isinstance(value, (ModuleType, *_MEMBERS))
-    return not (has_arrays or is_code or hasattr(value, "shape"))
+    is_other = callable(value) or isinstance(value, (list, ModuleType, *_MEMBERS))
+    return not (has_arrays or is_other or hasattr(value, "shape"))
 
 
 def _code_of(name: str, callback: Any) -> dict[str, Any]:

@@ -47,11 +47,22 @@ def _wikitext(target: Path) -> None:
     (target / "data" / "wikitext-2.txt").write_text(_text(0, 700))
 
 
+def _save_tokenizer(folder: Path, **special: str) -> None:
+    """A tokenizer of single words, after the special ones."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*special.values(), *(f"w{number}" for number in range(WORDS))]
+    numbers = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
 def _alpaca(target: Path) -> None:
     """A tiny OPT with random weights and a tokenizer of single words, and instructions."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+    from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(0)
     config = OPTConfig(
@@ -64,11 +75,7 @@ def _alpaca(target: Path) -> None:
         max_position_embeddings=128,
     )
     OPTForCausalLM(config).save_pretrained(target / "tiny")
-    words = {"<unk>": 0} | {f"w{number}": number + 1 for number in range(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    fast.save_pretrained(target / "tiny")
+    _save_tokenizer(target / "tiny", unk_token="<unk>")
     examples = [
         {"instruction": _text(seed, 1), "input": "", "output": _text(seed + 1000, 1)}
         for seed in range(80)
@@ -440,8 +447,7 @@ FABRIC = Program(
 def _mrpc(target: Path) -> None:
     """A tiny BERT with random weights, pairs of sentences, and no download."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
     config = BertConfig(
@@ -453,11 +459,7 @@ def _mrpc(target: Path) -> None:
         max_position_embeddings=64,
     )
     BertForSequenceClassification(config).save_pretrained(target / "bert-base-cased")
-    words = {"<unk>": 0, "<pad>": 1} | {f"w{number}": number + 2 for number in range(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
-    fast.save_pretrained(target / "bert-base-cased")
+    _save_tokenizer(target / "bert-base-cased", unk_token="<unk>", pad_token="<pad>")
     rows = [{"text": _text(seed, 1 + seed % 2), "labels": seed % 2} for seed in range(200)]
     (target / "rows.json").write_text(json.dumps(rows))
     (target / "datasets.py").write_text(

@@ -143,25 +143,23 @@ def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
         Rows("noise" in how).loader(how, 4 if "split" in how else 2),
         torch.optim.lr_scheduler.StepLR(adam, 3, 0.5),
     )
+
+    def train(batches: Iterator[tuple[int, Any]]) -> None:
+        for step, batch in batches:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(**batch)["loss"])
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            interrupt(how, step - 2)
+
     if "own" in how:
-        for step, batch in own_batches(accelerator, loader, Path(directory), epochs=3):
-            with accelerator.accumulate(wrapped):
-                accelerator.backward(wrapped(**batch)["loss"])
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            interrupt(how, step - 2)
-        return accelerator.unwrap_model(wrapped)
-    with CheckpointManager(directory, save_interval_steps=2, processes=process_group()) as manager:
-        for step, batch in perdure.plugins.accelerate.batches(
-            accelerator, loader, manager, epochs=3
-        ):
-            with accelerator.accumulate(wrapped):
-                accelerator.backward(wrapped(**batch)["loss"])
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            interrupt(how, step - 2)
+        train(own_batches(accelerator, loader, Path(directory), epochs=3))
+    else:
+        with CheckpointManager(
+            directory, save_interval_steps=2, processes=process_group()
+        ) as manager:
+            train(perdure.plugins.accelerate.batches(accelerator, loader, manager, epochs=3))
     return accelerator.unwrap_model(wrapped)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from perdure import errors
-from perdure.checkpoint.arguments import step_number
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
 from perdure.plugins import host
@@ -162,7 +161,6 @@ class CheckpointIO(TorchCheckpointIO):
         """Save `checkpoint`, durable on return. Values that have no exact form are pickled."""
         if storage_options is not None:
             raise TypeError(f"storage_options: expected None, found {storage_options!r}.")
-        step = step_number(checkpoint.get("global_step", 0))
         counts = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
         state: dict[str, Any] = {"exact": {}, "pickled": {}, "order": list(checkpoint)}
         for name, value in checkpoint.items():
@@ -174,10 +172,8 @@ class CheckpointIO(TorchCheckpointIO):
                 state["pickled"][name] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         leaves = flatten(_State(state))
         with _locks[os.fspath(path)], Run(path, create=True) as run:
-            # `last.ckpt` is written again and again, perhaps twice after one step.
             older = run.steps()
-            step = max(step, *(number + 1 for number in older), 0)
-            run.save(step, leaves, metrics=counts)
+            run.save(lightning_shards.step_after(checkpoint, older), leaves, metrics=counts)
             run.delete(older)
 
     def load_checkpoint(

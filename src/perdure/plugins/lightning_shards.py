@@ -55,9 +55,8 @@ def _save(
     if storage_options is not None:
         raise TypeError(f"storage_options: expected None, found {storage_options!r}.")
     path = Path(strategy.broadcast(filepath))
-    # `last.ckpt` is written again and again, perhaps twice after one step.
     older = strategy.broadcast(_steps(path) if strategy.is_global_zero else [])
-    step = max(step_number(checkpoint.get("global_step", 0)), *(n + 1 for n in older), 0)
+    step = step_after(checkpoint, older)
     state = _members(checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", []))
     torch.save(checkpoint, rest := io.BytesIO())
     # `ExactResume` has the generators.
@@ -82,6 +81,12 @@ def _load(strategy: Any, checkpoint_path: Any, weights_only: bool | None = None)
     options = StateDictOptions(strict=strategy.lightning_module.strict_loading)
     set_model_state_dict(model, state["state_dict"], options=options)
     return torch.load(io.BytesIO(state[_REST]), weights_only=bool(weights_only))
+
+
+def step_after(checkpoint: dict[str, Any], older: list[int]) -> int:
+    """The step of a checkpoint at a path that has those of `older` steps: `last.ckpt` is written again
+    and again, perhaps twice after one step."""
+    return max([step_number(checkpoint.get("global_step", 0)), *(step + 1 for step in older)])
 
 
 def _members(model: Any, optimizers: list[Any]) -> dict[str, Any]:

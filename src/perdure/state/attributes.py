@@ -159,7 +159,8 @@ class Attributes(ExtraMember):
                 if whole and any(key[:length] in whole for length in range(1, len(key))):
                     continue
                 if key[-1] == _VIEW:
-                    _refuse_other_view(path_of(owner.path, key[:-1]), key in fresh)
+                    if key in fresh:
+                        raise _other_view(path_of(owner.path, key[:-1]))
                     continue
                 hook = next((n for n, part in enumerate(key[:2]) if part in ALL_HOOKS), None)
                 if hook is not None and (*key[: hook + 2], _SHAPE) not in fresh:
@@ -321,14 +322,13 @@ def _deleted(owner: Owner, fresh: dict[Key, Any]) -> Iterator[tuple[str, str]]:
     return ((owner.path, name) for name in names if not hasattr(owner.value, name))
 
 
-def _refuse_other_view(path: str, was_there: bool) -> None:
-    """Refuse an attribute that shows other elements of a tensor of the state than at first."""
-    if was_there:
-        raise UnsupportedLeafError(
-            f"{path}: is a view of a tensor of the state, and showed other elements of it when the "
-            f"program gave the state to the restore or first saved it. A resumed program would show "
-            f"those again. Keep the number of the row, and make the view where it is used."
-        )
+def _other_view(path: str) -> UnsupportedLeafError:
+    """The error for an attribute that shows other elements of a tensor of the state than at first."""
+    return UnsupportedLeafError(
+        f"{path}: is a view of a tensor of the state, and showed other elements of it when the "
+        f"program gave the state to the restore or first saved it. A resumed program would show "
+        f"those again. Keep the number of the row, and make the view where it is used."
+    )
 
 
 def _require_present(value: Any, mark: Any, path: str) -> None:

@@ -35,8 +35,8 @@ SORTED_DICT = Container("dict")
 
 
 class Form(dict[str, Any]):
-    """What stands for a value without an entry in a manifest, or for a mapping with keys that have no
-    text: its parts, and what they are in, by the keys `LISTED`. A checkpoint has it as a dict."""
+    """Replaces a value that a manifest has no entry for, or a mapping whose keys have no text: the
+    keys `LISTED` hold its parts and its type. A checkpoint stores it as a dict."""
 
 
 def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:

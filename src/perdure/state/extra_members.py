@@ -243,33 +243,36 @@ def _in_one_memory(walk: Walk) -> set[tuple[str, str]]:
     the program's optimizers that are in one memory with another one."""
     if (torch := sys.modules.get("torch")) is None:
         return set()
-    found: list[tuple[str, dict[str, Any]]] = []
     objects = [(path, node.target) for path, node in walk.objects.items()]
     modules = [(path, part) for path, part in objects if isinstance(part, torch.nn.Module)]
-    optimizers = [part for _, part in objects if isinstance(part, torch.optim.Optimizer)]
-    if not any(is_of_program(type(each)) for each in optimizers):
-        # Nearly always nothing is shared, and there may be very many.
+    optimizers = [
+        (path, part)
+        for path, part in objects
+        if isinstance(part, torch.optim.Optimizer) and is_of_program(type(part))
+    ]
+    if not optimizers:  # nearly always nothing is shared, and there may be very many
         parts = [part for _, module in modules for part in module.modules()]
         held = {id(each): each for part in parts for each in part._parameters.values()}
         starts = list(filter(None, map(_address, held.values())))
         if len(set(starts)) == len(starts):
             return set()
-    for path, target in objects:
-        if isinstance(target, torch.nn.Module):
-            found.append((path, dict(target.named_parameters())))
-        elif isinstance(target, torch.optim.Optimizer) and is_of_program(type(target)):
-            for number, state in enumerate(target.state.values()):
-                found.append((f"{path}/state/{number}", state if isinstance(state, dict) else {}))
-    first: dict[int, tuple[str, str, Any]] = {}
+    found = [
+        (join_dotted(path, name), value, _address(value))
+        for path, module in modules
+        for name, value in module.named_parameters()
+    ]
+    for path, optimizer in optimizers:
+        for number, state in enumerate(optimizer.state.values()):
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    at = join_dotted(f"{path}/state/{number}", name)
+                    found.append((at, value, memory_of(value)))
+    first: dict[int, tuple[str, Any]] = {}
     pairs: set[tuple[str, str]] = set()
-    for path, tensors in found:
-        for name, value in tensors.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            if start := _address(value) if "/state/" not in path else memory_of(value):
-                other = first.setdefault(start, (path, name, value))
-                if other[2] is not value:
-                    pairs.add((join_dotted(*other[:2]), join_dotted(path, name)))
+    for path, value, start in found:
+        other, held_there = first.setdefault(start, (path, value))
+        if start and held_there is not value:
+            pairs.add((other, path))
     return pairs
 
 

@@ -344,7 +344,8 @@ def _require_values(walk: Walk) -> None:
 
 
 def _owner_of_state_dict(value: dict[Any, Any], torch: Any) -> str:
-    """Whose `state_dict()` a dict is, if its owner goes on changing what is in it; else ''."""
+    """The object that has returned this `state_dict()` and still changes its tensors; '' for a copy
+    and for any other dict."""
     groups = value.get("param_groups")
     if "state" in value and isinstance(groups, list):
         return "the optimizer"

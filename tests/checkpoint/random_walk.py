@@ -482,7 +482,7 @@ class Walk:
                 run.undo_rollback,
             ):
                 with contextlib.suppress(PerdureError):
-                    assert not change(), "the log is damaged"
+                    assert not change(), "something moved on the word of a damaged log"
         self.manager = self.open()
         step, state = self.new_state()
         self.manager.save(step, state, force=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -152,9 +153,36 @@ def test_a_pin_stays_while_its_checkpoint_is_away(tmp_path: Path) -> None:
     manifest = tmp_path / manifest_name(2)
     away = manifest.rename(tmp_path / "away")
     with run_on(tmp_path) as run:
-        assert repair(run).report.ok
+        report = repair(run).report
+        assert not report.ok
+        assert [problem.name for problem in report.problems if problem.harmful] == ["step 2"]
+        assert "is pinned, and is not there" in str(report.problems)
+        run.unpin(3)  # a step that is not pinned: nothing
+        execute_prune(run, plan_prune(run, 1, Retention()))  # its pack stays, too
     away.rename(manifest)
     assert Run(tmp_path).pinned() == {2}
+    assert verify_run(Run(tmp_path)).ok
+
+
+@pytest.mark.parametrize("lost", ["pins", "log.jsonl"])
+def test_a_pin_holds_without_its_folder_and_without_the_log(tmp_path: Path, lost: str) -> None:
+    filled(tmp_path)
+    with run_on(tmp_path) as run:
+        run.pin(2)
+        run.pin(3)
+        run.unpin(3)
+    if lost == "pins":
+        shutil.rmtree(tmp_path / lost)
+    else:
+        (tmp_path / lost).unlink()
+    with run_on(tmp_path) as run:
+        repair(run)
+        assert run.pinned() == {2}
+        execute_prune(run, plan_prune(run, 1, Retention()))
+        assert run.steps() == [2, 4]
+        run.unpin(2)
+        execute_prune(run, plan_prune(run, 1, Retention()))
+        assert run.steps() == [4]
 
 
 def test_a_pipe_in_the_place_of_the_newest_manifest_is_set_aside(tmp_path: Path) -> None:

@@ -60,6 +60,16 @@ class Removed(Event, frozen=True, kw_only=True, tag="removed"):
     again: bool = False
 
 
+class Pinned(Event, frozen=True, kw_only=True, tag="pinned"):
+    """No deletion may touch a checkpoint, or it may again if `pinned` is False.
+
+    The folder of pins says the same: what is lost of one of the two, the other one knows.
+    """
+
+    step: int
+    pinned: bool = True
+
+
 class SetAside(Event, frozen=True, kw_only=True, tag="set aside"):
     """An object moves to quarantine because of damage."""
 
@@ -123,6 +133,7 @@ decoder = msgspec.json.Decoder(
     | Saved
     | Rules
     | Removed
+    | Pinned
     | SetAside
     | Damaged
     | RolledBack

@@ -41,6 +41,7 @@ from perdure.store.run_events import (
     Event,
     JournalEntry,
     Lost,
+    Pinned,
     Removed,
     Returned,
     RolledBack,
@@ -99,6 +100,8 @@ class LogView:
         """Whether no rules were lost in a repair since they were last recorded."""
         self.removed: set[tuple[int, str]] = set()
         """Step and fingerprint of checkpoints that were removed on purpose."""
+        self.pinned: set[int] = set()
+        """The pinned steps, as far as no line that pins one was lost in a repair."""
         self.aside: dict[str, Aside] = {}
         """What the log knows of objects in quarantine, by name. Not all need be there."""
         self.damaged: dict[str, str] = {}
@@ -149,6 +152,8 @@ class LogView:
             case Removed():
                 place = event.step, event.fingerprint
                 (self.removed.discard if event.again else self.removed.add)(place)
+            case Pinned():
+                (self.pinned.add if event.pinned else self.pinned.discard)(event.step)
             case SetAside():
                 self.aside[event.to] = Aside(event.reason, event.time)
             case Damaged():

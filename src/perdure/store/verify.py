@@ -18,7 +18,15 @@ from perdure.errors import (
     UnreachableError,
 )
 from perdure.store.failures import DamagedChunk, UnreadChunk, is_gone, read_error
-from perdure.store.format import MANIFESTS, MARKER, PACKS, TEMP_SUFFIX, pack_step, step_of
+from perdure.store.format import (
+    MANIFESTS,
+    MARKER,
+    PACKS,
+    TEMP_SUFFIX,
+    manifest_name,
+    pack_step,
+    step_of,
+)
 from perdure.store.log import log_place
 from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import UNTIL_VERIFIED
@@ -327,7 +335,8 @@ def _notes(run: Run, steps: frozenset[int], reported: Collection[str] = ()) -> I
     except UnreachableError as error:
         yield Problem(place, str(error), unread=True)
     for step in sorted(run.pinned() - steps):
-        yield Problem(f"step {step}", "is pinned, and is not there", False)
+        advice = f"bring {manifest_name(step)} back from a copy, or call `manager.unpin({step})`"
+        yield Problem(f"step {step}", f"is pinned, and is not there: {advice}")
     for name in sorted(run.storage.list(MANIFESTS)):
         is_ours = name.endswith(TEMP_SUFFIX) or name == f"{MANIFESTS}{FOLDER_MARK}"
         if step_of(name) is None and not is_ours:

@@ -196,8 +196,8 @@ class View:
 
     @cached_property
     def pinned(self) -> frozenset[int]:
-        """The pinned steps."""
-        return pinned_steps(self._storage)
+        """The pinned steps, by the folder or by the log."""
+        return pinned_steps(self._storage) | self.log.pinned
 
     @property
     def quarantined(self) -> Mapping[str, Manifest]:
@@ -215,6 +215,8 @@ class View:
         _ = self._pack_names
         aside = [f"{name}: {why}" for name, why in self._aside.unknown.items()]
         unknown = [*self._committed.unknown.values(), *aside, *self._unsized]
+        for step in sorted(self.pinned.difference(self.steps, map(step_aside, self._aside_names))):
+            unknown.append(f"step {step} is pinned, and {manifest_name(step)} is not there")
         if why := self.lost_checkpoints(for_deletion=True):
             unknown.append(why)
         return unknown

@@ -276,6 +276,69 @@ def test_without_accumulated_gradients_a_resume_differs(monkeypatch: pytest.Monk
     assert accumulating(run, "tail", 9, []) == whole
 
 
+def loose(kind: str) -> tuple[State, list[torch.Tensor], Any]:
+    """A state with tensors that the program steps itself, those tensors, and a function to train."""
+    values = [torch.tensor([0.5, 2.0], requires_grad=True), torch.tensor(0.25, requires_grad=True)]
+    if kind == "module":
+        net = torch.nn.Linear(2, 1)
+        return {"net": net}, [*net.parameters()], lambda x: net(x).sum()
+    held: Any = dict(enumerate(values)) if kind == "dict" else SimpleNamespace(values=values)
+    return {"held": held}, values, lambda x: (x * values[0]).sum() * values[1]
+
+
+def stepping_by_hand(
+    run: MemoryStorage, kind: str, stop: int, freeze_at: int = 99
+) -> dict[str, bytes]:
+    """Adds the gradients of two batches, and subtracts them."""
+    torch.manual_seed(0)
+    like, values, loss = loose(kind)
+    with CheckpointManager(run, max_to_keep=None, recipe={}) as manager:
+        state, start = manager.restore_or_initialize(like)
+        for batch in range(start, stop):
+            if batch == freeze_at:
+                values[1].requires_grad_(not values[1].requires_grad)
+            loss(torch.tensor([1.0 + batch, -0.5])).backward()
+            if batch % 2:
+                with torch.no_grad():
+                    for value in values:
+                        if value.grad is not None:
+                            value.sub_(0.1 * value.grad)
+                        value.grad = None
+            manager.save(batch + 1, state)
+    return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}
+
+
+@pytest.mark.parametrize("freeze_at", [2, 99])
+@pytest.mark.parametrize("kind", ["dict", "object", "module"])
+def test_tensors_that_the_program_steps_itself_resume_with_their_gradients(
+    kind: str, freeze_at: int
+) -> None:
+    whole = stepping_by_hand(MemoryStorage(), kind, 6, freeze_at)
+    for stop in range(1, 6):
+        stepping_by_hand(run := MemoryStorage(), kind, stop, freeze_at)
+        assert stepping_by_hand(run, kind, 6, freeze_at) == whole, stop
+
+
+def test_without_the_gradients_of_such_tensors_a_resume_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control of the test above."""
+    monkeypatch.setattr(torch_gradients, "_unstepped", lambda *_: ())
+    for kind in ("dict", "object", "module"):
+        whole = stepping_by_hand(MemoryStorage(), kind, 6)
+        stepping_by_hand(run := MemoryStorage(), kind, 3)
+        assert stepping_by_hand(run, kind, 6) != whole
+
+
+def test_a_tensor_that_is_given_to_an_optimizer_has_its_gradient_once() -> None:
+    value = torch.ones(2, requires_grad=True)
+    state = {"value": value, "o": torch.optim.SGD([value], 0.1)}
+    leaves_beside(state)
+    value.sum().backward()
+    names = [name for name in leaves_beside(state) if "attributes" not in name]
+    assert names == ["process/0/accumulated/0/o"]
+
+
 def test_each_process_has_the_gradients_that_it_has_accumulated() -> None:
     value = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([value], 0.1)

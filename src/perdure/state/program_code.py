@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections import deque
 from functools import cache, partial
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from perdure.state.generators import is_generator
 from perdure.state.leaf_values import SCALARS
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -82,8 +84,9 @@ def is_code(value: Any) -> bool:
 
 
 def changed_cells(function: Any) -> dict[str, Any]:
-    """The variables that a function of the program closes over and may change: numbers and texts that
-    it declares `nonlocal`, and lists and dicts of such."""
+    """The variables that a function of the program closes over and may change: numbers, texts and
+    arrays that it declares `nonlocal`, generators of random numbers, and containers of plain values.
+    Another array may be a data set."""
     if not isinstance(function, FunctionType) or not is_program_module(function.__module__):
         return {}
     names, found = _stored_names(function.__code__), dict[str, Any]()
@@ -92,11 +95,11 @@ def changed_cells(function: Any) -> dict[str, Any]:
             contents = cell.cell_contents
         except ValueError:  # it has no value yet
             continue
-        if isinstance(contents, (list, dict)):
+        if isinstance(contents, (list, dict, deque, set)):
             parts = contents.values() if isinstance(contents, dict) else contents
             if all(isinstance(part, _SCALARS) for part in parts):
                 found[name] = cell
-        elif isinstance(contents, _SCALARS) and name in names:
+        elif (name in names and (isinstance(contents, _SCALARS) or hasattr(contents, "dtype"))) or is_generator(contents):
             found[name] = cell
     return found
 

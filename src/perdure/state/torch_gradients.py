@@ -2,7 +2,9 @@
 
 Values that `backward` has written since the last step (gradient accumulation), and which parameters
 keep a gradient from step to step (`zero_grad(set_to_none=False)`): an optimizer leaves one without
-a gradient alone, and moves one with a gradient of zeros (momentum, weight decay).
+a gradient alone, and moves one with a gradient of zeros (momentum, weight decay). Of tensors that are
+in no module (a program's own parameters) also which of them require a gradient, and the gradients
+that no optimizer of the state uses: only the program knows when they are used up.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from torch.utils.weak import TensorWeakRef
 
 from perdure.state.adapter import adapter
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
-from perdure.state.paths import join_part
+from perdure.state.paths import join_dotted, join_part
+from perdure.state.torch_module import ModuleState
 from perdure.state.torch_tensors import local_tensor, with_local
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 
 _decoder = msgspec.json.Decoder(dict[str, list[str]])
+_trained_decoder = msgspec.json.Decoder(dict[str, bool])
 _ACCUMULATED = re.compile(r"process/([0-9]+)/accumulated/([0-9]+)(?:/(.*))?", re.DOTALL)
+_OF_TENSOR = re.compile(r"process/([0-9]+)/gradient/(.*)", re.DOTALL)
 
 
 class _Step(NamedTuple):
@@ -51,8 +56,14 @@ _steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
 class Gradients(ExtraMember):
     """See `perdure.state.extra_members.ExtraMember`."""
 
+    def __init__(self) -> None:
+        self._trained: dict[str, bool] | None = None
+        """Which tensors required a gradient at first, by path."""
+
     def see(self, walk: Walk) -> None:
         _watch(walk)
+        if self._trained is None:
+            self._trained = {path: value.requires_grad for path, value in _tensors(walk)}
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         _watch(saving.walk)
@@ -64,13 +75,25 @@ class Gradients(ExtraMember):
                 kept[path] = _ranges(n for n, value in parameters if _gradient(value) is not None)
         if kept:
             leaves[f"process/{saving.process}/gradients"] = json_leaf(kept)
+        tensors, first = dict(_tensors(saving.walk)), self._trained or {}
+        now = {path: value.requires_grad for path, value in tensors.items()}
+        changed = {path: now[path] for path in now if first.get(path, now[path]) != now[path]}
+        if changed:
+            leaves[f"process/{saving.process}/trained"] = json_leaf(changed)
+        for path, value in _unstepped(saving.walk, tensors):
+            if (leaf := _leaf(_gradient(value))) is not None:
+                leaves[f"process/{saving.process}/gradient/{path}"] = leaf
         return leaves
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
         kept = restoring.stored("gradients", _decoder) or {}
         kept = {restoring.renamed(path): ranges for path, ranges in kept.items()}
         written: dict[str, dict[int, Leaf]] = {}
+        of_tensors: dict[str, Leaf] = {}
         for name, leaf in restoring.leaves.items():
+            found = _OF_TENSOR.fullmatch(name)
+            if found is not None and int(found[1]) == restoring.group.index:
+                of_tensors[restoring.renamed(found[2])] = leaf
             found = _ACCUMULATED.fullmatch(name)
             if found is not None and int(found[1]) == restoring.group.index:
                 path = restoring.renamed(found[3] or "")
@@ -78,6 +101,14 @@ class Gradients(ExtraMember):
         for path, optimizer in _optimizers(walk):
             if path in kept or path in written:
                 give_gradients(optimizer, kept.get(path), written.get(path, {}))
+        trained = restoring.stored("trained", _trained_decoder) or {}
+        trained = {restoring.renamed(path): value for path, value in trained.items()}
+        tensors = dict(_tensors(walk)) if trained or of_tensors else {}
+        for path in trained.keys() & tensors.keys():
+            tensors[path].requires_grad_(trained[path])
+        for path, value in _unstepped(walk, tensors) if of_tensors else ():
+            if (leaf := of_tensors.get(path)) is not None:
+                _give(value, leaf)
         _watch(walk)
         return []
 
@@ -101,11 +132,23 @@ def accumulated_leaves(path: str, optimizer: Any, process: int) -> dict[str, Lea
         gradient = _gradient(value)
         if gradient is None or gradient.is_meta or gradient._version == version:
             continue
-        leaf = adapter("torch").leaf(local_tensor(gradient))
-        # By the bits: a sum with -0.0 is another one than a sum with 0.0.
-        if leaf is not None and np.frombuffer(leaf.data, np.uint8).any():
-            leaves[join_part(f"process/{process}/accumulated/{number}", path)] = leaf.copy()
+        if (leaf := _leaf(gradient)) is not None:
+            leaves[join_part(f"process/{process}/accumulated/{number}", path)] = leaf
     return leaves
+
+
+def _leaf(gradient: Any) -> Leaf | None:
+    """A copy of a dense gradient; None if it is zero."""
+    leaf = None if gradient is None else adapter("torch").leaf(local_tensor(gradient))
+    # By the bits: a sum with -0.0 is another one than a sum with 0.0.
+    return leaf.copy() if leaf is not None and np.frombuffer(leaf.data, np.uint8).any() else None
+
+
+def _give(value: Any, leaf: Leaf) -> None:
+    """Give a tensor the gradient that it had at the save, if it still has that shape."""
+    local = local_tensor(value.detach())
+    if leaf.shape == tuple(local.shape):
+        value.grad = with_local(value, adapter("torch").load(torch.empty_like(local), leaf))
 
 
 def give_gradients(optimizer: Any, kept: list[str] | None, written: Mapping[int, Leaf]) -> None:
@@ -121,10 +164,8 @@ def give_gradients(optimizer: Any, kept: list[str] | None, written: Mapping[int,
             if value.grad is None and not value.is_meta:
                 value.grad = torch.zeros_like(value, requires_grad=False)
     for number, value in enumerate(parameters):
-        local = local_tensor(value.detach())
-        if (leaf := written.get(number)) is not None and leaf.shape == tuple(local.shape):
-            gradient = adapter("torch").load(torch.empty_like(local), leaf)
-            value.grad = with_local(value, gradient)
+        if (leaf := written.get(number)) is not None:
+            _give(value, leaf)
     unused = _Step(None, [], is_kept=False)
     if kept is not None:
         unused = _now(optimizer, is_kept=True)._replace(versions=[-1] * len(parameters))
@@ -163,6 +204,30 @@ def _optimizers(walk: Walk) -> Iterator[tuple[str, Any]]:
         if isinstance(optimizer := node.target, Optimizer):
             inner = getattr(optimizer, "optimizer", None)
             yield path, inner if isinstance(inner, Optimizer) else optimizer
+
+
+def _tensors(walk: Walk) -> Iterator[tuple[str, Any]]:
+    """The tensors of a state that are in no module and may require a gradient, by path."""
+    for start, stop in walk.runs:
+        if isinstance(walk.values[start], torch.Tensor):
+            pairs = zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
+            yield from (pair for pair in pairs if pair[1].is_leaf)
+    for path, value in walk.inside:
+        if isinstance(value, torch.Tensor) and value.is_leaf:
+            yield path, value
+
+
+def _unstepped(walk: Walk, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of `tensors` that no optimizer of the state steps, and the parameters of modules of which
+    none steps any."""
+    stepped = {id(value) for _, part in _optimizers(walk) for value in _parameters(part)}
+    yield from ((path, value) for path, value in tensors.items() if id(value) not in stepped)
+    for path, node in walk.objects.items():
+        if isinstance(node, ModuleState):
+            module = node.target
+            if not any(id(value) in stepped for value in module.parameters()):
+                for name, value in module.named_parameters():
+                    yield join_dotted(path, name), value
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:

@@ -99,7 +99,9 @@ def changed_cells(function: Any) -> dict[str, Any]:
             parts = contents.values() if isinstance(contents, dict) else contents
             if all(isinstance(part, _SCALARS) for part in parts):
                 found[name] = cell
-        elif (name in names and (isinstance(contents, _SCALARS) or hasattr(contents, "dtype"))) or is_generator(contents):
+        elif (
+            name in names and (isinstance(contents, _SCALARS) or hasattr(contents, "dtype"))
+        ) or is_generator(contents):
             found[name] = cell
     return found
 

@@ -303,6 +303,10 @@ def test_what_an_export_refuses(run: str, tmp_path: Path) -> None:
     assert "matches no leaf" in refused(ArgumentError, names=NameMap(["nothing/*=x.*"]))
     assert "shard_bytes" in refused(ArgumentError, to="npz", shard_bytes=10**9)
     assert "shard_bytes" in refused(ArgumentError, to="safetensors", shard_bytes=0)
+    for to, name in (("safetensors", "__metadata__"), ("npz", "perdure.json")):
+        text = refused(ArgumentError, to=to, names=NameMap([f"rng={name}"]))
+        assert f"{name}" in text
+        assert "`--names`" in text
     with pytest.raises(ArgumentError, match="in a directory that exists"):
         export(run, "npz", tmp_path / "no" / "out")
     for make in (lambda: out.write_text("mine"), lambda: (out.unlink(), out.mkdir())):

@@ -158,6 +158,8 @@ def test_what_cannot_be_fetched_is_one_sentence(hub: Hub, tmp_path: Path) -> Non
         "hf://me/empty": (1, "expected a .safetensors file"),
         "hf://model": (2, "expected hf://OWNER/REPO"),
         "hf://me/model/file": (2, "expected hf://OWNER/REPO"),
+        "hf://me/model@../main": (2, "expected hf://OWNER/REPO"),
+        f"hf://me/model@{tmp_path}/mine": (2, "expected hf://OWNER/REPO"),
     }
     out = tmp_path / "out"
     commands = [["import", source, str(out)] for source in expected]
@@ -202,7 +204,7 @@ def test_the_card_says_what_it_is_and_how_to_check_it(
     fingerprint = Run(run).manifest(4).fingerprint
     code = [line[4:] for line in body.splitlines() if line.startswith("    ")]
     assert fingerprint in code
-    assert "# digits, step 4" in body
+    assert "# `digits`, step 4" in body
     assert str(run.parent) not in body, "no path of the machine"
     fields = json.loads(body.partition("## Recipe and environment")[2])
     assert fields["recipe"] == {name: RECIPE[name] for name in ("engine", "seed", "note")}

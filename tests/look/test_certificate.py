@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -325,6 +326,16 @@ def test_a_run_that_goes_on_keeps_its_certificates(case: Case) -> None:
     recorded(case.run, 4, 8)
     recorded(case.run, 0, 4)
     assert case.check() == (0, set())
+    done = perdure("certify", "--check", case.file, "--run", case.run)
+    assert "newer replays" in done.stdout
+
+
+def test_a_signature_that_is_no_file_is_not_waited_for(case: Case) -> None:
+    case.signature.unlink(missing_ok=True)
+    os.mkfifo(case.signature)
+    done = perdure("certify", "--check", case.file)
+    assert done.exit_code == 1
+    assert "found what is no file" in done.stdout
 
 
 def test_a_compaction_moves_chunks_and_a_certificate_holds(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from helpers import contents, sharing_states
 
 from perdure import CheckpointManager
 from perdure.checkpoint.retention import Retention, execute_prune, plan_prune
-from perdure.errors import LockedError, StoreError
+from perdure.errors import LockedError, PerdureError, StoreError
 from perdure.store import Run, file_lock, verify_run
 
 PRUNE = (sys.executable, "-m", "perdure.cli", "prune", "--max-to-keep", "3")
@@ -123,8 +123,13 @@ def two_managers(path: Path) -> None:
             second.save(2, {"a": 2})
     another_process_is_refused(path)
     first.wait_until_finished()
-    first = CheckpointManager(path)  # like a notebook cell that runs twice
+    try:  # like a notebook cell that runs again after it failed: the shell keeps its traceback
+        first.save(2, {"a": object()})
+    except PerdureError as error:
+        sys.last_traceback = error.__traceback__
+    first = CheckpointManager(path)
     assert first.save(2, {"a": 2})
+    sys.last_traceback = None
     first.close()
     assert second.save(3, {"a": 3})
     second.close()

@@ -28,13 +28,16 @@ def card(checkpoint: StoredCheckpoint, fingerprint: str, size: str) -> str:
     fields = dict(zip(("recipe", "environment"), split_recipe(manifest), strict=True))
     # A block of code is indented by four spaces: no text of a recipe can end it.
     recipe = json.dumps(fields, indent=2).replace("\n", "\n    ")
+    # As code, so that no text of a name is read as a link or as HTML.
+    name = os.path.basename(checkpoint.run.where.rstrip("/")).replace("`", "'")
+    name = f"`{printable(name)}`"
     return f"""\
 ---
 library_name: perdure
 tags: [perdure, safetensors]
 ---
 
-# {printable(os.path.basename(checkpoint.run.where.rstrip("/")))}, step {manifest.step}
+# {name}, step {manifest.step}
 
 {size}, exported by perdure {__version__}.{part if fingerprint != manifest.fingerprint else ""}
 
@@ -55,12 +58,23 @@ fingerprint from elsewhere, such as a certificate: whoever can write here can ch
 """
 
 
+def _is_revision(text: str) -> bool:
+    """Whether a branch, tag or commit of Git can have this name: it becomes a path in the cache."""
+    parts = text.split("/")
+    return len(text) <= 250 and all(
+        re.fullmatch(r"[\w.+@-]+", part) and not part.startswith(".") and ".." not in part
+        for part in parts
+    )
+
+
 def download(url: str) -> tuple[str, str]:
     """The folder with the safetensors of `hf://OWNER/REPO[@REVISION]`, and the URL with its commit.
 
     Raises ArgumentError, MissingExtraError, and DataError if nothing can be fetched.
     """
-    if (match := re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?", url)) is None:
+    if (match := re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?", url)) is None or (
+        match[2] and not _is_revision(match[2])
+    ):
         raise ArgumentError(f"expected hf://OWNER/REPO or hf://OWNER/REPO@REVISION, found {url!r}.")
     try:
         from huggingface_hub import snapshot_download

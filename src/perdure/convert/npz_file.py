@@ -41,11 +41,12 @@ def write(
             len(leaf.name.encode()) > 65_000
             or "\0" in leaf.name
             or (stem != leaf.name and stem in names)
+            or leaf.name == _NOTES
         ):
             raise ArgumentError(
                 f"leaf {leaf.entry.path[:80]!r}: expected a name of at most 65,000 bytes without NUL, "
-                f"and not that of another array with {_END}, found {leaf.name[:80]!r}; give it another "
-                f"name: `--names`."
+                f"not that of another array with {_END} and not {_NOTES}, found {leaf.name[:80]!r}; "
+                f"give it another name: `--names`."
             )
     chunks_of = chunks_in_order(checkpoint, [leaf.entry for leaf in arrays])
     notes = formats.text_notes(scalars)

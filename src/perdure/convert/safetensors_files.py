@@ -24,6 +24,7 @@ from perdure.store.format import Natural
 from perdure.store.leaf import Leaf
 from perdure.store.manifest_json import item_bytes
 
+_HEADER = "__metadata__"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000
@@ -129,11 +130,16 @@ def _write_file(
     notes: Mapping[str, LeafNote],
     mark: Mapping[str, str],
 ) -> None:
+    if any(leaf.name == _HEADER for leaf in leaves):
+        raise ArgumentError(
+            f"leaf {_HEADER}: this name has another meaning in a safetensors file; give it another "
+            f"one: `--names`."
+        )
     notes = {**notes, **{leaf.name: leaf.note for leaf in leaves if leaf.note != LeafNote()}}
     metadata = {"format": "pt", **mark}  # transformers refuses a file without the format
     if notes:
         metadata[_NOTES] = msgspec.json.encode(notes).decode()
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {_HEADER: metadata}
     offset = 0
     for leaf in leaves:
         end = offset + leaf.entry.nbytes

@@ -84,6 +84,8 @@ def cpu_limit(root: Path = CGROUPS) -> float | None:
 
 
 def _memory() -> str:
+    if not hasattr(os, "sysconf"):  # Windows
+        return "unknown"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = MemoryLimit(os.getpid()).limit()
     text = f"{total / 2**30:.1f} GiB"

@@ -226,10 +226,12 @@ def _signature(
                 )
             identity, signers = "key", Path(temporary, "signers")
             signers.write_bytes(b"key " + key)
-        if not os.path.exists(f"{path}.sig"):
-            if signers is None:
+        if not os.path.isfile(f"{path}.sig"):
+            is_there = os.path.lexists(f"{path}.sig")
+            if signers is None and not is_there:
                 return "signature", "not checked", "there is none"
-            text = f"{path}.sig: expected the signature {wanted}, found no file. Ask for it."
+            found = "what is no file" if is_there else "no file"
+            text = f"{path}.sig: expected the signature {wanted}, found {found}. Ask for it."
             return "signature", "FAILED", text
         who = ["check-novalidate"]
         if signers is not None:
@@ -255,6 +257,8 @@ def _compared(certificate: Certificate, where: str) -> Iterator[Finding]:
         "replays": _replayed(certificate.replays),
     }
     known = {replay.name for replay in certificate.replays}
+    if newer := [replay for replay in now.replays if replay.name not in known]:
+        yield "newer replays", "not checked", f"the run has {len(newer)}: {_replayed(newer)}"
     now = msgspec.structs.replace(now, replays=tuple(r for r in now.replays if r.name in known))
     for name in Certificate.__struct_fields__[1:-2]:
         ours, theirs = (_json(getattr(side, name)).decode() for side in (certificate, now))

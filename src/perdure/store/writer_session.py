@@ -7,7 +7,9 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
@@ -154,7 +156,9 @@ class WriterSession:
                 if _locked_here_since(error) is None:
                     raise
                 # One that nothing refers to any more, such as that of a notebook cell that ran before,
-                # is released when the collector finds it. A save under way refers to its own.
+                # is released when the collector finds it. A save under way refers to its own. A shell
+                # keeps the last traceback, and with it the manager of a cell that failed.
+                traceback.clear_frames(getattr(sys, "last_traceback", None))
                 gc.collect()
                 self._lock.enter_context(self._storage.lock(LOCK, text))
         except BlockingIOError as error:
@@ -193,7 +197,8 @@ class WriterSession:
         if (since := _locked_here_since(error)) is not None:
             return (
                 f"{where}: this process already has a manager (or a `Run`) open there, opened at "
-                f"{since}. Nothing was changed. Close it, or use it."
+                f"{since}. Nothing was changed. Close it, or use it. In a notebook, `Out` keeps one "
+                f"with which a cell ended: call `Out.clear()`."
             )
         return (
             f"{where}: another process writes here: {(error.strerror or '').strip()}. Nothing was "

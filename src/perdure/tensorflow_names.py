@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from perdure.errors import ArgumentError
@@ -165,6 +167,14 @@ _NEWEST = "`state, step = manager.restore_or_initialize(state)`"
 _SAVE = "`manager.save(step, state)`"
 _WAIT = "manager.wait_until_finished()"
 _RULES = "options=perdure.ManagerOptions(retention=perdure.Retention(...))"
+_OPTIONS = (
+    "on_error",
+    "codec",
+    "save_random_state",
+    "mirror_wait",
+    "preemption_signals",
+    "journal_every",
+)
 _NO_TYPES = "no type handlers: `manager.save(step, state)` takes the tree itself"
 _OPTIMIZER = "{'params': params, 'opt_state': opt_state}, a plain dict, for the state"
 HABITS: dict[str, dict[str, str]] = {
@@ -173,9 +183,8 @@ HABITS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("AsyncCheckpointer", "checkpoints"), _MANAGER),
         **dict.fromkeys(("save", "save_checkpoint", "args", "save_pytree", "Composite"), _SAVE),
         **dict.fromkeys(("async_save", "save_state"), _SAVE),
-        **dict.fromkeys(
-            ("ResumableLoader", "PerRank"), "perdure.torch.ResumableLoader and PerRank"
-        ),
+        "ResumableLoader": "perdure.torch.ResumableLoader",
+        "PerRank": "perdure.torch.PerRank",
         **dict.fromkeys(("StandardSave", "PyTreeSave", "JsonSave", "type_handlers"), _NO_TYPES),
         **dict.fromkeys(("restore", "restore_checkpoint", "resume"), _NEWEST),
         **dict.fromkeys(
@@ -186,7 +195,7 @@ HABITS: dict[str, dict[str, str]] = {
         "TrainState": _OPTIMIZER,
         "EarlyStopping": "perdure.train.EarlyStopping, or Keras's own",
         "Dataset": "perdure.data.Dataset",
-        "CheckpointManagerOptions": "perdure.ManagerOptions",
+        "CheckpointManagerOptions": f"{_MANAGER[:-1]}, max_to_keep=..., save_interval_steps=...)",
         "callbacks": "perdure.keras.BackupAndRestore and perdure.keras.ModelCheckpoint",
     },
     "CheckpointManager": {
@@ -197,36 +206,63 @@ HABITS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("keep_period", "best_fn", "best_metric", "best_mode"), _RULES),
         **dict.fromkeys(("retention", "monitor"), _RULES),
         **dict.fromkeys(("save_interval", "every_n_steps", "every"), "save_interval_steps=..."),
-        "keep": "max_to_keep=...",
+        **dict.fromkeys(("keep", "max_keep", "save_top_k"), "max_to_keep=..."),
+        **dict.fromkeys(("save_every", "every_n_train_steps"), "save_interval_steps=..."),
+        **dict.fromkeys(("dirpath", "path", "checkpoint_dir"), _MANAGER),
+        **{name: f"options=perdure.ManagerOptions({name}=...)" for name in _OPTIONS},
+        "item_metadata": "manager.metadata(step)",
+        "item_names": _NO_TYPES,
+        "enable_async_checkpointing": "nothing: a save runs in the background",
         "async_options": "nothing: a save runs in the background",
         "create": "nothing: the first save makes the directory",
         "reload": "nothing: a manager sees what others have saved",
     },
+    "ManagerOptions": {
+        **dict.fromkeys(("max_to_keep", "save_interval_steps"), f"{_MANAGER[:-1]}, ...)"),
+        **dict.fromkeys(
+            ("keep_period", "best_fn", "best_mode"), "retention=perdure.Retention(...)"
+        ),
+        "create": "nothing: the first save makes the directory",
+    },
     "save": dict.fromkeys(("args", "items"), _SAVE),
-    "restore": dict.fromkeys(("args", "items", "restore_kwargs"), "like=state"),
+    "restore": dict.fromkeys(("args", "items", "restore_kwargs", "restore_args"), "like=state"),
+    "restore_or_initialize": {
+        "leaves": "`manager.restore(like=state, leaves=[...])` for a part of the state",
+        "strict": "`manager.restore(like=state, strict=False)`",
+        "step": "`manager.restore(step, like=state)`",
+    },
     "perdure.keras": {"CheckpointManager": "perdure.CheckpointManager"},
 }
 """Names of Orbax, Flax and PyTorch, and those that fingers type."""
 
 
-def refuse_arguments(owner: str, names: Iterable[str]) -> None:
-    """Raise `ArgumentError` if one of the names is an argument that others have and `owner` lacks."""
-    for name in names:
+def refuse_arguments(owner: str, names: Iterable[str], known: Iterable[str] = ()) -> None:
+    """Raise `ArgumentError` if one of the names is an argument that others have and `owner` lacks, or
+    none of the `known` ones."""
+    known = sorted(known)
+    for name in sorted(names):
+        text = f"{owner} has no argument {name!r}"
         if habit := HABITS.get(owner, {}).get(name):
-            raise ArgumentError(f"{owner} has no argument {name!r}. Write {habit}.")
-        if form := FORMS[owner].get(name):
-            raise ArgumentError(
-                f"{owner} has no argument {name!r}. In place of TensorFlow's: {form}"
-            )
+            raise ArgumentError(f"{text}. Write {habit}.")
+        if form := FORMS.get(owner, {}).get(name):
+            raise ArgumentError(f"{text}. In place of TensorFlow's: {form}")
+        if known and name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise ArgumentError(f"{text}. {hint}It has {', '.join(known)}.")
 
 
 def names_forms(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A method whose error for an argument of TensorFlow's says what to write."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        parameters = signature(method).parameters.values()
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        known = () if takes_any else [each.name for each in parameters]
+
         @wraps(method)
         def checked(*given: P.args, **named: P.kwargs) -> R:
-            refuse_arguments(owner, named)
+            refuse_arguments(owner, named, known)
             return method(*given, **named)
 
         return checked

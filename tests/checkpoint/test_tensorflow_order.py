@@ -237,8 +237,10 @@ def test_a_name_that_is_not_carried_over_says_the_form_to_use(tmp_path: Path) ->
             manager.nothing  # noqa: B018
     with pytest.raises(ArgumentError, match="restore_or_initialize"):
         Manager(ckpt, tmp_path, init_fn=dict)
-    with pytest.raises(TypeError):
+    with pytest.raises(ArgumentError, match="has no argument 'nothing'. It has allow, checkpoint"):
         Manager(ckpt, tmp_path, nothing=1)
+    with pytest.raises(ArgumentError, match="Did you mean max_to_keep"):
+        Manager(tmp_path, maxtokeep=1)  # type: ignore[call-arg]
 
 
 def test_the_names_of_checkpoints_come_after_the_save_under_way(tmp_path: Path) -> None:
@@ -380,10 +382,11 @@ def test_names_of_other_libraries_say_what_to_write(owner: str) -> None:
     if owner.startswith("perdure"):
         value: Any = importlib.import_module(owner)
     else:
-        value = manager if owner == "CheckpointManager" else getattr(manager, owner)
+        others = {"CheckpointManager": manager, "ManagerOptions": perdure.ManagerOptions}
+        value = others.get(owner) or getattr(manager, owner)
     for name, habit in HABITS[owner].items():
         said = re.escape(f"{name!r}. Write {habit}.")
-        if owner not in ("save", "restore"):
+        if owner.startswith("perdure") or owner == "CheckpointManager":
             with pytest.raises(AttributeError, match=said):
                 getattr(value, name)
         if not owner.startswith("perdure"):

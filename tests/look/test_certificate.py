@@ -399,6 +399,16 @@ def test_what_is_damaged_gets_no_certificate(case: Case, name: str) -> None:
     assert str(case.run) in done.stderr
 
 
+def test_a_pack_with_a_cut_index_gets_no_certificate(case: Case) -> None:
+    """Every chunk is whole, and a restore takes the checkpoint."""
+    os.truncate(pack(case), pack(case).stat().st_size - 10)
+    done = perdure("certify", f"{case.run}@4", "-o", case.at / "new.json")
+    assert (done.exit_code, (case.at / "new.json").exists()) == (1, False)
+    assert "does not end in a pack trailer" in done.stderr
+    status, failed = case.check()
+    assert (status, "run" in failed) == (1, True)
+
+
 def test_a_file_is_not_overwritten_and_a_key_has_to_sign(case: Case) -> None:
     done = perdure("certify", f"{case.run}@4", "-o", case.file)
     assert done.exit_code == 2

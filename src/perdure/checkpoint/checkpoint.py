@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
+from inspect import signature
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -301,6 +302,8 @@ def latest_checkpoint(directory: Directory) -> str | None:
 def takes_tensorflow_order(init: Init) -> Init:
     """An `__init__` that also takes (checkpoint, directory, ...), and TensorFlow's keywords."""
 
+    known = {*signature(init).parameters, *_ORDER, "checkpoint_interval"} - {"self"}
+
     @wraps(init)
     def init_in_either_order(self: Any, *given: Any, **named: Any) -> None:
         if given and isinstance(given[0], Checkpoint):
@@ -310,9 +313,10 @@ def takes_tensorflow_order(init: Init) -> Init:
                 f"expected CheckpointManager(directory, ...) with all others by name, or a "
                 f"perdure.Checkpoint and then the directory, found {type(given[0]).__name__} first. A "
                 f"model, or the members of a Checkpoint of TensorFlow, become "
-                f"perdure.Checkpoint(model=model)."
+                f"perdure.Checkpoint(model=model). Options are given as "
+                f"`options=perdure.ManagerOptions(...)`."
             )
-        refuse_arguments("CheckpointManager", named.keys() - {"checkpoint", "max_to_keep"})
+        refuse_arguments("CheckpointManager", named.keys() - {"checkpoint", "max_to_keep"}, known)
         if (interval := named.pop("checkpoint_interval", None)) is not None:
             named["save_interval_steps"] = interval
         if (hours := named.pop("keep_checkpoint_every_n_hours", None)) is not None:

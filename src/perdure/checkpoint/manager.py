@@ -296,6 +296,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         beat("compile", restored.step)
         return restored
 
+    @names_forms("restore_or_initialize")
     def restore_or_initialize(self, init: Any = None, *, start_over: bool = False) -> Restored:
         """The newest good checkpoint, or a fresh state at step 0 if there is none.
 

@@ -19,6 +19,7 @@ from perdure.checkpoint.retention import Retention
 from perdure.errors import ArgumentError
 from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_request import RestoreReport
+from perdure.tensorflow_names import refuse_arguments
 
 
 class _Pair(NamedTuple):
@@ -103,6 +104,10 @@ class ManagerOptions:
     mirror_wait: float = 300.0
     preemption_signals: tuple[str, ...] = ("SIGTERM",)
     journal_every: int | None = None
+
+    def __new__(cls, *_arguments: Any, **named: Any) -> ManagerOptions:
+        refuse_arguments("ManagerOptions", named, cls.__dataclass_fields__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         require_kind("retention", self.retention, Retention, optional=True)

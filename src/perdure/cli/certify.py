@@ -40,9 +40,13 @@ def certify(
       perdure certify --check a.json --run runs/a --public-key ada.pub
     """
     if (checkpoint is None) == (check is None):
-        raise click.UsageError("expected either RUN@STEP or --check FILE.")
+        raise click.UsageError(
+            "expected either RUN@STEP or --check FILE, whose run is given as --run RUN."
+        )
     if any(against.values()) if check is None else output or key:
-        raise click.UsageError("expected -o and --key with RUN@STEP, other options with --check.")
+        raise click.UsageError(
+            "expected -o and --key with RUN@STEP; with --check --run, and --public-key or --signers."
+        )
     signers, public_key = against["signers"], against["public_key"]
     if (signers is None) != (against["identity"] is None) or (signers and public_key):
         raise click.UsageError("expected --signers with --identity, or --public-key alone.")

@@ -14,7 +14,9 @@ try:
     from perdure.keras.model_checkpoint import ModelCheckpoint, load_weights
     from perdure.keras.stateless import Stateless
 except ModuleNotFoundError as error:
-    raise missing_extra("keras", error) from error
+    # Keras comes without a backend.
+    backends = ("jax", "tensorflow", "torch")
+    raise missing_extra(error.name if error.name in backends else "keras", error) from error
 
 __all__ = ["BackupAndRestore", "ModelCheckpoint", "Stateless", "load_weights"]
 

@@ -26,8 +26,8 @@ from perdure.store.failures import read_error
 from perdure.store.format import Natural, hash_bytes, span_text, time_text
 from perdure.store.log import LineReference, log_place, read_log
 from perdure.store.manifest import Manifest, RecipeValue, fingerprint
-from perdure.store.reader import verify_leaves
 from perdure.store.storage import Storage
+from perdure.store.verify import Packs
 from perdure.text import few
 
 Finding = tuple[str, str, str]
@@ -126,8 +126,12 @@ def certificate_of(checkpoint: StoredCheckpoint) -> Certificate:
     """The certificate of a checkpoint, of which every byte is verified first; raises as `certify`."""
     run, manifest = checkpoint.run, checkpoint.manifest
     run.require_finished()
+    packs = Packs(run)
     try:
-        verify_leaves(run.storage, manifest)
+        packs.require(manifest)
+        for pack in manifest.packs:
+            if why := packs.damaged.get(pack.name):
+                raise CorruptionError(why)
         replays = tuple(_replays(run.storage, manifest.step))
     except CorruptionError as error:
         raise CorruptionError(with_advice(error, run)) from error
@@ -257,7 +261,7 @@ def _compared(certificate: Certificate, where: str) -> Iterator[Finding]:
         "replays": _replayed(certificate.replays),
     }
     known = {replay.name for replay in certificate.replays}
-    if newer := [replay for replay in now.replays if replay.name not in known]:
+    if newer := tuple(replay for replay in now.replays if replay.name not in known):
         yield "newer replays", "not checked", f"the run has {len(newer)}: {_replayed(newer)}"
     now = msgspec.structs.replace(now, replays=tuple(r for r in now.replays if r.name in known))
     for name in Certificate.__struct_fields__[1:-2]:

@@ -213,7 +213,8 @@ class ResumableLoader:
                 raise DataError(
                     f"{name}: expected {expected}, which the checkpoint was saved with, found "
                     f"{present[name]}. Resume with the same dataset, batch size, seed and number of "
-                    f"processes, or leave the loader out of the restored state to begin an epoch."
+                    f"processes. To begin an epoch instead, restore the other members alone: "
+                    f"`manager.restore(like=state, leaves=['model', 'optimizer'])`."
                 )
         self._seed, self._step, self._taken = stored.seed, stored.step, -1
         self._loaded = self._step

@@ -357,7 +357,8 @@ class Committer:
         return (
             f"{self._storage.where}: {reason}. This process has {before} step {step} before, and the "
             f"state has changed since. The checkpoint stays as it is, and a resume continues from it. "
-            f"Save once per step, after the last change of the state."
+            f"Save once per step, after the last change of the state, and under the number of steps "
+            f"that are finished: `save(i + 1, state)` at the end of step i."
         )
 
     def _refused(self, step: int, reason: str, steps: list[int]) -> str:
@@ -373,7 +374,8 @@ class Committer:
             )
         return (
             f"{where}: {reason}. The checkpoints of a run are one line of steps; nothing was changed. "
-            f"To continue, {advice}."
+            f"A program that goes on begins its loop at the step that `restore_or_initialize` returns. "
+            f"To train from elsewhere, {advice}."
         )
 
     def _failed(self, step: int, size: int, error: Exception) -> str:

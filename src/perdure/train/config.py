@@ -114,7 +114,7 @@ class RunConfig(TensorFlowNames):
     clock: Callable[[], float] = time.monotonic
 
     def __new__(cls, *_arguments: Any, **named: Any) -> RunConfig:
-        refuse_arguments("RunConfig", named)
+        refuse_arguments("RunConfig", named, cls.__dataclass_fields__)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -237,7 +237,9 @@ def test_a_name_that_is_not_carried_over_says_the_form_to_use(tmp_path: Path) ->
             manager.nothing  # noqa: B018
     with pytest.raises(ArgumentError, match="restore_or_initialize"):
         Manager(ckpt, tmp_path, init_fn=dict)
-    with pytest.raises(ArgumentError, match="has no argument 'nothing'. It has allow, checkpoint"):
+    with pytest.raises(
+        ArgumentError, match=r"has no argument 'nothing'\. It has allow, checkpoint"
+    ):
         Manager(ckpt, tmp_path, nothing=1)
     with pytest.raises(ArgumentError, match="Did you mean max_to_keep"):
         Manager(tmp_path, maxtokeep=1)  # type: ignore[call-arg]

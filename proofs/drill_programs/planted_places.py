@@ -56,6 +56,16 @@ WRONG: dict[str, Program] = {
         init='{"w": np.zeros(20), "best": 9.0, "bad": 0}',
         loop="for step in range(start, 40):",
     ),
+    "counted_again": numpy_program(
+        "",
+        f"""
+        {SGD}
+        manager.save(step + 1, state)
+        """,
+        "counted again",
+        "end",
+        loop="for step in range(start, start + 40):  # wrong: 40 more after each restart",
+    ),
     "own_sigterm": numpy_program(
         """
         import signal

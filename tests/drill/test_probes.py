@@ -502,6 +502,21 @@ def test_an_exit_with_0_after_a_signal_is_read_off_the_run() -> None:
         diagnose_run(runner, scenario, Outcome(attempts=[replace(hit, faults=[])]), seen)
 
 
+def test_a_loop_that_makes_all_its_steps_once_more_is_read_off_the_run() -> None:
+    outcome = Outcome(commits=[Commit("run", 17, 2, "", "f")])
+    seen = RunDifference("the end: expected step 12 in run, found step 17", "run")
+    runner: Any = NoRunner()
+    scenario = Scenario(1, "kill-after-commit", (Launch(),))
+    found = diagnose_run(runner, scenario, outcome, seen)
+    assert found.cause == "counted again"
+    assert "range(loader.epoch, epochs)" in found.advice
+    # With leaves that differ, or an end that is not beyond, further runs have to show it.
+    for leaves, end in (((LeafDifference("w", "1", "2"),), 17), ((), 7)):
+        outcome = Outcome(commits=[Commit("run", end, 2, "", "f")])
+        with pytest.raises(AttributeError):
+            diagnose_run(runner, scenario, outcome, replace(seen, leaves=leaves))
+
+
 @pytest.mark.parametrize(("again", "cause"), [("exit 1", "end"), ("", "unknown")])
 def test_a_wrong_end_after_the_last_checkpoint_is_tried_twice(again: str, cause: str) -> None:
     class Again(NoRunner):

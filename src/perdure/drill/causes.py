@@ -124,6 +124,10 @@ end: the program, started again after its last checkpoint, does not end as it di
     what follows the loop need nothing that only the loop makes. It happens to a job that is killed
     between its last save and its end.
 
+counted again: a resumed run goes on beyond the last step of an undisturbed one
+    Let the loop count what is left: for step in range(start, steps) with the step that the restore
+    returns, for epoch in range(loader.epoch, epochs) with a ResumableLoader.
+
 early exit: the program ended with status 0 after SIGTERM, before it had finished
     End with status 75 after a save that was asked for: manager.save_and_exit(step, state), or
     sys.exit(75). A scheduler and `perdure run` take status 0 for the end of the training.

@@ -41,6 +41,8 @@ def diagnose_run(
         return diagnosis("unreadable", seen.unreadable)
     if (found := _early_exit(probes, outcome, seen)) is not None:
         return found
+    if scenario.place != LAST and (found := _counted_again(probes, outcome, seen)) is not None:
+        return found
     if (found := _added(probes, _changes(probes, scenario))) is not None:
         return found
     if scenario.place == LAST and (seen is None or not seen.leaves or seen.is_of_export):
@@ -86,6 +88,19 @@ def _early_exit(probes: Probes, outcome: Outcome, seen: RunDifference | None) ->
         f"checkpoint is of step {at}, and that of an undisturbed run of step {whole.step}"
     )
     return diagnosis("early exit", text)
+
+
+def _counted_again(
+    probes: Probes, outcome: Outcome, seen: RunDifference | None
+) -> Diagnosis | None:
+    """Whether the loop of a resumed run made all its steps once more; read off the run."""
+    if seen is None or seen.leaves:
+        return None
+    end, whole = outcome.end().get(seen.run), probes.plain.end().get(seen.run)
+    if end is None or whole is None or end.step <= whole.step:
+        return None
+    text = f"its last checkpoint is of step {end.step}, and that of an undisturbed run of step "
+    return diagnosis("counted again", f"{text}{whole.step}; what both have is equal")
 
 
 def _happens_again(

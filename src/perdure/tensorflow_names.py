@@ -224,6 +224,14 @@ HABITS: dict[str, dict[str, str]] = {
         ),
         "create": "nothing: the first save makes the directory",
     },
+    "ResumableLoader": dict.fromkeys(
+        ("batch_size", "shuffle", "num_workers", "dataset", "sampler", "drop_last"),
+        "perdure.torch.ResumableLoader(torch.utils.data.DataLoader(...), seed=...)",
+    ),
+    "BackupAndRestore": {
+        **dict.fromkeys(("filepath", "directory", "dirpath"), "backup_dir=..."),
+        "max_to_keep": "perdure.keras.ModelCheckpoint, which keeps more than one",
+    },
     "save": dict.fromkeys(("args", "items"), _SAVE),
     "restore": dict.fromkeys(("args", "items", "restore_kwargs", "restore_args"), "like=state"),
     "restore_or_initialize": {
@@ -258,7 +266,7 @@ def names_forms(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         parameters = signature(method).parameters.values()
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        known = () if takes_any else [each.name for each in parameters]
+        known = () if takes_any else [each.name for each in parameters if each.name != "self"]
 
         @wraps(method)
         def checked(*given: P.args, **named: P.kwargs) -> R:

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import perdure
+import perdure.keras
+import perdure.torch
 from perdure import Checkpoint, ManagerOptions, Retention
 from perdure.errors import ArgumentError, HistoryError, MismatchError
 from perdure.tensorflow_names import FORMS, HABITS
@@ -384,7 +386,12 @@ def test_names_of_other_libraries_say_what_to_write(owner: str) -> None:
     if owner.startswith("perdure"):
         value: Any = importlib.import_module(owner)
     else:
-        others = {"CheckpointManager": manager, "ManagerOptions": perdure.ManagerOptions}
+        others: dict[str, Any] = {
+            "CheckpointManager": manager,
+            "ManagerOptions": perdure.ManagerOptions,
+            "ResumableLoader": perdure.torch.ResumableLoader,
+            "BackupAndRestore": perdure.keras.BackupAndRestore,
+        }
         value = others.get(owner) or getattr(manager, owner)
     for name, habit in HABITS[owner].items():
         said = re.escape(f"{name!r}. Write {habit}.")

@@ -20,6 +20,7 @@ from perdure.store import LocalStorage
 from perdure.store.format import LOCK, MANIFESTS, MARKER, PACKS, PINS, QUARANTINE
 from perdure.store.run_log import LOG_FILE
 from perdure.store.urls import open_storage
+from perdure.tensorflow_names import names_forms
 
 _MAX_TO_KEEP = 2  # the older one is for the case that the newest is damaged
 
@@ -55,6 +56,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     `fit` warns when it starts if the position in the data cannot be restored exactly.
     """
 
+    @names_forms("BackupAndRestore")
     def __init__(
         self,
         backup_dir: str | os.PathLike[str],

@@ -32,6 +32,7 @@ from perdure.errors import DataError
 from perdure.state import bits
 from perdure.state.extra_members import ended_order
 from perdure.state.generators import held_generators, read_generator
+from perdure.tensorflow_names import names_forms
 
 _END = object()
 _MOST_COMPARED = 2**14
@@ -83,6 +84,7 @@ class ResumableLoader:
             iterator of its own or `in_order=False`; or `seed` is no such number.
     """
 
+    @names_forms("ResumableLoader")
     def __init__(self, loader: DataLoader[Any], seed: int | None = None) -> None:
         _check(loader)
         self._loader = loader

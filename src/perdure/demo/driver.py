@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
 from perdure.demo import BATCH, SAVE_EVERY
+from perdure.distribute.cluster.cluster_spec import HEARTBEAT
 from perdure.errors import ClusterError, NotARunError, PerdureError
 from perdure.store import Run
 from perdure.supervise import AttemptRecord, Observer, RunOptions, Supervisor
@@ -230,6 +231,8 @@ def _run_phase(
     command += ["--without", options.without] if options.without else []
     # Without accelerators, JAX has one device per process unless it is asked for more.
     environment = {"JAX_NUM_CPU_DEVICES": str(phase.devices), "JAX_PLATFORMS": "cpu"}
+    # The demo sees for itself when a process ends; on a busy machine one may be silent for longer.
+    environment[HEARTBEAT] = "60"
     ended = run_group(command, phase.processes, environment, on_event)
     ended.require(ENDS[phase.fault])
     return {

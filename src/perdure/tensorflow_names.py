@@ -45,7 +45,7 @@ FORMS: dict[str, dict[str, str]] = {
         "CheckpointSaverListener": "perdure.train.Hook, with before_save and after_save.",
         "Saver": "perdure.CheckpointManager(directory, max_to_keep=5)",
         "NewCheckpointReader": "perdure.load_checkpoint(run), or `perdure show RUN`.",
-        "StopAtStepHook": "trainer.train(data, max_steps=n)",
+        "StopAtStepHook": "trainer.train(max_steps=n)",
         "NanTensorHook": "`strategy.step(..., check_finite=True)`, or a Hook that raises.",
         "MonitoredTrainingSession": "perdure.Trainer",
         "MonitoredSession": "perdure.Trainer",

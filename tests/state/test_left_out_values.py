@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
+import sys
+import types
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from perdure import CheckpointManager, MemoryStorage
 from perdure.errors import UnsupportedLeafError
+from perdure.state.extra_members import SharedMembers
 
 
 class Recent(deque[float]):
@@ -140,11 +143,9 @@ def keep_the_parameter(views: Views, optimizer: Flat) -> None:
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        (share_parameters, "v/one/weight and v/other/weight share memory"),
         (show_another_row, "v/row: is a view"),
         (show_another_layer, "v/row: is a view"),
         (keep_views, r"o/state/\d/m and o/state/\d/m share memory"),
-        (keep_the_parameter, "v/one/weight and o/state/0/slow share memory"),
     ],
 )
 def test_memory_that_the_run_begins_to_share_is_refused(
@@ -159,6 +160,97 @@ def test_memory_that_the_run_begins_to_share_is_refused(
         change(views, optimizer)
         with pytest.raises(UnsupportedLeafError, match=path):
             manager.save(2, state)
+
+
+@pytest.mark.parametrize("change", [share_parameters, keep_the_parameter])
+def test_tensors_that_the_run_puts_into_one_memory_are_in_one_after_a_resume(
+    change: Callable[[Views, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(storage: MemoryStorage, last: int) -> list[list[float]]:
+        torch.manual_seed(0)
+        views = Views()
+        optimizer = Flat(views.parameters())
+        optimizer.state[views.one.weight]["slow"] = torch.zeros(2, 2)
+        state = {"v": views, "o": optimizer}
+        with CheckpointManager(storage, recipe={}) as manager:
+            for step in range(manager.restore_or_initialize(state).step, last):
+                if step == 1:
+                    change(views, optimizer)
+                with torch.no_grad():
+                    views.one.weight.mul_(1.5)
+                manager.save(step + 1, state)
+        held = views.other.weight, optimizer.state[views.one.weight]["slow"]
+        return [each.tolist() for each in held]
+
+    whole = train(MemoryStorage(), 5)
+    for stop in (1, 2, 3, 4):
+        train(storage := MemoryStorage(), stop)
+        assert train(storage, 5) == whole, stop
+    # Control: as two tensors, one of them stays behind.
+    monkeypatch.setattr(SharedMembers, "put", lambda *_: [])
+    train(storage := MemoryStorage(), 3)
+    assert train(storage, 5) != whole
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Wraps an optimizer, keeps slow weights in its own state, and returns only that of the other."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.state = inner, defaultdict(dict)
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.detach().clone()
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for parameter, state in self.state.items():
+            state["slow"].lerp_(parameter.detach(), 0.5)
+
+
+def test_a_state_that_an_optimizer_leaves_out_of_its_state_dict_comes_back() -> None:
+    def train(storage: MemoryStorage, last: int) -> list[list[float]]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = Wrapping(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        state = {"model": model, "optimizer": optimizer}
+        with CheckpointManager(storage, recipe={}) as manager:
+            for step in range(manager.restore_or_initialize(state).step, last):
+                model.zero_grad()
+                model(torch.tensor([[1.0, step]])).sum().backward()
+                optimizer.step()
+                manager.save(step + 1, state)
+        return [values["slow"].tolist() for values in optimizer.state.values()]
+
+    train(storage := MemoryStorage(), 2)
+    assert train(storage, 5) == train(MemoryStorage(), 5)
+
+
+def test_classes_of_a_module_that_the_program_makes_are_its_own() -> None:
+    made = types.ModuleType("made_by_a_test")
+    sys.modules[made.__name__] = made
+    try:
+        code = "import torch\nclass Net(torch.nn.Module):\n    calls = 0\n"
+        exec(code, vars(made))
+        nets = [made.Net(), made.Net()]
+        storage = MemoryStorage()
+        for net in nets:
+            with CheckpointManager(storage, recipe={}) as manager:
+                if manager.restore_or_initialize({"net": net}).step == 0:
+                    net.calls = 3
+                    manager.save(1, {"net": net})
+        assert nets[1].calls == 3
+    finally:
+        del sys.modules[made.__name__]
 
 
 def test_memory_that_is_shared_from_the_beginning_is_resumed() -> None:

@@ -16,7 +16,13 @@ from click.testing import CliRunner
 from perdure import CheckpointManager, ManagerOptions, load_checkpoint
 from perdure.cli import main
 from perdure.convert import average, import_run
-from perdure.errors import CorruptionError, HistoryError, PruneError, StoreError
+from perdure.errors import (
+    CorruptionError,
+    FormatVersionError,
+    HistoryError,
+    PruneError,
+    StoreError,
+)
 from perdure.store import Run, verify_run
 from perdure.store.copy import Copied, copy_run, fork_run
 from perdure.store.format import MARKER, manifest_name
@@ -136,16 +142,19 @@ def test_every_flipped_bit_of_the_marker_is_found_and_repaired(tmp_path: Path) -
     marker, log = tmp_path / "run" / MARKER, tmp_path / "run" / "log.jsonl"
     data, lines = marker.read_bytes(), log.read_bytes()
     run = Run(tmp_path / "run").log.run
-    harmless = 0
+    harmless = newer = 0
     for bit in range(8 * len(data)):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         marker.write_bytes(changed)
         try:
             harmless += Run(tmp_path / "run").log.run == run
+        except FormatVersionError:
+            newer += 1
         except StoreError:
             continue
     assert harmless <= 16, "white space at the end"
+    assert newer == 0, "a flipped bit is no newer perdure"
     changed = bytearray(data)
     changed[data.index(run.encode() if run else b"") + 3] ^= 1
     marker.write_bytes(changed)

@@ -120,7 +120,9 @@ def test_steps_are_counted_from_the_checkpoint(tmp_path: Path) -> None:
     assert Run(tmp_path / "steps").steps()[-1] == 12
 
 
-@pytest.mark.parametrize("arguments", [{"max_steps": 3, "steps": 3}, {"steps": 0}, {"steps": 1.5}])
+@pytest.mark.parametrize(
+    "arguments", [{"max_steps": 3, "steps": 3}, {"steps": 0}, {"steps": 1.5}, {"max_steps": list}]
+)
 def test_steps_and_max_steps_exclude_each_other(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises((ArgumentError, TrainError), match="steps"):
         trainer(tmp_path).train(**arguments)

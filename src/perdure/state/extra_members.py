@@ -159,7 +159,8 @@ class SharedMembers(ExtraMember):
         walk = saving.walk
         _refuse_views(walk)
         _refuse_shared_moments(walk)
-        _refuse_new_pairs(_in_one_memory(walk) - (self._in_one_memory or set()))
+        new = _in_one_memory(walk) - (self._in_one_memory or set())
+        leaves = _new_pairs(walk, new, f"process/{saving.process}/one_memory")
         known = None
         for branch in walk.branches if dict in walk.kinds else ():
             if type(branch.value) is dict and int in map(type, branch.value):
@@ -181,15 +182,22 @@ class SharedMembers(ExtraMember):
                 paths += walk.paths[start:stop]
                 values += walk.values[start:stop]
         if len(set(map(id, values))) == len(values):  # nearly always
-            return {}
+            return leaves
         groups: dict[int, list[str]] = {}
         for path, value in zip(paths, values, strict=True):
             groups.setdefault(id(value), []).append(path)
         shared = sorted(paths for paths in groups.values() if len(paths) > 1)
-        return {f"process/{saving.process}/shared": json_leaf(shared)}
+        return {f"process/{saving.process}/shared": json_leaf(shared)} | leaves
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
-        """Compare what the restore itself, which is given `shared_groups`, cannot make one."""
+        """Compare what the restore itself, which is given `shared_groups`, cannot make one; let tensors
+        that were in one memory be in one again."""
+        if pairs := restoring.stored("one_memory", _groups_of_paths):
+            tensors = {path: value for path, value, _ in _in_memory(walk, may_share=True)}
+            for one, other in pairs:
+                first, second = (tensors.get(restoring.renamed(path)) for path in (one, other))
+                if first is not None and second is not None:
+                    second.data = first.data
         groups: dict[int, list[str]] = {}
         for path, group in shared_groups(restoring).items():
             groups.setdefault(group, []).append(path)
@@ -241,8 +249,20 @@ def _refuse_views(walk: Walk) -> None:
 def _in_one_memory(walk: Walk) -> set[tuple[str, str]]:
     """The pairs of parameters that are two objects and begin at one address, and those of tensors of
     the program's optimizers that are in one memory with another one."""
+    first: dict[int, tuple[str, Any]] = {}
+    pairs: set[tuple[str, str]] = set()
+    for path, value, start in _in_memory(walk):
+        other, held_there = first.setdefault(start, (path, value))
+        if start and held_there is not value:
+            pairs.add((other, path))
+    return pairs
+
+
+def _in_memory(walk: Walk, *, may_share: bool = False) -> list[tuple[str, Any, int]]:
+    """Path, value and where its memory begins, of parameters and of tensors of the program's
+    optimizers; none if certainly no two share any, unless they may."""
     if (torch := sys.modules.get("torch")) is None:
-        return set()
+        return []
     objects = [(path, node.target) for path, node in walk.objects.items()]
     modules = [(path, part) for path, part in objects if isinstance(part, torch.nn.Module)]
     optimizers = [
@@ -250,30 +270,27 @@ def _in_one_memory(walk: Walk) -> set[tuple[str, str]]:
         for path, part in objects
         if isinstance(part, torch.optim.Optimizer) and is_of_program(type(part))
     ]
-    if not optimizers:  # nearly always nothing is shared, and there may be very many
+    if not (optimizers or may_share):  # nearly always nothing is shared, and there may be very many
         parts = [part for _, module in modules for part in module.modules()]
         held = {id(each): each for part in parts for each in part._parameters.values()}
         starts = list(filter(None, map(_address, held.values())))
         if len(set(starts)) == len(starts):
-            return set()
+            return []
     found = [
         (join_dotted(path, name), value, _address(value))
         for path, module in modules
         for name, value in module.named_parameters()
     ]
     for path, optimizer in optimizers:
-        for number, state in enumerate(optimizer.state.values()):
+        groups = getattr(optimizer, "param_groups", ())
+        numbers = {id(each): n for n, each in enumerate(p for g in groups for p in g["params"])}
+        for key, state in getattr(optimizer, "state", {}).items():
+            number = numbers.get(id(key), "other")
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     at = join_dotted(f"{path}/state/{number}", name)
                     found.append((at, value, memory_of(value)))
-    first: dict[int, tuple[str, Any]] = {}
-    pairs: set[tuple[str, str]] = set()
-    for path, value, start in found:
-        other, held_there = first.setdefault(start, (path, value))
-        if start and held_there is not value:
-            pairs.add((other, path))
-    return pairs
+    return found
 
 
 def _address(tensor: Any) -> int:
@@ -283,13 +300,26 @@ def _address(tensor: Any) -> int:
         return 0
 
 
-def _refuse_new_pairs(pairs: set[tuple[str, str]]) -> None:
+def _new_pairs(walk: Walk, pairs: set[tuple[str, str]], name: str) -> dict[str, Leaf]:
+    """The leaf for tensors that have come into one memory since the program began. Refused are those
+    of which one shows only a part of the other."""
+    if not pairs:
+        return {}
+    tensors = {path: value for path, value, _ in _in_memory(walk, may_share=True)}
     for one, other in sorted(pairs):
+        if _place(tensors[one]) == _place(tensors[other]):
+            continue
         raise UnsupportedLeafError(
             f"{one} and {other} share memory, and did not when the program gave the state to the "
             f"restore or first saved it, so that they would be two tensors after a restore. Copy the "
             f"values (`copy_`, `clone()`), or make them one where the model is made."
         )
+    return {name: json_leaf(sorted(pairs))}
+
+
+def _place(tensor: Any) -> Any:
+    """Which memory a tensor shows, and how."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _is_on_numpy(tensor: Any) -> bool:

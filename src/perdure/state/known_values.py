@@ -58,6 +58,8 @@ class Known:
         self._ids.update(id(branch.value) for branch in walk.branches)
         self._ids -= {id(None), id(True), id(False)}
         for optimizer in optimizers:
+            if leaves_out_state(optimizer):
+                continue
             for values in getattr(optimizer, "state", {}).values():
                 self._tensors += values.values() if isinstance(values, dict) else ()
         held = [parameter for optimizer in optimizers for _, parameter in stepped(optimizer)]
@@ -120,6 +122,22 @@ class Known:
         for state in self._walk.states.values():
             tensors += state.values() if isinstance(state, dict) else ()
         return {memory_of(each) for each in tensors if isinstance(each, torch.Tensor)} - {0}
+
+
+def leaves_out_state(optimizer: Any) -> bool:
+    """Whether an optimizer of a program keeps values in `state` that its `state_dict` does not return:
+    one that wraps another often returns only that one's."""
+    torch = sys.modules["torch"]
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return False
+    saved = optimizer.state_dict()
+    entries = saved.get("state") if isinstance(saved, dict) else None
+    return not _names_in(getattr(optimizer, "state", None)) <= _names_in(entries)
+
+
+def _names_in(states: Any) -> set[Any]:
+    parts = states.values() if isinstance(states, dict) else ()
+    return {name for part in parts if isinstance(part, dict) for name in part}
 
 
 def _saved_memory(module: Any) -> set[int] | None:

@@ -56,7 +56,10 @@ def is_of_program(kind: type) -> bool:
 
 def is_program_module(name: str) -> bool:
     """Whether a module that is imported is the program's."""
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None) or ""
+    if not file and module is not None and getattr(module, "__spec__", None) is None:
+        return True  # `__main__` of a shell, and what a program makes by `types.ModuleType`
     return name == "__main__" or (is_program_file(file) and not name.startswith("perdure."))
 
 

@@ -160,11 +160,7 @@ def read_marker(
     where = f"{storage.where}/{MARKER}"
     try:
         data = storage.read(MARKER)
-        check_version(data, where)
-        marker = decode_json(data, Marker, where)
-        if marker != marker.sealed():
-            raise CorruptionError(f"{where}: its fields do not have the hash that it states")
-        return marker
+        return _decode_marker(data, where)
     except FileNotFoundError:
         pass
     except NotADirectoryError:
@@ -200,6 +196,20 @@ def read_marker(
     raise NotARunError(
         f"{storage.where}: expected a run directory (with {MARKER}), found {content}."
     )
+
+
+def _decode_marker(data: bytes, where: str) -> Marker:
+    try:
+        marker = decode_json(data, Marker, where)
+    except CorruptionError:
+        check_version(data, where)
+        raise
+    # With a flipped bit in the format alone, the rest has the hash. A newer format may seal otherwise.
+    if msgspec.structs.replace(marker, format=FORMAT).sealed().digest != marker.digest:
+        check_version(data, where)
+    elif marker.format == FORMAT:
+        return marker
+    raise CorruptionError(f"{where}: its fields do not have the hash that it states")
 
 
 def _require_repairable(storage: Storage, repair: bool, fault: str) -> None:

@@ -163,6 +163,11 @@ class Trainer(TrainingState, TensorFlowNames):
                 f"expected one of max_steps (in all) and steps (more than now), found "
                 f"max_steps={max_steps!r} and steps={steps!r}."
             )
+        if callable(max_steps) or hasattr(max_steps, "__iter__") or hasattr(max_steps, "batch"):
+            raise TrainError(
+                f"max_steps: expected a number of steps, found a {type(max_steps).__name__}. The data "
+                f"are given to `Trainer(step_fn, state, data, config)`, and then `train(max_steps=n)`."
+            )
         integer("max_steps", max_steps, optional=True)
         integer("steps", steps, optional=True)
         further = (*_checked(hooks), *_checked(saving_listeners))

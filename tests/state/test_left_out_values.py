@@ -208,8 +208,8 @@ class Wrapping(torch.optim.Optimizer):
     def state_dict(self) -> Any:
         return self.inner.state_dict()
 
-    def load_state_dict(self, state: Any) -> None:
-        self.inner.load_state_dict(state)
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step()

@@ -18,6 +18,9 @@ from perdure import Checkpoint, CheckpointManager
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.keras import Stateless
 from perdure.state import flatten, restore
+from perdure.state.extra_members import ExtraMembers
+from perdure.state.walk import Walk
+from perdure.store.leaf import Leaves
 
 X = np.random.default_rng(0).normal(size=(8, 6, 6, 1)).astype("float32")
 Y = np.arange(8, dtype="int32") % 3
@@ -105,6 +108,11 @@ def main(where: Path) -> None:
     restore(resumed, saved)
     train(resumed, 2)
     out["resumed equal"] = bits(resumed) == bits(straight)
+
+    extras = ExtraMembers(save_random_state=False)  # training leaves gradients in PyTorch's tensors
+    out["extra"] = list(extras.take(Walk({"m": resumed}), Leaves(), 0))
+    if out["backend"] == "torch":
+        out["control: has gradients"] = resumed.model.trainable_variables[0].value.grad is not None
 
     metric = keras.metrics.SparseTopKCategoricalAccuracy(k=2)
     metric.update_state([1, 0], [[0.1, 0.3, 0.4], [0.5, 0.2, 0.1]])

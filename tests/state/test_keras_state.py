@@ -85,6 +85,14 @@ def test_training_by_keras_resumes_exactly(reports: Any, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_that_an_optimizer_of_keras_has_used_are_not_stored(
+    reports: Any, backend: str
+) -> None:
+    assert [path for path in reports[backend]["extra"] if "/gradient/" in path] == []
+    assert reports[backend].get("control: has gradients", True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_metrics_seeds_and_variables_are_restored_in_place(reports: Any, backend: str) -> None:
     assert list(reports[backend]["parts"]) == ["metric/total", "metric/count", "seed", "variable"]
     assert reports[backend]["parts changed"]

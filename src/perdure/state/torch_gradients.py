@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -207,14 +208,23 @@ def _optimizers(walk: Walk) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors(walk: Walk) -> Iterator[tuple[str, Any]]:
-    """The tensors of a state that are in no module and may require a gradient, by path."""
+    """The tensors of a state that are in no module and may require a gradient, by path. Those of Keras
+    have optimizers of Keras, after which their gradients are used up."""
+    pairs = [pair for pair in walk.inside if isinstance(pair[1], torch.Tensor)]
     for start, stop in walk.runs:
         if isinstance(walk.values[start], torch.Tensor):
-            pairs = zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
-            yield from (pair for pair in pairs if pair[1].is_leaf)
-    for path, value in walk.inside:
-        if isinstance(value, torch.Tensor) and value.is_leaf:
-            yield path, value
+            pairs += zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
+    of_keras = _below_keras(walk) if pairs else ()
+    yield from (pair for pair in pairs if pair[1].is_leaf and not pair[0].startswith(of_keras))
+
+
+def _below_keras(walk: Walk) -> tuple[str, ...]:
+    """How the paths begin of what is in models and optimizers of Keras."""
+    if (keras := sys.modules.get("keras")) is None:
+        return ()
+    kinds = keras.Layer, keras.optimizers.Optimizer
+    found = (branch.path for branch in walk.branches if isinstance(branch.value, kinds))
+    return tuple(f"{path}/" if path else "" for path in found)
 
 
 def _unstepped(walk: Walk, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import perdure
-import perdure.keras
 import perdure.torch
 from perdure import Checkpoint, ManagerOptions, Retention
 from perdure.errors import ArgumentError, HistoryError, MismatchError

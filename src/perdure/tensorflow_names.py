@@ -7,7 +7,7 @@ that it lacks. docs/how-to/from-tf-train.md has the same table for people, with 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -244,11 +244,10 @@ HABITS: dict[str, dict[str, str]] = {
 """Names of Orbax, Flax and PyTorch, and those that fingers type."""
 
 
-def refuse_arguments(owner: str, names: Iterable[str], known: Iterable[str] = ()) -> None:
+def refuse_arguments(owner: str, names: Iterable[str], known: Collection[str] = ()) -> None:
     """Raise `ArgumentError` if one of the names is an argument that others have and `owner` lacks, or
     none of the `known` ones."""
-    known = sorted(known)
-    for name in sorted(names):
+    for name in names:
         text = f"{owner} has no argument {name!r}"
         if habit := HABITS.get(owner, {}).get(name):
             raise ArgumentError(f"{text}. Write {habit}.")
@@ -257,7 +256,7 @@ def refuse_arguments(owner: str, names: Iterable[str], known: Iterable[str] = ()
         if known and name not in known:
             near = get_close_matches(name, known, 1)
             hint = f"Did you mean {near[0]}? " if near else ""
-            raise ArgumentError(f"{text}. {hint}It has {', '.join(known)}.")
+            raise ArgumentError(f"{text}. {hint}It has {', '.join(sorted(known))}.")
 
 
 def names_forms(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

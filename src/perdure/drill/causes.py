@@ -124,7 +124,7 @@ end: the program, started again after its last checkpoint, does not end as it di
     what follows the loop need nothing that only the loop makes. It happens to a job that is killed
     between its last save and its end.
 
-counted again: a resumed run goes on beyond the last step of an undisturbed one
+counted again: a resumed run continues past the last step of an undisturbed one
     Let the loop count what is left: for step in range(start, steps) with the step that the restore
     returns, for epoch in range(loader.epoch, epochs) with a ResumableLoader.
 

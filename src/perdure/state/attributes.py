@@ -36,7 +36,7 @@ from perdure.state.attribute_values import (
     untracked,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
-from perdure.state.known_values import Key, Known, leaves_out_state, memory_of, stepped
+from perdure.state.known_values import Key, Known, memory_of, stepped
 from perdure.state.leaf_spec import type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted
@@ -434,7 +434,7 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
     if not is_module and not is_owner(type(part)):
         return
     skipped = _of_modules() if is_module else _OF_OPTIMIZERS
-    if not is_module and leaves_out_state(part):
+    if not is_module and known.leaves_out_state(part):
         skipped -= {"state"}
     for name, value in list(vars(part).items()):
         if name in skipped or name.startswith("_optimizer_"):

@@ -193,7 +193,7 @@ class SharedMembers(ExtraMember):
         """Compare what the restore itself, which is given `shared_groups`, cannot make one; let tensors
         that were in one memory be in one again."""
         if pairs := restoring.stored("one_memory", _groups_of_paths):
-            tensors = {path: value for path, value, _ in _in_memory(walk, may_share=True)}
+            tensors = _tensors_by_path(walk)
             for one, other in pairs:
                 first, second = (tensors.get(restoring.renamed(path)) for path in (one, other))
                 if first is not None and second is not None:
@@ -293,6 +293,10 @@ def _in_memory(walk: Walk, *, may_share: bool = False) -> list[tuple[str, Any, i
     return found
 
 
+def _tensors_by_path(walk: Walk) -> dict[str, Any]:
+    return {path: value for path, value, _ in _in_memory(walk, may_share=True)}
+
+
 def _address(tensor: Any) -> int:
     try:
         return 0 if tensor is None else tensor.data_ptr()
@@ -305,7 +309,7 @@ def _new_pairs(walk: Walk, pairs: set[tuple[str, str]], name: str) -> dict[str, 
     of which one shows only a part of the other."""
     if not pairs:
         return {}
-    tensors = {path: value for path, value, _ in _in_memory(walk, may_share=True)}
+    tensors = _tensors_by_path(walk)
     for one, other in sorted(pairs):
         if _place(tensors[one]) == _place(tensors[other]):
             continue

@@ -27,6 +27,7 @@ class Known:
         optimizers: list[Any] = []
         self._uses = Counter[int]()
         self._filtered: set[int] = set()
+        self._without_state: dict[int, bool] = {}
         seen: set[int] = set()
         for target in [*found]:
             if torch is None:
@@ -58,7 +59,7 @@ class Known:
         self._ids.update(id(branch.value) for branch in walk.branches)
         self._ids -= {id(None), id(True), id(False)}
         for optimizer in optimizers:
-            if leaves_out_state(optimizer):
+            if self.leaves_out_state(optimizer):
                 continue
             for values in getattr(optimizer, "state", {}).values():
                 self._tensors += values.values() if isinstance(values, dict) else ()
@@ -70,6 +71,12 @@ class Known:
     def leaves_out(self, module: Any) -> bool:
         """Whether the `state_dict` of a module of the state may leave some of its tensors out."""
         return id(module) in self._filtered
+
+    def leaves_out_state(self, optimizer: Any) -> bool:
+        """Whether the `state_dict` of an optimizer does not return all that it keeps in `state`."""
+        if id(optimizer) not in self._without_state:
+            self._without_state[id(optimizer)] = _leaves_out_state(optimizer)
+        return self._without_state[id(optimizer)]
 
     def is_tied(self, parameter: Any) -> bool:
         """Whether two modules, or one module under two names, have this parameter."""
@@ -124,7 +131,7 @@ class Known:
         return {memory_of(each) for each in tensors if isinstance(each, torch.Tensor)} - {0}
 
 
-def leaves_out_state(optimizer: Any) -> bool:
+def _leaves_out_state(optimizer: Any) -> bool:
     """Whether an optimizer of a program keeps values in `state` that its `state_dict` does not return:
     one that wraps another often returns only that one's."""
     torch = sys.modules["torch"]

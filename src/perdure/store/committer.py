@@ -374,7 +374,7 @@ class Committer:
             )
         return (
             f"{where}: {reason}. The checkpoints of a run are one line of steps; nothing was changed. "
-            f"A program that goes on begins its loop at the step that `restore_or_initialize` returns. "
+            f"A program that resumes begins its loop at the step that `restore_or_initialize` returns. "
             f"To train from elsewhere, {advice}."
         )
 

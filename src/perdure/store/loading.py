@@ -65,10 +65,10 @@ def find_newest(storage: Storage) -> int | None:
         return newest_step(storage)
 
 
-def list_pins(storage: Storage) -> frozenset[int]:
-    """Pinned steps; raises `UnreachableError` if they cannot be listed."""
+def list_pins(storage: Storage, log: LogView) -> frozenset[int]:
+    """Pinned steps, by the folder or by the log; raises `UnreachableError` if they cannot be listed."""
     with _listing(storage, "pins"):
-        return pinned_steps(storage)
+        return pinned_steps(storage) | log.pinned
 
 
 @contextmanager

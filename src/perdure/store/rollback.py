@@ -80,7 +80,7 @@ def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: b
         raise CorruptionError(f"{error} Nothing was moved; go back to another step.") from error
     view = log.view
     view.require()
-    if pinned := sorted((list_pins(storage) | view.pinned) & set(newer)):
+    if pinned := sorted(list_pins(storage, view) & set(newer)):
         raise HistoryError(
             f"{storage.where}: steps {steps_text(pinned)} are newer than {step} and pinned; nothing "
             f"was moved. Unpin them first (`manager.unpin`)."

@@ -364,25 +364,25 @@ class Run:
         self.manifest(step)
         if step not in self.pinned():
             self.storage.create(pin_name(step), 0).commit()
+            self.directory.changed()
             self._log_pin(step, pinned=True)
 
     def unpin(self, step: int) -> None:
         """Let a checkpoint be deleted again. A step that is not pinned is no error."""
         self.begin_writing()
         self.storage.delete(pin_name(step))
+        self.directory.changed()
         if step in self.log.view.pinned:
             self._log_pin(step, pinned=False)
-        self.directory.changed()
 
     def _log_pin(self, step: int, *, pinned: bool) -> None:
         """Say in the log, too, what the folder of pins says; a damaged log gets no more lines."""
-        self.directory.changed()
         if self.log.check().problem is None:
             self.log.append(Pinned(step=step, pinned=pinned))
 
     def pinned(self) -> frozenset[int]:
         """The pinned steps."""
-        return list_pins(self.storage) | self.log.view.pinned
+        return list_pins(self.storage, self.log.view)
 
     def rollback(self, step: int, *, dry_run: bool = False) -> list[int]:
         """Go back to the checkpoint of `step`: every newer one is set aside, the newest first.

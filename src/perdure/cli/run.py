@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli import options as cli
-from perdure.cli.output import discard_unwritten, document, report, say, table
-from perdure.errors import NotARunError, UnreachableError
-from perdure.supervise.attempts_log import DEFAULT_LOGS, FILE, RunHistory, read_runs
+from perdure.cli.output import discard_unwritten, document, report, say
+from perdure.supervise.attempts_log import DEFAULT_LOGS, RunHistory, runs_at
 from perdure.text import counted
 
 if TYPE_CHECKING:
@@ -230,22 +229,11 @@ def status(logs: Path, as_json: bool) -> None:
     Example:
       perdure status perdure-logs
     """
-    path = logs if logs.is_dir() else logs.parent
-    try:
-        runs = read_runs(path)
-    except OSError as error:
-        raise UnreachableError(
-            f"{path}: a log of `perdure run` cannot be read: {error}."
-        ) from error
-    if not runs:
-        raise NotARunError(
-            f"{logs}: expected the log directory of `perdure run`, with {FILE} in it or in a directory "
-            f"of it, found none. Name that of --log-dir, by default {DEFAULT_LOGS} where it began."
-        )
+    path, runs = runs_at(logs)
     runs = [run for run in runs if run.program == runs[-1].program]  # of the newest
     unreadable = sum(run.unreadable for run in runs)
     if as_json:
-        rows = [_history(run) for run in runs]
+        rows = [run.history() for run in runs]
         document({"logs": str(path), "unreadable_lines": unreadable, "starts": rows})
         return
     for run in runs:
@@ -256,6 +244,8 @@ def status(logs: Path, as_json: bool) -> None:
 
 
 def _print_history(run: RunHistory) -> None:
+    from perdure.supervise.console import describe_attempts
+
     start, end, last = run.start, run.end, run.last_time
     states = {
         "ended": f"ended {end.get('time')} with status {end.get('status')}: {end.get('reason')}",
@@ -267,39 +257,7 @@ def _print_history(run: RunHistory) -> None:
     say(f"started  {start.get('time', 'unknown')} on {place}")
     say(f"logs     {start.get('logs')}")
     say(f"state    {states.get(run.state, run.state)}")
-    rows: list[tuple[object, ...]] = [
-        (
-            *(attempt.number, attempt.workers),
-            "-" if attempt.start is None else f"{attempt.start}-{attempt.end}",
-            *(again, round(attempt.seconds, 1), attempt.cause),
-        )
-        for attempt, again in zip(run.attempts, run.repeated, strict=True)
-    ]
-    if now := run.running:
-        recorded = f"has not ended; step {now.get('step', 'none yet')}, recorded {now['time']}"
-        rows.append((now.get("attempt"), now.get("workers"), None, None, None, recorded))
-    if rows:
-        table(("attempt", "workers", "steps", "repeated", "s", "ended by"), rows)
+    say(*describe_attempts(run))
     if run.goodput is not None:
         say(f"goodput  {run.goodput:.3f}, {counted(sum(run.repeated), 'step')} repeated")
     say("")
-
-
-def _history(run: RunHistory) -> dict[str, Any]:
-    totals = run.document()
-    # What the log of a run that has not ended does not tell.
-    for name in ("status", "reason", "left_behind"):
-        totals.pop(name)
-    start = {name: run.start.get(name) for name in ("host", "pid", "directory", "workers")}
-    return {
-        "name": run.name,
-        "state": run.state,
-        "started": run.start.get("time"),
-        "last_time": run.last_time,
-        "status": run.end.get("status"),
-        "reason": run.end.get("reason"),
-        **start,
-        **totals,
-        "running": run.running or None,
-        "messages": [{"time": m["time"], "text": m.get("text")} for m in run.messages],
-    }

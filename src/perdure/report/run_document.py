@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from perdure.checkpoint.address import StoredCheckpoint
-from perdure.errors import NotARunError, PerdureError, PruneError, UnreachableError
+from perdure.errors import PerdureError, PruneError, UnreachableError
 from perdure.look.listing import listed
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
@@ -27,7 +27,7 @@ from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
 from perdure.store.view import View
-from perdure.supervise.attempts_log import DEFAULT_LOGS, FILE, RunHistory, read_runs
+from perdure.supervise.attempts_log import DEFAULT_LOGS, RunHistory, read_runs, runs_at
 
 Series = list[tuple[int, float | None]]
 """(step, value) in the order of steps; None stands for NaN and the infinities."""
@@ -235,21 +235,13 @@ def find_life(run: Run, logs: Sequence[Path]) -> dict[str, Any] | None:
     least = 0 if logs and not run.steps() else 1
     best: tuple[int, str] = least, ""
     life: dict[str, Any] | None = None
-    for path in [_given(path) for path in logs] or _near(run):
-        try:
-            starts = read_runs(path)
-        except OSError as error:
-            if not logs:
-                continue
-            raise UnreachableError(f"{path}: a log cannot be read: {error}.") from error
+    for path, starts in [runs_at(path) for path in logs] or _near(run):
         for program in dict.fromkeys(str(start.program) for start in starts):
             mine = [start for start in starts if str(start.program) == program]
             rank = max(_match(start, run.where) for start in mine), mine[-1].last_time
             if rank >= best:
-                best, life = (
-                    rank,
-                    _life_document(path, mine, sum(each.unreadable for each in starts)),
-                )
+                unreadable = sum(each.unreadable for each in starts)
+                best, life = rank, _life_document(path, mine, unreadable)
     return life
 
 
@@ -264,77 +256,36 @@ def _match(start: RunHistory, where: str) -> int:
     return int(os.path.basename(where) in map(os.path.basename, saved))
 
 
-def _given(path: Path) -> Path:
-    """The log directory that was named, perhaps by its log."""
-    where = path if path.is_dir() else path.parent
-    if _has_logs(where):
-        return where
-    raise NotARunError(
-        f"{path}: expected the log directory of `perdure run`, with {FILE} in it or in a directory of "
-        "it, found none. Name the directory that was given to its --log-dir."
-    )
-
-
-def _near(run: Run) -> list[Path]:
-    """`perdure-logs` around the run directory and in the working directory."""
+def _near(run: Run) -> list[tuple[Path, list[RunHistory]]]:
+    """The runs in `perdure-logs` around the run directory and in the working directory."""
     places: list[Path] = []
     with suppress(OSError):  # the working directory was removed
         places = [Path.cwd()]
     if isinstance(run.storage, LocalStorage):
         where = Path(run.where)
         places = [where, where.parent, where.parent.parent, *places]
-    return [
-        logs for logs in dict.fromkeys(place / DEFAULT_LOGS for place in places) if _has_logs(logs)
-    ]
-
-
-def _has_logs(where: Path) -> bool:
-    return os.path.isfile(where / FILE) or any(map(os.path.isfile, where.glob(f"*/{FILE}")))
-
-
-def _together(starts: Sequence[RunHistory]) -> RunHistory:
-    """One history of all starts, so that steps repeated from one to the next count, too."""
-    seconds = sum(start.seconds for start in starts)
-    attempts = [attempt for start in starts for attempt in start.attempts]
-    return RunHistory(start=starts[-1].start, attempts=attempts, end={"seconds": seconds})
+    found = []
+    for logs in dict.fromkeys(place / DEFAULT_LOGS for place in places):
+        with suppress(OSError):
+            found.append((logs, read_runs(logs)))
+    return found
 
 
 def _life_document(logs: Path, starts: Sequence[RunHistory], unreadable: int) -> dict[str, Any]:
-    total = _together(starts)
-    repeated = iter(total.repeated)
-    rows = []
-    for start in starts:
-        attempts = []
-        for attempt in start.attempts:
-            names = ("number", "workers", "kind", "cause", "explanation", "start", "end")
-            fields = {name: getattr(attempt, name) for name in names}
-            began = round(attempt.began - start.attempts[0].began, 3)
-            seconds = round(attempt.seconds, 3)
-            fields |= {"repeated": next(repeated), "began": began, "seconds": seconds}
-            attempts.append(fields)
-        rows.append(
-            {
-                "name": start.name,
-                "state": start.state,
-                "status": start.end.get("status"),
-                "reason": start.end.get("reason"),
-                "started": start.start.get("time"),
-                "last_time": start.last_time,
-                "host": start.start.get("host"),
-                "directory": start.start.get("directory"),
-                "seconds": round(start.seconds, 3),
-                "attempts": attempts,
-                "running": start.running or None,
-            }
-        )
+    # One history of all starts, so that steps repeated from one to the next count, too.
+    seconds = sum(start.seconds for start in starts)
+    attempts = [attempt for start in starts for attempt in start.attempts]
+    total = RunHistory(start=starts[-1].start, attempts=attempts, end={"seconds": seconds})
+    totals, rows = total.document(), [start.history() for start in starts]
+    for attempt, repeated in zip(
+        (attempt for row in rows for attempt in row["attempts"]), total.repeated, strict=True
+    ):
+        attempt["repeated"] = repeated
+    names = ("command", "repeated_steps", "seconds", "lost_seconds", "goodput")
     return {
         "record": str(logs),
         "unreadable_lines": unreadable,
-        "command": list(total.start.get("command", ())),
-        "attempts": len(total.attempts),
-        "repeated_steps": sum(total.repeated),
-        "seconds": round(total.seconds, 3),
-        "lost_seconds": None if total.useful is None else round(total.seconds - total.useful, 3),
-        "goodput": None if total.goodput is None else round(total.goodput, 3),
+        "attempts": len(attempts),
+        **{name: totals[name] for name in names},
         "starts": rows,
     }

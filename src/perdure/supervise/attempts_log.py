@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from perdure.errors import CorruptionError
+from perdure.errors import CorruptionError, NotARunError, UnreachableError
 from perdure.runtime.process_stat import START, stat_fields
 from perdure.runtime.system import IS_LINUX
 from perdure.store.local import LocalStorage
@@ -260,10 +260,11 @@ class RunHistory:
             self.attempts, self.repeated, self.recovery, strict=True
         ):
             fields = asdict(attempt)
-            for internal in ("began", "first_time", "first_step", "last_time", "noticed"):
+            for internal in ("first_time", "first_step", "last_time", "noticed"):
                 del fields[internal]
             fields |= {"repeated": repeated, "recovery_seconds": _rounded(recovery)}
-            attempts.append(fields | {"seconds": _rounded(attempt.seconds)})
+            fields |= {"explanation": attempt.explanation, "seconds": _rounded(attempt.seconds)}
+            attempts.append(fields | {"began": _rounded(attempt.began - self.attempts[0].began)})
         return {
             "command": list(self.start.get("command", ())),
             "status": self.status,
@@ -277,6 +278,23 @@ class RunHistory:
             "goodput": _rounded(self.goodput),
             "log_directory": self.log_directory,
             "left_behind": self.left_behind,
+        }
+
+    def history(self) -> dict[str, Any]:
+        """The document as the log tells it, with where, when and how far the run was."""
+        totals = self.document()
+        del totals["left_behind"]  # which no log tells
+        totals |= {name: self.end.get(name) for name in ("status", "reason")}
+        start = {name: self.start.get(name) for name in ("host", "pid", "directory", "workers")}
+        return {
+            "name": self.name,
+            "state": self.state,
+            "started": self.start.get("time"),
+            "last_time": self.last_time,
+            **start,
+            **totals,
+            "running": self.running or None,
+            "messages": [{"time": m["time"], "text": m.get("text")} for m in self.messages],
         }
 
 
@@ -332,6 +350,26 @@ def read_runs(logs: Path) -> list[RunHistory]:
     """The runs whose logs are in `logs` or in a directory of it, oldest first."""
     paths = [path for path in (logs / FILE, *logs.glob(f"*/{FILE}")) if path.exists()]
     return sorted(map(_read_run, paths), key=lambda run: run.start.get("time", ""))
+
+
+def runs_at(path: Path) -> tuple[Path, list[RunHistory]]:
+    """The directory and the runs of the logs that a person names, perhaps by a log in it.
+
+    Raises NotARunError if there is no log, UnreachableError if one cannot be read.
+    """
+    where = path if path.is_dir() else path.parent
+    try:
+        runs = read_runs(where)
+    except OSError as error:
+        raise UnreachableError(
+            f"{where}: a log of `perdure run` cannot be read: {error}."
+        ) from error
+    if not runs:
+        raise NotARunError(
+            f"{path}: expected the log directory of `perdure run`, with {FILE} in it or in a directory "
+            f"of it, found none. Name that of its --log-dir, by default {DEFAULT_LOGS} where it began."
+        )
+    return where, runs
 
 
 def _read_run(path: Path) -> RunHistory:

@@ -219,20 +219,24 @@ def _encoded(stream: TextIO, text: str) -> bytes:
 
 def describe(run: RunHistory) -> list[str]:
     """The table of attempts, below the reason of the end, and the totals."""
-    lines = [f"perdure: {run.reason}"]
-    if run.attempts:
-        lines.append(
-            f"{'attempt':>8} {'workers':>7} {'steps':>13} {'repeated':>8} {'s':>8}  ended by"
-        )
-    for attempt, again in zip(run.attempts, run.repeated, strict=True):
-        steps = "-" if attempt.start is None else f"{attempt.start}-{attempt.end}"
-        lines.append(
-            f"{attempt.number:>8} {attempt.workers:>7} {steps:>13} {again:>8} "
-            f"{attempt.seconds:>8.1f}  {attempt.cause}"
-        )
+    lines = [f"perdure: {run.reason}", *describe_attempts(run)]
     totals = [counted(run.restarts, "restart"), f"{counted(sum(run.repeated), 'step')} repeated"]
     if run.useful is not None and run.goodput is not None:
         totals.append(f"{run.seconds - run.useful:.1f} of {run.seconds:.1f} s lost")
         totals.append(f"goodput {run.goodput:.3f}")
     lines.append(f"perdure: {', '.join(totals)}; logs in {run.log_directory}")
     return lines
+
+
+def describe_attempts(run: RunHistory) -> list[str]:
+    """The table of attempts, with the one that has not ended; nothing before the first."""
+    rows: list[tuple[object, ...]] = []
+    for each, again in zip(run.attempts, run.repeated, strict=True):
+        steps = "-" if each.start is None else f"{each.start}-{each.end}"
+        rows.append((each.number, each.workers, steps, again, f"{each.seconds:.1f}", each.cause))
+    if now := run.running:
+        recorded = f"has not ended; step {now.get('step', 'none yet')}, recorded {now['time']}"
+        rows.append((now.get("attempt", ""), now.get("workers", ""), "", "", "", recorded))
+    header = ("attempt", "workers", "steps", "repeated", "s", "ended by")
+    form = "{:>8} {:>7} {:>13} {:>8} {:>8}  {}"
+    return [form.format(*row) for row in (header, *rows)] if rows else []

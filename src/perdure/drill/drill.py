@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from perdure.drill.causes import diagnosis
@@ -21,6 +20,7 @@ from perdure.drill.run_diagnosis import diagnose_run
 from perdure.drill.scenario import Outcome, Scenario
 from perdure.drill.undisturbed_diagnosis import Probes, diagnose_undisturbed
 from perdure.errors import CommandError, LaunchError
+from perdure.store.format import time_text
 from perdure.supervise.options import checked_command
 from perdure.text import counted
 
@@ -100,18 +100,15 @@ class _Drill:
         self._report = DrillReport(program.command, options, Observed(), Outcome())
 
     def run(self) -> DrillReport:
-        began, clock = datetime.now(UTC), time.monotonic()
-        stopped: KeyboardInterrupt | None = None
+        report, began = self._report, time.monotonic()
+        report.began = time_text(time.time())
         try:
-            self._drill(self._report)
+            self._drill(report)
         except KeyboardInterrupt as error:
-            stopped = error
-        report = self._report
-        report.began = began.strftime("%Y-%m-%dT%H:%M:%SZ")
-        report.seconds = time.monotonic() - clock
-        if stopped is not None:
             report.stopped = True
-            raise DrillStopped(report) from stopped
+            raise DrillStopped(report) from error
+        finally:
+            report.seconds = time.monotonic() - began
         return report
 
     def _drill(self, report: DrillReport) -> None:

@@ -107,11 +107,10 @@ class DrillReport:
     def not_tested(self) -> dict[str, str]:
         """The kinds that this drill says nothing about, with the reason."""
         reasons = dict(self.impossible)
-        for kind in dict.fromkeys(row.scenario.kind for row in self.rows):
-            rows = [row for row in self.rows if row.scenario.kind == kind]
-            if not any(row.fired for row in rows):
+        for kind, count in self._counts().items():
+            if not count["fired"]:
                 reasons[kind] = "it never fired as planned"
-            elif not any(row.outcome.restored_steps for row in rows):
+            elif not count["restored"]:
                 reasons[kind] = "no run with it continued from a checkpoint"
         return reasons
 

@@ -303,8 +303,11 @@ def _name(entry: Any) -> str:
 def _caller() -> str:
     """The file of the code that asked; helpers of the standard library are skipped."""
     frame = sys._getframe(2)
-    helpers = ("glob", "pathlib", "os", "fnmatch", "shutil", __name__)
-    while frame.f_back is not None and frame.f_globals.get("__name__") in helpers:
+    helpers = ("glob", "pathlib", "os", "fnmatch", "shutil", "concurrent")
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != __name__ and name.partition(".")[0] not in helpers:
+            break
         frame = frame.f_back
     return frame.f_code.co_filename
 
@@ -349,7 +352,7 @@ def _delay_threads() -> None:
     numbers = itertools.count()
 
     def late(pool: Any, task: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        if not is_program_file(_submitter()):
+        if not is_program_file(_caller()):
             return submit(pool, task, *arguments, **named)
         _took_effect("late threads")
         wait = _LATE_S * (3 - next(numbers) % 4)
@@ -389,11 +392,3 @@ def _one_thread() -> None:
 
     concurrent.futures.ThreadPoolExecutor.__init__ = alone  # type: ignore[method-assign]
     after_import("torch", lambda torch: torch.set_num_threads(1))
-
-
-def _submitter() -> str:
-    """The file of the code that submits a task; `Executor.map` is skipped."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("concurrent"):
-        frame = frame.f_back
-    return frame.f_code.co_filename

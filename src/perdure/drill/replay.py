@@ -283,33 +283,40 @@ def _stretches(where: str, reference: Reference, options: ReplayOptions) -> list
     return [parts[number] for number in sorted(chosen)]
 
 
+def differences(
+    entries: Mapping[int, JournalEntry], manifests: Mapping[int, Manifest], found: Recomputed
+) -> list[tuple[int, str, str, str]]:
+    """What differs of the steps that are known on both sides: the step, what it is, both values."""
+    lines = [
+        (step, *difference)
+        for step in sorted(entries.keys() & found.entries.keys())
+        if (difference := first_difference(entries[step], found.entries[step]))
+    ]
+    states = [
+        (step, "state", manifests[step].fingerprint, found.manifests[step].fingerprint)
+        for step in sorted(manifests.keys() & found.manifests.keys())
+    ]
+    return [*lines, *(state for state in states if state[2] != state[3])]
+
+
 def compare_stretch(
     run: Run, reference: Reference, stretch: Stretch, found: Recomputed
 ) -> StretchResult:
     """The first difference, in the order of the steps and of the computation in a step."""
     inside = range(stretch.after + 1, stretch.stop + 1)
     recorded = [step for step in sorted(reference.entries) if step in inside]
-    both = [step for step in recorded if step in found.entries]
+    both = {step: reference.entries[step] for step in recorded if step in found.entries}
     manifests: dict[int, Manifest] = {}
     for step in found.manifests.keys() & reference.checkpoints:
         # Deleted meanwhile, or damaged: `perdure verify` reports that.
         with suppress(CorruptionError, StepNotFoundError):
             manifests[step] = run.manifest(step)
-    differences = [
-        (step, *difference)
-        for step in both
-        if (difference := first_difference(reference.entries[step], found.entries[step]))
-    ]
-    differences += [
-        (step, "state", manifest.fingerprint, found.manifests[step].fingerprint)
-        for step, manifest in sorted(manifests.items())
-        if manifest.fingerprint != found.manifests[step].fingerprint
-    ]
+    parted = differences(both, manifests, found)
     known = [*recorded, *(step for step in reference.checkpoints if step in inside)]
     ends = [step for step in known if found.last is not None and step > found.last]
     if ends:
-        differences.append((min(ends), "end", "", f"the program ended after step {found.last}"))
-    if not both and not manifests and not differences:
+        parted.append((min(ends), "end", "", f"the program ended after step {found.last}"))
+    if not both and not manifests and not parted:
         raise LaunchError(
             f"{run.where}: nothing of {stretch.describe()} could be compared: the program recorded no "
             f"step and committed no checkpoint that the run has. Expected the same `journal_every` or "
@@ -322,9 +329,9 @@ def compare_stretch(
         checkpoints=len(manifests),
         recipe=_other_fields(run, reference, found),
     )
-    if not differences:
+    if not parted:
         return replace(result, stop=max([*both, *manifests]))
-    step, what, expected, digest = min(differences, key=lambda difference: difference[0])
+    step, what, expected, digest = min(parted, key=lambda difference: difference[0])
     leaves: tuple[LeafDifference, ...] = ()
     if what != "end" and step in manifests:
         both_leaves = (manifests[step].leaves, found.manifests[step].leaves)

@@ -175,23 +175,11 @@ def _added(
 ) -> Diagnosis | None:
     """The first change that alone makes undisturbed runs differ, while one without it is equal."""
     for cause, what, run in changes:
-        seen = _all_differ(probes, [run() for _ in range(2)])
-        if seen is not None and probes.difference(probes.undisturbed()) is None:
-            text = f"2 of 2 undisturbed runs {what}, and with nothing else, differ: {seen}"
+        seen = [probes.defect(run()) for _ in range(2)]
+        if all(seen) and probes.difference(probes.undisturbed()) is None:
+            text = f"2 of 2 undisturbed runs {what}, and with nothing else, differ: {seen[0]}"
             return diagnosis(cause, *tried, text)
     return None
-
-
-def _all_differ(probes: Probes, runs: Sequence[Outcome]) -> str | None:
-    """The difference from the undisturbed run if each of the `runs` has one; otherwise None."""
-    texts = []
-    for outcome in runs:
-        difference = probes.difference(outcome)
-        if outcome.problem and (difference is None or not difference.leaves):
-            texts.append(f"it fails: {outcome.problem}")
-        elif difference is not None:
-            texts.append(difference.what)
-    return texts[0] if len(texts) == len(runs) else None
 
 
 # ---------------------------------------------------------------- what a resumed run lacks

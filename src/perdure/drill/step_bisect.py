@@ -20,11 +20,11 @@ from perdure.drill.replay import (
     Stretch,
     StretchResult,
     compare_stretch,
+    differences,
     recompute,
 )
 from perdure.errors import LaunchError
 from perdure.store import Run
-from perdure.store.run_events import first_difference
 from perdure.store.run_log import read_journal
 from perdure.supervise.options import checked_command
 
@@ -226,17 +226,8 @@ class _Side:
 
 def _first_parted(one: Recomputed, two: Recomputed) -> int | None:
     """The first step that two replays recorded or saved with other bits."""
-    steps = [
-        step
-        for step in one.entries.keys() & two.entries.keys()
-        if first_difference(one.entries[step], two.entries[step])
-    ]
-    steps += [
-        step
-        for step in one.manifests.keys() & two.manifests.keys()
-        if one.manifests[step].fingerprint != two.manifests[step].fingerprint
-    ]
-    return min(steps, default=None)
+    parted = differences(one.entries, one.manifests, two)
+    return min((step for step, *_ in parted), default=None)
 
 
 # ---------------------------------------------------------------- the likely cause

@@ -64,6 +64,13 @@ class Probes:
         """Where a run differs from the undisturbed one; None if it ended with the same bits."""
         return compare(self.plain, outcome)[1]
 
+    def defect(self, outcome: Outcome) -> str:
+        """How a run differs from the undisturbed one or, with no leaf that differs, why it failed."""
+        difference = self.difference(outcome)
+        if outcome.problem and (difference is None or not difference.leaves):
+            return f"it fails: {outcome.problem}"
+        return "" if difference is None else difference.what
+
     def _run(
         self,
         program: DrilledProgram,

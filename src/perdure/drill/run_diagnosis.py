@@ -51,13 +51,12 @@ def diagnose_run(
         return _happens_again(probes, scenario, outcome, seen, "fails after a resume")
     resume = ResumeDiagnosis(probes, scenario)
     if (found := resume.find()) is not None:
-        if found.cause != "unknown" or resume.attempts is None:
-            return found
-        return _steady_resume(probes, resume.attempts, found)
-    if resume.attempts is not None:  # it differs at each resume, and each time in another way
-        attempts, evidence = resume.attempts, resume.evidence
+        return found if found.cause != "unknown" else resume.find_steady()
+    if resume.attempts:  # it differs at each resume, and each time in another way
         return steady_cause(
-            lambda *names: probes.faulted(attempts, *names)[0], repeats_for(0.25), evidence
+            lambda *names: probes.faulted(resume.attempts, *names)[0],
+            repeats_for(0.25),
+            resume.evidence,
         )
     controls = [probes.undisturbed() for _ in range(3)]
     for each in controls:
@@ -120,31 +119,6 @@ def _happens_again(
     return diagnosis("unknown", what, "the same faults again: the program ends as it should")
 
 
-def _steady_resume(probes: Probes, attempts: Sequence[Launch], unknown: Diagnosis) -> Diagnosis:
-    """The probe under which two resumed runs are equal to an undisturbed run under it."""
-    evidence = list(unknown.evidence)
-    for probe, cause, meaning in (*STEADY, *STALE):
-        if probe == "no jit" and "jax" not in probes.observed.modules:
-            continue
-        if (found := _differs_under(probes, attempts, probe)) is None:
-            text = f"with {meaning}, in both runs, the difference is gone in 2 of 2"
-            return diagnosis(cause, *evidence, text)
-        evidence.append(f"with {meaning}, in both runs, {found}")
-    return diagnosis("unknown", *evidence)
-
-
-def _differs_under(probes: Probes, attempts: Sequence[Launch], probe: str) -> str | None:
-    """How two resumed runs under a probe differ from an undisturbed one under it; None if not."""
-    plain = probes.undisturbed(probe)
-    for _ in range(2):
-        resumed = probes.faulted(attempts, probe)[0] if not plain.problem else plain
-        if resumed.problem:
-            return f"{UNTRIED}: {resumed.problem}"
-        if compare(plain, resumed)[1] is not None:
-            return "it is still there"
-    return None
-
-
 Change = tuple[str, str, Callable[[], Outcome]]
 """What another machine, topology or clock does otherwise: the cause, the change in words, a run."""
 
@@ -190,7 +164,7 @@ class ResumeDiagnosis:
 
     def __init__(self, probes: Probes, scenario: Scenario) -> None:
         self.evidence: list[str] = []
-        self.attempts: tuple[Launch, ...] | None = None
+        self.attempts: tuple[Launch, ...] = ()
         self._last = Path()  # the directory of the last run
         self._probes = probes
         self._scenario = scenario
@@ -198,7 +172,7 @@ class ResumeDiagnosis:
     def find(self) -> Diagnosis | None:
         """The cause; None if no faults make the run differ each time, and in the same way."""
         runs = self._reproduce()
-        if runs is None or self.attempts is None:
+        if runs is None:
             return None
         if (skipped := self._skipped(runs[0])) is not None:
             return diagnosis("skipped steps", *self.evidence, skipped)
@@ -211,6 +185,18 @@ class ResumeDiagnosis:
         if listed is None:
             return diagnosis("unknown", *self.evidence)
         return self._put_back(listed["units"], listed["iterators"], runs[0])
+
+    def find_steady(self) -> Diagnosis:
+        """The probe under which two resumed runs are equal to an undisturbed run under it."""
+        for probe, cause, meaning in (*STEADY, *STALE):
+            if probe == "no jit" and "jax" not in self._probes.observed.modules:
+                continue
+            plain = self._probes.undisturbed(probe)
+            if plain.problem:
+                self.evidence.append(f"with {meaning}, in both runs: {UNTRIED}: {plain.problem}")
+            elif self._is_gone(f"{meaning}, in both runs", probe, plain=plain):
+                return diagnosis(cause, *self.evidence)
+        return diagnosis("unknown", *self.evidence)
 
     # ---------------------------------------------------------------- is it there each time?
 
@@ -251,7 +237,7 @@ class ResumeDiagnosis:
 
     def _list(self) -> dict[str, Any] | None:
         """What differs between the process at the checkpoint and the resumed one."""
-        outcome, directory = self._probes.faulted(self.attempts or (), "resume")
+        outcome, directory = self._probes.faulted(self.attempts, "resume")
         difference = self._probes.difference(outcome)
         paths = sorted((directory / HELD).glob("differing-*.json"))
         if outcome.problem or difference is None or not paths:
@@ -359,12 +345,17 @@ class ResumeDiagnosis:
             return self._unsaved(run)
         return diagnosis("several", *self.evidence)
 
-    def _is_gone(self, what: str, *probes: str, put: Sequence[str] = ()) -> bool:
-        """Whether the difference is gone in two of two runs; a run that fails shows nothing."""
+    def _is_gone(
+        self, what: str, *probes: str, put: Sequence[str] = (), plain: Outcome | None = None
+    ) -> bool:
+        """Whether two of two runs are as `plain`, by default the undisturbed one; a run that fails
+        shows nothing."""
         names = [*probes, *["resume"] * bool(put)]
         for number in range(2):
-            outcome, self._last = self._probes.faulted(self.attempts or (), *names, put=put)
-            difference = self._probes.difference(outcome)
+            outcome, self._last = self._probes.faulted(self.attempts, *names, put=put)
+            difference = (
+                self._probes.difference(outcome) if plain is None else compare(plain, outcome)[1]
+            )
             if outcome.problem and (difference is None or not difference.leaves):
                 self.evidence.append(f"with {what}: {UNTRIED}: {outcome.problem}")
                 return False

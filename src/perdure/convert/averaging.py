@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint, open_checkpoints
-from perdure.errors import ArgumentError, MismatchError, UnsupportedLeafError
+from perdure.errors import ArgumentError, MismatchError
 from perdure.look import leaf_reader
-from perdure.look.numerics import is_inexact, parts_dtype
+from perdure.look.numerics import parts_dtype
 from perdure.look.tables import Shown, Table
 from perdure.store import Run, Storage
 from perdure.store.manifest import LeafEntry, Manifest
@@ -174,7 +174,7 @@ def _split(
     averaged: list[str] = []
     equal: list[str] = []
     for entry in _in_pack_order(leaf_reader.select_leaves(base, patterns)):
-        if not _can_be_averaged(entry):
+        if not leaf_reader.is_floating(entry):
             continue
         entries = []
         for checkpoint, table in zip(sources, tables, strict=True):
@@ -194,13 +194,6 @@ def _split(
             f"to average."
         )
     return averaged, equal
-
-
-def _can_be_averaged(entry: LeafEntry) -> bool:
-    try:
-        return not leaf_reader.is_scalar(entry) and is_inexact(leaf_reader.element_dtype(entry))
-    except UnsupportedLeafError:
-        return False  # taken from `like`, as its bytes are
 
 
 def _mean_leaves(sources: _Weighted, paths: list[str]) -> list[StreamedLeaf]:

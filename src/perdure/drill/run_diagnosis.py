@@ -286,34 +286,29 @@ class ResumeDiagnosis:
         """Whether those that are needed begin again, or were seeded otherwise."""
         other = [unit["name"] for unit in units if unit["seed"] == "other"]
         same = [unit["name"] for unit in units if unit["seed"] != "other"]
-        said = "begins with another seed than in the first process"
-        if not other or (same and self._is_gone(f"{few(same)} put back alone", put=same)):
-            return diagnosis("random generator", *self.evidence)
-        self.evidence.append(f"{few(other)} {said}")
-        if same and not self._is_gone(f"{few(other)} put back alone", put=other):
-            return diagnosis("several", *self.evidence, f"needed: {few([*other, *same])}")
-        return diagnosis("other seed", *self.evidence)
+        said = f"{few(other)} begins with another seed than in the first process"
+        return self._of_two(same, "random generator", other, "other seed", said)
 
     def _of_iterators(self) -> Diagnosis:
         """An iterator that gives numbers may be a schedule or a counter, and no data."""
         sorts: dict[str, str] = {}
         for path in (self._last / HELD).glob("items-*.json"):
             sorts |= json.loads(path.read_text())
-        single = {
-            sort: [f"{ITERATORS} {name}" for name in sorts if sorts[name] == sort]
-            for sort in ("data", "number")
-        }
-        if not single["number"] or (
-            single["data"]
-            and self._is_gone("only what gives no plain numbers advanced", put=single["data"])
-        ):
-            return diagnosis("data position", *self.evidence)
-        if single["data"] and not self._is_gone(
-            "only what gives plain numbers advanced", put=single["number"]
-        ):
-            return diagnosis("several", *self.evidence, f"needed: {few(sorts)}")
-        names = few(name for name in sorts if sorts[name] == "number")
-        return diagnosis("iterator", *self.evidence, f"{names}: each item is one number")
+        numbers = [name for name, sort in sorts.items() if sort == "number"]
+        puts = [f"{ITERATORS} {name}" for name in numbers]
+        data = [f"{ITERATORS} {name}" for name in sorts if name not in numbers]
+        said = f"{few(numbers)}: each item is one number"
+        return self._of_two(data, "data position", puts, "iterator", said)
+
+    def _of_two(
+        self, usual: Sequence[str], cause: str, special: Sequence[str], other: str, said: str
+    ) -> Diagnosis:
+        """Which of two sorts has to be put back; `other` is the cause of the `special` one."""
+        if not special or (usual and self._is_gone(f"{few(usual)} alone", put=usual)):
+            return diagnosis(cause, *self.evidence)
+        if usual and not self._is_gone(f"{few(special)} alone", put=special):
+            return diagnosis("several", *self.evidence, said, f"needed: {few([*special, *usual])}")
+        return diagnosis(other, *self.evidence, said)
 
     def _put_back_groups(
         self, others: Sequence[str], iterators: bool, values: Sequence[Unit], run: Outcome

@@ -79,6 +79,16 @@ def is_scalar(entry: LeafEntry) -> bool:
     return entry.text is not None
 
 
+def is_floating(entry: LeafEntry) -> bool:
+    """Whether it is an array of floating-point or complex numbers, of a dtype that NumPy has."""
+    from perdure.look.numerics import is_inexact
+
+    try:
+        return not is_scalar(entry) and is_inexact(element_dtype(entry))
+    except UnsupportedLeafError:
+        return False
+
+
 def scalar_value(entry: LeafEntry) -> Any:
     """The value of a scalar leaf: bool, int, float, complex, str, bytes or None.
 

@@ -15,15 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from perdure.checkpoint.address import StoredCheckpoint
-from perdure.errors import (
-    ArgumentError,
-    CorruptionError,
-    StepNotFoundError,
-    UnreachableError,
-    UnsupportedLeafError,
-)
-from perdure.look.leaf_reader import element_dtype, is_scalar, read_elements, select_leaves
-from perdure.look.numerics import as_float64, is_inexact, parts_dtype, product_sum, root_ratio
+from perdure.errors import ArgumentError, CorruptionError, StepNotFoundError, UnreachableError
+from perdure.look.leaf_reader import is_floating, read_elements, select_leaves
+from perdure.look.numerics import as_float64, parts_dtype, product_sum, root_ratio
 from perdure.look.tables import natural_key
 from perdure.store.manifest import LeafEntry
 
@@ -166,17 +160,10 @@ def _float_leaves(
         except ArgumentError as error:
             selected = []
             errors.append(error)
-        found.append({entry.path: entry for entry in selected if _is_float(entry)})
+        found.append({entry.path: entry for entry in selected if is_floating(entry)})
     if errors and len(errors) == len(checkpoints):
         raise errors[-1]
     return found
-
-
-def _is_float(entry: LeafEntry) -> bool:
-    try:
-        return not is_scalar(entry) and is_inexact(element_dtype(entry))
-    except UnsupportedLeafError:
-        return False
 
 
 def _changes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,7 +18,6 @@ from perdure.report.layer_changes import (
     NEW,
     SAME,
     UNREADABLE,
-    Change,
     Problems,
     change_ratio,
     grouped,
@@ -222,48 +221,20 @@ def _norm_panels(
                 f"all."
             )
         before = f"{label}: " if len(runs) > 1 else ""
-        of_norms = _norm_lines(saved_steps, norms, attempts)
-        of_changes = _ratio_lines(saved_steps, changes, attempts)
-        for title, lines in (
-            ("norm", of_norms),
-            ("relative change since the checkpoint before", of_changes),
-        ):
-            if lines:
+        of_norms = [
+            (step, layer, math.sqrt(math.fsum(squares)))
+            for step, layer, squares in _by_layer(saved_steps, norms)
+        ]
+        of_changes = [
+            (step, layer, change_ratio(parts) or SAME)
+            for step, layer, parts in _by_layer(saved_steps[1:], changes)
+        ]
+        titles = ("norm", "relative change since the checkpoint before")
+        for title, rows in zip(titles, (of_norms, of_changes), strict=True):
+            if lines := _lines(rows, attempts):
                 panel = Panel(before + title, lines, logarithmic=True, scale_of_each=True)
                 panels.append(panel)
     return panels
-
-
-def _norm_lines(
-    steps: Sequence[int], norms: Sequence[dict[str, float]], attempts: Sequence[PlottedAttempt]
-) -> list[PlotLine]:
-    rows = [
-        (step, layer, math.sqrt(math.fsum(parts))) for step, layer, parts in _by_layer(steps, norms)
-    ]
-    return _lines(rows, attempts)
-
-
-def _ratio_lines(
-    steps: Sequence[int],
-    changes: Sequence[dict[str, Change | str]],
-    attempts: Sequence[PlottedAttempt],
-) -> list[PlotLine]:
-    found = [
-        (step, layer, change_ratio(parts) or SAME)
-        for step, layer, parts in _by_layer(steps[1:], changes)
-    ]
-    lines = _lines(found, attempts)
-    words = {
-        line.label: {ratio for _, layer, ratio in found if layer == line.label} for line in lines
-    }
-    return [replace(line, without_values=_without_ratios(words[line.label])) for line in lines]
-
-
-def _without_ratios(words: set[float | str]) -> str:
-    """What to say of a layer that has no number."""
-    if words <= {SAME, NEW}:
-        return "no change"
-    return NO_FINITE_VALUE if words.isdisjoint(UNREADABLE) else "no value that can be read"
 
 
 def _by_layer(
@@ -283,11 +254,20 @@ def _lines(
 ) -> list[PlotLine]:
     """A line for each layer; a word is no value."""
     points: dict[str, Series] = {}
+    found: dict[str, set[float | str]] = {}
     for step, layer, value in rows:
         finite = value if isinstance(value, float) and math.isfinite(value) else None
         points.setdefault(layer, []).append((step, finite))
-    names = sorted(points, key=natural_key)[:MOST_LINES]
-    return [PlotLine(name, points[name], attempts, number) for number, name in enumerate(names)]
+        found.setdefault(layer, set()).add(value)
+    lines = []
+    for number, name in enumerate(sorted(points, key=natural_key)[:MOST_LINES]):
+        why = NO_FINITE_VALUE
+        if found[name] <= {SAME, NEW}:
+            why = "no change"
+        elif not found[name].isdisjoint(UNREADABLE):
+            why = "no value that can be read"
+        lines.append(PlotLine(name, points[name], attempts, number, why))
+    return lines
 
 
 def _attempts(life: Mapping[str, Any] | None) -> list[PlottedAttempt]:

@@ -1,4 +1,4 @@
-"""Short lists and counted nouns for messages."""
+"""Short lists, counted nouns and safe characters for messages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ def few(items: Iterable[object], limit: int = FEW, separator: str = ", ") -> str
     shown = separator.join(map(str, known[:limit]))
     more = len(known) - limit
     return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """`text` with escapes in place of characters that a terminal obeys, cut after `most` characters."""
+    cut = ""
+    if most is not None and len(text) > most:
+        cut = f"... ({len(text)} characters)"
+        text = text[:most]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text + cut
+
+
+def printable_lines(text: str) -> str:
+    """The same for each line."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 import click
 
 from perdure.cli import options as cli
-from perdure.cli.output import document, printable
+from perdure.cli.output import document
 from perdure.demo import GUARDS
 from perdure.errors import missing_extra
 from perdure.look.tables import Table
+from perdure.text import printable_lines
 
 _ENDS = {"SIGKILL": "red", "exit 75": "yellow"}
 
@@ -79,7 +80,7 @@ def _say(text: str, colors: Mapping[str, str], err: bool = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    lines = Text("\n".join(map(printable, text.split("\n"))))
+    lines = Text(printable_lines(text))
     for word, color in colors.items():
         lines.highlight_words([word], color)
     Console(stderr=err, highlight=False, soft_wrap=True).print(lines)

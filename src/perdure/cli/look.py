@@ -9,8 +9,8 @@ import click
 
 from perdure.cli import options as cli
 from perdure.cli.output import document, print_result, say, terminal_width
-from perdure.look.tables import Table, printable, size_text
-from perdure.text import counted
+from perdure.look.tables import Table, size_text
+from perdure.text import counted, printable
 
 if TYPE_CHECKING:
     from perdure.checkpoint.address import StoredCheckpoint

@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from perdure.look.tables import Shown, Table, plain, printable
+from perdure.look.tables import Shown, Table, plain
+from perdure.text import printable_lines
 
 
 def terminal_width() -> int | None:
@@ -38,7 +39,7 @@ def document(value: object) -> None:
 def say(*texts: object, err: bool = False) -> None:
     """Print lines, with escapes in place of characters that a terminal obeys."""
     for text in texts:
-        click.echo("\n".join(map(printable, str(text).split("\n"))), err=err)
+        click.echo(printable_lines(str(text)), err=err)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

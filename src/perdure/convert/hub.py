@@ -10,7 +10,7 @@ from perdure import __version__
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import ArgumentError, DataError, missing_extra
 from perdure.look.certificate import split_recipe
-from perdure.look.tables import printable
+from perdure.text import printable
 
 PREFIX = "hf://"
 

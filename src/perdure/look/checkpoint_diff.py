@@ -20,11 +20,11 @@ from perdure.checkpoint.address import (
 from perdure.errors import StepNotFoundError, UnsupportedLeafError
 from perdure.look import leaf_reader, numerics
 from perdure.look.numerics import blocks, cosine
-from perdure.look.tables import Shown, Table, plain, printable, size_text
+from perdure.look.tables import Shown, Table, plain, size_text
 from perdure.store.format import steps_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
-from perdure.text import counted, few
+from perdure.text import counted, few, printable
 
 _MOST_PATHS = 20
 _VALUE = 60

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from perdure.checkpoint.address import StoredCheckpoint, with_advice
 from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
-from perdure.look.tables import printable
 from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
 from perdure.store.leaf import Leaf, numpy_dtype
 from perdure.store.loading import stream_chunks
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
-from perdure.text import counted
+from perdure.text import counted, printable
 
 if TYPE_CHECKING:
     import numpy as np

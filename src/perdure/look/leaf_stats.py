@@ -13,8 +13,9 @@ from perdure.checkpoint.address import Where, open_checkpoint
 from perdure.errors import UnsupportedLeafError
 from perdure.look import leaf_reader
 from perdure.look.numerics import as_float64, block_sum, blocks, is_integer, parts_dtype
-from perdure.look.tables import Shown, Table, plain, printable
+from perdure.look.tables import Shown, Table, plain
 from perdure.store.manifest import LeafEntry
+from perdure.text import printable
 
 _COLUMNS = ("count", "min", "max", "mean", "std", "norm", "zeros", "nans", "infinities")
 _COUNTS = ("leaf_count", "count", "zeros", "nans", "infinities")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from perdure.checkpoint.address import Where, open_checkpoint, open_run, read_manifests
 from perdure.checkpoint.retention import candidates, decide, recorded_retention
 from perdure.look.leaf_reader import check_depth, select_leaves, value_text
-from perdure.look.tables import Shown, Table, printable, share_text, size_text
+from perdure.look.tables import Shown, Table, share_text, size_text
 from perdure.store import Run
 from perdure.store.format import Metric, seconds_of
 from perdure.store.manifest import Manifest
-from perdure.text import counted, few
+from perdure.text import counted, few, printable
 
 if TYPE_CHECKING:
     from perdure.store.rollback import AsideCheckpoint

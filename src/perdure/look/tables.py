@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from perdure.store.format import json_number
-from perdure.text import counted
+from perdure.text import counted, printable, printable_lines
 
 _MOST_CHARACTERS = 2000
 _DIGITS = re.compile(r"([0-9]+)")
@@ -106,22 +106,11 @@ def plain(value: Any) -> Any:
     return json_number(value) if isinstance(value, float) else value
 
 
-def printable(text: str, most: int | None = None) -> str:
-    """`text` with escapes in place of characters that a terminal obeys, cut after `most` characters."""
-    cut = ""
-    if most is not None and len(text) > most:
-        cut = f"... ({len(text)} characters)"
-        text = text[:most]
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text + cut
-
-
 def visible(value: object) -> str:
     """The text of a value, in which nothing is hidden: its lines as `printable`, cut if it is long."""
     text = str(value)
     cut = f"... ({len(text)} characters)" if len(text) > _MOST_CHARACTERS else ""
-    return "\n".join(map(printable, text[:_MOST_CHARACTERS].split("\n"))) + cut
+    return printable_lines(text[:_MOST_CHARACTERS]) + cut
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from perdure.supervise.attempts_log import RunHistory
-from perdure.text import counted
+from perdure.text import counted, printable_lines
 
 QUEUE_BYTES = 64 * 2**20
 """Output that waits for its reader; what is written beyond it is dropped."""
@@ -135,12 +135,12 @@ class Console:
     def message(self, text: str) -> None:
         """Print a message of the supervisor."""
         self._end_open_line()
-        self._write(self._err, f"perdure: {_escaped(text)}\n")
+        self._write(self._err, f"perdure: {printable_lines(text)}\n")
 
     def summary(self, run: RunHistory) -> None:
         """Print the table of attempts and the totals."""
         self._end_open_line()
-        self._write(self._err, "".join(_escaped(line) + "\n" for line in describe(run)))
+        self._write(self._err, printable_lines("".join(f"{line}\n" for line in describe(run))))
 
     def flush(self) -> None:
         """Wait until everything is written: 30 s at most, and 5 s for a reader that does not read."""
@@ -167,7 +167,8 @@ class Console:
             return
         try:
             if stream in self._writers:
-                self._writers[stream].write(_encoded(stream, text))
+                encoding = stream.encoding or "utf-8"
+                self._writers[stream].write(text.encode(encoding, "backslashreplace"))
             else:
                 stream.write(text)
                 stream.flush()
@@ -199,22 +200,6 @@ def _open_writers(*streams: TextIO) -> dict[TextIO, OutputWriter]:
                 key = status.st_dev, status.st_ino
                 writers[stream] = by_file.setdefault(key, OutputWriter(stream.fileno()))
     return writers
-
-
-def _escaped(text: str) -> str:
-    """`text` with escapes in place of characters that a terminal obeys: a path may hold any."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
-
-
-def _encoded(stream: TextIO, text: str) -> bytes:
-    """`text`, with escapes for characters that the encoding of the stream does not have."""
-    encoding = stream.encoding or "utf-8"
-    try:
-        return text.encode(encoding, stream.errors or "strict")
-    except UnicodeEncodeError:
-        return text.encode(encoding, "backslashreplace")
 
 
 def describe(run: RunHistory) -> list[str]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -163,7 +164,10 @@ class Supervisor:
 
     def _run(self, logs: Path) -> Decision:
         with ExitStack() as stack:
-            beats = Path(stack.enter_context(_heartbeat_directory()))
+            shared = "/dev/shm"  # noqa: S108 (a directory is created in it)
+            memory = shared if os.access(shared, os.W_OK) else None
+            temporary = tempfile.TemporaryDirectory(prefix="perdure-", dir=memory)
+            beats = Path(stack.enter_context(temporary))
             reaper = OrphanReaper(self._mark, str(beats))
             stack.callback(reaper.close)
             stack.callback(self._warm.close)
@@ -196,11 +200,6 @@ class Supervisor:
         ports = free_ports(len(places) + 2)
         environments: dict[int, dict[str, str]] = {}
         self._log.add("attempt", attempt=number, workers=len(places))
-
-        def prepare_warm_workers() -> None:
-            for place, environment in environments.items():
-                self._warm.prepare(place, environment)
-
         self._logged_step, self._next_log = None, -math.inf
         with Attempt(self._options, ports, self._silence, self._clock, self._beat) as attempt:
             for index, place in enumerate(places):
@@ -224,7 +223,8 @@ class Supervisor:
                 environments[place] = environment
                 attempt.add(worker)
                 self._observer.started(worker)
-            end = attempt.watch(self._requested_signal, self._should_grow, prepare_warm_workers)
+            prepare = partial(self._warm.prepare, environments)
+            end = attempt.watch(self._requested_signal, self._should_grow, prepare)
             sessions = frozenset(worker.pid for worker in attempt.workers)
             end_marked(self._mark, self._warm.pids, sessions)
         if end.kind != "done" and self._options.compilation_cache is not None:
@@ -427,12 +427,3 @@ def _make_logs(named: Path | None) -> Path:
             f"{directory}: the logs of the workers cannot be written there: {error}; name another "
             "place with --log-dir"
         ) from error
-
-
-@contextmanager
-def _heartbeat_directory() -> Iterator[str]:
-    """A temporary directory for heartbeats, in memory if possible."""
-    shared = "/dev/shm"  # noqa: S108 (a directory is created in it)
-    parent = shared if os.access(shared, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="perdure-", dir=parent) as path:
-        yield path

@@ -49,20 +49,21 @@ class WarmWorkers:
         self._ready: dict[int, subprocess.Popen[bytes]] = {}
         self._environments: dict[int, dict[str, str]] = {}
 
-    def prepare(self, place: int, environment: Mapping[str, str]) -> None:
-        """Start a process for `place` if it has none; `environment` is that of its worker."""
-        if not self._modules or (place in self._ready and self._ready[place].poll() is None):
-            return
-        self.drop(place)
-        self._environments[place] = _persistent(environment)
-        self._ready[place] = subprocess.Popen(
-            [self._command[0], "-c", BECOME_WORKER, *self._modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=self._environments[place],
-            start_new_session=True,
-        )
+    def prepare(self, environments: Mapping[int, Mapping[str, str]]) -> None:
+        """Start a process for each place that has none; `environments` are those of the workers."""
+        for place, environment in environments.items() if self._modules else ():
+            if place in self._ready and self._ready[place].poll() is None:
+                continue
+            self.drop(place)
+            self._environments[place] = _persistent(environment)
+            self._ready[place] = subprocess.Popen(
+                [self._command[0], "-c", BECOME_WORKER, *self._modules],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._environments[place],
+                start_new_session=True,
+            )
 
     def take(self, place: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
         """The process of `place`, which now runs the program; None without a fitting one."""

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from perdure.doctor import Check
-from perdure.runtime.environment import instruction_set
+from perdure.runtime.environment import cores, instruction_set
 from perdure.runtime.memory_limit import MemoryLimit
 from perdure.store.file_lock import acquire
 from perdure.store.local import absolute_path
@@ -55,14 +55,13 @@ _PACKAGES = ("perdure", "numpy", "jax", "jaxlib", "torch", "keras", "optax", "fl
 
 def describe_machine() -> dict[str, str]:
     """Processor, cores, memory, versions and variables, by name."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores, limit = f"{usable} of {os.cpu_count()}", cpu_limit()
-    if limit is not None:
-        cores += f", the cgroup allows the time of {limit:g}"
+    usable = f"{cores()} of {os.cpu_count()}"
+    if (limit := cpu_limit()) is not None:
+        usable += f", the cgroup allows the time of {limit:g}"
     found = {
         "processor": instruction_set(),
         "system": f"{platform.system()} {platform.release()}",
-        "cores": cores,
+        "cores": usable,
         "memory": _memory(),
         "versions": ", ".join([f"python {platform.python_version()}", *_versions()]),
     }

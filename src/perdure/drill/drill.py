@@ -276,17 +276,6 @@ def _require_saves(outcome: Outcome) -> None:
 
 def _require_restores(rows: Sequence[DrillRow]) -> None:
     """Raise `LaunchError` if the program was restarted after checkpoints and never restored one."""
-    renamed = [name for row in rows for name in _opened_later(row)]
-    if renamed:
-        hint = (
-            f"Started again, it opened {', '.join(dict.fromkeys(renamed))}, and not the run "
-            f"directory of its first start: expected the same name at each start."
-        )
-    else:
-        hint = (
-            "Expected manager.restore_or_initialize(state) before its loop, and nothing before it that "
-            "removes the run directory."
-        )
     resumed = [
         attempt.restored
         for row in rows
@@ -294,18 +283,24 @@ def _require_restores(rows: Sequence[DrillRow]) -> None:
         if attempt.first is not None
         and any(c.attempt < number and c.step > 0 for c in row.outcome.commits)
     ]
-    if resumed and not any(resumed):
-        raise LaunchError(
-            f"the program saves checkpoints and never restores one: started again {len(resumed)} "
-            f"times, it began from the first step. {hint}"
-        )
-
-
-def _opened_later(row: DrillRow) -> list[str]:
-    """The run directories that the program opened only after it was started again."""
-    opened = [event for event in row.outcome.events if event["e"] == "open"]
-    first = {event["name"] for event in opened if event["a"] == 1}
-    return [event["name"] for event in opened if first and event["name"] not in first]
+    if not resumed or any(resumed):
+        return
+    hint = (
+        "Expected manager.restore_or_initialize(state) before its loop, and nothing before it that "
+        "removes the run directory."
+    )
+    for row in rows:
+        opened = [event for event in row.outcome.events if event["e"] == "open"]
+        first = {event["name"] for event in opened if event["a"] == 1}
+        if first and (others := sorted({event["name"] for event in opened} - first)):
+            hint = (
+                f"Started again, it opened {', '.join(others)}, and not the run directory of its "
+                f"first start: expected the same name at each start."
+            )
+    raise LaunchError(
+        f"the program saves checkpoints and never restores one: started again {len(resumed)} "
+        f"times, it began from the first step. {hint}"
+    )
 
 
 def _remove_checkpoints(directory: Path) -> None:

@@ -24,7 +24,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -321,11 +321,11 @@ def readers(
     for name, each in held.items():
         value = each.get()
         if hasattr(type(value), "__next__") and not hasattr(value, "fileno"):
-            found[name] = _advance(name, value)
+            found[name] = partial(_advance, name, value)
     for name in sorted(_names_of_head(head[0], head[2])) if head is not None and frames else ():
         for space in (frames[0].f_locals, frames[0].f_globals):
             if name in space and _gives_items(value := space[name]):
-                found[name] = _replace(space, name, value)
+                found[name] = partial(_replace, space, name, value)
                 break
     return found
 
@@ -342,19 +342,13 @@ def _gives_items(value: Any) -> bool:
     return not callable(value) and hasattr(value, "__dict__")
 
 
-def _advance(name: str, value: Any) -> Advance:
-    def advance(steps: int, note: Note) -> None:
-        for item in itertools.islice(value, steps):
-            note(name, _sort_of(item))
-
-    return advance
+def _advance(name: str, value: Any, steps: int, note: Note) -> None:
+    for item in itertools.islice(value, steps):
+        note(name, _sort_of(item))
 
 
-def _replace(space: dict[str, Any], name: str, value: Any) -> Advance:
-    def advance(steps: int, note: Note) -> None:
-        space[name] = _Advanced(value, steps, lambda item: note(name, _sort_of(item)))
-
-    return advance
+def _replace(space: dict[str, Any], name: str, value: Any, steps: int, note: Note) -> None:
+    space[name] = _Advanced(value, steps, lambda item: note(name, _sort_of(item)))
 
 
 def _sort_of(item: Any) -> str:

@@ -9,6 +9,9 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import merge
+from itertools import groupby
+from operator import attrgetter
 
 from perdure.errors import ArgumentError, StepNotFoundError
 from perdure.store import Run
@@ -87,15 +90,8 @@ def _common(
     one: Iterator[JournalEntry], two: Iterator[JournalEntry]
 ) -> Iterator[tuple[JournalEntry, JournalEntry]]:
     """The lines of the steps that both have. Reads both to their ends, which checks them."""
-    a, b = next(one, None), next(two, None)
-    while a is not None and b is not None:
-        if a.step == b.step:
-            yield a, b
-            a, b = next(one, None), next(two, None)
-        elif a.step < b.step:
-            a = next(one, None)
-        else:
-            b = next(two, None)
-    for rest in (one, two):
-        for _ in rest:
-            pass
+    step_of = attrgetter("step")
+    for _, entries in groupby(merge(one, two, key=step_of), step_of):
+        first, *others = entries
+        if others:
+            yield first, others[0]

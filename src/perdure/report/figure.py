@@ -192,14 +192,11 @@ def page_svg(panel: Panel, number: int) -> str:
     drawing = re.sub(r"(?s)<(metadata|style).*?</\1>|<!--.*?-->", "", drawing)
     drawing = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", drawing, count=5)
     drawing = re.sub(r'<g id="[^"]*"/>|(?<=<g) id="[^"]*"|\s*\n\s*(?=<)', "", drawing)
-    drawing = re.sub(r"font: ([\d.]+)px [^;\"]*|; font-family: [^;\"]*", _font, drawing)
+    drawing = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", drawing)
+    drawing = re.sub(r"; font-family: [^;\"]*", "", drawing)
     for colour, name in _VARIABLES.items():
         drawing = drawing.replace(colour, f"var(--{name})")
     return f"<svg{drawing}"
-
-
-def _font(found: re.Match[str]) -> str:
-    return f"font-size: {found[1]}px" if found[1] else ""
 
 
 @contextmanager

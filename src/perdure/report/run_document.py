@@ -118,18 +118,12 @@ def _rows(
     for checkpoint in listed(run, contents.manifests):
         rows[checkpoint.step] = asdict(checkpoint)
         del rows[checkpoint.step]["age_s"]  # two reports of one run are equal
+    names = ("unread", "bad", "good") if verified is not None else ()
+    said = {step: name for name in names for step in (verified or {})[name]}
     for step, row in rows.items():
         state, why = problems.get(step, (None, None))
-        row |= {"state": state, "why": why, "verified": _verdict(step, verified)}
+        row |= {"state": state, "why": why, "verified": said.get(step)}
     return [rows[step] for step in sorted(rows)]
-
-
-def _verdict(step: int, verified: Mapping[str, Any] | None) -> str | None:
-    """What `perdure verify` said of a step; None if it did not see it."""
-    for name in ("good", "bad", "unread"):
-        if verified is not None and step in verified[name]:
-            return name
-    return None
 
 
 def _other_recipes(manifests: Mapping[int, Manifest]) -> list[dict[str, Any]]:

@@ -212,11 +212,9 @@ class Attempt:
         if self._deadline is not None and self._now >= self._deadline:
             late = [w.index for w, s in zip(self.workers, statuses, strict=True) if s is None]
             after = FAILED_EXIT_S if self._failed_exit else self._options.grace
-            return AttemptEnd(
-                self._exit_kind(),
-                f"workers {late} were asked to exit and still ran {after:g} s later"
-                f"{self._failed_exit}",
-            )
+            said = f"workers {late} were asked to exit and still ran {after:g} s later"
+            kind = "preempted" if self._passed is None else "ended"
+            return AttemptEnd("resized" if self._growing else kind, said + self._failed_exit)
         return self._find_stopped() or self._find_silent()
 
     def _reported(self) -> AttemptEnd | None:
@@ -228,12 +226,6 @@ class Attempt:
             if (report := worker.corruption()) is not None:
                 return AttemptEnd("corrupt", f"worker {worker.index}: {report.text}", worker)
         return None
-
-    def _exit_kind(self) -> Kind:
-        """The kind of an attempt whose workers were asked to exit."""
-        if self._growing:
-            return "resized"
-        return "preempted" if self._passed is None else "ended"
 
     def _all_ended(self, statuses: list[int | None]) -> AttemptEnd:
         if self._passed == signal.SIGKILL:

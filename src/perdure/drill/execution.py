@@ -26,12 +26,12 @@ from typing import Any
 from perdure.drill.fault_injection import COPIES, PLAN, RUNS
 from perdure.drill.probes import probe_environment
 from perdure.drill.scenario import Commit, FiredFault, Launch, LaunchOutcome, Outcome, WrittenFile
-from perdure.drill.working_directory import COPY, ROOT, WorkingDirectory
+from perdure.drill.working_directory import COPY, ROOT, WorkingDirectory, files_below
 from perdure.drill.written_files import EVENTS
 from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.drill_hook import DRILL
-from perdure.store.format import MANIFESTS, MARKER, PACKS, manifest_name, pack_step
+from perdure.store.format import MANIFESTS, PACKS, manifest_name, pack_step
 from perdure.supervise.attempts_log import AttemptRecord
 from perdure.supervise.console import Console
 from perdure.supervise.options import Limits, RunOptions
@@ -333,24 +333,14 @@ def written_files(
     seen = {file.path for file in found.values()}
     step = events[last]["t"] if steps and "t" in events[last] else math.inf
     ended = step + time.time() - time.monotonic() - _CLOCK_TICK_S
-    for path in _changed_files(directory, copy):
-        if path not in seen:  # native code has written it, as in `torch.save`
-            found[path.removeprefix(copy)] = WrittenFile(path, _born(path) >= ended, False)
-    return found
-
-
-def _changed_files(directory: Path, copy: str) -> Iterator[str]:
-    """The files in the working directory that are newer than the copy, outside of run directories."""
     made = directory / COPY
     began = made.stat().st_mtime if made.exists() else math.inf
-    for folder, folders, names in os.walk(copy):
-        if MARKER in names or os.path.basename(folder) == "__pycache__":
-            folders.clear()
-            continue
-        for path in (os.path.join(folder, name) for name in names):
-            is_file = os.path.isfile(path) and not os.path.islink(path)
-            if is_file and os.stat(path).st_mtime >= began:
-                yield path
+    for path in files_below(copy):
+        # What is newer than the copy and not seen was written by native code, as in `torch.save`.
+        is_file = path not in seen and os.path.isfile(path) and not os.path.islink(path)
+        if is_file and os.stat(path).st_mtime >= began:
+            found[path.removeprefix(copy)] = WrittenFile(path, _born(path) >= ended, False)
+    return found
 
 
 def _born(path: str) -> float:

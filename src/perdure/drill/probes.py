@@ -188,16 +188,14 @@ def _fix_addresses() -> None:
 
 def _keep_nothing() -> None:
     def caching(maxsize: Any = 128, typed: bool = False) -> Callable[..., Any]:
-        if callable(maxsize) and not is_program_file(maxsize.__code__.co_filename):
-            return real(maxsize)
-        if callable(maxsize):
-            return _uncached(maxsize)
+        def decorate(function: Any) -> Callable[..., Any]:
+            file = getattr(getattr(function, "__code__", None), "co_filename", "")
+            return _uncached(function) if is_program_file(file) else keep(function)
+
+        if callable(maxsize):  # a decorator without parentheses
+            return caching()(maxsize)
         keep = real(maxsize, typed)
-        return lambda function: (
-            _uncached(function)
-            if is_program_file(getattr(getattr(function, "__code__", None), "co_filename", ""))
-            else keep(function)
-        )
+        return decorate
 
     real = functools.lru_cache
     functools.lru_cache = caching  # type: ignore[assignment]
@@ -355,13 +353,8 @@ def _delay_threads() -> None:
         if not is_program_file(_caller()):
             return submit(pool, task, *arguments, **named)
         _took_effect("late threads")
-        wait = _LATE_S * (3 - next(numbers) % 4)
-
-        def run(*given: Any, **also: Any) -> Any:
-            time.sleep(wait)
-            return task(*given, **also)
-
-        return submit(pool, run, *arguments, **named)
+        task = _after(_LATE_S * (3 - next(numbers) % 4), task)
+        return submit(pool, task, *arguments, **named)
 
     concurrent.futures.ThreadPoolExecutor.submit = late  # type: ignore[method-assign]
     start = threading.Thread.start
@@ -371,16 +364,18 @@ def _delay_threads() -> None:
         wait = next(waits, 0.0) if is_program_file(sys._getframe(1).f_code.co_filename) else 0.0
         if wait:
             _took_effect("late threads")
-            run = thread.run
-
-            def run_late() -> None:
-                time.sleep(wait)
-                run()
-
-            thread.run = run_late  # type: ignore[method-assign]
+            thread.run = _after(wait, thread.run)  # type: ignore[method-assign]
         start(thread)
 
     threading.Thread.start = start_late  # type: ignore[method-assign]
+
+
+def _after(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return call(*arguments, **named)
+
+    return called
 
 
 def _one_thread() -> None:

@@ -30,12 +30,11 @@ from types import FrameType
 from typing import Any
 
 from perdure.drill.frozen import describe, freeze, have_one_seed, kind_of, put_back
-from perdure.drill.working_directory import LARGEST_COPY, MOST_ENTRIES
+from perdure.drill.working_directory import LARGEST_COPY, MOST_ENTRIES, files_below
 from perdure.drill.written_files import EVENTS
 from perdure.state import bits
 from perdure.state.held import Held, frames_of_threads, held_values, program_frames
 from perdure.state.program_code import is_program_file
-from perdure.store.format import MARKER
 
 HELD = "held"
 ITERATORS = "iterators"
@@ -198,17 +197,11 @@ class ResumeProbe:
 def _small_files(directory: str) -> dict[str, tuple[int, int]]:
     """Size and time of each small file below a directory; empty if there are very many."""
     found: dict[str, tuple[int, int]] = {}
-    for parent, directories, files in os.walk(directory):
-        if MARKER in files:
-            directories.clear()
-            continue
-        directories[:] = [name for name in directories if name != "__pycache__"]
-        for name in files:
-            path = os.path.join(parent, name)
-            status = os.lstat(path)
-            if status.st_size <= LARGEST_COPY and os.path.isfile(path):
-                relative = os.path.relpath(path, directory)
-                found[relative] = (status.st_size, status.st_mtime_ns)
+    for path in files_below(directory):
+        status = os.lstat(path)
+        if status.st_size <= LARGEST_COPY and os.path.isfile(path):
+            relative = os.path.relpath(path, directory)
+            found[relative] = (status.st_size, status.st_mtime_ns)
         if len(found) > MOST_ENTRIES:
             return {}
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -147,6 +147,16 @@ class WorkingDirectory:
             return False
         self._bytes_left -= size
         return True
+
+
+def files_below(directory: str) -> Iterator[str]:
+    """The files of a directory, without those of run directories and compiled ones."""
+    for folder, folders, names in os.walk(directory):
+        if MARKER in names:
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        yield from (os.path.join(folder, name) for name in names)
 
 
 def _is_run_directory(entry: os.DirEntry[str]) -> bool:

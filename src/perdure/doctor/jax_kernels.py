@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -15,9 +14,7 @@ from jax import lax
 
 from perdure.distribute.jax.xla_settings import ask_for_determinism, pin
 from perdure.doctor.kernels import DETERMINISTIC, ONE_THREAD, listed
-from perdure.runtime.environment import JAX_THREADS as VARIABLE
-from perdure.runtime.environment import XLA_DETERMINISTIC as FLAG
-from perdure.runtime.environment import xla_flags
+from perdure.runtime.environment import JAX_THREADS, Settings, of_jax_as_it_is
 
 
 def prepare(condition: str) -> None:
@@ -27,25 +24,11 @@ def prepare(condition: str) -> None:
         ask_for_determinism()
         pin()
     elif condition == ONE_THREAD:
-        os.environ[VARIABLE] = "1"
+        os.environ[JAX_THREADS] = "1"
 
 
-def describe() -> dict[str, str]:
-    config: Any = jax.config
-    client = jax.local_devices()[0].client
-    on_gpu = client.platform != "cpu"
-    flag = xla_flags(os.environ).get(FLAG)
-    return {
-        "version": f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}",
-        **({"libraries": " ".join(client.platform_version.split())} if on_gpu else {}),
-        "devices": listed(devices()),
-        "deterministic operations": f"{FLAG}={flag or 'not set'}" if on_gpu else "a flag of GPUs",
-        "threads": os.environ.get(VARIABLE, f"as many as cores, {VARIABLE} is not set"),
-        "matmul precision": str(config.jax_default_matmul_precision or "default"),
-        "x64": str(bool(config.jax_enable_x64)),
-        "threefry partitionable": str(bool(config.jax_threefry_partitionable)),
-        "compilation cache": str(config.jax_compilation_cache_dir or "none"),
-    }
+def describe() -> Settings:
+    return {"devices": listed(devices()), **of_jax_as_it_is()}
 
 
 def devices() -> dict[str, tuple[str, Any]]:

@@ -11,7 +11,7 @@ What the module of a framework offers (`jax_kernels`, `torch_kernels`):
 - `with_gradients(function, inputs)`: its result, and its gradients by all inputs under weights that
   differ.
 - `prepare(condition)`: brings this process into a condition, before anything is computed.
-- `describe()`: versions and settings that can change bits, for people.
+- `describe()`: the devices, and what a recipe says of the framework.
 - `devices()`: the local devices by name: their kind, and the device. Only equal kinds are compared.
 - `place(array, dtype, device)`: a NumPy array on a device; floats are converted to `dtype`.
 - `program(compute)`: what is called with the placed inputs. May raise `Refused`.
@@ -136,7 +136,8 @@ def main() -> None:
             file.flush()
 
         framework.prepare(asked["condition"])
-        note({"e": "described", "settings": dict(framework.describe())})
+        settings = {name: str(value) for name, value in framework.describe().items()}
+        note({"e": "described", "settings": settings})
         compute_kernels(framework, asked["repeats"], note, asked["only"])
 
 

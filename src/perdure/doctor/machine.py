@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from perdure.doctor import Check
-from perdure.runtime.environment import cores, instruction_set
+from perdure.runtime.environment import VARIABLES, cores, instruction_set
 from perdure.runtime.memory_limit import MemoryLimit
 from perdure.store.file_lock import acquire
 from perdure.store.local import absolute_path
@@ -32,21 +32,16 @@ _ALWAYS = (
     "TORCHINDUCTOR_DETERMINISTIC",
 )
 _IF_SET = (
-    "ATEN_CPU_CAPABILITY",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "DNNL_MAX_CPU_ISA",
+    *VARIABLES["cpu"],
+    *VARIABLES["gpu"],
     "JAX_COMPILATION_CACHE_DIR",
     "JAX_DEFAULT_MATMUL_PRECISION",
     "JAX_ENABLE_X64",
     "JAX_NUM_CPU_DEVICES",
     "JAX_PLATFORMS",
-    "MKL_CBWR",
     "MKL_NUM_THREADS",
     "NCCL_ALGO",
     "NCCL_PROTO",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
     "OPENBLAS_NUM_THREADS",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from perdure.distribute.torch.engine import CUBLAS, THREADS, fix_cublas
+from perdure.distribute.torch.engine import THREADS, fix_cublas
 from perdure.doctor.kernels import DETERMINISTIC, ONE_THREAD, Refused, listed
-from perdure.runtime.environment import of_torch
+from perdure.runtime.environment import Settings, of_torch
 
 
 def prepare(condition: str) -> None:
@@ -26,34 +26,10 @@ def prepare(condition: str) -> None:
         torch.set_num_threads(1)
 
 
-def describe() -> dict[str, str]:
+def describe() -> Settings:
     found = devices()
     _, first = next(iter(found.values()))
-    fields = of_torch(first)
-    on_gpu = first.type == "cuda"
-    gpu = {
-        CUBLAS: os.environ.get(CUBLAS, "not set"),
-        "cuDNN benchmark": str(torch.backends.cudnn.benchmark),
-        "cuDNN TF32": str(fields.get("cudnn_tf32")),
-    }
-    inductor = os.environ.get("TORCHINDUCTOR_DETERMINISTIC", "not set")
-    return {
-        "version": str(fields["engine_version"]),
-        "devices": listed(found),
-        "deterministic algorithms": _deterministic(),
-        **(gpu if on_gpu else {}),
-        "TORCHINDUCTOR_DETERMINISTIC": inductor,
-        "threads": f"{torch.get_num_threads()}, between operations {torch.get_num_interop_threads()}",
-        "matmul precision": str(fields["matmul_precision"]),
-        "oneDNN": str(fields["mkldnn"]),
-        "other settings": str(fields["settings"]) or "none",
-    }
-
-
-def _deterministic() -> str:
-    if not torch.are_deterministic_algorithms_enabled():
-        return "off"
-    return "warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+    return {"devices": listed(found), **of_torch(first)}
 
 
 def devices() -> dict[str, tuple[str, Any]]:

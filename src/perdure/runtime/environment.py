@@ -35,7 +35,7 @@ _ARM = "asimd asimddp asimdfhm asimdhp bf16 fphp i8mm sve sve2 svebf16 svei8mm s
 _KNOWN = frozenset((_X86 + " " + _ARM).split())
 
 # Variables by which libraries are told which kernels to take.
-_VARIABLES = {
+VARIABLES = {
     "cpu": (
         "ATEN_CPU_CAPABILITY",
         "DNNL_DEFAULT_FPMATH_MODE",
@@ -208,7 +208,7 @@ def instruction_set(cpuinfo: str | None = None, machine: str | None = None) -> s
 def variables(kind: str, environ: Mapping[str, str] | None = None) -> str:
     """The variables that count for `kind` ("cpu" or "gpu"), as `MKL_CBWR=AVX2 ...`."""
     environ = os.environ if environ is None else environ
-    found = [f"{name}={environ[name]}" for name in _VARIABLES[kind] if environ.get(name)]
+    found = [f"{name}={environ[name]}" for name in VARIABLES[kind] if environ.get(name)]
     other = "--xla_gpu_" if kind == "cpu" else "--xla_cpu_"
     kept = sorted(
         f"{flag}={value}" if value else flag

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from perdure.drill.causes import diagnosis
@@ -84,23 +84,18 @@ def _require_possible(cannot: Mapping[str, str]) -> None:
         raise LaunchError(f"these faults cannot happen to this program: {reasons}.")
 
 
+@dataclass
 class _Drill:
-    def __init__(
-        self,
-        program: DrilledProgram,
-        options: DrillOptions,
-        directory: Path,
-        progress: Progress,
-    ) -> None:
-        self._program = program
-        self._options = options
-        self._directory = directory
-        self._progress = progress
-        self._ends: dict[str, int] = {}  # the newest steps that an undisturbed run leaves
-        self._report = DrillReport(program.command, options, Observed(), Outcome())
+    program: DrilledProgram
+    options: DrillOptions
+    directory: Path
+    progress: Progress
+    ends: Mapping[str, int] = field(default_factory=dict)
+    """The newest steps that an undisturbed run leaves."""
 
     def run(self) -> DrillReport:
-        report, began = self._report, time.monotonic()
+        report = DrillReport(self.program.command, self.options, Observed(), Outcome())
+        began = time.monotonic()
         report.began = time_text(time.time())
         try:
             self._drill(report)
@@ -119,36 +114,36 @@ class _Drill:
         for outcome in (plain, other):
             outcome.hash_exports(exports)
         # The second run finds compiled programs and warm caches, as the faulted runs do.
-        report.observed = observed = observe(self._program, other)
+        report.observed = observed = observe(self.program, other)
         _, report.undisturbed = compare(plain, other)
-        second = self._directory / "undisturbed-2"
-        self._ends = newest_steps(second)
+        second = self.directory / "undisturbed-2"
+        self.ends = newest_steps(second)
         if report.undisturbed is None:
-            report.undisturbed = read_back(second, self._ends, plain)
-        probes = Probes(self._program, self._directory / "probes", plain, observed, self._progress)
+            report.undisturbed = read_back(second, self.ends, plain)
+        probes = Probes(self.program, self.directory / "probes", plain, observed, self.progress)
         if report.undisturbed is not None:
-            self._progress("looking for the cause", None)
+            self.progress("looking for the cause", None)
             report.diagnosis = diagnose_undisturbed(probes, other, report.undisturbed)
             return
         observed = self._with_phases(self._try_topologies(probes, observed, report), plain)
         report.observed = probes.observed = observed
         kinds = self._kinds(observed, report)
-        scenarios = plan(observed, kinds, self._options.runs, self._options.seed)
-        self._progress(_estimate(scenarios, observed), None)
+        scenarios = plan(observed, kinds, self.options.runs, self.options.seed)
+        self.progress(_estimate(scenarios, observed), None)
         for scenario in scenarios:
             row = self._faulted(scenario, observed, plain)
             report.rows.append(row)
-            self._progress(scenario.kind, row)
-            if self._options.fail_fast and row.verdict != "pass":
+            self.progress(scenario.kind, row)
+            if self.options.fail_fast and row.verdict != "pass":
                 break
         _require_restores(report.rows)
         self._diagnose(probes, report)
 
     def _with_phases(self, observed: Observed, plain: Outcome) -> Observed:
         """Watch which lines run, in a run of its own: a compiler may leave out what is watched."""
-        self._progress("undisturbed, watched for its phases", None)
-        place = self._directory / "undisturbed-3"
-        watched = execute(self._program, place, asked={"phases": True})
+        self.progress("undisturbed, watched for its phases", None)
+        place = self.directory / "undisturbed-3"
+        watched = execute(self.program, place, asked={"phases": True})
         _remove_checkpoints(place)
         if watched.problem:
             return observed
@@ -157,8 +152,8 @@ class _Drill:
         return replace(observed, phases=tuple(phases.get(number) for number in numbers))
 
     def _undisturbed(self, name: str, what: str) -> Outcome:
-        self._progress(what, None)
-        outcome = execute(self._program, self._directory / name)
+        self.progress(what, None)
+        outcome = execute(self.program, self.directory / name)
         if outcome.problem:
             reached = [event["step"] for event in outcome.events if event["e"] == "step"]
             when = f"after step {max(reached)}" if reached else "before its first step"
@@ -174,8 +169,8 @@ class _Drill:
         may: dict[str, tuple[int, ...]] = {}
         for what, counts in other_topologies(observed).items():
             kind, usable = f"other-{what}", []
-            for count in counts[:2] if kind in (self._options.faults or KINDS) else ():
-                self._progress(f"trying {count} {what}", None)
+            for count in counts[:2] if kind in (self.options.faults or KINDS) else ():
+                self.progress(f"trying {count} {what}", None)
                 if problem := probes.undisturbed(**{what: count}).problem:
                     report.impossible[kind] = f"refused on {count} {what}: {problem}"
                 else:
@@ -184,10 +179,10 @@ class _Drill:
         return replace(observed, may_devices=may["devices"], may_workers=may["workers"])
 
     def _kinds(self, observed: Observed, report: DrillReport) -> list[str]:
-        wanted = self._options.faults or tuple(KINDS)
+        wanted = self.options.faults or tuple(KINDS)
         kinds, cannot = possible_kinds(observed, wanted)
         report.impossible = {kind: report.impossible.get(kind, why) for kind, why in cannot.items()}
-        if self._options.faults:
+        if self.options.faults:
             _require_possible(report.impossible)
         return kinds
 
@@ -196,8 +191,8 @@ class _Drill:
         retry = 0
         while True:
             name = f"run-{scenario.number:03d}{f'-{retry}' if retry else ''}"
-            place = self._directory / name
-            outcome = execute(self._program, place, scenario.attempts, observed.limits)
+            place = self.directory / name
+            outcome = execute(self.program, place, scenario.attempts, observed.limits)
             if scenario.kind not in _OTHER_CLOCKS:  # an export may have a date
                 outcome.hash_exports(plain.exports)
             compared, difference = compare(plain, outcome)
@@ -206,11 +201,11 @@ class _Drill:
                 control = self._undisturbed(f"{name}-control", "undisturbed, to compare its files")
                 known = set(plain.exports)
                 plain.hash_exports(known.intersection(stable_exports(plain, control)))
-                _remove_checkpoints(self._directory / f"{name}-control")
+                _remove_checkpoints(self.directory / f"{name}-control")
                 compared, difference = compare(plain, outcome)
             if difference is None and not outcome.problem:
-                difference = read_back(place, self._ends, plain) or compare_best(
-                    self._directory / "undisturbed-2", place, plain
+                difference = read_back(place, self.ends, plain) or compare_best(
+                    self.directory / "undisturbed-2", place, plain
                 )
             row = DrillRow(scenario, outcome, compared, difference)
             if row.verdict == "pass":
@@ -219,7 +214,7 @@ class _Drill:
             if row.verdict != "not fired" or retry == TRIES:
                 return row
             scenario = draw_scenario(
-                observed, scenario.kind, scenario.number, self._options.seed, retry
+                observed, scenario.kind, scenario.number, self.options.seed, retry
             )
 
     def _diagnose(self, probes: Probes, report: DrillReport) -> None:
@@ -249,7 +244,7 @@ class _Drill:
                 row.diagnosis = replace(diagnosis("not looked for"), what=text)
                 continue
             known[sort] = row.scenario.number
-            self._progress(f"looking for the cause of run {row.scenario.number}", None)
+            self.progress(f"looking for the cause of run {row.scenario.number}", None)
             row.diagnosis = diagnose_run(probes, row.scenario, row.outcome, seen)
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from perdure.drill.fault_injection import COPIES, PLAN, RUNS
@@ -146,40 +145,36 @@ def execute(
     return outcome
 
 
+@dataclass
 class FaultObserver(Observer):
     """Prepares every attempt, sends signals from outside, and records what happened."""
 
-    def __init__(
-        self,
-        program: DrilledProgram,
-        directory: Path,
-        attempts: Sequence[Launch] = (),
-        probes: Sequence[str] = (),
-        put: Sequence[str] = (),
-        asked: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        self._program = program
-        self._directory = directory
-        self._attempts = attempts
-        self._probes, self._put = probes, put
-        self._asked = asked
-        self._workers = program.workers
+    program: DrilledProgram
+    directory: Path
+    attempts: Sequence[Launch] = ()
+    probes: Sequence[str] = ()
+    put: Sequence[str] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._workers = self.program.workers
         self._devices: int | None = None
         self._now = Launch()
         self._started: list[Worker] = []
         self._timer: threading.Timer | None = None
         self._read = 0
         self._happened: list[FiredFault] = []
+        self._hit = False  # by a signal of the drill
         self.began = time.monotonic()
         self.outcome = Outcome()
 
     def workers(self, attempt: int, planned: int) -> int:
         """Begin an attempt: write its plan, and damage the newest checkpoint if that is planned."""
-        self._now = self._attempts[attempt - 1] if attempt <= len(self._attempts) else Launch()
+        self._now = self.attempts[attempt - 1] if attempt <= len(self.attempts) else Launch()
         self._started = []
         now = self._now
         if now.damage:
-            done = damage(self._directory / RUNS, now.damage, now.place)
+            done = damage(self.directory / RUNS, now.damage, now.place)
             if done is not None:
                 self._fired(done)
         for move in now.moves():
@@ -187,18 +182,18 @@ class FaultObserver(Observer):
         self._devices = now.devices or self._devices
         self._workers = now.workers or self._workers
         faults = [asdict(fault) for fault in now.injected]
-        plan = {"attempt": attempt, "faults": faults, "read_only": self._program.read_only}
-        (self._directory / PLAN).write_text(json.dumps({**plan, **self._asked}))
+        plan = {"attempt": attempt, "faults": faults, "read_only": self.program.read_only}
+        (self.directory / PLAN).write_text(json.dumps({**plan, **self.asked}))
         return self._workers
 
     def environment(self, attempt: int, worker: int) -> Mapping[str, str]:
         """The directory of the drilled run, its probes, and the number of devices of the plan."""
-        given = self._program.environment
+        given = self.program.environment
         devices = {} if self._devices is None else {DEVICES: str(self._devices)}
         jumps = any(fault.act == "clock" for fault in self._now.injected)
-        probes = [*self._probes, *self._now.plants, *["jumps"] * jumps]
-        planted = probe_environment(self._directory, probes, given, self._put) if probes else {}
-        return {**given, DRILL: str(self._directory), **devices, **planted}
+        probes = [*self.probes, *self._now.plants, *["jumps"] * jumps]
+        planted = probe_environment(self.directory, probes, given, self.put) if probes else {}
+        return {**given, DRILL: str(self.directory), **devices, **planted}
 
     def started(self, worker: Worker) -> None:
         """Start the timer of a signal from outside once the last worker has started."""
@@ -232,7 +227,7 @@ class FaultObserver(Observer):
             outcome.problem = (
                 f"attempt {attempt.number} ended by itself: {attempt.cause}; no fault had hit it"
             )
-            outcome.log = log_tail(self._directory / LOGS, [attempt])
+            outcome.log = log_tail(self.directory / LOGS, [attempt])
         outcome.attempts.append(done)
         return attempt
 
@@ -242,8 +237,6 @@ class FaultObserver(Observer):
             self._timer.cancel()
             self._timer.join()
             self._timer = None
-
-    _hit = False  # a signal of the drill
 
     def _send(self) -> None:
         now = self._now
@@ -266,7 +259,7 @@ class FaultObserver(Observer):
         self._happened.append(FiredFault(what, max(0.0, now - self.began)))
 
     def _collect(self, number: int, done: LaunchOutcome) -> None:
-        path = self._directory / EVENTS
+        path = self.directory / EVENTS
         if not path.exists():
             return
         with path.open("rb") as file:
@@ -288,7 +281,7 @@ class FaultObserver(Observer):
             elif kind == "read":
                 has_read = True
             elif kind == "commit":
-                copy = str(self._directory / COPIES / event["copy"])
+                copy = str(self.directory / COPIES / event["copy"])
                 commit = Commit(event["run"], step, number, copy, "")
                 fingerprint = commit.manifest().fingerprint
                 outcome.commits.append(replace(commit, fingerprint=fingerprint))

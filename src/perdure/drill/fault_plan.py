@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from perdure.drill.observed import Observed
 from perdure.drill.probes import PLANTS
@@ -100,7 +101,7 @@ def draw_scenario(
     Without `anywhere`, the fault hits after the first commit if the kind can.
     """
     rng = random.Random(f"{seed}/{number}/{retry}")
-    places = _Places(observed, rng, 0.5**retry, after_commit=not anywhere and retry == 0)
+    places = _Places(observed, rng, 0.5**retry, not anywhere and retry == 0)
     return Scenario(number, kind, tuple(KINDS[kind](places)))
 
 
@@ -116,16 +117,14 @@ def possible_kinds(observed: Observed, wanted: Sequence[str]) -> tuple[list[str]
     return can, cannot
 
 
+@dataclass(frozen=True)
 class _Places:
     """Draws places for faults from the first `share` of what was observed of a program."""
 
-    def __init__(
-        self, observed: Observed, rng: random.Random, share: float, *, after_commit: bool
-    ) -> None:
-        self.observed = observed
-        self.rng = rng
-        self._share = share
-        self._after_commit = after_commit
+    observed: Observed
+    rng: random.Random
+    share: float
+    after_commit: bool
 
     def nth(self, *points: str, first: int = 1, late: bool = False) -> tuple[str, int]:
         """One of the `points`, and which occurrence; `late` leaves out those before step 1."""
@@ -138,11 +137,11 @@ class _Places:
             raise Impossible(f"the undisturbed run never reaches {' or '.join(points)}{when}")
         later = {point: max(first, seen.before_commit.get(point, 0) + 1) for point in reached}
         usable = [point for point in reached if later[point] <= seen.points[point]]
-        if self._after_commit and usable:
+        if self.after_commit and usable:
             point = self.rng.choice(usable)
             return point, self.rng.randint(later[point], seen.points[point])
         point = self.rng.choice(reached)
-        most = int(seen.points[point] * self._share)
+        most = int(seen.points[point] * self.share)
         return point, self.rng.randint(first, max(first, most))
 
     def step(self) -> int:
@@ -154,16 +153,16 @@ class _Places:
             )
         steps, saves = self.observed.steps[:-1] or self.observed.steps, self.observed.sequence
         # The second save waits for the first, which is committed once the step after is reported.
-        for saved in (*saves[1:2], saves[0] + 1) if self._after_commit and saves else ():
+        for saved in (*saves[1:2], saves[0] + 1) if self.after_commit and saves else ():
             if later := [step for step in steps if step > saved]:
                 return self.rng.choice(later)
-        return self.rng.choice(steps[: max(1, int(len(steps) * self._share))])
+        return self.rng.choice(steps[: max(1, int(len(steps) * self.share))])
 
     def moment(self, low: float, high: float) -> float:
         """Seconds after the start."""
-        if self._after_commit and low < self.observed.first_commit_s < high:
+        if self.after_commit and low < self.observed.first_commit_s < high:
             low = self.observed.first_commit_s
-        return self._share * (low + (high - low) * self.rng.random())
+        return self.share * (low + (high - low) * self.rng.random())
 
     def restorable(self) -> list[int]:
         """The commits, counted from 1, after which something is left to do."""
@@ -206,7 +205,7 @@ Kind = Callable[[_Places], list[Launch]]
 def _kill_in_startup(places: _Places) -> list[Launch]:
     # One half during imports and compilation, the other when the run directory is opened; of a start
     # with a checkpoint if there can be one.
-    usable = places.observed.restorable if places._after_commit else []
+    usable = places.observed.restorable if places.after_commit else []
     begin = [kill_after_commit(places.rng.choice(usable))] if usable else []
     if places.rng.random() < 0.5:
         return [*begin, Launch((Fault("open", "kill"),))]

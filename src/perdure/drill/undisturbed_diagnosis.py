@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -24,41 +24,34 @@ _CHANCE = 0.02
 _MOST_REPEATS = 10
 
 
+@dataclass
 class Probes:
     """Runs the program again with one thing changed, each time in a new directory."""
 
-    def __init__(
-        self,
-        program: DrilledProgram,
-        directory: Path,
-        plain: Outcome,
-        observed: Observed,
-        progress: Callable[[str, None], None] = lambda *_: None,
-    ) -> None:
-        self.plain = plain
-        self.observed = observed
-        self._program = program
-        self._directory = directory
-        self._progress = progress
-        self._count = 0
+    program: DrilledProgram
+    directory: Path
+    plain: Outcome
+    observed: Observed
+    progress: Callable[[str, None], None]
+    count: int = 0
 
     def undisturbed(
         self, *probes: str, devices: int | None = None, workers: int | None = None
     ) -> Outcome:
         """Run the program without a fault, under `probes`, on other devices or workers if given."""
-        environment = dict(self._program.environment)
+        environment = dict(self.program.environment)
         if devices is not None:
             environment[DEVICES] = str(devices)
-        workers = workers or self._program.workers
+        workers = workers or self.program.workers
         return self._run(
-            replace(self._program, environment=environment, workers=workers), (), probes, ()
+            replace(self.program, environment=environment, workers=workers), (), probes, ()
         )[0]
 
     def faulted(
         self, attempts: Sequence[Launch], *probes: str, put: Sequence[str] = ()
     ) -> tuple[Outcome, Path]:
         """Run the program under `attempts` and `probes`; returns the directory of the run, too."""
-        return self._run(self._program, attempts, probes, put)
+        return self._run(self.program, attempts, probes, put)
 
     def difference(self, outcome: Outcome) -> RunDifference | None:
         """Where a run differs from the undisturbed one; None if it ended with the same bits."""
@@ -78,9 +71,9 @@ class Probes:
         probes: Sequence[str],
         put: Sequence[str],
     ) -> tuple[Outcome, Path]:
-        self._count += 1
-        directory = self._directory / f"probe-{self._count:03d}"  # of one length
-        self._progress(f"further run {self._count}", None)
+        self.count += 1
+        directory = self.directory / f"probe-{self.count:03d}"  # of one length
+        self.progress(f"further run {self.count}", None)
         outcome = execute(program, directory, attempts, self.observed.limits, probes, put)
         outcome.hash_exports(self.plain.exports)
         return outcome, directory

@@ -39,6 +39,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -268,21 +269,15 @@ def _shuffle_directories() -> None:
             return other
         return entries
 
-    class Scanned:
+    class Scanned(AbstractContextManager[Any], Iterator[Any]):
         """As what `os.scandir` returns: an iterator that is closed by `with`."""
 
         def __init__(self, path: Any) -> None:
             with scanned(path) as found:
                 self._entries = iter(shuffled(list(found)))
 
-        def __iter__(self) -> Iterator[Any]:
-            return self._entries
-
         def __next__(self) -> Any:
             return next(self._entries)
-
-        def __enter__(self) -> Scanned:
-            return self
 
         def __exit__(self, *_: object) -> None:
             self.close()

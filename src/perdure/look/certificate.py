@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,9 +88,6 @@ class CertificateCheck(Shown):
     holds: bool
     findings: tuple[Finding, ...]
     not_proved: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def _blocks(self) -> list[str | Table]:
         rows = [*self.findings, *(("", "not proved", sentence) for sentence in self.not_proved)]

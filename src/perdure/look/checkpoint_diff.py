@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from perdure.checkpoint.address import (
 from perdure.errors import StepNotFoundError, UnsupportedLeafError
 from perdure.look import leaf_reader, numerics
 from perdure.look.numerics import blocks, cosine
-from perdure.look.tables import Shown, Table, plain, size_text
+from perdure.look.tables import Shown, Table, size_text
 from perdure.store.format import steps_text
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.selection import Selection
@@ -96,7 +96,7 @@ class CheckpointDiff(Shown):
         return not (self.changed or self.only_first or self.only_second)
 
     def as_dict(self) -> dict[str, Any]:
-        return plain({"equal": self.equal, **asdict(self)})
+        return {"equal": self.equal, **super().as_dict()}
 
     def _blocks(self) -> list[str | Table]:
         blocks: list[str | Table] = [f"A  {self.first}\nB  {self.second}"]

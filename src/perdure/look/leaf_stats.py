@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from perdure.checkpoint.address import Where, open_checkpoint
 from perdure.errors import UnsupportedLeafError
 from perdure.look import leaf_reader
 from perdure.look.numerics import as_float64, block_sum, blocks, is_integer, parts_dtype
-from perdure.look.tables import Shown, Table, plain
+from perdure.look.tables import Shown, Table
 from perdure.store.manifest import LeafEntry
 from perdure.text import printable
 
@@ -47,13 +47,9 @@ class Stats:
 class StatsTable(Shown):
     """The figures of a checkpoint by path, and an error for each leaf of an unknown dtype."""
 
-    name: str
+    checkpoint: str
     rows: tuple[Stats, ...]
     unknown: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        rows = [asdict(row) for row in self.rows]
-        return plain({"checkpoint": self.name, "rows": rows, "unknown": self.unknown})
 
     def _blocks(self) -> list[str | Table]:
         header = ("leaf", "count", "min", "max", "mean", "std", "norm", "zeros", "NaN", "inf")
@@ -68,7 +64,7 @@ class StatsTable(Shown):
             )
             for row in self.rows
         ]
-        return [self.name, Table(header, rows), *self.unknown]
+        return [self.checkpoint, Table(header, rows), *self.unknown]
 
 
 class _Figures:

@@ -205,11 +205,8 @@ class LeafTreeNode:
 class LeafTree(Shown):
     """The leaves of a checkpoint as a tree, each branch before what is below it."""
 
-    name: str
+    checkpoint: str
     nodes: tuple[LeafTreeNode, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"checkpoint": self.name, "nodes": [asdict(node) for node in self.nodes]}
 
     def _blocks(self) -> list[str | Table]:
         whole = self.nodes[0].nbytes if self.nodes else 0
@@ -223,7 +220,7 @@ class LeafTree(Shown):
             )
             for node in self.nodes
         ]
-        return [self.name, Table(("leaf", "value", "size", "share"), rows, ["share", "size"])]
+        return [self.checkpoint, Table(("leaf", "value", "size", "share"), rows, ["share", "size"])]
 
 
 def tree(

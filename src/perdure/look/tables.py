@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from itertools import chain, repeat
 from typing import Any
@@ -70,11 +70,13 @@ class Table:
         return [any(_is_number(cell) for cell in column) for column in columns]
 
 
+@dataclass(frozen=True, repr=False)
 class Shown:
     """Base of a result: `str`, `repr` and notebooks show the blocks of `_blocks`, text and tables."""
 
     def as_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """What `--json` prints."""
+        return asdict(self)
 
     def _blocks(self) -> list[str | Table]:
         raise NotImplementedError

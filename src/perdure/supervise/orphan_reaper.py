@@ -39,11 +39,6 @@ class OrphanReaper:
         assert self._process.stdout is not None
         self._process.stdout.readline()  # it waits now
 
-    @property
-    def pid(self) -> int:
-        """Its process ID."""
-        return self._process.pid
-
     def close(self) -> None:
         """End the processes that are left, and the reaper."""
         self._process.communicate()

@@ -271,8 +271,8 @@ class Attempt:
         return None
 
     def _find_silent(self) -> AttemptEnd | None:
-        hung: list[tuple[float, int, str]] = []
-        for number, worker in enumerate(self.workers):
+        hung: list[tuple[float, Worker, str]] = []
+        for worker in self.workers:
             beat = worker.beat
             if beat is None or worker.status is not None:
                 continue
@@ -285,11 +285,11 @@ class Attempt:
                     f"worker {worker.index}: no heartbeat for {seconds:.1f} s in the phase "
                     f"{beat.phase}, limit {exceeded:g} s{computed}"
                 )
-                hung.append((beat.time, number, cause))
+                hung.append((beat.time, worker, cause))
         if not hung:
             return None
-        _, number, cause = min(hung)
-        return AttemptEnd("hung", cause, self.workers[number])
+        _, worker, cause = min(hung, key=lambda each: each[0])
+        return AttemptEnd("hung", cause, worker)
 
     def _finish(self, end: AttemptEnd) -> AttemptEnd:
         """Kill the other workers, and find out whether all fail alike or a port was in use."""

@@ -134,13 +134,10 @@ class Worker:
 
     def note_stopped(self, now: float) -> None:
         """Find out whether SIGSTOP or a debugger has stopped it."""
-        is_stopped = False
+        since, self.stopped_since = self.stopped_since, None
         with contextlib.suppress(OSError):
-            is_stopped = stat_fields(self.pid)[STATE] in ("T", "t")
-        if not is_stopped:
-            self.stopped_since = None
-        elif self.stopped_since is None:
-            self.stopped_since = now
+            if stat_fields(self.pid)[STATE] in ("T", "t"):
+                self.stopped_since = now if since is None else since
 
     def catches(self, number: int) -> bool:
         """Whether it handles a signal itself; True where nobody knows."""
@@ -155,10 +152,9 @@ class Worker:
     def uses_accelerator(self) -> bool:
         """Whether it has a GPU or a TPU open."""
         with contextlib.suppress(OSError):
-            for name in os.listdir(f"/proc/{self.pid}/fd"):
+            for file in Path(f"/proc/{self.pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    target = os.readlink(f"/proc/{self.pid}/fd/{name}")
-                    if target.startswith(ACCELERATORS):
+                    if os.readlink(file).startswith(ACCELERATORS):
                         return True
         return False
 
@@ -320,9 +316,8 @@ class WorkerLog:
             self._lost = 0
         except OSError as error:
             # A note that was cut off is written again with the next output.
-            self._lost = (
-                (self._lost if done < len(note) else 0) + len(data) - max(0, done - len(note))
-            )
+            lost_before = self._lost if done < len(note) else 0
+            self._lost = lost_before + len(data) - max(0, done - len(note))
             self._cause = os.strerror(error.errno or 0)
             if not self._was_reported:
                 self._was_reported = True
@@ -335,11 +330,8 @@ class WorkerLog:
     def _create(self) -> int:
         """Open the file, without waiting for a pipe; its directory may have been removed."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            return os.open(self._path, flags, 0o644)
-        except FileNotFoundError:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(self._path, flags, 0o644)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self._path, flags, 0o644)
 
     def _notice_removal(self) -> None:
         """Count what a log held that was removed while it was open."""

@@ -61,7 +61,6 @@ class NamedLeaf(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     note: LeafNote
-    value: Any = None
 
 
 class NameMap:
@@ -144,9 +143,7 @@ def named_leaves(
                 f"one of them another name: `--names`."
             )
         if is_scalar(entry):
-            note = LeafNote(path=noted_path)
-            named[name] = NamedLeaf(name, entry, entry.dtype, (), note, scalar_value(entry))
-            continue
+            scalar_value(entry)  # raises for a type that this perdure does not know
         dtype = entry.dtype.removeprefix(WEAK_PREFIX)
         dtype = "uint32" if dtype.startswith(KEY_PREFIX) else dtype
         note = LeafNote(entry.dtype if entry.dtype != dtype else None, noted_path)

@@ -14,7 +14,7 @@ from typing import Any
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.convert.formats import ForeignFile, NamedLeaf, add_notes, noted_file, read_notes
 from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
-from perdure.look.leaf_reader import chunks_in_order
+from perdure.look.leaf_reader import chunks_in_order, scalar_value
 from perdure.state import flatten
 from perdure.state.paths import split_path
 from perdure.store.leaf import Leaf
@@ -36,7 +36,7 @@ def write(
     """Write a state dict, or the only value of a state; all arrays are in memory."""
     torch = _torch()
     chunks_of = chunks_in_order(checkpoint, [leaf.entry for leaf in arrays])
-    values = {leaf.name: leaf.value for leaf in scalars}
+    values = {leaf.name: scalar_value(leaf.entry) for leaf in scalars}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that complex32 is experimental
         for leaf in arrays:

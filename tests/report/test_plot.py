@@ -190,7 +190,7 @@ def test_the_lines_of_a_metric_share_their_steps_and_their_scale() -> None:
     graphs = [line[len("  a ") + 11 :] for line in lines]
     assert graphs[0] == "".join(BLOCKS[min(7, int(n / 10 * 8))] for n in range(11)) + " 1"
     assert graphs[1] == " " * 5 + BLOCKS[0] * 6 + " 0.1"
-    apart = Panel("norm", panel.lines, scale_of_each=True)
+    apart = Panel("norm", panel.lines, logarithmic=True)
     assert text_graph([apart], 80)[2].endswith(f"{' ' * 5}{BLOCKS[0] * 5}{BLOCKS[7]} 0.1")
     early = Panel("loss", [PlotLine("a", long), PlotLine("b", [(2, 1.0), (3, 1.0)])])
     assert text_graph([early], 80)[2].endswith(f"{' ' * 2}{BLOCKS[7] * 2}{' ' * 7} 1")

@@ -84,14 +84,9 @@ def ulp_distance(first: Array, second: Array) -> int:
     """
     if not first.size:
         return 0
-    if first.dtype.itemsize < 8:
-        return int(np.abs(_places(first) - _places(second)).max())
+    a, b = _places(first), _places(second)
     # Two float64 may be further apart than the largest int64.
-    top = np.uint64(1 << 63)
-    words = bits(first), bits(second)
-    a, b = (word & ~top for word in words)
-    same_side = (words[0] ^ words[1]) < top
-    return int(np.where(same_side, np.where(a > b, a - b, b - a), a + b).max())
+    return int((np.maximum(a, b) - np.minimum(a, b)).view(np.uint64).max())
 
 
 def integer_distance(first: Array, second: Array) -> int:
@@ -105,7 +100,7 @@ def integer_distance(first: Array, second: Array) -> int:
 
 
 def _places(values: Array) -> Array:
-    """The number of steps from zero to each float of at most four bytes, below 0 for those below."""
+    """The number of steps from zero to each float, below 0 for those below."""
     if values.dtype.itemsize == 1:
         return _ranks(values.dtype)[values.view(np.uint8)]
     bits_above = 64 - 8 * values.dtype.itemsize

@@ -303,14 +303,14 @@ def text_graph(panels: Sequence[Panel], width: int, levels: str = BLOCKS) -> lis
     lines: list[str] = []
     for panel in panels:
         steps = [step for line in panel.lines for step, _ in line.points]
-        first, last = min(steps, default=0), max(steps, default=0)
+        first, last = min(steps), max(steps)
         names = [_name(panel.title)]
         if panel.has_names:
-            lines.append(f"{names[0]}, steps {first} to {last}" if steps else names[0])
+            lines.append(f"{names[0]}, steps {first} to {last}")
             names = [f"  {_name(line.label)}" for line in panel.lines]
-        indent = max(map(len, names), default=0)
+        indent = max(map(len, names))
         room = min(max(_LEAST_WIDTH, width - indent - 24), last - first + 1)
-        together = [] if panel.scale_of_each else _values(panel.lines)
+        together = [] if panel.logarithmic else _values(panel.lines)
         for name, line in zip(names, panel.lines, strict=True):
             name = name.ljust(indent)
             values = _values([line])

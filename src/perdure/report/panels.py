@@ -69,15 +69,14 @@ class PlotLine:
 class Panel:
     """One panel.
 
-    `named`: the title does not say whose a single line is. `scale_of_each`: the lines are of
-    quantities without a common scale in a graph of text.
+    `logarithmic`: in a graph of text, each line has a scale of its own. `named`: the title does
+    not say whose a single line is.
     """
 
     title: str
     lines: Sequence[PlotLine]
     logarithmic: bool = False
     named: bool = False
-    scale_of_each: bool = False
 
     @property
     def has_names(self) -> bool:
@@ -232,8 +231,7 @@ def _norm_panels(
         titles = ("norm", "relative change since the checkpoint before")
         for title, rows in zip(titles, (of_norms, of_changes), strict=True):
             if lines := _lines(rows, attempts):
-                panel = Panel(before + title, lines, logarithmic=True, scale_of_each=True)
-                panels.append(panel)
+                panels.append(Panel(before + title, lines, logarithmic=True))
     return panels
 
 

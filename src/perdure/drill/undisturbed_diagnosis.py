@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
 from perdure.drill.causes import STEADY, Diagnosis, diagnosis
 from perdure.drill.compare import RunDifference, compare
-from perdure.drill.execution import DEVICES, DrilledProgram, execute
+from perdure.drill.execution import DrilledProgram, execute
 from perdure.drill.observed import Observed
 from perdure.drill.scenario import Launch, Outcome
 from perdure.text import few
@@ -39,19 +39,18 @@ class Probes:
         self, *probes: str, devices: int | None = None, workers: int | None = None
     ) -> Outcome:
         """Run the program without a fault, under `probes`, on other devices or workers if given."""
-        environment = dict(self.program.environment)
-        if devices is not None:
-            environment[DEVICES] = str(devices)
-        workers = workers or self.program.workers
-        return self._run(
-            replace(self.program, environment=environment, workers=workers), (), probes, ()
-        )[0]
+        return self.faulted([Launch(devices=devices, workers=workers)], *probes)[0]
 
     def faulted(
         self, attempts: Sequence[Launch], *probes: str, put: Sequence[str] = ()
     ) -> tuple[Outcome, Path]:
         """Run the program under `attempts` and `probes`; returns the directory of the run, too."""
-        return self._run(self.program, attempts, probes, put)
+        self.count += 1
+        directory = self.directory / f"probe-{self.count:03d}"  # of one length
+        self.progress(f"further run {self.count}", None)
+        outcome = execute(self.program, directory, attempts, self.observed.limits, probes, put)
+        outcome.hash_exports(self.plain.exports)
+        return outcome, directory
 
     def difference(self, outcome: Outcome) -> RunDifference | None:
         """Where a run differs from the undisturbed one; None if it ended with the same bits."""
@@ -63,20 +62,6 @@ class Probes:
         if outcome.problem and (difference is None or not difference.leaves):
             return f"it fails: {outcome.problem}"
         return "" if difference is None else difference.what
-
-    def _run(
-        self,
-        program: DrilledProgram,
-        attempts: Sequence[Launch],
-        probes: Sequence[str],
-        put: Sequence[str],
-    ) -> tuple[Outcome, Path]:
-        self.count += 1
-        directory = self.directory / f"probe-{self.count:03d}"  # of one length
-        self.progress(f"further run {self.count}", None)
-        outcome = execute(program, directory, attempts, self.observed.limits, probes, put)
-        outcome.hash_exports(self.plain.exports)
-        return outcome, directory
 
 
 def diagnose_undisturbed(probes: Probes, second: Outcome, difference: RunDifference) -> Diagnosis:

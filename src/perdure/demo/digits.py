@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from perdure.data.idx import load_images
-from perdure.errors import DataError, MissingExtraError
+from perdure.errors import DataError, missing_extra
 
 SIDE = 28
 TRAIN_PART = 0.8
@@ -43,12 +43,8 @@ def save_scans(path: str | os.PathLike[str]) -> None:
 def _scans() -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn import datasets
-    except ImportError:
-        raise MissingExtraError(
-            "the default digits come with scikit-learn, which is not installed. Install the extra: "
-            "pip install 'perdure[demo]', or name MNIST files with --data PATH.",
-            name="sklearn",
-        ) from None
+    except ModuleNotFoundError as error:
+        raise missing_extra("demo", error) from error
     scans, labels = datasets.load_digits(return_X_y=True)
     small = np.clip(scans.reshape(-1, 8, 8) * (255 / 16), 0, 255).astype(np.uint8)
     large = small.repeat(3, axis=1).repeat(3, axis=2)

@@ -56,6 +56,7 @@ PLAN, COPIES, RUNS = "plan.json", "manifests", "runs"
 Listener = Callable[[str, "int | None"], None]
 
 _ERRORS = {"full": errno.ENOSPC, "io": errno.EIO}
+_SIGNALS = {"term": signal.SIGTERM, "stop": signal.SIGSTOP}
 _LONGEST_NAME = 200  # of the 255 bytes that a file system allows
 _MOST_EXITS = 100
 _FRAMEWORKS = ("jax", "torch", "keras", "tensorflow")
@@ -146,8 +147,7 @@ class FaultInjector:
     def read(self) -> None:
         """Called before bytes of a checkpoint are read: a program without a manager restores so."""
         if not any("." in point or point == "read" for point in self._seen):  # before any change
-            self._seen["read"] += 1
-            self._record("read")
+            self._reach("read")
 
     def recorded(self, where: str, step: int, leaves: Mapping[str, str]) -> None:
         """Record the digests of a state by leaf."""
@@ -297,10 +297,8 @@ class FaultInjector:
             if self._exits > _MOST_EXITS:  # the program catches it
                 _die()
             raise SystemExit(0)
-        elif act == "term":
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif act == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        elif act in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[act])
         elif act == "clock":
             jump(fault.value)
         else:  # a fault that does nothing must not count as one that fired

@@ -53,13 +53,11 @@ def required_restores(observed: Observed) -> list[Scenario]:
     with the fewest checkpoints first); and the last one of each run directory (up to `MOST_LAST`).
     """
     usable = observed.restorable
-    places: dict[str, int] = {}
-    if usable:
-        places = {"the first checkpoint": usable[0], "one in the middle": usable[len(usable) // 2]}
-        places["the last one before the end"] = usable[-1]
     chosen: dict[int, str] = {}
-    for place, nth in places.items():
-        chosen.setdefault(nth, place)
+    if usable:
+        chosen[usable[0]] = "the first checkpoint"
+        chosen.setdefault(usable[len(usable) // 2], "one in the middle")
+        chosen.setdefault(usable[-1], "the last one before the end")
     phases: dict[object, list[int]] = {}
     for number in usable:
         phases.setdefault(observed.phase(number), []).append(number)

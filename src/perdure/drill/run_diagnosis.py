@@ -280,7 +280,8 @@ class ResumeDiagnosis:
         changed = few(f"{unit['name']} ({unit['what']})" for unit in by_kind["file"])
         if files and self._is_gone(f"{changed} put back before the start", put=files):
             return diagnosis("file", *self.evidence)
-        return self._put_back_groups([*generators, *files], bool(iterators), values, run)
+        others = [*generators, *files, *[ITERATORS] * bool(iterators)]
+        return self._put_back_groups(others, values, run)
 
     def _of_generators(self, units: Sequence[Unit]) -> Diagnosis:
         """Whether those that are needed begin again, or were seeded otherwise."""
@@ -311,24 +312,20 @@ class ResumeDiagnosis:
         return diagnosis(other, *self.evidence, said)
 
     def _put_back_groups(
-        self, others: Sequence[str], iterators: bool, values: Sequence[Unit], run: Outcome
+        self, others: Sequence[str], values: Sequence[Unit], run: Outcome
     ) -> Diagnosis:
         # A whole number may be where the loop began, which is another one after a resume.
         safe = [unit["name"] for unit in values if not unit["what"].lstrip("-").isdigit()]
         everything = [unit["name"] for unit in values]
-        others = [*others, *[ITERATORS] * iterators]
-        tried: list[list[str]] = []
-        for put in (safe, everything, others, [*others, *safe], [*others, *everything]):
-            if len(put) < 2 or put in tried:
-                continue
-            tried.append(put)
-            if self._is_gone(f"all of this put back: {few(put)}", put=put):
+        groups = (safe, everything, others, [*others, *safe], [*others, *everything])
+        for put in dict.fromkeys(map(tuple, groups)):
+            if len(put) > 1 and self._is_gone(f"all of this put back: {few(put)}", put=put):
                 return self._several(put, set(others), run)
         if not everything:
             self.evidence.append("no variable of the program differs from what it was")
         return diagnosis("unknown", *self.evidence)
 
-    def _several(self, put: list[str], others: set[str], run: Outcome) -> Diagnosis:
+    def _several(self, put: Sequence[str], others: set[str], run: Outcome) -> Diagnosis:
         """Leave out what is not needed, one after the other."""
         needed = list(put)
         for name in put[:_MOST_SINGLE]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -183,6 +185,15 @@ def missing_extra(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError
         f"{error.name} is not installed. Install the extra: pip install 'perdure[{extra}]'.",
         name=error.name,
     )
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Import in the block what `extra` brings; MissingExtraError if it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise missing_extra(extra, error) from error
 
 
 def warn_caller(text: str) -> None:

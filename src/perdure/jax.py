@@ -25,15 +25,13 @@ from perdure.distribute import (
 )
 from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.strategy import Strategy
-from perdure.errors import missing_extra
+from perdure.errors import needs_extra
 from perdure.runtime.process_group import SingleProcess
 
-try:
+with needs_extra("jax"):
     from perdure.distribute.jax import group
     from perdure.distribute.jax.engine import Devices, JaxEngine
     from perdure.distribute.jax.xla_settings import pin
-except ModuleNotFoundError as error:
-    raise missing_extra("jax", error) from error
 
 __all__ = [
     "AutoShardPolicy",

@@ -26,12 +26,12 @@ from perdure.distribute import (
 from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.key_value_group import initialize_distributed
 from perdure.distribute.strategy import Strategy
-from perdure.errors import ClusterError, StateError, missing_extra
+from perdure.errors import ClusterError, StateError, needs_extra
 from perdure.runtime.process_group import Processes, SingleProcess
 from perdure.store import Storage
 from perdure.store.selection import WantedLeaves
 
-try:
+with needs_extra("torch"):
     import torch
 
     from perdure.distribute.torch.engine import TorchEngine
@@ -40,8 +40,6 @@ try:
     from perdure.distribute.torch.state_view import named_parameters
     from perdure.state.object_restore import module_tensors
     from perdure.state.torch_loader import ResumableLoader
-except ModuleNotFoundError as error:
-    raise missing_extra("torch", error) from error
 
 __all__ = [
     "AutoShardPolicy",

@@ -8,7 +8,7 @@ import re
 
 from perdure import __version__
 from perdure.checkpoint.address import StoredCheckpoint
-from perdure.errors import ArgumentError, DataError, missing_extra
+from perdure.errors import ArgumentError, DataError, needs_extra
 from perdure.look.certificate import split_recipe
 from perdure.text import printable
 
@@ -76,10 +76,8 @@ def download(url: str) -> tuple[str, str]:
         match[2] and not _is_revision(match[2])
     ):
         raise ArgumentError(f"expected hf://OWNER/REPO or hf://OWNER/REPO@REVISION, found {url!r}.")
-    try:
+    with needs_extra("hub"):
         from huggingface_hub import snapshot_download
-    except ModuleNotFoundError as error:
-        raise missing_extra("hub", error) from error
     names = ["*.safetensors", "*.safetensors.index.json"]
     try:  # without the files of subfolders, which are other models
         folder = snapshot_download(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from perdure.convert.formats import ForeignFile, noted_file
-from perdure.errors import DataError, missing_extra
+from perdure.errors import DataError, needs_extra
 from perdure.state import flatten
 
 
@@ -18,10 +18,8 @@ def read(path: str) -> ForeignFile:
 
     Their names are paths: a key of the tree is one part, even if it has dots.
     """
-    try:
+    with needs_extra("orbax"):
         import orbax.checkpoint as ocp
-    except ModuleNotFoundError as error:
-        raise missing_extra("orbax", error) from error
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             found = checkpointer.metadata(os.path.abspath(path))

@@ -13,7 +13,7 @@ from typing import Any
 
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.convert.formats import ForeignFile, NamedLeaf, add_notes, noted_file, read_notes
-from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, missing_extra
+from perdure.errors import ArgumentError, DataError, UnsupportedLeafError, needs_extra
 from perdure.look.leaf_reader import chunks_in_order, scalar_value
 from perdure.state import flatten
 from perdure.state.paths import split_path
@@ -102,7 +102,5 @@ def _load(torch: Any, path: str) -> Any:
 
 
 def _torch() -> Any:
-    try:
+    with needs_extra("torch"):
         return import_module("torch")
-    except ModuleNotFoundError as error:
-        raise missing_extra("torch", error) from error

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from perdure.data.idx import load_images
-from perdure.errors import DataError, missing_extra
+from perdure.errors import DataError, needs_extra
 
 SIDE = 28
 TRAIN_PART = 0.8
@@ -41,10 +41,8 @@ def save_scans(path: str | os.PathLike[str]) -> None:
 
 
 def _scans() -> tuple[np.ndarray, np.ndarray]:
-    try:
+    with needs_extra("demo"):
         from sklearn import datasets
-    except ModuleNotFoundError as error:
-        raise missing_extra("demo", error) from error
     scans, labels = datasets.load_digits(return_X_y=True)
     small = np.clip(scans.reshape(-1, 8, 8) * (255 / 16), 0, 255).astype(np.uint8)
     large = small.repeat(3, axis=1).repeat(3, axis=2)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.lifeline import GONE, Lifeline
-from perdure.errors import ClusterError, WorkerLostError, missing_extra
+from perdure.errors import ClusterError, WorkerLostError, needs_extra
 from perdure.runtime.process_group import ByAgreement, Processes, given
 
 # gRPC refuses messages above 4 MiB.
@@ -302,8 +302,6 @@ def initialize_distributed(
     if engine not in ENGINES:
         raise ClusterError(f"initialize_distributed: expected 'jax' or 'torch', found {engine!r}")
     cluster = resolve_for(engine, resolver)
-    try:
+    with needs_extra(engine):
         group = import_module(f"perdure.distribute.{engine}.group")
-    except ModuleNotFoundError as error:
-        raise missing_extra(engine, error) from error
     return group.initialize(cluster, options)

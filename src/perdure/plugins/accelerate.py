@@ -14,14 +14,12 @@ from functools import partial
 from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
-from perdure.errors import StateError, missing_extra
+from perdure.errors import StateError, needs_extra
 from perdure.plugins import host
 
 host.require_version("accelerate", "accelerate", "1.1", "2")
-try:
+with needs_extra("accelerate"):
     from accelerate import Accelerator, skip_first_batches
-except ModuleNotFoundError as error:
-    raise missing_extra("accelerate", error) from error
 
 __all__ = ["batches"]
 

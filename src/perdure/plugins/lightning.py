@@ -29,7 +29,7 @@ from perdure.state.object_restore import ObjectStates
 from perdure.store import Run
 
 host.require_version("lightning", "lightning", "2.5", "3")
-try:
+with errors.needs_extra("lightning"):
     import torch
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
@@ -38,8 +38,6 @@ try:
 
     from perdure.plugins import lightning_shards
     from perdure.state.torch_loader import ResumableLoader
-except ModuleNotFoundError as error:
-    raise errors.missing_extra("lightning", error) from error
 
 __all__ = ["CheckpointIO", "ExactResume", "fit"]
 

@@ -6,11 +6,9 @@
 Inside the package this module is `perdure.plugins.ray`; `import ray` still means the framework.
 """
 
-from perdure.errors import missing_extra
+from perdure.errors import needs_extra
 
-try:
+with needs_extra("ray"):
     from perdure.distribute.jax.ray_backend import JaxConfig
-except ModuleNotFoundError as error:
-    raise missing_extra("ray", error) from error
 
 __all__ = ["JaxConfig"]

@@ -18,17 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
-from perdure.errors import ArgumentError, StateError, missing_extra
+from perdure.errors import ArgumentError, StateError, needs_extra
 from perdure.plugins import host
 from perdure.state.per_rank import PerRank
 
 host.require_version("transformers", "transformers", "5", "6")
-try:
+with needs_extra("transformers"):
     import transformers.trainer as hosts
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
-except ModuleNotFoundError as error:
-    raise missing_extra("transformers", error) from error
 
 __all__ = ["train"]
 

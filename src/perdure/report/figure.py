@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from perdure.checkpoint.address import Where
-from perdure.errors import ArgumentError, missing_extra
+from perdure.errors import ArgumentError, needs_extra
 from perdure.look.tables import visible
 from perdure.report.panels import Panel, Paths, PlotLine, PlottedAttempt, plot_drawing
 
@@ -202,11 +202,9 @@ def page_svg(panel: Panel, number: int) -> str:
 @contextmanager
 def _matplotlib(settings: dict[str, Any] | None = None) -> Iterator[type[Figure]]:
     """The class of figures, with our settings and not those of this machine."""
-    try:
+    with needs_extra("report"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise missing_extra("report", error) from error
     with mpl.rc_context():
         mpl.rcdefaults()
         ours: Any = {**_SETTINGS, **(settings or {})}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perdure.checkpoint.address import Where, open_run
-from perdure.errors import ArgumentError, missing_extra
+from perdure.errors import ArgumentError, needs_extra
 from perdure.look.tables import natural_key, size_text, visible
 from perdure.report.figure import page_svg, write_output
 from perdure.report.panels import Panel, document_panels, labels
@@ -190,11 +190,9 @@ def duration(seconds: float) -> str:
 @cache
 def templates() -> Any:
     """The templates; raises `MissingExtraError` if Jinja2 or matplotlib is not installed."""
-    try:
+    with needs_extra("report"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
         from markupsafe import Markup
-    except ModuleNotFoundError as error:
-        raise missing_extra("report", error) from error
     from perdure.checkpoint.recipe import ENVIRONMENT_FIELDS
     from perdure.drill.drill_report import describe_fired, restored_text, verdict
 

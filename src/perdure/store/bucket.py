@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from perdure.errors import StoreError, missing_extra
+from perdure.errors import StoreError, needs_extra
 from perdure.runtime.system import ENOKEY, EREMOTEIO
 from perdure.store.storage import Entry
 
@@ -82,11 +82,9 @@ class Bucket:
     """Objects below a URL such as `s3://bucket/prefix`. Safe to use from several threads."""
 
     def __init__(self, url: str, options: CloudOptions) -> None:
-        try:
+        with needs_extra("cloud"):
             import obstore
             from obstore.store import from_url
-        except ModuleNotFoundError as error:
-            raise missing_extra("cloud", error) from error
         self.url = url.rstrip("/")
         self.options = options
         # Asked for the names after one, Azurite has none, so all are listed there.

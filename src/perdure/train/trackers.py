@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perdure.checkpoint import CheckpointManager
-from perdure.errors import missing_extra, warn_caller
+from perdure.errors import needs_extra, warn_caller
 from perdure.store import Run, Storage
 from perdure.train.trainer import Hook, Trainer
 
@@ -67,10 +67,8 @@ class WandbTracker(Tracker):
     """
 
     def __init__(self, manager: CheckpointManager | str, **options: Any) -> None:
-        try:
+        with needs_extra("wandb"):
             import wandb
-        except ModuleNotFoundError as error:
-            raise missing_extra("wandb", error) from error
         self.run = wandb.init(id=tracking_id(_directory(manager)), resume="allow", **options)
         self._first = int(self.run.step)
 
@@ -103,10 +101,8 @@ class MlflowTracker(Tracker):
         run_name: str | None = None,
         tracking_uri: str | None = None,
     ) -> None:
-        try:
+        with needs_extra("mlflow"):
             from mlflow import MlflowClient
-        except ModuleNotFoundError as error:
-            raise missing_extra("mlflow", error) from error
         self._client, where = MlflowClient(tracking_uri), _directory(manager)
         found = self._client.get_experiment_by_name(experiment)
         number = (

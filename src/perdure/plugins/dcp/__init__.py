@@ -7,14 +7,12 @@ Invariant: a checkpoint is committed by its manifest, after all ranks have made 
 no byte is loaded unverified.
 """
 
-from perdure.errors import missing_extra
+from perdure.errors import needs_extra
 from perdure.plugins.host import require_version
 
 require_version("torch", "torch", "2.6", "3")
-try:
+with needs_extra("torch"):
     from perdure.plugins.dcp.storage_reader import Reader
     from perdure.plugins.dcp.storage_writer import Writer
-except ModuleNotFoundError as error:
-    raise missing_extra("torch", error) from error
 
 __all__ = ["Reader", "Writer"]

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from perdure.runtime.heartbeats import Beat
@@ -41,27 +42,22 @@ class AttemptEnd(NamedTuple):
     worker: Worker | None = None
 
 
+@dataclass
 class Attempt:
     """The workers of one attempt; the end of the `with` block kills them and closes their files.
 
     `ports` tell whether a stranger listens on one, `silence` when a worker counts as hung.
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        ports: list[int],
-        silence: Silence,
-        clock: Callable[[], float],
-        on_beat: Callable[[Worker, Beat], None],
-    ) -> None:
+    options: RunOptions
+    ports: list[int]
+    silence: Silence
+    clock: Callable[[], float]
+    on_beat: Callable[[Worker, Beat], None]
+
+    def __post_init__(self) -> None:
         self.workers: list[Worker] = []
-        self._options = options
-        self._ports = ports
-        self._silence = silence
-        self._on_beat = on_beat
-        self._clock = clock
-        self._began = clock()
+        self._began = self.clock()
         self._selector = selectors.DefaultSelector()
         # When the workers were last looked at: on the clock of this process, and on `clock`.
         self._looked = time.monotonic()
@@ -116,7 +112,7 @@ class Attempt:
                 self._growing = True
                 self._request_exit(signal.SIGTERM)
             if (end := self._judge()) is not None:
-                self._noticed = self._clock()
+                self._noticed = self.clock()
                 return self._finish(end)
 
     def record(self, end: AttemptEnd, number: int) -> AttemptRecord:
@@ -149,7 +145,7 @@ class Attempt:
             first_step=first_step,
             last_time=max((when for _, when in newest), default=None),
             noticed=self._noticed,
-            seconds=self._clock() - self._began,
+            seconds=self.clock() - self._began,
             last_step=last_step if worker is None else (worker.newest or (None,))[0],
             made_progress=worker is not None and worker.first is not None,
             last_line=last_line,
@@ -162,30 +158,30 @@ class Attempt:
     # ---------------------------------------------------------------- watching
 
     def _wait(self) -> None:
-        for key, _ in self._selector.select(self._options.poll):
+        for key, _ in self._selector.select(self.options.poll):
             worker: Worker = key.data
             # The status of a worker shows its exit; a closed pipe would wake this loop for ever.
             if key.fd == worker.exit or not worker.listen():
                 self._selector.unregister(key.fd)
-        self._now = self._clock()
+        self._now = self.clock()
         before, self._looked = self._looked, time.monotonic()
         seconds = self._looked - before
-        if seconds > self._options.poll + SUSPENDED_S:  # nobody could watch the workers meanwhile
-            self._silence.skip(self._now - seconds, self._now)
+        if seconds > self.options.poll + SUSPENDED_S:  # nobody could watch the workers meanwhile
+            self.silence.skip(self._now - seconds, self._now)
             if self._deadline is not None:
                 self._deadline += seconds
         for worker in self.workers:
             last = worker.beat
             if (beat := worker.read_beat()) is not None:
-                self._silence.heard(worker, last, beat)
-                self._on_beat(worker, beat)
+                self.silence.heard(worker, last, beat)
+                self.on_beat(worker, beat)
 
     def _request_exit(self, number: int) -> None:
         for worker in self.workers:
             # Every signal but SIGKILL asks for a save, which programs make at SIGTERM.
             is_handled = number != signal.SIGKILL and worker.catches(signal.SIGTERM)
             worker.send(signal.SIGTERM if is_handled else number)
-        self._deadline = self._clock() + self._options.grace
+        self._deadline = self.clock() + self.options.grace
 
     # ---------------------------------------------------------------- judging
 
@@ -204,14 +200,14 @@ class Attempt:
         if None not in statuses:
             return self._all_ended(statuses)
         if PREEMPTED in statuses and self._deadline is None:
-            self._deadline = self._clock() + self._options.grace
+            self._deadline = self.clock() + self.options.grace
         if failed and self._deadline is not None and not self._failed_exit:
             worker, status = failed[0]
             self._failed_exit = f" (worker {worker.index}: {_describe_status(status or 0)})"
-            self._deadline = min(self._deadline, self._clock() + FAILED_EXIT_S)
+            self._deadline = min(self._deadline, self.clock() + FAILED_EXIT_S)
         if self._deadline is not None and self._now >= self._deadline:
             late = [w.index for w, s in zip(self.workers, statuses, strict=True) if s is None]
-            after = FAILED_EXIT_S if self._failed_exit else self._options.grace
+            after = FAILED_EXIT_S if self._failed_exit else self.options.grace
             said = f"workers {late} were asked to exit and still ran {after:g} s later"
             kind = "preempted" if self._passed is None else "ended"
             return AttemptEnd("resized" if self._growing else kind, said + self._failed_exit)
@@ -257,7 +253,7 @@ class Attempt:
         return AttemptEnd(kind, cause, worker)
 
     def _find_stopped(self) -> AttemptEnd | None:
-        now, limit = self._now, self._options.limits.stopped
+        now, limit = self._now, self.options.limits.stopped
         if now - self._checked >= min(STOPPED_CHECK_S, limit / 4):
             self._checked = now
             for worker in self.workers:
@@ -265,7 +261,7 @@ class Attempt:
         for worker in self.workers:
             if worker.stopped_since is None:
                 continue
-            if (stopped := self._silence.seconds(worker.stopped_since, now)) >= limit:
+            if (stopped := self.silence.seconds(worker.stopped_since, now)) >= limit:
                 cause = f"stopped (SIGSTOP) for {stopped:.1f} s, limit {limit:g} s"
                 return AttemptEnd("stopped", f"worker {worker.index}: {cause}", worker)
         return None
@@ -276,10 +272,10 @@ class Attempt:
             beat = worker.beat
             if beat is None or worker.status is not None:
                 continue
-            limit = self._silence.limit(beat.phase)  # read first, because a hang lets it grow
-            exceeded = self._silence.exceeded_limit(worker, beat, self._now)
+            limit = self.silence.limit(beat.phase)  # read first, because a hang lets it grow
+            exceeded = self.silence.exceeded_limit(worker, beat, self._now)
             if exceeded is not None:
-                seconds = self._silence.seconds(beat.time, self._now)
+                seconds = self.silence.seconds(beat.time, self._now)
                 computed = " for a worker that computes" if exceeded > limit else ""
                 cause = (
                     f"worker {worker.index}: no heartbeat for {seconds:.1f} s in the phase "
@@ -294,9 +290,9 @@ class Attempt:
     def _finish(self, end: AttemptEnd) -> AttemptEnd:
         """Kill the other workers, and find out whether all fail alike or a port was in use."""
         has_failed = end.kind in ("failed", "full")
-        if has_failed and self._options.elastic and not any(w.first for w in self.workers):
-            until = self._clock() + COMMON_FAILURE_S
-            while self._clock() < until and any(w.status is None for w in self.workers):
+        if has_failed and self.options.elastic and not any(w.first for w in self.workers):
+            until = self.clock() + COMMON_FAILURE_S
+            while self.clock() < until and any(w.status is None for w in self.workers):
                 self._wait()
         all_failed = all(worker.status not in (None, 0) for worker in self.workers)
         for worker in self.workers:
@@ -306,7 +302,7 @@ class Attempt:
         stepped = any(worker.first for worker in self.workers)
         if has_failed and not stepped and len(self.workers) > 1:
             # The group is gone, so whoever listens on one of its ports is a stranger.
-            if strangers := [port for port in self._ports if is_taken(port)]:
+            if strangers := [port for port in self.ports if is_taken(port)]:
                 return AttemptEnd("port", f"{end.cause}; port {strangers[0]} is in use")
             if all_failed:
                 return AttemptEnd(end.kind, end.cause)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure import errors
-from perdure.checkpoint.address import StoredCheckpoint, Where, open_checkpoint
+from perdure.checkpoint.address import Where, open_checkpoint
 from perdure.convert import formats, hub
 from perdure.look.leaf_reader import ORIGIN, element_dtype, is_scalar, select_leaves
 from perdure.look.tables import Shown, Table, leaves_text
@@ -36,30 +36,19 @@ SHARD_BYTES = 5 * 10**9  # as in Hugging Face's tools
 class Exported(Shown):
     """What `export` wrote: the name in the file by path, and whether all arrays were read back."""
 
-    out: str
-    to: str
-    checkpoint: StoredCheckpoint
-    names: dict[str, str]
+    output: str
+    format: str
+    checkpoint: str
+    fingerprint: str
     nbytes: int
     files: tuple[str, ...]
+    names: dict[str, str]
     verified: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "output": self.out,
-            "format": self.to,
-            "checkpoint": self.checkpoint.name,
-            "fingerprint": self.checkpoint.manifest.fingerprint,
-            "nbytes": self.nbytes,
-            "files": list(self.files),
-            "names": self.names,
-            "verified": self.verified,
-        }
 
     def _blocks(self) -> list[str | Table]:
         files = counted(len(self.files), "file")
         blocks: list[str | Table] = [
-            f"{self.out}: {leaves_text(len(self.names), self.nbytes)} in {files}"
+            f"{self.output}: {leaves_text(len(self.names), self.nbytes)} in {files}"
         ]
         if self.verified:
             blocks.append("every array was read back and equals the checkpoint")
@@ -131,7 +120,8 @@ def export(
             Path(temporary, "README.md").write_text(text, encoding="utf-8")
         files = _files(temporary, out)
     named = {leaf.entry.path: leaf.name for leaf in written}
-    return Exported(os.fspath(out), to, found, named, nbytes, files, verify)
+    fingerprint = found.manifest.fingerprint
+    return Exported(os.fspath(out), to, found.name, fingerprint, nbytes, files, named, verify)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from functools import partial
 import pytest
 
 from perdure.store import Leaf, Run, Sink, Storage
+from perdure.store.storage import create_whole
 from perdure.testing import check_run
 
 NAME = "packs/000000000001-00000-00000000.pack"
@@ -292,14 +293,8 @@ def feed(sink: Sink, data: bytes) -> None:
 
 
 def write(storage: Storage, name: str, data: bytes) -> None:
-    """Create an object; abort it on an error."""
-    sink = storage.create(name, len(data))
-    try:
-        feed(sink, data)
-        sink.commit()
-    except BaseException:
-        sink.abort()
-        raise
+    """Create an object, written in such parts; abort it on an error."""
+    create_whole(storage, name, *(part for _, part in _parts(memoryview(data), 3_333_333)))
 
 
 def race(attempts: Sequence[Callable[[], object]]) -> list[int]:

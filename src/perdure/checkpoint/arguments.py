@@ -62,7 +62,7 @@ def require_number(
         raise ArgumentError(f"{name}: expected {expected}, found {shown(value)}.")
 
 
-def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def require_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
     """Raise unless `value` is one of the choices."""
     if value not in choices:
         raise ArgumentError(

@@ -18,6 +18,7 @@ from typing import Any
 
 from perdure import errors
 from perdure.checkpoint.address import Where, open_checkpoint
+from perdure.checkpoint.arguments import require_choice
 from perdure.convert import formats, hub
 from perdure.look.leaf_reader import ORIGIN, element_dtype, is_scalar, select_leaves
 from perdure.look.tables import Shown, Table, leaves_text
@@ -89,10 +90,7 @@ def export(
         UnreachableError: The checkpoint cannot be read.
         SaveError: `out` cannot be written.
     """
-    if to not in formats.WRITTEN:
-        raise errors.ArgumentError(
-            f"to: expected one of {', '.join(formats.WRITTEN)}, found {to!r}."
-        )
+    require_choice("to", to, formats.WRITTEN)
     is_folder = to == "safetensors" and not os.fspath(out).endswith(".safetensors")
     if shard_bytes is not None and (shard_bytes < 1 or not is_folder):
         raise errors.ArgumentError(
@@ -260,10 +258,7 @@ def import_run(
         SaveError: `out` cannot be written to.
     """
     where = os.fspath(source)
-    if kind is not None and kind not in formats.FORMATS:
-        raise errors.ArgumentError(
-            f"kind: expected one of {', '.join(formats.FORMATS)}, found {kind!r}."
-        )
+    require_choice("kind", kind, (None, *formats.FORMATS))
     if branch and not all(branch.split("/")):
         raise errors.ArgumentError(
             f"branch: expected a path such as 'model' or 'model/encoder', found {branch!r}, which has "

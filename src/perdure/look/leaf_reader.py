@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.checkpoint.address import StoredCheckpoint, with_advice
 from perdure.errors import ArgumentError, CorruptionError, UnsupportedLeafError
@@ -67,11 +66,6 @@ def refuse_unused(selection: Selection, paths: Iterable[str], where: str) -> Non
         f"{where}: no leaf matches {', '.join(map(repr, unused))}. It has {held}, with paths such as "
         f"{', '.join(close) or '(none)'}; `perdure show --tree` lists them."
     )
-
-
-def check_depth(depth: object) -> None:
-    if depth is not None and (not isinstance(depth, SupportsIndex) or operator.index(depth) < 0):
-        raise ArgumentError(f"depth: expected an integer of at least 0, found {depth!r}.")
 
 
 def is_scalar(entry: LeafEntry) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from perdure.checkpoint.address import Where, open_checkpoint
+from perdure.checkpoint.arguments import integer
 from perdure.errors import UnsupportedLeafError
 from perdure.look import leaf_reader
 from perdure.look.numerics import as_float64, block_sum, blocks, is_integer, parts_dtype
@@ -155,7 +156,7 @@ def stats(
         CorruptionError: A chunk is damaged, or its pack is missing.
         StoreError: As `open_checkpoint`.
     """
-    leaf_reader.check_depth(depth)
+    integer("depth", depth, 0, optional=True)
     checkpoint = open_checkpoint(where)
     entries = leaf_reader.select_leaves(checkpoint, leaves)
     figures: dict[str, _Figures] = {}

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from perdure.checkpoint.address import Where, open_checkpoint, open_run, read_manifests
+from perdure.checkpoint.arguments import integer
 from perdure.checkpoint.retention import candidates, decide, recorded_retention
-from perdure.look.leaf_reader import check_depth, select_leaves, value_text
+from perdure.look.leaf_reader import select_leaves, value_text
 from perdure.look.tables import Shown, Table, share_text, size_text
 from perdure.store import Run
 from perdure.store.format import Metric, seconds_of
@@ -237,7 +238,7 @@ def tree(
         ArgumentError: A pattern selects nothing, or `depth` is negative.
         StoreError: As `open_checkpoint`.
     """
-    check_depth(depth)
+    integer("depth", depth, 0, optional=True)
     checkpoint = open_checkpoint(where)
     entries = select_leaves(checkpoint, leaves)
     totals: dict[str, list[int]] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.checkpoint.address import StoredCheckpoint, with_advice
@@ -14,8 +13,8 @@ from perdure.store.format import CHUNK_BYTES, SCALAR_PREFIX
 from perdure.store.leaf import Leaf, numpy_dtype
 from perdure.store.loading import stream_chunks
 from perdure.store.manifest import LeafEntry, Manifest
-from perdure.store.selection import Selection
-from perdure.text import counted, printable
+from perdure.store.selection import Selection, held_instead
+from perdure.text import printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,15 +56,11 @@ def select_leaves(
 
 def refuse_unused(selection: Selection, paths: Iterable[str], where: str) -> None:
     paths = list(paths)
-    unused = selection.unused(paths)
-    if not unused:
-        return
-    held = counted(len(paths), "leaf", "leaves")
-    close = get_close_matches(unused[0], paths, 3) or paths[:3]
-    raise ArgumentError(
-        f"{where}: no leaf matches {', '.join(map(repr, unused))}. It has {held}, with paths such as "
-        f"{', '.join(close) or '(none)'}; `perdure show --tree` lists them."
-    )
+    if unused := selection.unused(paths):
+        raise ArgumentError(
+            f"{where}: no leaf matches {', '.join(map(repr, unused))}; `perdure show --tree` lists "
+            f"all. It has {held_instead(paths, unused)}"
+        )
 
 
 def is_scalar(entry: LeafEntry) -> bool:

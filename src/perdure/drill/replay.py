@@ -30,7 +30,7 @@ from perdure.errors import (
     StepNotFoundError,
 )
 from perdure.store import LocalStorage, Run, fork_run
-from perdure.store.format import span_text
+from perdure.store.format import span_text, time_text
 from perdure.store.log import LogWriter, log_place
 from perdure.store.manifest import Manifest
 from perdure.store.run_events import JournalEntry, first_difference
@@ -376,7 +376,7 @@ def replay_document(
     return {
         "kind": "replayed",
         "run": where,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "created": time_text(time.time()),
         "host": socket.gethostname(),
         "version": __version__,
         "command": list(command),

@@ -149,7 +149,7 @@ def test_a_program_that_ends_too_early_differs(tmp_path: Path) -> None:
 def test_another_recipe_is_not_comparable(tmp_path: Path) -> None:
     result = replay(tmp_path, "seed=1", first=8)
     assert (result.verdict, result.step, result.what) == ("not comparable", 9, "state")
-    assert result.recipe == ("seed: the run has 0, the program 1",)
+    assert result.recipe == ("seed: the run has 0, the program has 1",)
 
 
 def test_a_sample_replays_stretches_between_checkpoints(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def note_strategy_in_use(strategy: Any) -> None:
     _strategies_in_use.add(strategy)
 
 
-class _NamedRecipe(msgspec.Struct):
+class NamedRecipe(msgspec.Struct):
+    """A recipe, and whose it is."""
+
     name: str
     recipe: Recipe
 
@@ -184,8 +186,8 @@ def check_resume(
     """
     if not saved or not current:
         return None
-    sides = _NamedRecipe("the checkpoint", saved), _NamedRecipe("this run", current)
-    differing = _differences(*sides)
+    sides = NamedRecipe("the checkpoint", saved), NamedRecipe("this run", current)
+    differing = differences(*sides)
     comparable = saved.keys() & current.keys()
     _require_allowed(
         {line: field for line, field in differing.items() if field in comparable},
@@ -209,8 +211,8 @@ def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> 
     notes: list[str] = []
 
     def compare(sent: list[bytes]) -> None:
-        first, *others = [decoded(data, _NamedRecipe) for data in sent]
-        differing = {line: f for other in others for line, f in _differences(first, other).items()}
+        first, *others = [decoded(data, NamedRecipe) for data in sent]
+        differing = {line: f for other in others for line, f in differences(first, other).items()}
         _require_allowed(
             differing,
             allow,
@@ -225,14 +227,15 @@ def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> 
     def decide(sent: list[bytes]) -> bytes:
         return msgspec.msgpack.encode(SentError.of(caught(lambda: compare(sent))[1]))
 
-    mine = _NamedRecipe(name, {"perdure": release, **recipe})
+    mine = NamedRecipe(name, {"perdure": release, **recipe})
     answer = processes.agree(msgspec.msgpack.encode(mine), decide)
     if (error := decoded(answer, SentError | None)) is not None:
         raise getattr(errors, error.kind, RecipeMismatchError)(error.text)
     return notes[0] if notes and processes.is_chief else None
 
 
-def _differences(one: _NamedRecipe, other: _NamedRecipe) -> dict[str, str]:
+def differences(one: NamedRecipe, other: NamedRecipe) -> dict[str, str]:
+    """The fields that differ, by a line on each."""
     lines: dict[str, str] = {}
     for field in sorted(one.recipe.keys() | other.recipe.keys()):
         values = [side.recipe.get(field) for side in (one, other)]

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from perdure.checkpoint.recipe import ALLOW
+from perdure.checkpoint.recipe import ALLOW, NamedRecipe
+from perdure.checkpoint.recipe import differences as recipe_differences
 from perdure.drill.compare import LeafDifference, leaf_differences
 from perdure.drill.execution import DrilledProgram, execute
 from perdure.drill.fault_injection import redirected
@@ -353,14 +354,8 @@ def _other_fields(run: Run, reference: Reference, found: Recomputed) -> tuple[st
     known = min(reference.checkpoints, default=None) if known is None else known
     with suppress(CorruptionError, StepNotFoundError):
         recipe = run.manifest(known).recipe if known is not None else {}
-    if not recipe:
-        return ()
-    missing = object()
-    return tuple(
-        f"{name}: the run has {recipe.get(name)!r}, the program {found.recipe.get(name)!r}"
-        for name in sorted(recipe.keys() | found.recipe.keys())
-        if repr(recipe.get(name, missing)) != repr(found.recipe.get(name, missing))
-    )
+    sides = NamedRecipe("the run", recipe), NamedRecipe("the program", found.recipe)
+    return tuple(recipe_differences(*sides)) if recipe else ()
 
 
 # ---------------------------------------------------------------- the record of a replay

@@ -198,7 +198,7 @@ def leaf_differences(
 def bits_of(leaves: Mapping[str, LeafEntry], path: str) -> object:
     """A value that is the same for two leaves with the same bits; None for a missing leaf."""
     leaf = leaves.get(path)
-    return leaf and (leaf.dtype, leaf.shape, leaf.text, tuple(leaf.hashes()))
+    return leaf and leaf.bits
 
 
 def _text(leaf: LeafEntry | None) -> str:

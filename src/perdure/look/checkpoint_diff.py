@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -197,22 +196,22 @@ def diff(
         paths = {leaf.path for side in (a, b) for leaf in side.manifest.leaves}
         leaf_reader.refuse_unused(selection, sorted(paths), f"{a.name} and {b.name}")
     both = [(leaf, theirs[path]) for path, leaf in ours.items() if path in theirs]
-    differing = [pair for pair in both if not _same(*pair)]
+    differing = [(ours, theirs) for ours, theirs in both if ours.bits != theirs.bits]
     changed, read = _compare((a, b), differing)
     recipe, environment = _recipes(a.manifest, b.manifest)
-    process_leaves = [{leaf.path: leaf for leaf in each.manifest.process_leaves} for each in (a, b)]
+    process_leaves = [_bits(each.manifest.process_leaves) for each in (a, b)]
     return CheckpointDiff(
         a.name,
         b.name,
         equal_leaves=len(both) - len(differing),
-        equal_nbytes=sum(leaf.nbytes for leaf, other in both if _same(leaf, other)),
+        equal_nbytes=sum(leaf.nbytes for leaf, other in both if leaf.bits == other.bits),
         changed=changed,
         only_first=tuple(path for path in ours if path not in theirs),
         only_second=tuple(path for path in theirs if path not in ours),
         recipe=recipe,
         environment=environment,
         metrics=_fields(a.manifest.metrics, b.manifest.metrics),
-        process_leaves=_unequal(*process_leaves, same=_same),
+        process_leaves=_unequal(*process_leaves),
         containers=_unequal(a.manifest.containers, b.manifest.containers),
         read_nbytes=read,
         common=common,
@@ -241,7 +240,7 @@ def _opened(
     before = 0
     while True:
         a, b = (checkpoint_at(address.run, common[before], address.given) for address in addresses)
-        if _unequal(_leaves(a.manifest, selection), _leaves(b.manifest, selection), same=_same):
+        if _unequal(*(_bits(_leaves(each.manifest, selection).values()) for each in (a, b))):
             return a, b, f"{found}, equal before this one: {before}"
         before += 1
         if before == len(common):
@@ -256,10 +255,8 @@ def _leaves(manifest: Manifest, selection: Selection | None) -> dict[str, LeafEn
     }
 
 
-def _same(first: LeafEntry, second: LeafEntry) -> bool:
-    if (first.dtype, first.shape, first.text) != (second.dtype, second.shape, second.text):
-        return False
-    return first.text is not None or first.hashes() == second.hashes()
+def _bits(leaves: Iterable[LeafEntry]) -> dict[str, object]:
+    return {leaf.path: leaf.bits for leaf in leaves}
 
 
 def _compare(
@@ -323,13 +320,11 @@ def _fields(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[FieldD
     return tuple(FieldDiff(name, first.get(name), second.get(name)) for name in _unequal(*typed))
 
 
-def _unequal(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], same: Any = operator.eq
-) -> tuple[str, ...]:
+def _unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(
         path
         for path in sorted({*ours, *theirs})
-        if path not in ours or path not in theirs or not same(ours[path], theirs[path])
+        if path not in ours or path not in theirs or ours[path] != theirs[path]
     )
 
 

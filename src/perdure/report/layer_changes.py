@@ -89,15 +89,15 @@ def norm_history(
     for (olds, news), found in zip(pairwise(entries), changes, strict=True):
         for path, change in found.items():
             if isinstance(change, Change):
-                known[_values_of(olds[path])] = change.before
-                known[_values_of(news[path])] = change.after
+                known[olds[path].bits] = change.before
+                known[news[path].bits] = change.after
     for checkpoint, table in zip(checkpoints, entries, strict=True):
-        missing = {path: entry for path, entry in table.items() if _values_of(entry) not in known}
+        missing = {path: entry for path, entry in table.items() if entry.bits not in known}
         for path, squares in _squares(checkpoint, missing, problems).items():
             if isinstance(squares, float):
-                known[_values_of(table[path])] = squares
+                known[table[path].bits] = squares
     norms = [
-        {path: known[key] for path, entry in table.items() if (key := _values_of(entry)) in known}
+        {path: known[key] for path, entry in table.items() if (key := entry.bits) in known}
         for table in entries
     ]
     return norms, changes
@@ -141,11 +141,6 @@ def change_ratio(changes: Sequence[Change | str]) -> float | str:
 
 def _head(path: str, depth: int) -> str:
     return "/".join(path.split("/")[:depth])
-
-
-def _values_of(entry: LeafEntry) -> Any:
-    """What tells the values of two leaves apart."""
-    return (entry.dtype, entry.shape, *entry.hashes())
 
 
 def _float_leaves(

@@ -163,7 +163,7 @@ def compare_runs(
     parted = (step for step in common if len({run[step].fingerprint for run in manifests}) > 1)
     first = next(parted, None)
     states = [] if first is None else [run[first] for run in manifests]
-    tables = [{e.path: (e.dtype, e.shape, e.hashes()) for e in each.leaves} for each in states]
+    tables = [{leaf.path: leaf.bits for leaf in each.leaves} for each in states]
     leaves = list(_different(tables))
     return {
         "recipe": _different(recipes),

@@ -80,6 +80,11 @@ class LeafEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
         chunks = self.chunks
         return [chunks[0].hash] if len(chunks) == 1 else [chunk.hash for chunk in chunks]
 
+    @property
+    def bits(self) -> tuple[object, ...]:
+        """What two leaves share if they have the same dtype, shape and bits."""
+        return (self.dtype, self.shape, *self.hashes())
+
 
 class PackEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """A pack that a manifest reads from."""

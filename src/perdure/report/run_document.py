@@ -95,19 +95,10 @@ def contents_and_problems(run: Run) -> tuple[View, Problems]:
 
 def _problems(contents: View) -> Problems:
     """By step, `damaged` or `unread` with the reason."""
-    problems = {
+    return {
         step: (UNREAD if why in contents.unknown else DAMAGED, why)
-        for step, why in contents.unreadable.items()
+        for step, why in contents.broken.items()
     }
-    for step, manifest in contents.manifests.items():
-        for pack in manifest.packs:
-            size = contents.packs.get(pack.name)
-            if size is None:
-                problems[step] = DAMAGED, f"it needs {pack.name}, which is missing."
-            elif size != pack.size:
-                why = f"it expects {pack.name} to have {pack.size} bytes, found {size}."
-                problems[step] = DAMAGED, why
-    return problems
 
 
 def _rows(

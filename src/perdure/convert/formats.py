@@ -7,7 +7,6 @@ shape says.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import zipfile
@@ -23,7 +22,7 @@ from perdure.look.leaf_reader import KEY_PREFIX, element_shape, is_scalar, scala
 from perdure.store.format import WEAK_PREFIX, escape, unescape
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry, fingerprint
-from perdure.store.manifest_json import MAX_DIMENSIONS, item_bytes
+from perdure.store.manifest_json import MAX_DIMENSIONS, holds
 
 _MODULES = {
     "safetensors": "safetensors_files",
@@ -234,14 +233,7 @@ def noted_file(leaves: dict[str, Leaf], notes: Mapping[str, LeafNote]) -> Foreig
                 raise ValueError(f"the note {note.path!r} on {name!r} is no path")
             paths[name] = note.path
     for name, leaf in leaves.items():
-        if leaf.is_scalar:
-            continue
-        count, item = math.prod(leaf.shape), item_bytes(leaf.dtype)
-        if leaf.dtype.startswith(KEY_PREFIX):  # the bytes say how many words a key has
-            fits = count == 0 or leaf.nbytes > 0
-        else:
-            fits = item is not None and count * item == leaf.nbytes
-        if not fits or min(leaf.shape, default=0) < 0 or len(leaf.shape) > MAX_DIMENSIONS:
+        if not leaf.is_scalar and not holds(leaf.dtype, leaf.shape, leaf.nbytes):
             raise ValueError(
                 f"{name!r} is said to be {leaf.describe()}, and has {leaf.nbytes} bytes; expected as "
                 f"many as its shape says, and at most {MAX_DIMENSIONS} axes"

@@ -232,10 +232,7 @@ def find_life(run: Run, logs: Sequence[Path]) -> dict[str, Any] | None:
 
 def _match(start: RunHistory, where: str) -> int:
     """2 if a start saved in this run directory, 1 if it did in one of the same name."""
-    parts = [start.running.get("saved", {}), *(attempt.saved for attempt in start.attempts)]
-    saved = {
-        os.path.realpath(path) if "://" not in path else path for part in parts for path in part
-    }
+    saved = {os.path.realpath(path) if "://" not in path else path for path in start.saved}
     if (where if "://" in where else os.path.realpath(where)) in saved:
         return 2
     return int(os.path.basename(where) in map(os.path.basename, saved))

@@ -211,7 +211,7 @@ def checked_fingerprint(packs: Sequence[PackEntry], leaves: Sequence[LeafEntry],
     rows = map(check.rows, blocks(leaves))
     digest = hash_parts(json_parts(map(msgspec.json.encode, rows)))
     for (dtype, shape, length), path in check.shapes.items():
-        if not 0 < length <= CHUNK_BYTES or not _holds(dtype, shape, length):
+        if not 0 < length <= CHUNK_BYTES or not holds(dtype, shape, length):
             raise CorruptionError(
                 f"{where}: leaf {path!r}: {dtype}{list(shape)} does not fit into one chunk of "
                 f"{length} bytes."
@@ -316,14 +316,14 @@ def _check_leaf(leaf: LeafEntry, where: str) -> None:
             fits = lengths != sizes and all(
                 0 < length <= most for length, most in zip(lengths, sizes, strict=True)
             )
-    if not (fits and _holds(leaf.dtype, leaf.shape, size)):
+    if not (fits and holds(leaf.dtype, leaf.shape, size)):
         raise CorruptionError(
             f"{where}: leaf {leaf.path!r}: {leaf.dtype}{list(leaf.shape)} of {size} bytes cannot lie "
             f"in {len(lengths)} chunks of together {sum(lengths)} bytes."
         )
 
 
-def _holds(dtype: str, shape: tuple[int, ...], nbytes: int) -> bool:
+def holds(dtype: str, shape: tuple[int, ...], nbytes: int) -> bool:
     """Whether an array of this dtype and shape takes this number of bytes."""
     if len(shape) > MAX_DIMENSIONS:
         return False

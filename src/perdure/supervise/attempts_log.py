@@ -198,9 +198,7 @@ class RunHistory:
 
     @property
     def saved(self) -> dict[str, int]:
-        """The newest step that was saved, by run directory; none if the run has finished."""
-        if self.end.get("status") == 0:
-            return {}
+        """The newest step that was saved, by run directory."""
         parts = [*(attempt.saved for attempt in self.attempts), self.running.get("saved", {})]
         return {path: step for part in parts for path, step in part.items()}
 

@@ -360,7 +360,8 @@ class Supervisor:
             runs = [run for run in read_runs(directory) if [*run.program] == program]
         for run in runs:
             self._silence.learn(run.longest)
-        self._saved |= runs[-1].saved if runs else {}
+        if runs and runs[-1].status != 0:  # one that has finished may begin again
+            self._saved |= runs[-1].saved
         self._log.add(
             "start",
             command=list(self._command),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from perdure.checkpoint.retention import Candidate, ranked
+from perdure.checkpoint.address import read_manifests
+from perdure.checkpoint.retention import candidates, ranked
 from perdure.drill.fault_injection import RUNS
 from perdure.drill.scenario import Commit, Outcome
 from perdure.errors import PerdureError
@@ -138,11 +138,8 @@ def _best_steps(directory: Path, rule: Mapping[str, Any]) -> list[int]:
     """The steps that a run directory keeps by its rule; unreadable manifests count as removed."""
     if not (directory / MANIFESTS).is_dir():
         return []
-    run, found = Run(directory), []
-    for step in run.steps():
-        with contextlib.suppress(PerdureError):
-            found.append(Candidate(step, 0.0, run.manifest(step).metrics))
-    best = ranked(found, rule["metric"], rule["mode"])[: rule["keep"]]
+    manifests, *_ = read_manifests(Run(directory))
+    best = ranked(candidates(manifests, ()), rule["metric"], rule["mode"])[: rule["keep"]]
     return sorted(candidate.step for candidate in best)
 
 

@@ -149,10 +149,7 @@ def _compare_repeats(run: Callable[..., Outcome], repeats: int, *probes: str) ->
         outcome = run(*probes)
         if outcome.problem:
             return f"{UNTRIED}: {outcome.problem}"
-        if first is None:
-            first = outcome
-            continue
-        _, difference = compare(first, outcome)
-        if difference is not None:
+        first = first or outcome
+        if (difference := compare(first, outcome)[1]) is not None:
             return f"differ ({difference.what})"
     return ""

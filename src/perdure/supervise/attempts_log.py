@@ -346,7 +346,7 @@ class AttemptsLog:
 
 def read_runs(logs: Path) -> list[RunHistory]:
     """The runs whose logs are in `logs` or in a directory of it, oldest first."""
-    paths = [path for path in (logs / FILE, *logs.glob(f"*/{FILE}")) if path.exists()]
+    paths = [path for path in (logs / FILE, *logs.glob(f"*/{FILE}")) if path.is_file()]
     return sorted(map(_read_run, paths), key=lambda run: run.start.get("time", ""))
 
 

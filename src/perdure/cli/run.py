@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli import options as cli
-from perdure.cli.output import discard_unwritten, document, report, say
+from perdure.cli.output import discard_unwritten, document, report, say, table
 from perdure.supervise.attempts_log import DEFAULT_LOGS, RunHistory, runs_at
 from perdure.text import counted
 
@@ -244,7 +244,7 @@ def status(logs: Path, as_json: bool) -> None:
 
 
 def _print_history(run: RunHistory) -> None:
-    from perdure.supervise.console import describe_attempts
+    from perdure.supervise.console import ATTEMPT_COLUMNS, attempt_rows
 
     start, end, last = run.start, run.end, run.last_time
     states = {
@@ -257,7 +257,8 @@ def _print_history(run: RunHistory) -> None:
     say(f"started  {start.get('time', 'unknown')} on {place}")
     say(f"logs     {start.get('logs')}")
     say(f"state    {states.get(run.state, run.state)}")
-    say(*describe_attempts(run))
+    if rows := attempt_rows(run):
+        table(ATTEMPT_COLUMNS, rows)
     if run.goodput is not None:
         say(f"goodput  {run.goodput:.3f}, {counted(sum(run.repeated), 'step')} repeated")
     say("")

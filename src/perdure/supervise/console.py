@@ -24,6 +24,7 @@ PATIENCE_S = 5.0
 FLUSH_S = 30.0
 """`flush` waits so long for a reader that reads."""
 WRITE_BYTES = 16384
+ATTEMPT_COLUMNS = ("attempt", "workers", "steps", "repeated", "s", "ended by")
 _REDRAWN = re.compile(r"\r(?=[^\r\n])")  # a carriage return that something is drawn after
 
 
@@ -204,7 +205,9 @@ def _open_writers(*streams: TextIO) -> dict[TextIO, OutputWriter]:
 
 def describe(run: RunHistory) -> list[str]:
     """The table of attempts, below the reason of the end, and the totals."""
-    lines = [f"perdure: {run.reason}", *describe_attempts(run)]
+    lines, rows = [f"perdure: {run.reason}"], attempt_rows(run)
+    form = "{:>8} {:>7} {:>13} {:>8} {:>8}  {}"
+    lines += [form.format(*row) for row in (ATTEMPT_COLUMNS, *rows)] if rows else []
     totals = [counted(run.restarts, "restart"), f"{counted(sum(run.repeated), 'step')} repeated"]
     if run.useful is not None and run.goodput is not None:
         totals.append(f"{run.seconds - run.useful:.1f} of {run.seconds:.1f} s lost")
@@ -213,15 +216,13 @@ def describe(run: RunHistory) -> list[str]:
     return lines
 
 
-def describe_attempts(run: RunHistory) -> list[str]:
-    """The table of attempts, with the one that has not ended; nothing before the first."""
+def attempt_rows(run: RunHistory) -> list[tuple[object, ...]]:
+    """The rows of the table of attempts, with the one that has not ended."""
     rows: list[tuple[object, ...]] = []
     for each, again in zip(run.attempts, run.repeated, strict=True):
         steps = "-" if each.start is None else f"{each.start}-{each.end}"
-        rows.append((each.number, each.workers, steps, again, f"{each.seconds:.1f}", each.cause))
+        rows.append((each.number, each.workers, steps, again, round(each.seconds, 1), each.cause))
     if now := run.running:
         recorded = f"has not ended; step {now.get('step', 'none yet')}, recorded {now['time']}"
         rows.append((now.get("attempt", ""), now.get("workers", ""), "", "", "", recorded))
-    header = ("attempt", "workers", "steps", "repeated", "s", "ended by")
-    form = "{:>8} {:>7} {:>13} {:>8} {:>8}  {}"
-    return [form.format(*row) for row in (header, *rows)] if rows else []
+    return rows

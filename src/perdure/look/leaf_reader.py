@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.checkpoint.address import StoredCheckpoint, with_advice
@@ -163,15 +164,10 @@ def read_elements(
         for entry, dtype in zip(entries, dtypes, strict=True)
         for number in (range(len(entry.chunks)) if chunks is None else chunks.get(entry.path, ()))
     ]
-    wanted = [(entry, number) for entry, number, _ in numbered]
-    run = checkpoint.run
-    try:
-        stream = stream_chunks(run.storage, checkpoint.manifest, wanted, ahead=ahead)
-        for (entry, number, dtype), data in zip(numbered, stream, strict=True):
-            start = number * (CHUNK_BYTES // dtype.itemsize)
-            yield Elements(entry, start, np.frombuffer(data, dtype))
-    except CorruptionError as error:
-        raise CorruptionError(with_advice(error, run)) from error
+    stream = _read(checkpoint, [(entry, number) for entry, number, _ in numbered], ahead)
+    for (entry, number, dtype), data in zip(numbered, stream, strict=True):
+        start = number * (CHUNK_BYTES // dtype.itemsize)
+        yield Elements(entry, start, np.frombuffer(data, dtype))
 
 
 def read_array(checkpoint: StoredCheckpoint, entry: LeafEntry) -> np.ndarray[Any, Any]:
@@ -190,18 +186,20 @@ def read_array(checkpoint: StoredCheckpoint, entry: LeafEntry) -> np.ndarray[Any
 
 def chunks_in_order(checkpoint: StoredCheckpoint, entries: Sequence[LeafEntry]) -> ChunksOf:
     """A function that yields the chunks of a leaf; it must be called in the order of `entries`."""
-
     numbered = [(entry, number) for entry in entries for number in range(len(entry.chunks))]
-    stream = stream_chunks(checkpoint.run.storage, checkpoint.manifest, numbered)
+    stream = _read(checkpoint, numbered)
+    return lambda entry: islice(stream, len(entry.chunks))
 
-    def chunks_of(entry: LeafEntry) -> Iterator[memoryview]:
-        for _ in entry.chunks:
-            try:
-                yield next(stream)
-            except CorruptionError as error:
-                raise CorruptionError(with_advice(error, checkpoint.run)) from error
 
-    return chunks_of
+def _read(
+    checkpoint: StoredCheckpoint, chunks: Sequence[tuple[LeafEntry, int]], ahead: int | None = None
+) -> Iterator[memoryview]:
+    """The verified bytes of chunks; an error for damage says what to do."""
+    run = checkpoint.run
+    try:
+        yield from stream_chunks(run.storage, checkpoint.manifest, chunks, ahead=ahead)
+    except CorruptionError as error:
+        raise CorruptionError(with_advice(error, run)) from error
 
 
 def origin(manifest: Manifest) -> dict[str, Any] | None:

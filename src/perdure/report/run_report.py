@@ -179,12 +179,11 @@ def render_drill(document: _Document) -> str:
 
 def duration(seconds: float) -> str:
     """A duration as text, such as `3 min 20 s`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    for unit, length, part, below in (("min", 60, "s", 1), ("h", 3600, "min", 60)):
-        if seconds < length * (60 if unit == "min" else 24):
+    units = (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
+    for unit, length, part, below in units:
+        if seconds >= length:
             return f"{int(seconds // length)} {unit} {int(seconds % length // below)} {part}"
-    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 @cache

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -341,10 +340,9 @@ def _born(path: str) -> float:
     0 where the system does not say it."""
     try:
         done = subprocess.run(
-            ["/usr/bin/stat", "-c", "%w", path], capture_output=True, text=True, check=True
+            ["/usr/bin/stat", "-c", "%.6W", path], capture_output=True, text=True, check=True
         )
-        day, clock, zone = done.stdout.split()
-        return datetime.fromisoformat(f"{day}T{clock[:15]}{zone[:3]}:{zone[3:]}").timestamp()
+        return float(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return 0.0
 

@@ -330,8 +330,11 @@ class WorkerLog:
     def _create(self) -> int:
         """Open the file, without waiting for a pipe; its directory may have been removed."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(self._path, flags, 0o644)
+        try:
+            return os.open(self._path, flags, 0o644)
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self._path, flags, 0o644)
 
     def _notice_removal(self) -> None:
         """Count what a log held that was removed while it was open."""

@@ -185,7 +185,7 @@ def test_a_drilled_program_is_not_stopped_by_its_journal(
 ) -> None:
     """`perdure drill` compares what it saves, and names the cause."""
     play(1, lambda _: loop(tmp_path, None, 9).close())
-    hook = Mock(is_doctor=False, is_tracing=lambda: False, traces=lambda _: False)
+    hook = Mock(is_doctor=False, traced=None)
     monkeypatch.setattr("perdure.checkpoint.journal.drill_hook", lambda: hook)
     loop(tmp_path, None, 10, wrong=8).close()
     assert Run(tmp_path).steps() == [5, 10]

@@ -163,19 +163,13 @@ def test_only_the_traced_step_leaves_the_fused_one(monkeypatch: pytest.MonkeyPat
     from perdure.data import ArrayDataset
     from perdure.jax import OneDeviceStrategy
 
-    traced: list[tuple[str, int | None]] = []
+    parts_traced: list[tuple[str, int | None]] = []
 
     class Hook:
-        is_doctor = False
-
-        def is_tracing(self) -> bool:
-            return True
-
-        def is_computing_traced(self, step: int) -> bool:
-            return step == 4
+        is_doctor, traced, finished = False, 4, -2
 
         def trace(self, part: str, number: int | None, digests: Any) -> None:
-            traced.append((part, number))
+            parts_traced.append((part, number))
 
     def grad(state: Any, batch: Any, key: Any) -> Any:
         return {"w": (state["w"] * batch["x"]).sum()}
@@ -193,4 +187,4 @@ def test_only_the_traced_step_leaves_the_fused_one(monkeypatch: pytest.MonkeyPat
         fast.append(strategy.explain(step).partition(":")[0])
     assert fast == ["Fast", "Not fast", "Fast"]
     parts = [(part, r) for r in range(2) for part in ("batch", "key", "contribution")]
-    assert traced == [("before", None), *parts, ("total", None), ("update", None)]
+    assert parts_traced == [("before", None), *parts, ("total", None), ("update", None)]

@@ -426,20 +426,21 @@ def _whole(tree: Any) -> Leaves:
 def is_tracing() -> bool:
     """Whether this process replays a step that is compared with that of another run."""
     hook = drill_hook()
-    return hook is not None and hook.is_tracing()
+    return hook is not None and hook.traced is not None
 
 
 def is_computing_traced(step: int) -> bool:
-    """Whether a strategy, which counts it as `step`, now computes the step that is asked for."""
+    """Whether the step that is asked for is, or may be, computed now: the first one after the step
+    before was reported, or the one that the strategy counts as `step`."""
     hook = drill_hook()
-    return hook is not None and hook.is_computing_traced(step)
+    return hook is not None and hook.traced in (step, hook.finished + 1)
 
 
 def trace_recorded(step: int, part: str, value: Any, group: Processes | None = None) -> None:
     """Report a part of a step (of `perdure.drill.step_bisect.PARTS`), if it is asked for. `step`
     counts how many steps the state contains."""
     hook = drill_hook()
-    if hook is not None and hook.traces(step):
+    if hook is not None and hook.traced == step:
         trace_part(part, value, group=group)
 
 

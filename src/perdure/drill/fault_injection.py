@@ -90,8 +90,8 @@ class FaultInjector:
         self.is_doctor: bool = plan.get("doctor", False)
         self._signs = LineSigns() if plan.get("phases") else None
         self._recorded: set[int] = set()
-        self._traced: int | None = plan.get("traced")
-        self._finished = -2  # the last step that was reported
+        self.traced: int | None = plan.get("traced")
+        self.finished = -2  # the last step that was reported
         self._states: dict[str, str] = {}  # of the random generators
         self._root = os.path.realpath(directory / ROOT)
         self._names: dict[str, str] = {}  # of the run directories in the working directory
@@ -169,37 +169,21 @@ class FaultInjector:
         """The name below `runs/` of the run directory at `where`."""
         return self._names.get(where, os.path.basename(where))
 
-    def is_tracing(self) -> bool:
-        """Whether the plan asks for the parts of a step."""
-        return self._traced is not None
-
-    def traces(self, step: int) -> bool:
-        """Whether `step` is the step whose parts the plan asks for."""
-        return step == self._traced
-
-    def is_computing_traced(self, step: int) -> bool:
-        """Whether the step that is computed now is, or may be, the traced one.
-
-        It is the first after the step before was reported, or the one that the strategy counts as
-        `step`.
-        """
-        return self._traced is not None and self._traced in (step, self._finished + 1)
-
     def trace(self, part: str, number: int | None, digests: Mapping[str, str]) -> None:
         """Record the digests of one part of the traced step, the first time that it is computed."""
-        is_after = self._finished + 1 == self._traced
+        is_after = self.finished + 1 == self.traced
         self._record("trace", part=part, number=number, leaves=dict(digests), is_after=is_after)
 
     def _trace_generators(self, point: str, step: int | None) -> None:
         """Record the states before and after the traced step, of the generators it drew from."""
-        if self._traced is None or step is None or point not in ("step", "restored"):
+        if self.traced is None or step is None or point not in ("step", "restored"):
             return
-        self._finished = step
+        self.finished = step
         states: dict[str, str] = {}
         with contextlib.suppress(Exception):  # `fit` on JAX holds the values of Keras itself
             encoded = process_random.capture()
             states = {name: hash_bytes(state)[:32] for name, state in encoded.items()}
-        if step == self._traced:
+        if step == self.traced:
             drawn = {name: s for name, s in states.items() if self._states.get(name) != s}
             before = {name: s for name, s in self._states.items() if name in drawn}
             self.trace("generators", self.worker, before)

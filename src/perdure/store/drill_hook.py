@@ -32,16 +32,14 @@ class DrillHook(Protocol):
         """Is called with the recipe that a program gives the manager of a run directory."""
         ...
 
-    def is_tracing(self) -> bool:
-        """Whether a step of this program is compared with that of another run."""
+    @property
+    def traced(self) -> int | None:
+        """The step that is compared with that of another run; it counts finished steps, as `save`."""
         ...
 
-    def traces(self, step: int) -> bool:
-        """Whether the parts of this step are asked for; `step` counts finished steps, as in `save`."""
-        ...
-
-    def is_computing_traced(self, step: int) -> bool:
-        """Whether a strategy, which counts it as `step`, now computes that step."""
+    @property
+    def finished(self) -> int:
+        """The last step that was reported."""
         ...
 
     def trace(self, part: str, number: int | None, digests: Mapping[str, str]) -> None:

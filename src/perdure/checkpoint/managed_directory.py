@@ -64,10 +64,10 @@ class ManagedDirectory:
         self._retention = retention
         if (hook := drill_hook()) is None:
             return
-        hook.recipe(run.where, recipe or {})
-        if (retention := self._rules()).best_metric is not None:
-            best = retention.best_metric, retention.best_mode, retention.best_to_keep
-            hook.retention(run.where, *best)
+        hook.note("recipe", run.where, recipe=dict(recipe or {}))
+        if (best := self._rules()).best_metric is not None:
+            rule = {"metric": best.best_metric, "mode": best.best_mode, "keep": best.best_to_keep}
+            hook.note("retention", run.where, **rule)
 
     @property
     def in_forked_child(self) -> bool:

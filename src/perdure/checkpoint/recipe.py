@@ -86,7 +86,7 @@ class RecipeCheck:
         if self.settings is None:
             self.settings = {} if "engine" in self.given else of_process()
             if (hook := drill_hook()) is not None:
-                hook.recipe(directory, self.recorded)
+                hook.note("recipe", directory, recipe=dict(self.recorded))
         if self._resumed is None:
             return
         where, saved = self._resumed

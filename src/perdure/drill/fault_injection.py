@@ -140,9 +140,9 @@ class FaultInjector:
             link.symlink_to(place)
         return _WatchedStorage(place, self)
 
-    def recipe(self, where: str, recipe: Mapping[str, Any]) -> None:
-        """Record the recipe that the program gives the manager of a run directory."""
-        self._record("recipe", run=self._name_of(where), recipe=dict(recipe))
+    def note(self, event: str, where: str, **fields: Any) -> None:
+        """Record what the program gives the manager of a run directory."""
+        self._record(event, run=self._name_of(where), **fields)
 
     def read(self) -> None:
         """Called before bytes of a checkpoint are read: a program without a manager restores so."""
@@ -160,10 +160,6 @@ class FaultInjector:
         """Record what was computed for a check of the first step, and end the program."""
         self._record("checked", results=results)
         self._act(Fault("", "exit"), "")
-
-    def retention(self, where: str, metric: str, mode: str, keep: int) -> None:
-        """Record by which metric a run directory keeps its best checkpoints."""
-        self._record("retention", run=self._name_of(where), metric=metric, mode=mode, keep=keep)
 
     def _name_of(self, where: str) -> str:
         """The name below `runs/` of the run directory at `where`."""

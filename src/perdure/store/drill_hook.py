@@ -24,12 +24,8 @@ class DrillHook(Protocol):
         """The storage to use in place of the one at `location`."""
         ...
 
-    def retention(self, where: str, metric: str, mode: str, keep: int) -> None:
-        """Is called for a run directory whose `keep` best checkpoints by a metric are kept."""
-        ...
-
-    def recipe(self, where: str, recipe: Mapping[str, Any]) -> None:
-        """Is called with the recipe that a program gives the manager of a run directory."""
+    def note(self, event: str, where: str, **fields: Any) -> None:
+        """Is called with what a program gives the manager of a run directory: "recipe", "retention"."""
         ...
 
     @property

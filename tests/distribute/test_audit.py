@@ -283,9 +283,9 @@ def test_exclude_reports_the_device_to_the_supervisor(
     engine = FaultyEngine(3, wrong={(2, drawn.replica, 1): 9})
     with pytest.raises(SilentCorruptionError) as caught:
         train(engine, 6, 1.0, on_corruption="exclude")
-    report = excluded_devices.read_report(str(tmp_path / "beat"))
+    report = heartbeats.read_report(str(tmp_path / "beat"), excluded_devices.REPORT)
     culprit = (0, 2, 3)[drawn.devices[1]]  # number 1 is out already
-    assert report == excluded_devices.CorruptionReport((culprit,), 2, str(caught.value))
+    assert report == {"devices": [culprit], "left": 2, "text": str(caught.value)}
     assert [found.device for found in caught.value.devices] == [culprit]
     assert excluded_devices.without_excluded("abcd") == ("a", "c", "d")
     assert json.loads((tmp_path / "beat.corrupt-device").read_text())["devices"] == [culprit]

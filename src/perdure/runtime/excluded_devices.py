@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from perdure.errors import TopologyError
@@ -18,17 +17,9 @@ from perdure.runtime import heartbeats
 AUDIT = "PERDURE_AUDIT"
 ON_CORRUPTION = "PERDURE_ON_CORRUPTION"
 EXCLUDED = "PERDURE_EXCLUDED_DEVICES"
+REPORT = "corrupt-device"
 
 Device = TypeVar("Device")
-
-
-@dataclass(frozen=True)
-class CorruptionReport:
-    """What a process reports: numbers of wrong devices, how many are `left`, the text of the error."""
-
-    devices: tuple[int, ...]
-    left: int
-    text: str
 
 
 def excluded_devices() -> frozenset[int]:
@@ -62,16 +53,9 @@ def named_numbers(count: int) -> list[int]:
 
 
 def report_corruption(local: Sequence[int], count: int, text: str) -> bool:
-    """Tell `perdure run` which of this process's `count` devices were wrong; False outside of it."""
+    """Tell `perdure run` which of this process's `count` devices were wrong, and how many are left;
+    False outside of it."""
     numbers = named_numbers(count)
     devices = [numbers[device] for device in local]
     report = {"devices": devices, "left": count - len(local), "text": text}
-    return heartbeats.report("corrupt-device", report)
-
-
-def read_report(heartbeat: str) -> CorruptionReport | None:
-    """The report of the process with this heartbeat file; None if it wrote none."""
-    found = heartbeats.read_report(heartbeat, "corrupt-device")
-    if found is None:
-        return None
-    return CorruptionReport(tuple(found["devices"]), found["left"], found["text"])
+    return heartbeats.report(REPORT, report)

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from perdure.runtime.excluded_devices import REPORT as CORRUPT
 from perdure.runtime.heartbeats import Beat
 from perdure.runtime.ports import is_taken
 from perdure.runtime.system import signals
@@ -123,14 +124,15 @@ class Attempt:
         last_step = max((step for step, _ in newest), default=None)
         first_time, first_step = min(firsts, default=(None, None))
         last_line = exception = ""
-        corruption, worker = None, end.worker
+        corruption: dict[str, Any] = {}
+        worker = end.worker
         if worker is not None and end.kind in ("failed", "full", "killed", "hung", "stopped"):
             last_line = worker.last_line()
             # A killed worker may have caught the exception that it wrote.
             if end.kind in ("failed", "full") and worker.process.returncode > 0:
                 exception = worker.exception()
         if worker is not None and end.kind == "corrupt":
-            corruption = worker.corruption()
+            corruption = worker.reported(CORRUPT)
         return AttemptRecord(
             number=number,
             workers=len(self.workers),
@@ -150,9 +152,13 @@ class Attempt:
             made_progress=worker is not None and worker.first is not None,
             last_line=last_line,
             exception=exception,
-            corrupt_devices=() if corruption is None else corruption.devices,
-            devices_left=None if corruption is None else corruption.left,
-            saved={path: step for worker in self.workers for path, step in worker.saved().items()},
+            corrupt_devices=tuple(corruption.get("devices", ())),
+            devices_left=corruption.get("left"),
+            saved={
+                path: step
+                for worker in self.workers
+                for path, step in worker.reported("saved").items()
+            },
         )
 
     # ---------------------------------------------------------------- watching
@@ -216,11 +222,11 @@ class Attempt:
     def _reported(self) -> AttemptEnd | None:
         """The end that a worker has reported: it must not begin again, or a device computes wrong."""
         for worker in self.workers:
-            if text := worker.refusal():
-                return AttemptEnd("refused", f"worker {worker.index}: {text}", worker)
+            if report := worker.reported("refused"):
+                return AttemptEnd("refused", f"worker {worker.index}: {report['text']}", worker)
         for worker in self.workers:
-            if (report := worker.corruption()) is not None:
-                return AttemptEnd("corrupt", f"worker {worker.index}: {report.text}", worker)
+            if report := worker.reported(CORRUPT):
+                return AttemptEnd("corrupt", f"worker {worker.index}: {report['text']}", worker)
         return None
 
     def _all_ended(self, statuses: list[int | None]) -> AttemptEnd:

@@ -234,7 +234,7 @@ class Supervisor:
     def _beat(self, worker: Worker, beat: Beat) -> None:
         if beat.step not in (None, self._logged_step) and self._clock() >= self._next_log:
             self._logged_step, self._next_log = beat.step, self._clock() + PROGRESS_S
-            fields = {"step": beat.step, "phase": beat.phase, "saved": worker.saved()}
+            fields = {"step": beat.step, "phase": beat.phase, "saved": worker.reported("saved")}
             self._log.add("progress", attempt=worker.attempt, **fields)
         self._observer.beat(worker, beat)
 

@@ -15,9 +15,9 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from perdure.runtime import heartbeats
-from perdure.runtime.excluded_devices import CorruptionReport, read_report
 from perdure.runtime.heartbeats import Beat
 from perdure.runtime.memory_limit import MemoryLimit
 from perdure.runtime.process_stat import SESSION, STATE, TIMES, stat_fields
@@ -120,17 +120,9 @@ class Worker:
             self.newest = beat.step, beat.time
         return beat
 
-    def saved(self) -> dict[str, int]:
-        """The newest step that it reported as saved, by run directory."""
-        return heartbeats.read_report(self._heartbeat, "saved") or {}
-
-    def refusal(self) -> str:
-        """Why it must not begin again where it was saved, or ""."""
-        return (heartbeats.read_report(self._heartbeat, "refused") or {"text": ""})["text"]
-
-    def corruption(self) -> CorruptionReport | None:
-        """What it reported of its devices that compute wrong numbers."""
-        return read_report(self._heartbeat)
+    def reported(self, name: str) -> dict[str, Any]:
+        """Its newest report of this name (`heartbeats.report`); empty without one."""
+        return heartbeats.read_report(self._heartbeat, name) or {}
 
     def note_stopped(self, now: float) -> None:
         """Find out whether SIGSTOP or a debugger has stopped it."""

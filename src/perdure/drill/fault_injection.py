@@ -35,10 +35,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
 from perdure.drill.jumping_clock import jump
@@ -51,9 +51,10 @@ from perdure.store.format import MANIFESTS, PACKS, TEMP_SUFFIX, hash_bytes
 from perdure.store.local import LocalStorage
 from perdure.store.storage import Storage
 
-PLAN, COPIES, RUNS = "plan.json", "manifests", "runs"
+if TYPE_CHECKING:
+    from perdure.drill.resume_probe import ResumeProbe
 
-Listener = Callable[[str, "int | None"], None]
+PLAN, COPIES, RUNS = "plan.json", "manifests", "runs"
 
 _ERRORS = {"full": errno.ENOSPC, "io": errno.EIO}
 _SIGNALS = {"term": signal.SIGTERM, "stop": signal.SIGSTOP}
@@ -102,8 +103,7 @@ class FaultInjector:
         self._exits = 0
         self._step: int | None = None
         self._linked: dict[str, str] = {}
-        self.listeners: list[Listener] = []
-        self.waits: list[Callable[[int], None]] = []
+        self.probe: ResumeProbe | None = None
 
     def storage(self, location: str | os.PathLike[str] | Storage) -> Storage:
         """The storage for a run directory that the program names.
@@ -188,8 +188,8 @@ class FaultInjector:
 
     def before(self, operation: str, path: str) -> None:
         """Called before every operation that changes a run directory."""
-        if self.waits and operation == "fsync_dir":
-            self._wait(path)
+        if self.probe is not None and operation == "fsync_dir":
+            self._wait(self.probe, path)
         with self._guard:
             point = _point(operation, path, self._linked)
             if point in ("manifest.link", "pack.link"):
@@ -200,14 +200,13 @@ class FaultInjector:
             if point == "manifest.sync":
                 self._linked.clear()
 
-    def _wait(self, path: str) -> None:
-        """Let the probes see the program at this commit, if it will be killed right after it."""
+    def _wait(self, probe: ResumeProbe, path: str) -> None:
+        """Let the probe see the program at this commit, if it will be killed right after it."""
         manifest = self._linked.get("manifest.link", "")
         number = self._seen["manifest.sync"] + 1
         due = any(f.point == "manifest.sync" and f.nth == number for f in self._faults)
         if due and os.path.dirname(manifest) == path:
-            for wait in self.waits:
-                wait(int(Path(manifest).stem))
+            probe.wait(int(Path(manifest).stem))
 
     def beat(self, phase: str, step: int | None) -> None:
         """Called at every heartbeat: the loop has finished `step` steps and enters `phase`."""
@@ -229,8 +228,8 @@ class FaultInjector:
             self._seen[point] += 1
             self._record(point, step=step, **fields)
             self._trace_generators(point, step)
-            for listener in self.listeners:
-                listener(point, step)
+            if self.probe is not None:
+                self.probe(point, step)
             for number, fault in enumerate(self._faults):
                 if not self._is_due(fault, point, step):
                     continue

@@ -140,9 +140,8 @@ def _resume() -> None:
     if directory := os.environ.get(DRILL):
         injector = fault_injector(directory)
         put = json.loads(os.environ.get(PUT) or "[]")
-        probe = ResumeProbe(injector.directory, injector.attempt, injector.worker, put)
-        injector.listeners.append(probe)
-        injector.waits.append(probe.wait)
+        attempt, worker = injector.attempt, injector.worker
+        injector.probe = ResumeProbe(injector.directory, attempt, worker, put)
 
 
 # ---------------------------------------------------------------- entropy and the process

@@ -49,7 +49,7 @@ _WAIT_S = 5.0
 
 
 class ResumeProbe:
-    """A listener of the fault injector; see the module.
+    """What the fault injector asks at every point; see the module.
 
     `put` has names of values; `iterators` advances all that the loop reads from, `iterators NAME`
     one of it, and `file NAME` is a file of the working directory.

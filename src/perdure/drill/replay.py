@@ -389,8 +389,7 @@ def write_record(storage: Storage, document: Mapping[str, Any]) -> str:
     name = f"{REPLAYS}{document['created'].replace(':', '')}-{secrets.token_hex(4)}"
     place = log_place(storage, name)
     try:
-        if isinstance(storage, LocalStorage):
-            os.makedirs(storage.path(REPLAYS), exist_ok=True)
+        storage.make_folder(REPLAYS)
         log = LogWriter(storage, name)
         try:
             log.append(document)

@@ -304,7 +304,6 @@ class AttemptsLog:
         self._logs = logs
         self._report = report
         self._writer: LogWriter | None = None
-        self._first: dict[str, Any] | None = None
         self._waiting: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
         self._was_reported = False
 
@@ -312,7 +311,6 @@ class AttemptsLog:
         """Append one event with the time of day; if the disk is full, later events write it too."""
         event = {"kind": kind, "time": timestamp(), **encodable(fields)}
         self.run.add(**event)
-        self._first = self._first or event
         self._waiting.append(event)
         path = self._logs / FILE
         try:
@@ -338,8 +336,8 @@ class AttemptsLog:
 
     def _begin(self) -> None:
         self.close()
-        if self._first is not self._waiting[0] and self._first is not None:
-            self._waiting.appendleft(self._first)
+        if self.run.start and self._waiting[0]["kind"] != "start":
+            self._waiting.appendleft({"kind": "start", **self.run.start})
         self._logs.mkdir(parents=True, exist_ok=True)
         self._writer = LogWriter(LocalStorage(self._logs), NAME)
 

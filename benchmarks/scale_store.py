@@ -58,7 +58,7 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
                 for count in (FEW, given.kept):
                     found = child(source, "first", f"{scratch}/kept{count}", count)
                     for what, ms in found.items():
-                        if number:  # the first round builds the index
+                        if number:  # the first round warms the cache
                             kept.setdefault((name, what, count), []).append(ms)
         for name in sources:
             for what, reach in (("first save", 1000.0), ("prune", None), ("latest_step", None)):

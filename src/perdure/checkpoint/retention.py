@@ -22,8 +22,7 @@ from perdure.errors import ArgumentError, CorruptionError, UnreachableError
 from perdure.store import Collected, CollectPlan, PruneRequest, Run
 from perdure.store.format import MAX_STEP, Metric, seconds_of, steps_text
 from perdure.store.garbage_collection import plan_collect
-from perdure.store.manifest import Manifest
-from perdure.store.manifest_index import ManifestSummary
+from perdure.store.manifest import Manifest, ManifestSummary
 from perdure.store.run_events import Rules
 from perdure.store.run_log import LogView
 from perdure.store.verify import Packs

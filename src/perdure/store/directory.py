@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 
 from perdure.errors import CorruptionError, PruneError
 from perdure.store.entry_builder import StoredChunk
 from perdure.store.failures import DamagedChunk
 from perdure.store.manifest import Manifest, PackEntry
-from perdure.store.manifest_index import IndexedPlaces, ManifestIndex
 from perdure.store.run_log import RunLog
 from perdure.store.storage import Storage
 from perdure.store.view import View
@@ -31,7 +29,6 @@ class Directory:
         self.damaged: dict[str, str] = {}
         self.suspects: set[str] = set()
         self.bad: dict[tuple[str, int], str] = {}
-        self._index: ManifestIndex | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -40,12 +37,6 @@ class Directory:
         self._view: View | None = None
         self._is_current = False
         self._stored_chunks: dict[str, StoredChunk] | None = None
-        if self._index is not None:
-            self._index = ManifestIndex(self.storage)
-
-    def use_index(self, used: bool) -> None:
-        """Let views take most manifests from the index, as those of the one writer do."""
-        self._index = ManifestIndex(self.storage) if used else None
 
     def changed(self) -> None:
         """Let the next view be a new look: something was moved, pinned or replaced."""
@@ -82,9 +73,7 @@ class Directory:
     def _look(self, *, whole: bool = False, packs: bool = False) -> View:
         """Look again; at the packs only if `packs` or `whole`, or if they were not listed yet."""
         known, self._is_current = self._view, True
-        self._view = View(
-            self.storage, self.log, self._sizes, self._index, known, whole=whole, packs=packs
-        )
+        self._view = View(self.storage, self.log, self._sizes, known, whole=whole, packs=packs)
         return self._view
 
     # ------------------------------------------------------------ what the writer did
@@ -96,8 +85,6 @@ class Directory:
         self._sizes.update((pack.name, pack.size) for pack in manifest.packs)
         if self._view is not None:
             self._view = self._view.with_added(manifest, head)
-            with suppress(OSError, MemoryError):  # the index can do without it
-                self._view.write_index()
 
     def removed(self, steps: Collection[int], packs: Collection[str]) -> None:
         """Note that manifests and packs were deleted."""
@@ -127,7 +114,8 @@ class Directory:
         self._drop_places({pack})
 
     def stored_chunks(self, *, fresh: bool = False) -> dict[str, StoredChunk]:
-        """Places of the chunks of readable checkpoints, by hash, in packs not known to be damaged.
+        """Places of the chunks of the newest readable checkpoints, by hash, in packs not known to be
+        damaged.
 
         `agrees` tells afterwards whether these packs still have their size. A process beside the
         one writer asks for `fresh` ones.
@@ -143,9 +131,7 @@ class Directory:
             if self.storage.lists_versions:
                 _ = view.packs  # one listing has the sizes of all
             stored: dict[str, StoredChunk] = {}
-            if self._index is not None and (segment := self._index.segment) is not None:
-                stored = IndexedPlaces(segment, self._places_of)
-            for manifest in view.read.values():
+            for manifest in view.newest.values():
                 stored.update(self._places(view, manifest))
             self._stored_chunks = stored
         return self._stored_chunks
@@ -159,13 +145,6 @@ class Directory:
             stored = self._stored_chunks
             for digest in [key for key, place in stored.items() if place.pack in packs]:
                 del stored[digest]
-
-    def _places_of(self, step: int) -> Iterable[tuple[str, StoredChunk]]:
-        """`_places` of a step to which the index points; none if there is no such checkpoint."""
-        view = self._view
-        if view is None or step not in view.readable:
-            return ()
-        return self._places(view, view.manifests[step])
 
     def _places(self, view: View, manifest: Manifest) -> Iterator[tuple[str, StoredChunk]]:
         """(hash, place) of the chunks of a manifest that a save may depend on."""

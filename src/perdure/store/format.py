@@ -80,7 +80,6 @@ LOCK = "lock"
 MANIFESTS = "checkpoints/"
 PACKS = "packs/"
 QUARANTINE = "quarantine/"
-INDEX = "index/"
 PINS = "pins/"
 TEMP_SUFFIX = ".tmp"
 MAX_STEP = 10**12 - 1

@@ -194,6 +194,31 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         return sum(places.values())
 
 
+class ManifestHead(Struct, frozen=True):
+    """The fields of a manifest that retention and a prune decide by; `Manifest` describes them."""
+
+    format: Natural
+    run: str
+    step: Natural
+    created: Time
+    metrics: dict[str, Metric]
+    packs: tuple[PackEntry, ...]
+
+
+class ManifestSummary(Struct, frozen=True, gc=False):
+    """What a writer remembers of a manifest.
+
+    `head` is the start of its file with the digest; `packs` are sizes by name; `version` that of
+    its file.
+    """
+
+    head: str
+    created: str
+    metrics: dict[str, Metric]
+    packs: dict[str, int]
+    version: str = ""
+
+
 def fingerprint(leaves: Iterable[tuple[str, str, Sequence[int], Sequence[str]]]) -> str:
     """Hash of (path, dtype, shape, chunk hashes) over a whole state, in path order."""
     return hash_parts(json_parts(map(msgspec.json.encode, blocks(sorted(leaves)))))

@@ -10,6 +10,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from itertools import compress, pairwise
 from operator import itemgetter
 
@@ -35,7 +36,15 @@ from perdure.store.format import (
     seconds_of,
 )
 from perdure.store.gc_pause import gc_paused
-from perdure.store.manifest import MAPPINGS, Container, LeafEntry, Manifest, PackEntry
+from perdure.store.manifest import (
+    MAPPINGS,
+    Container,
+    LeafEntry,
+    Manifest,
+    ManifestHead,
+    ManifestSummary,
+    PackEntry,
+)
 from perdure.text import few
 
 MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
@@ -43,6 +52,7 @@ _DIGEST_HEAD = b'{"digest":"'
 _DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
 
 _decoder = msgspec.json.Decoder(Manifest)
+_head_decoder = msgspec.json.Decoder(ManifestHead)
 _encoder = msgspec.json.Encoder(order="deterministic")
 _leaves_decoder = msgspec.json.Decoder(list[LeafEntry])
 
@@ -105,6 +115,32 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
     Raises CorruptionError if these are not the bytes that were committed, FormatVersionError for a
     newer format.
     """
+    body = _intact_body(data, where)
+    with gc_paused(len(data) // LEAF_TEXT_BYTES):
+        return _checked(_manifest(body, where), where, step)
+
+
+def decode_head(data: bytes, where: str, step: int | None) -> ManifestHead | Manifest:
+    """Check that a manifest is as it was written, and decode it without its leaves, which takes a
+    tenth of the time. Raises as `decode_manifest`."""
+    body = _intact_body(data, where)
+    with suppress(ValueError, RecursionError):
+        head = _head_decoder.decode(body)
+        seconds_of(head.created)
+        if (head.format, head.step) == (FORMAT, step):
+            return head
+    return decode_manifest(data, where, step)  # names what is wrong
+
+
+def summarize(manifest: ManifestHead | Manifest, data: bytes) -> ManifestSummary:
+    """The summary of a manifest; `data` are the first bytes of its file."""
+    head = data[:HEAD_BYTES].decode()
+    packs = {pack.name: pack.size for pack in manifest.packs}
+    return ManifestSummary(head, manifest.created, manifest.metrics, packs)
+
+
+def _intact_body(data: bytes, where: str) -> memoryview:
+    """`_body` of a manifest that has the digest that it states."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptionError(
             f"{where}: a manifest has at most {MAX_MANIFEST_BYTES} bytes, found {len(data)}."
@@ -113,8 +149,7 @@ def decode_manifest(data: bytes, where: str, step: int | None = None) -> Manifes
     actual = hash_bytes(body)
     if data[:_DIGEST_BYTES] != _DIGEST_HEAD + actual.encode() + b'",':
         raise CorruptionError(f"{where}: {_damage(data, actual)}.{UNTIL_VERIFIED}")
-    with gc_paused(len(data) // LEAF_TEXT_BYTES):
-        return _checked(_manifest(body, where), where, step)
+    return body
 
 
 def _damage(data: bytes, actual: str) -> str:

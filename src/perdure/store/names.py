@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from perdure.store.format import (
-    INDEX,
     MANIFESTS,
     PACKS,
     PINS,
@@ -28,13 +27,7 @@ def steps_from(storage: Storage, step: int) -> list[int]:
 
 
 def newest_step(storage: Storage) -> int | None:
-    """The newest committed step; in a bucket with an index at the cost of two requests."""
-    if storage.lists_versions:
-        # The names of the index say where to begin, and not what there is.
-        hints = [name.rpartition("-")[2] for name in storage.list(INDEX)]
-        begin = max((int(hint) for hint in hints if hint.isdecimal()), default=-1)
-        if begin >= 0 and (later := steps_from(storage, begin)):
-            return later[-1]
+    """The newest committed step."""
     names = list(storage.list(MANIFESTS))
     newest = step_of(max(names, default=""))
     if newest is None:  # there is none, or another name comes last

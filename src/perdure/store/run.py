@@ -191,8 +191,9 @@ class Run:
     ) -> Manifest:
         """Commit one checkpoint; it survives power loss on return.
 
-        Chunks that a readable checkpoint holds are not written again. Saving a step again with equal
-        bits succeeds: the checkpoint gets the `metrics` that it lacks, and these `process_leaves`.
+        Chunks that one of the newest 64 readable checkpoints holds are not written again. Saving a
+        step again with equal bits succeeds: the checkpoint gets the `metrics` that it lacks, and these
+        `process_leaves`.
 
         Args:
             step: From 0 to `MAX_STEP`, above the newest committed step.

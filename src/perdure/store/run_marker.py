@@ -29,7 +29,7 @@ from perdure.store.format import (
     manifest_name,
 )
 from perdure.store.local import LocalStorage
-from perdure.store.manifest import Manifest
+from perdure.store.manifest import Manifest, ManifestHead
 from perdure.store.manifest_json import decode_manifest
 from perdure.store.names import committed_steps
 from perdure.store.storage import Storage
@@ -138,7 +138,7 @@ def _read_mark(storage: Storage, folder: str) -> FolderMark | None:
         ) from None
 
 
-def other_run(manifest: Manifest, run: str | None, where: str) -> str | None:
+def other_run(manifest: Manifest | ManifestHead, run: str | None, where: str) -> str | None:
     """Why a manifest at `where` is not one of the run with the id `run`; None if it is, or for any."""
     if run in (None, manifest.run):
         return None

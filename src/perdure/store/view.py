@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from operator import or_
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -23,17 +24,18 @@ from perdure.store.format import (
     step_of,
     steps_text,
 )
-from perdure.store.manifest import Manifest
-from perdure.store.manifest_index import INDEX_FROM, ManifestIndex, ManifestSummary, summarize
-from perdure.store.manifest_json import HEAD_BYTES, decode_manifest
+from perdure.store.manifest import Manifest, ManifestSummary
+from perdure.store.manifest_json import HEAD_BYTES, decode_head, decode_manifest, summarize
 from perdure.store.names import committed_steps, pinned_steps, step_aside
+from perdure.store.pools import map_ahead, pool
 from perdure.store.run_log import LogView, RunLog, line_references
 from perdure.store.run_marker import folder_problem, lacks_manifests, other_run
 from perdure.store.storage import Storage
 from perdure.text import counted, few
 
-READ_NEWEST = 8
-"""So many of the newest manifests are read whatever the index says: retention counts on them."""
+READ_NEWEST = 64
+"""So many of the newest manifests a writer decodes, and depends on their chunks. Of others it takes a
+summary: a run may have more manifests than fit into memory."""
 
 START_OVER = (
     "To begin this run again on purpose, from what its mirror has or else from step 0, call "
@@ -110,9 +112,8 @@ class View:
     """What a run directory held at one look: names, manifests and sizes, but no chunks.
 
     It does not change: a writer derives the next view. Parts are listed when first asked for. Sizes
-    of packs never change and are kept in `sizes`. Of manifests the `index` knows, and of what a
-    `known` view has read, only changes are read; `whole` reads everything, `packs` lists them
-    again.
+    of packs never change and are kept in `sizes`. Of what a `known` view has read, only changes are
+    read; `whole` decodes every manifest, `packs` lists them again.
     """
 
     def __init__(
@@ -120,7 +121,6 @@ class View:
         storage: Storage,
         log: RunLog,
         sizes: dict[str, int] | None = None,
-        index: ManifestIndex | None = None,
         known: View | None = None,
         *,
         whole: bool = False,
@@ -128,11 +128,11 @@ class View:
     ) -> None:
         self._storage, self._run_log = storage, log
         self._sizes = {} if sizes is None else sizes
-        self._index, self._is_whole = index, whole
+        self._is_whole = whole
         self._unsized: list[str] = []
         # Without a reference to the view before, which would keep all earlier ones.
         parts = {} if known is None else known.__dict__
-        self._before: _Manifests[int] = parts.get("_committed", _nothing())
+        self._before: _Manifests[int] = parts.get("_committed") or parts.get("_newest", _nothing())
         self._aside_before: _Manifests[str] = parts.get("_aside", _nothing())
         if "_pack_names" in parts and not (packs or whole):
             self.__dict__["_pack_names"] = parts["_pack_names"]
@@ -160,6 +160,11 @@ class View:
     def read(self) -> Mapping[int, Manifest]:
         """The manifests that are in memory, by step."""
         return self._committed.read
+
+    @property
+    def newest(self) -> Mapping[int, Manifest]:
+        """The manifests that are in memory, by step, at least the newest; others are not looked at."""
+        return (self._committed if "_committed" in self.__dict__ else self._newest).read
 
     @cached_property
     def manifests(self) -> Mapping[int, Manifest]:
@@ -320,59 +325,73 @@ class View:
 
     def with_added(self, manifest: Manifest, head: bytes) -> View:
         """The view after the commit of a manifest, whose file begins with `head`."""
-        if "_committed" not in self.__dict__:
-            return self  # the manifest will be listed
-        step = manifest.step
-        after = self._committed.without([step])
-        is_newest = step > max(after.readable, default=-1)
-        after.readable[step] = summarize(manifest, head)
-        after.read[step] = manifest
-        if not is_newest:
-            after = after._replace(readable=dict(sorted(after.readable.items())))
+        after = None
+        if "_committed" in self.__dict__:  # else it will be listed
+            step = manifest.step
+            after = self._committed.without([step])
+            is_newest = step > max(after.readable, default=-1)
+            after.readable[step] = summarize(manifest, head)
+            after.read[step] = manifest
+            for older in sorted(after.read)[:-READ_NEWEST]:
+                del after.read[older]
+            if not is_newest:
+                after = after._replace(readable=dict(sorted(after.readable.items())))
         packs = [pack.name for pack in manifest.packs]
         return self._derived(after, lambda names: names.union(packs))
 
     def without(self, steps: Collection[int], packs: Collection[str]) -> View:
         """The view after manifests and packs were deleted."""
-        if "_committed" not in self.__dict__:
-            return self
         after = self._committed.without(steps)
         return self._derived(after, lambda names: names.difference(packs))
 
     def _derived(
-        self, committed: _Manifests[int], change: Callable[[frozenset[str]], frozenset[str]]
+        self, committed: _Manifests[int] | None, change: Callable[[frozenset[str]], frozenset[str]]
     ) -> View:
-        view = View(self._storage, self._run_log, self._sizes, self._index)
+        known = self if committed is None else None
+        view = View(self._storage, self._run_log, self._sizes, known)
         parts = self.__dict__
         kept = {name: parts[name] for name in ("pinned", "_aside", "frozen") if name in parts}
         if "_pack_names" in parts:
             kept["_pack_names"] = change(self._pack_names)
-        view.__dict__.update(kept, _committed=committed)
+        if committed is not None:
+            kept["_committed"] = committed
+        view.__dict__.update(kept)
         return view
 
     # ------------------------------------------------------------ looking
 
     @cached_property
-    def _committed(self) -> _Manifests[int]:
+    def _names(self) -> dict[int, tuple[str, str]]:
+        """Name and version of each manifest by step, oldest first."""
         entries = self._storage.entries(MANIFESTS)
         # Names of manifests sort as their steps do.
-        names = {step: name for name in sorted(entries) if (step := step_of(name)) is not None}
-        before = self._before
-        rows = {} if self._index is None else self._index.rows
+        listed = ((step_of(name), name, entries[name].version) for name in sorted(entries))
+        return {step: (name, version) for step, name, version in listed if step is not None}
+
+    @cached_property
+    def _committed(self) -> _Manifests[int]:
+        older = self._found([*self._names][:-READ_NEWEST], is_light=not self._is_whole)
+        found = _Manifests(*map(or_, older, self._newest))
+        self._before = _nothing()
+        return found
+
+    @cached_property
+    def _newest(self) -> _Manifests[int]:
+        return self._found([*self._names][-READ_NEWEST:])
+
+    def _found(self, steps: Collection[int], *, is_light: bool = False) -> _Manifests[int]:
+        """What a look finds of manifests; only summaries if `is_light`."""
         found = _nothing()
-        unread = set() if self._is_whole else {*list(names)[:-READ_NEWEST]}
-        unread -= before.readable.keys() | before.unreadable.keys()
-        for step, name in names.items():
-            row = rows.get(step)
-            if row is not None and step in unread:
-                found.readable[step] = row
-                continue
-            self._read(step, step, name, entries[name].version, before, found)
-            summary = found.readable.get(step)
-            head = "" if summary is None or summary.version else summary.head
-            if row is not None and row.head == head:
-                found.readable[step] = row  # with the version of these bytes
-        self._before = found
+
+        def read(step: int) -> None:
+            self._read(step, step, *self._names[step], self._before, found, is_light=is_light)
+
+        if (streams := self._storage.streams) and len(steps) > 1:
+            for _ in map_ahead(pool("manifests", streams), read, steps, streams):
+                pass
+            return found._replace(readable=dict(sorted(found.readable.items())))
+        for step in steps:
+            read(step)
         return found
 
     @cached_property
@@ -398,6 +417,8 @@ class View:
         version: str,
         before: _Manifests[K],
         found: _Manifests[K],
+        *,
+        is_light: bool = False,
     ) -> None:
         """Add a manifest to `found` with this key, which is read unless it is known from `before`."""
         storage = self._storage
@@ -413,14 +434,15 @@ class View:
                         found.read[key] = before.read[key]
                     return
             data = storage.read(name)
-            manifest = decode_manifest(data, where, step)
+            manifest = (decode_head if is_light else decode_manifest)(data, where, step)
             if (problem := other_run(manifest, self._run_log.run, where)) is not None:
                 found.unreadable[key] = problem
                 found.foreign.add(key)
                 return
             # The version was listed before the read, so it may be that of older bytes: it is not kept.
             found.readable[key] = summarize(manifest, data)
-            found.read[key] = manifest
+            if isinstance(manifest, Manifest):
+                found.read[key] = manifest
         except FileNotFoundError:
             return
         except ConnectionError:
@@ -493,25 +515,6 @@ class View:
         if pack not in self._sizes:
             self._sizes[pack] = self._storage.size(PACKS + pack)
         return self._sizes[pack]
-
-    def write_index(self) -> None:
-        """Write what the index lacks, once that is much, and give the memory of manifests back."""
-        if (index := self._index) is None:
-            return
-        rows, (readable, read, *_) = index.rows, self._committed
-        lacking = [step for step, row in readable.items() if rows.get(step) is not row]
-        if len(lacking) < INDEX_FROM:
-            return
-        # Nobody else writes, from the read of a manifest to the write below, which checks the lock.
-        # So the versions that are listed in between are those of what was read.
-        entries = self._storage.entries(MANIFESTS)
-        for step in lacking:
-            entry = entries.get(manifest_name(step))
-            if entry is not None and entry.version != readable[step].version:
-                readable[step] = msgspec.structs.replace(readable[step], version=entry.version)
-        index.write(readable, {step: read.get(step) for step in lacking})
-        for step in sorted(read)[:-INDEX_FROM]:
-            del read[step]
 
 
 def is_same_file(storage: Storage, name: str, version: str, summary: ManifestSummary) -> bool:

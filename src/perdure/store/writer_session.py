@@ -168,7 +168,6 @@ class WriterSession:
         self.holds_lock = True
         # Another writer may have changed what was read before.
         self.directory.forget()
-        self.directory.use_index(True)
         self.directory.durable.clear()
 
     def check_process(self) -> None:
@@ -183,7 +182,6 @@ class WriterSession:
     def close(self) -> None:
         """Give the lock back. In a forked child the lock stays with the parent."""
         self.holds_lock = self._ready = False
-        self.directory.use_index(False)
         if os.getpid() != self._pid:
             return
         try:

@@ -367,7 +367,7 @@ def load_verified(
             "first save; `CheckpointManager.restore_or_initialize` then starts from a fresh state."
         )
     run, step = find_step(directory, step)
-    loaded = load_good(run, None, step, Needs(wanted)).loaded
+    loaded = load_good(run, step, Needs(wanted)).loaded
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     warn_of_skipped(run.where, loaded)

@@ -39,7 +39,7 @@ from perdure.errors import (
     UnreachableError,
     warn_caller,
 )
-from perdure.runtime.process_group import Processes, SingleProcess
+from perdure.runtime.process_group import Processes, group_of
 from perdure.state.extra_members import Restoring, load_epoch_ends, memory_orders, shared_groups
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
@@ -87,7 +87,7 @@ class Restorer:
                 needs = needs._replace(sharing=sharing)
             call.barrier()
             self._saver.recipe.check_group("restore")
-            source = load_in_group(run, self._processes, step, needs, mirror)
+            source = load_good(run, step, needs, mirror, self._processes)
         for note in source.notes:
             warn_caller(f"{run.where}: {note}")
         if (loaded := source.loaded) is None:
@@ -269,27 +269,20 @@ class RestoreSource(NamedTuple):
 
 
 def load_good(
-    run: Run, mirror: Mirror | None = None, step: int | None = None, needs: Needs = EVERYTHING
+    run: Run,
+    step: int | None = None,
+    needs: Needs = EVERYTHING,
+    mirror: Mirror | None = None,
+    processes: Processes | None = None,
 ) -> RestoreSource:
     """Read and verify `step`, or the newest good checkpoint, of `run` or else of its mirror.
 
-    If there are checkpoints and all are damaged, a fresh start would silently throw a run away:
-    `NoGoodCheckpointError`. `UnreachableError` if one cannot be read now, or the mirror does not
-    answer.
+    All processes of a group get the same one: the chief picks, and picks the next one if its bytes
+    are damaged for some process. If there are checkpoints and all are damaged, a fresh start would
+    silently throw a run away: `NoGoodCheckpointError`. `UnreachableError` if one cannot be read
+    now, or the mirror does not answer.
     """
-    return load_in_group(run, SingleProcess(), step, needs, mirror)
-
-
-def load_in_group(
-    run: Run,
-    processes: Processes,
-    step: int | None,
-    needs: Needs = EVERYTHING,
-    mirror: Mirror | None = None,
-) -> RestoreSource:
-    """`load_good` of the same checkpoint in every process: the chief picks, and picks the next one
-    if its bytes are damaged for some process.
-    """
+    processes = group_of(processes)
     copies = _Copies(run, mirror, step, processes)
     failure: StoreError | None = None
     while True:

@@ -36,7 +36,6 @@ from perdure.store import (
 )
 from perdure.store.copy import copy_checkpoint
 from perdure.store.format import MAX_STEP
-from perdure.store.transfer import CopyStoppedError
 from perdure.testing import check_run
 
 LARGE = 9 * 1024 * 1024
@@ -263,8 +262,12 @@ def test_a_copy_onto_a_full_disk_raises_before_the_first_byte(origin: Path, tmp_
 
 def test_an_interrupted_copy_commits_nothing(origin: Path) -> None:
     target = MemoryStorage()
-    with Run(target, create=True) as run, pytest.raises(CopyStoppedError):
-        copy_checkpoint(Run(origin), 4, run, stopped=lambda: True)
+
+    def stop() -> None:
+        raise InterruptedError
+
+    with Run(target, create=True) as run, pytest.raises(SaveError):
+        copy_checkpoint(Run(origin), 4, run, before=stop)
     assert check_run(target).good == ()
 
 

@@ -28,13 +28,16 @@ from perdure.errors import (
 from perdure.store import Run, Storage
 from perdure.store.copy import copy_checkpoint, refuse_same_place
 from perdure.store.run_marker import read_marker
-from perdure.store.transfer import CopyStoppedError
 from perdure.store.urls import open_storage
 
 EXIT_WAIT_S = 20.0
 """Seconds that a preempted or unclosed run waits for the mirror when nobody said how many are left."""
 
 _FAILED = "failed: "
+
+
+class _StoppedError(Exception):
+    """The mirror was closed in the middle of a copy, of which nothing was committed."""
 
 
 class Mirror:
@@ -184,7 +187,7 @@ class Mirror:
             while (step := self._next(target)) is not None:
                 self.copying = step
                 try:
-                    copy_checkpoint(self._source, step, target, stopped=lambda: self._stopped)
+                    copy_checkpoint(self._source, step, target, before=self._require_running)
                 except StepNotFoundError:
                     if step in self._source.steps():
                         raise
@@ -208,6 +211,10 @@ class Mirror:
             self._release()
             raise
 
+    def _require_running(self) -> None:
+        if self._stopped:
+            raise _StoppedError
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -224,7 +231,7 @@ class Mirror:
                 failed = False
                 # A failure after this is a new one; a history that differs stays the same cause.
                 self._warned -= {cause for cause in self._warned if cause.startswith(_FAILED)}
-            except CopyStoppedError:
+            except _StoppedError:
                 pass  # `close` reports what is missing
             except Exception as error:  # noqa: BLE001 (a mirror never fails the training)
                 self._note(

@@ -33,7 +33,7 @@ from perdure.store.run import Run
 from perdure.store.run_events import JournalEntry
 from perdure.store.run_log import read_journal
 from perdure.store.storage import Storage
-from perdure.store.transfer import lacking, never, transfer
+from perdure.store.transfer import lacking, transfer
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,13 @@ def copy_checkpoint(
     target: Run,
     *,
     link: bool = False,
-    stopped: Callable[[], bool] = never,
+    before: Callable[[], None] = lambda: None,
 ) -> int:
     """Copy one checkpoint, durable on return, to `target`, whose writer this process is or becomes.
 
     A checkpoint that is present gets the metrics that it lacks, and missing packs are written
-    again. `link` makes hard links of packs that are mostly needed. `stopped` is called before every
-    read; True ends the copy with `CopyStoppedError`. Returns the bytes that were written.
+    again. `link` makes hard links of packs that are mostly needed. `before` is called before every
+    read, and what it raises ends the copy. Returns the bytes that were written.
 
     Raises StepNotFoundError, StepExistsError (other bits, or a newer step), CorruptionError or
     UnreachableError of the source, LockedError or SaveError of the target.
@@ -196,9 +196,7 @@ def copy_checkpoint(
             return 0
         is_there = step in target.steps()
         held = {} if is_there else target.directory.stored_chunks()
-        return transfer(
-            source, manifest, target, held, link=link, replace=is_there, stopped=stopped
-        )
+        return transfer(source, manifest, target, held, link=link, replace=is_there, before=before)
     except UnreadChunk as error:
         raise UnreachableError(
             f"{source.where}: step {step} was not copied: {error.reason} Correct the cause, then copy "

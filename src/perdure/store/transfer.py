@@ -8,7 +8,7 @@ from functools import cache
 
 import msgspec
 
-from perdure.errors import CorruptionError, StepNotFoundError, StoreError
+from perdure.errors import CorruptionError, StepNotFoundError
 from perdure.store.committer import BYTES_PER_SAVE, ensure_free_bytes
 from perdure.store.compact import (
     LiveChunks,
@@ -29,15 +29,6 @@ LINK_SHARE = 0.5
 """A fork links a pack when it needs at least this share of its bytes, and copies chunks otherwise."""
 
 
-def never() -> bool:
-    """Nobody asks to stop."""
-    return False
-
-
-class CopyStoppedError(StoreError):
-    """A copy was asked to stop; nothing of the checkpoint was committed."""
-
-
 def lacking(manifest: Manifest, held: Container[str]) -> dict[str, LiveChunks]:
     """The places of the chunks of a checkpoint whose hashes are not `held`."""
     live = live_chunks([manifest], {pack.name for pack in manifest.packs})
@@ -56,17 +47,13 @@ def transfer(
     *,
     link: bool,
     replace: bool,
-    stopped: Callable[[], bool],
+    before: Callable[[], None],
 ) -> int:
     """Link or copy the chunks that `held` lacks, then commit; returns the bytes written.
 
     A compaction may move the chunks of the source meanwhile.
     """
     step = manifest.step
-
-    def raise_if_stopped() -> None:
-        if stopped():
-            raise CopyStoppedError(f"{source.where}: the copy of step {step} was stopped.")
 
     def find_again(error: DamagedChunk) -> dict[str, LiveChunks]:
         nonlocal manifest
@@ -87,9 +74,7 @@ def transfer(
     copied: dict[str, StoredChunk] = {}
     if live := lacking(manifest, places):
         ensure_free_bytes(target.storage, relocated_size(live) + BYTES_PER_SAVE)
-        _, copied = copy_chunks(
-            source.storage, target.storage, step, live, find_again, raise_if_stopped
-        )
+        _, copied = copy_chunks(source.storage, target.storage, step, live, find_again, before)
         places |= copied
     moved = relocated(
         manifest,

@@ -6,18 +6,18 @@ the same fingerprint. The caller deletes the old packs afterwards.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 
 import msgspec
 
 from perdure.store.entry_builder import EntryBuilder, StoredChunk
 from perdure.store.failures import DamagedChunk, UnreadChunk
-from perdure.store.format import PACKS, manifest_name, pack_name
-from perdure.store.manifest import Chunk, Manifest, PackEntry
+from perdure.store.format import PACKS, manifest_name
+from perdure.store.manifest import Chunk, Manifest
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.pack_index import PackedChunk, encode_pack_tail
-from perdure.store.pack_writer import BLOCK, LARGE_BYTES, NewPack
+from perdure.store.pack_writer import BLOCK, LARGE_BYTES, new_pack
 from perdure.store.pools import map_ahead, pool
 from perdure.store.reader import Read, Wanted, grouped, verified
 from perdure.store.storage import Storage
@@ -72,20 +72,15 @@ def compact(
         if not users:
             break
         try:
-            entry, places = copy_chunks(storage, storage, max(users), live)
+            places = copy_chunks(storage, storage, max(users), live)
         except (DamagedChunk, UnreadChunk) as error:
             if isinstance(error.__cause__, ConnectionError):
                 raise error.__cause__ from None  # the caller stops, and may come back
             left[error.pack] = error
             chosen.remove(error.pack)
             continue
-        moved = {
-            (name, offset): places[chunk[0]]
-            for name, chunks in live.items()
-            for offset, chunk in chunks.items()
-        }
-        sizes = {entry.name: entry.size}
-        return {step: _replace(storage, users[step], moved, sizes) for step in sorted(users)}, left
+        old = {(name, offset) for name, chunks in live.items() for offset in chunks}
+        return rewrite(storage, users, old, places)[0], left
     return {}, left
 
 
@@ -106,30 +101,22 @@ def copy_chunks(
     live: Mapping[str, LiveChunks],
     find_again: Callable[[DamagedChunk], Mapping[str, LiveChunks]] | None = None,
     before: Callable[[], None] = lambda: None,
-) -> tuple[PackEntry, dict[str, StoredChunk]]:
+) -> dict[str, StoredChunk]:
     """Copy each of the `live` chunks once, verified and as it is stored, into one durable new pack.
 
     `find_again` returns where all chunks are after a prune moved one; `before` is called before
-    each read, and what it raises ends the copy. Returns the entry of the pack and the places by
-    hash.
+    each read, and what it raises ends the copy. Returns the places by hash.
     """
-    name = pack_name(step, 0, secrets.token_hex(4))
-    pack = NewPack(target, name, {}, relocated_size(live))
-    try:
+    with new_pack(target, step, 0, {}, relocated_size(live)) as pack:
         while True:
             try:
                 for read, data in _each_read(source, _in_order(live, pack.located), before):
                     pack.copy(read.chunks, data)
-                break
+                return pack.located
             except DamagedChunk as error:
                 if find_again is None:
                     raise
                 live = find_again(error)
-        pack.finish()
-    except BaseException:
-        pack.abort()
-        raise
-    return PackEntry(name=pack.name, size=pack.size), pack.located
 
 
 def check_chunks(source: Storage, live: Mapping[str, LiveChunks]) -> None:
@@ -196,6 +183,7 @@ def rewrite(
     """
     renewed: dict[int, Manifest] = {}
     left: list[int] = []
+    size = cache(lambda pack: storage.size(PACKS + pack))
     for step, manifest in sorted(manifests.items()):
         needed = {
             place: chunk.hash
@@ -205,9 +193,7 @@ def rewrite(
         }
         moved = {place: known[digest] for place, digest in needed.items() if digest in known}
         if moved:
-            packs = {place.pack for place in moved.values()}
-            sizes = {pack: storage.size(PACKS + pack) for pack in packs}
-            renewed[step] = _replace(storage, manifest, moved, sizes)
+            renewed[step] = _replace(storage, manifest, moved, size)
         if len(moved) < len(needed):
             left.append(step)
     return renewed, left
@@ -217,16 +203,16 @@ def _replace(
     storage: Storage,
     manifest: Manifest,
     moved: Mapping[tuple[str, int], StoredChunk],
-    sizes: Mapping[str, int],
+    size: Callable[[str], int],
 ) -> Manifest:
     """Replace a manifest by one with chunks at `moved` places; durable on return."""
-    known = {pack.name: pack.size for pack in manifest.packs} | dict(sizes)
+    known = {pack.name: pack.size for pack in manifest.packs}
 
     def place(pack: str, chunk: Chunk) -> StoredChunk:
         stays = StoredChunk(pack, chunk.offset, chunk.length)
         return moved.get((pack, chunk.offset), stays)
 
-    renewed = relocated(manifest, place, known.__getitem__)
+    renewed = relocated(manifest, place, lambda pack: known.get(pack) or size(pack))
     data = encode_manifest(renewed)
     name = manifest_name(manifest.step)
     decode_manifest(data, f"{storage.where}/{name}: its replacement", manifest.step)

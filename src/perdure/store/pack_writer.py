@@ -10,8 +10,8 @@ from __future__ import annotations
 import mmap
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from itertools import accumulate, compress, repeat
 from operator import attrgetter
 from queue import SimpleQueue
@@ -169,24 +169,33 @@ def write_chunks(
     `own` are small chunks of this process that are no part of the state. An error leaves at most a
     temporary file.
     """
-    name = pack_name(step, process, secrets.token_hex(4))
-    pack = NewPack(storage, name, known, state.nbytes + own.nbytes)
     buffers: list[mmap.mmap] = []
     try:
-        _write_rows(pack, state, encode, buffers)
-        # A process leaf that never changes would keep the pack of the first save alive for ever, for a
-        # few kilobytes. So it is written again, unless there would be no pack without it.
-        if not pack.is_empty:
-            pack.known = {}
-        own.digests, own.places = pack.add_small(own.chunks)
+        with new_pack(storage, step, process, known, state.nbytes + own.nbytes) as pack:
+            _write_rows(pack, state, encode, buffers)
+            # A process leaf that never changes would keep the pack of the first save alive for ever,
+            # for a few kilobytes. So it is written again, unless there would be no pack without it.
+            if not pack.is_empty:
+                pack.known = {}
+            own.digests, own.places = pack.add_small(own.chunks)
+        return pack
+    finally:  # the pack is written or given up, so the buffers are free
+        while buffers:
+            give_buffer(buffers.pop())
+
+
+@contextmanager
+def new_pack(
+    storage: Storage, step: int, process: int, known: Mapping[str, StoredChunk], left: int
+) -> Iterator[NewPack]:
+    """The pack to fill in the block, at whose end it is durable; see `NewPack`."""
+    pack = NewPack(storage, pack_name(step, process, secrets.token_hex(4)), known, left)
+    try:
+        yield pack
         pack.finish()
     except BaseException:
         pack.abort()
         raise
-    finally:  # the pack is written or given up, so the buffers are free
-        while buffers:
-            give_buffer(buffers.pop())
-    return pack
 
 
 def _write_rows(

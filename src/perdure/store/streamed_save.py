@@ -7,7 +7,6 @@ the commit. Only the chunk that is being written is in memory.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -15,11 +14,11 @@ from typing import NamedTuple
 from perdure.errors import StepExistsError
 from perdure.store.copy import refuse_same_place
 from perdure.store.entry_builder import EntryBuilder
-from perdure.store.format import MAX_STEP, chunk_spans, hash_bytes, pack_name
+from perdure.store.format import MAX_STEP, chunk_spans, hash_bytes
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.leaf import Leaves, RemoteLeaf
 from perdure.store.manifest import Container, LeafEntry, Manifest, RecipeValue
-from perdure.store.pack_writer import BLOCK, NewPack, Written
+from perdure.store.pack_writer import BLOCK, NewPack, Written, new_pack
 from perdure.store.run import Run
 from perdure.store.storage import Storage
 
@@ -109,15 +108,10 @@ def _written(
 ) -> Written:
     """Write the chunks as one durable pack."""
     left = sum(leaf.nbytes for leaf in (*leaves, *process_leaves))
-    pack = NewPack(storage, pack_name(step, 0, secrets.token_hex(4)), {}, left)
     builder = EntryBuilder()
-    try:
+    with new_pack(storage, step, 0, {}, left) as pack:
         entries = [_entry(pack, builder, leaf) for leaf in leaves]
         process_entries = [_entry(pack, builder, leaf) for leaf in process_leaves]
-        pack.finish()
-    except BaseException:
-        pack.abort()
-        raise
     for listed in (entries, process_entries):
         listed.sort(key=attrgetter("path"))
     return Written(entries, builder.packs(pack.size_of), pack.located, process_entries)

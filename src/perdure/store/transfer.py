@@ -74,7 +74,7 @@ def transfer(
     copied: dict[str, StoredChunk] = {}
     if live := lacking(manifest, places):
         ensure_free_bytes(target.storage, relocated_size(live) + BYTES_PER_SAVE)
-        _, copied = copy_chunks(source.storage, target.storage, step, live, find_again, before)
+        copied = copy_chunks(source.storage, target.storage, step, live, find_again, before)
         places |= copied
     moved = relocated(
         manifest,

@@ -94,6 +94,15 @@ def retried(work: Callable[[], T]) -> T:
     return work()
 
 
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Let an `OSError` of a read in the block be the `read_error` about `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise read_error(error, what) from error
+
+
 def read_error(error: OSError | MemoryError, what: str) -> StoreError:
     """`CorruptionError` if there is no such file, otherwise `UnreachableError`; `what` was read."""
     if isinstance(error, OSError) and is_gone(error):

@@ -7,7 +7,7 @@ their new places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from perdure.errors import CorruptionError, HistoryError, LeafNotFoundError, StepNotFoundError
 from perdure.store.directory import Directory
-from perdure.store.failures import read_error
+from perdure.store.failures import read_error, reading
 from perdure.store.format import CHUNK_BYTES, QUARANTINE, batches, manifest_name, steps_text
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves
@@ -55,28 +55,20 @@ class Loaded:
 
 def list_steps(storage: Storage) -> list[int]:
     """Committed steps, oldest first; raises `UnreachableError` if they cannot be listed."""
-    with _listing(storage, "checkpoints"):
+    with reading(f"{storage.where}: the list of its checkpoints"):
         return committed_steps(storage)
 
 
 def find_newest(storage: Storage) -> int | None:
     """The newest committed step; raises `UnreachableError` if the steps cannot be listed."""
-    with _listing(storage, "checkpoints"):
+    with reading(f"{storage.where}: the list of its checkpoints"):
         return newest_step(storage)
 
 
 def list_pins(storage: Storage, log: LogView) -> frozenset[int]:
     """Pinned steps, by the folder or by the log; raises `UnreachableError` if they cannot be listed."""
-    with _listing(storage, "pins"):
+    with reading(f"{storage.where}: the list of its pins"):
         return pinned_steps(storage) | log.pinned
-
-
-@contextmanager
-def _listing(storage: Storage, what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise read_error(error, f"{storage.where}: the list of its {what}") from error
 
 
 def read_manifest(storage: Storage, step: int, run: str | None) -> Manifest:
@@ -246,6 +238,6 @@ def _no_such_step(storage: Storage, step: int) -> str:
 def _is_rolled_back(storage: Storage, step: int) -> bool:
     """Whether a rollback has set a checkpoint of that step aside, and it is still there."""
     aside = LogView.read(storage)
-    with _listing(storage, "quarantine"):
+    with reading(f"{storage.where}: the list of its quarantine"):
         names = filter(aside.is_rolled_back, storage.list(QUARANTINE))
         return any(step_aside(name) == step for name in names)

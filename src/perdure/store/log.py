@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from perdure.errors import CorruptionError
 from perdure.runtime.system import sync_file
-from perdure.store.failures import read_error
+from perdure.store.failures import reading
 from perdure.store.local import LocalStorage
 from perdure.store.regular_file import NotAFile, open_regular
 from perdure.store.storage import Storage, create_whole
@@ -97,7 +97,7 @@ def read_log(storage: Storage, name: str) -> Iterator[Line]:
     read.
     """
     where = f"{storage.where}/{log_place(storage, name)}"
-    try:
+    with reading(where):
         if isinstance(storage, LocalStorage):
             yield from _read_file(storage.path(f"{name}.jsonl"), where)
             return
@@ -108,8 +108,6 @@ def read_log(storage: Storage, name: str) -> Iterator[Line]:
             line = _checked(storage.read(place), number, previous, 0, where)
             previous = line.hash
             yield line
-    except OSError as error:
-        raise read_error(error, where) from error
 
 
 def log_place(storage: Storage, name: str) -> str:

@@ -26,7 +26,7 @@ from msgspec import Struct
 from perdure.errors import StoreError
 from perdure.store.aligned_buffers import SMALL_BYTES, leaf_memory
 from perdure.store.codec import decode, is_intact
-from perdure.store.failures import DamagedChunk, UnreadChunk, is_gone, read_error
+from perdure.store.failures import DamagedChunk, UnreadChunk, is_gone, read_error, reading
 from perdure.store.format import CHUNK_BYTES, PACKS, batches, hash_bytes, hash_each
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
@@ -313,10 +313,8 @@ def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEn
             continue
         name = manifest.packs[number].name
         what = f"{of_step(storage, manifest)}: {PACKS}{name}"
-        try:
+        with reading(what):
             size = storage.size(PACKS + name)
-        except OSError as error:
-            raise read_error(error, what) from error
         if size < end:
             raise DamagedChunk(
                 f"{what}: expected at least {end} bytes, found {size}; the pack is cut short.",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from perdure.errors import (
     CorruptionError,
@@ -23,7 +23,7 @@ from perdure.store.codec import encoder
 from perdure.store.committer import Committer
 from perdure.store.damage import DamageHandler
 from perdure.store.directory import Directory
-from perdure.store.failures import read_error
+from perdure.store.failures import reading
 from perdure.store.format import pin_name, time_text
 from perdure.store.garbage_collection import (
     Collected,
@@ -91,7 +91,7 @@ class Run:
         self.storage: Storage = open_storage(where)
         # No reference to this object, so that it can be freed at once.
         self._now = now = lambda: time_text(clock())
-        with self._answering():
+        with reading(self.where):
             marker = read_marker(self.storage, create=create, repair=repair)
         self.log = RunLog(self.storage, marker and marker.run, marker and marker.made_from)
         """The log of the run. Only its writer may append to it."""
@@ -274,7 +274,7 @@ class Run:
 
     def require_new(self) -> None:
         """Raise `HistoryError` if the run, which has no checkpoint, had one, or is not made whole."""
-        with self._answering():
+        with reading(self.where):
             why = View(self.storage, self.log).refusal_to_begin()
         if why is not None:
             raise HistoryError(why)
@@ -292,18 +292,10 @@ class Run:
 
     def require_not_lost(self) -> None:
         """Raise `HistoryError` if no checkpoint is there because the run has lost them."""
-        with self._answering():
+        with reading(self.where):
             why = View(self.storage, self.log).lost_checkpoints()
         if why is not None:
             raise HistoryError(f"{why}. Bring it back; `perdure verify {self.where}` says more.")
-
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Inside, a storage that fails is an `UnreachableError`."""
-        try:
-            yield
-        except OSError as error:
-            raise read_error(error, self.storage.where) from error
 
     def contents(self, *, fresh: bool = True) -> View:
         """A view of what is there now. Every manifest that changed is read, and no pack.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from perdure.errors import CorruptionError
-from perdure.store.failures import is_gone, read_error
+from perdure.store.failures import is_gone, reading
 from perdure.store.format import PACKS, QUARANTINE, manifest_name, pack_step
 from perdure.store.journal_lines import JournalLines
 from perdure.store.log import (
@@ -224,12 +224,10 @@ class LogView:
 
 def _holds_data(storage: Storage) -> bool:
     """Whether a writer must have been there: there is a checkpoint, or a pack."""
-    try:
+    with reading(f"{storage.where}: the list of its checkpoints"):
         return newest_step(storage) is not None or any(
             pack_step(name.removeprefix(PACKS)) >= 0 for name in storage.list(PACKS)
         )
-    except OSError as error:
-        raise read_error(error, f"{storage.where}: the list of its checkpoints") from error
 
 
 class RunLog:
@@ -277,10 +275,8 @@ class RunLog:
 
         `perdure verify` and every deletion compare it with all checkpoints.
         """
-        try:
+        with reading(f"{self._storage.where}: its newest checkpoint"):
             return self._compare()
-        except OSError as error:
-            raise read_error(error, f"{self._storage.where}: its newest checkpoint") from error
 
     def _compare(self) -> LogView:
         view = self._view

@@ -56,16 +56,16 @@ def repair(run: Run) -> Repaired:
                 f"was moved."
             )
         actions += _repair_log(run)  # first: every other repair writes a line
-        findings = examine(run)
-        if findings.bad and not run.contents().packs:
+        _, bad, damaged = examine(run)
+        if bad and not run.contents().packs:
             raise PruneError(
                 f"{run.where}: no pack is in {PACKS}, which may be moved or not mounted, and "
-                f"{counted(len(findings.bad), 'checkpoint')} cannot be restored without. None of them "
+                f"{counted(len(bad), 'checkpoint')} cannot be restored without. None of them "
                 f"was moved. Bring it back, then repair again."
             )
-        for step, reason in findings.bad.items():
+        for step, reason in bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
-        actions += _salvage(run, findings.damaged)
+        actions += _salvage(run, damaged)
         newest = run.newest_step()
         plan = run.plan(PruneRequest(orphans_to=MAX_STEP if newest is None else newest))
         run.execute(plan)
@@ -76,7 +76,7 @@ def repair(run: Run) -> Repaired:
             f"{run.where}: the repair stopped in the middle: {error}. Nothing that was good is lost. "
             f"Remove the cause, then run `perdure verify --repair` again."
         ) from error
-    return Repaired(tuple(actions), examine(run).report)
+    return Repaired(tuple(actions), examine(run)[0])
 
 
 def _repair_log(run: Run) -> list[str]:

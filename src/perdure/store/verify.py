@@ -132,19 +132,15 @@ class Packs:
             return
         if name in self.unread:
             raise UnreachableError(f"{where}: {self.unread[name]}")
-        if name in self.damaged:
-            # Perhaps only its index is damaged, which a restore does not need.
-            ((_, error),) = _check(self.run, name, chunk.offset, [wanted])
-            if error is None:
-                self._good[name][chunk.offset] = wanted
-                return
-            if isinstance(error, UnreadChunk):
-                raise error
-            if _is_missing(error):
-                raise CorruptionError(f"{where} needs {name}, which is missing.")
-        raise CorruptionError(
-            f"{where}: {name} does not hold chunk {chunk.hash[:16]} at offset {chunk.offset}."
-        )
+        # Perhaps only the index of the pack is damaged, which a restore does not need.
+        ((_, error),) = _check(self.run, name, chunk.offset, [wanted])
+        if isinstance(error, UnreadChunk):
+            raise error
+        if error is not None:
+            raise CorruptionError(
+                f"{where}: {name} does not hold chunk {chunk.hash[:16]} at offset {chunk.offset}."
+            )
+        self._good[name][chunk.offset] = wanted
 
     def _read(self, name: str) -> None:
         try:
@@ -178,15 +174,6 @@ class Packs:
         self.decoded_nbytes += sum(size for _, _, size in good.values())
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The report of a check, with the reasons that a repair needs."""
-
-    report: VerifyReport
-    bad: dict[int, str]
-    damaged: dict[str, str]
-
-
 def verify_run(run: Run) -> VerifyReport:
     """Read and hash all manifests, packs and indexes, and compare them with each other.
 
@@ -206,13 +193,13 @@ def verify_run(run: Run) -> VerifyReport:
             mean damage either.
     """
     try:
-        return examine(run).report
+        return examine(run)[0]
     except OSError as error:
         raise UnreachableError(f"{run.where}: the check stopped: {error}.") from error
 
 
-def examine(run: Run) -> Findings:
-    """`verify_run`, with the reasons in a form that `repair` can use."""
+def examine(run: Run) -> tuple[VerifyReport, dict[int, str], dict[str, str]]:
+    """`verify_run`, and what a repair needs: why steps are bad, and why packs are damaged."""
     packs = Packs(run)
     before = run.steps()
     packs.read_all()
@@ -266,7 +253,7 @@ def examine(run: Run) -> Findings:
         unread=tuple(unread),
         foreign=held.foreign is not None,
     )
-    return Findings(report, bad, damaged)
+    return report, bad, damaged
 
 
 def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreError | None]:

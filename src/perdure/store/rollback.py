@@ -141,27 +141,25 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
     lines = view.log.journal.returning(before, [checkpoint.manifest for checkpoint in line])
     damaged = there.difference(each.name for each in candidates)
     refused = f"{storage.where}: nothing was brought back:"
-    if line and (worst := sorted(damaged.intersection(gone))):
-        raise HistoryError(
-            f"{refused} {few(worst)} cannot be read, or is not what the rollback set aside. Bring it "
-            f"back from a copy, or remove it: the others return without it. `perdure verify "
-            f"{storage.where}` says more."
-        )
-    if lines is not None:  # these come with checkpoints, of which none may be there any more
+    if line:
+        damaged.intersection_update(gone)
+    elif lines is not None:  # these come with checkpoints, of which none may be there any more
         damaged |= {name for name, why in view.log.aside.items() if why.after == place is not None}
         damaged.difference_update(each.name for each in candidates)
-    if line or (lines is not None and lines.replaced is None and not damaged):
-        return UndoPlan(newest, tuple(line), lines, tuple(gone))
-    if lines is not None and lines.replaced is not None:
+    replaced = None if line or lines is None else lines.replaced
+    if lines is not None and replaced is not None:
         raise HistoryError(
             f"{refused} the lines of steps {lines.steps[0]} to {lines.steps[1]} were set aside, and "
-            f"those of steps {lines.replaced[0]} to {lines.replaced[1]} were recorded since."
+            f"those of steps {replaced[0]} to {replaced[1]} were recorded since."
         )
     if damaged:
         raise HistoryError(
             f"{refused} {few(sorted(damaged))} is missing, cannot be read, or is not what the "
-            f"rollback set aside. `perdure verify {storage.where}` says more."
+            f"rollback set aside. Bring it back from a copy, or remove it: the others return without "
+            f"it. `perdure verify {storage.where}` says more."
         )
+    if line or lines is not None:
+        return UndoPlan(newest, tuple(line), lines, tuple(gone))
     now = f"the newest checkpoint is {f'step {before}' if newest else 'gone'}"
     if candidates:
         places = {candidate.place for candidate in candidates}

@@ -188,7 +188,7 @@ def test_control_a_prune_that_believes_what_it_remembers_deletes_what_is_needed(
         make_checkpoints(storage, MANY)
         with Run(storage) as run:
             run.save(MANY + 1, leaves_of(MANY + 1))
-            run.contents(fresh=False)
+            run.contents(whole=False)
             # Now step 10 reads from the pack of step 1, which goes.
             other = msgspec.structs.replace(run.manifest(1), step=10)
             storage.objects[manifest_name(10)] = encode_manifest(other)
@@ -243,7 +243,7 @@ def test_a_manifest_that_rotted_after_a_look_is_found(summaries_taken: Counter[s
     with Run(storage) as run:
         # Step 1 goes, so the pack of the shared chunks would be compacted, and all manifests rewritten.
         run.save(9, {**shared, **leaves_of(9)})
-        run.contents(fresh=False)
+        run.contents(whole=False)
         rot()
         notes = prune_after_save(run, 8, Retention(), 9, None)
         assert run.steps() == [*range(1, 10)], "a checkpoint that cannot be read was counted"

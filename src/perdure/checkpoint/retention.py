@@ -26,7 +26,7 @@ from perdure.store.manifest import Manifest, ManifestSummary
 from perdure.store.run_events import Rules
 from perdure.store.run_log import LogView
 from perdure.store.verify import Packs
-from perdure.store.view import OutdatedPlanError
+from perdure.store.view import OutdatedPlanError, View
 
 HOUR = 3600.0
 
@@ -146,12 +146,12 @@ def spaced(ordered: Sequence[Candidate], seconds: float) -> list[Candidate]:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """A verdict for every checkpoint, the plan of the store that follows from them, and whether they
-    were made from what the writer remembers."""
+    """A verdict for every checkpoint, the plan of the store that follows from them, and after a save
+    the view from which the writer has made it."""
 
     verdicts: tuple[Verdict, ...]
     store: CollectPlan
-    remembered: bool = False
+    held: View | None = None
 
 
 def candidates(
@@ -188,7 +188,7 @@ def plan_prune(
     Raises `CorruptionError` if the newest one is damaged.
     """
     after_a_save = saved is not None
-    held = run.contents(fresh=not after_a_save)
+    held = run.contents(whole=not after_a_save)
     newest = max(held.summaries, default=None)
     verdicts = tuple(
         Verdict(verdict.step, True, "just saved" if verdict.step == saved else "the newest")
@@ -211,7 +211,7 @@ def plan_prune(
     plan = plan_collect(held, request)
     if newest is not None and (plan.steps or plan.quarantined) and not after_a_save:
         _require_good(run, held.manifests[newest])
-    return PrunePlan(verdicts, plan, remembered=after_a_save)
+    return PrunePlan(verdicts, plan, held if after_a_save else None)
 
 
 def _require_good(run: Run, newest: Manifest) -> None:
@@ -228,20 +228,18 @@ def _require_good(run: Run, newest: Manifest) -> None:
 
 def execute_prune(run: Run, plan: PrunePlan) -> Collected:
     """Execute a plan; `Run.execute` documents its guarantees and its errors."""
-    return run.execute(plan.store, remembered=plan.remembered)
+    return run.execute(plan.store, plan.held)
 
 
 def prune_after_save(
     run: Run, max_to_keep: int | None, retention: Retention, saved: int, in_use: int | None
 ) -> list[str]:
-    """Plan a prune from what the writer remembers, and execute it; returns notes for the user. If
-    the directory is not as the writer remembers it, the plan is made again from what is there."""
+    """Plan a prune and execute it; returns notes for the user."""
     try:
         plan = plan_prune(run, max_to_keep, retention, saved, in_use)
-        left = {} if plan.store.empty else execute_prune(run, plan).left
-    except OutdatedPlanError:
+    except OutdatedPlanError:  # a manifest is not what it was at an earlier look
         plan = plan_prune(run, max_to_keep, retention, saved, in_use)
-        left = {} if plan.store.empty else execute_prune(run, plan).left
+    left = {} if plan.store.empty else execute_prune(run, plan).left
     held_back = plan.store.held_back
     frozen = plan.store.is_frozen
     notes = [held_back if frozen else f"packs stay: {held_back}"] if held_back else []
@@ -362,7 +360,7 @@ class RetentionRules:
         return [f"{self._run.where}: {note}" for note in notes]
 
     def _deleted_by(self, mine: Retention, before: Retention, saved: int) -> list[str]:
-        held = self._run.contents(fresh=False)
+        held = self._run.contents(whole=False)
         rows = candidates(held.summaries, held.pinned)
         kept = {verdict.step for verdict in decide(rows, self._max_to_keep, mine) if verdict.keep}
         kept |= {saved, max(held.summaries, default=saved)}

@@ -1,4 +1,4 @@
-"""A run directory as one process knows it: the last view, the places of chunks, and damage."""
+"""A run directory as one process knows it: what it has seen, the places of chunks, and damage."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from perdure.store.failures import DamagedChunk
 from perdure.store.manifest import Manifest, PackEntry
 from perdure.store.run_log import RunLog
 from perdure.store.storage import Storage
-from perdure.store.view import View
+from perdure.store.view import Memory, View
 
 
 class Directory:
-    """A run directory as one process knows it: the last view, the places of chunks, and damage.
+    """A run directory as one process knows it: what it has seen, the places of chunks, and damage.
 
     No save depends on a chunk in a `damaged` pack; `suspects` are those whose other chunks have not
     been checked since; `bad` are (pack, offset) of damaged chunks. `durable` and `loaded` are the
@@ -33,48 +33,31 @@ class Directory:
 
     def forget(self) -> None:
         """Forget what is there, after another writer or an operation that stopped in the middle."""
-        self._sizes: dict[str, int] = {}
-        self._view: View | None = None
-        self._is_current = False
+        self._memory = Memory()
         self._stored_chunks: dict[str, StoredChunk] | None = None
 
     def changed(self) -> None:
-        """Let the next view be a new look: something was moved, pinned or replaced."""
-        self._is_current, self._stored_chunks = False, None
+        """Let the next look list the packs again: something was moved, pinned or replaced."""
+        self._memory.packs = self._stored_chunks = None
 
-    def view(self) -> View:
-        """The view that the one writer remembers, or a new look."""
-        if self._view is None or not self._is_current or self._view.is_outdated:
-            self._look()
-        assert self._view is not None
-        return self._view
+    def contents(self, *, whole: bool = True) -> View:
+        """A new look at everything; raises `PruneError` if the storage fails.
 
-    def contents(self, *, fresh: bool = True, whole: bool = True) -> View:
-        """A view in which everything is listed; raises `PruneError` if the storage fails.
-
-        Args:
-            fresh: Look again. Without it the one writer does not look at the storage.
-            whole: Read every manifest and list every pack with its size, as for a reader. Without it
-                no pack is looked for that the one writer has not seen.
+        Without `whole`, only what has changed since the last look is read, and no pack is looked
+        for that the one writer has not seen.
         """
         try:
-            view = self._look(whole=whole) if fresh else self.view()
+            view = View(self.storage, self.log, self._memory, whole=whole)
             view.list_all()
-            if view.missing and not fresh:  # a compaction may have moved the chunks
-                view = self._look(whole=whole, packs=True)
+            if view.missing and not whole:  # another writer has moved the chunks
+                self._memory.packs = None
+                view = View(self.storage, self.log, self._memory)
                 view.list_all()
         except OSError as error:
             raise PruneError(
                 f"{self.storage.where}: cannot be listed: {error}. Nothing was changed; try again."
             ) from error
-        self._is_current = not (view.unknown or view.lost or view.broken)
         return view
-
-    def _look(self, *, whole: bool = False, packs: bool = False) -> View:
-        """Look again; at the packs only if `packs` or `whole`, or if they were not listed yet."""
-        known, self._is_current = self._view, True
-        self._view = View(self.storage, self.log, self._sizes, known, whole=whole, packs=packs)
-        return self._view
 
     # ------------------------------------------------------------ what the writer did
 
@@ -82,18 +65,13 @@ class Directory:
         """Note that a manifest was committed, or replaced: its first bytes, and its new chunks."""
         if self._stored_chunks is not None:
             self._stored_chunks.update(located)
-        self._sizes.update((pack.name, pack.size) for pack in manifest.packs)
-        if self._view is not None:
-            self._view = self._view.with_added(manifest, head)
+        self._memory.add(manifest, head)
 
     def removed(self, steps: Collection[int], packs: Collection[str]) -> None:
         """Note that manifests and packs were deleted."""
         self.durable.difference_update(steps)
         self._drop_places(packs)
-        if self._view is not None:
-            self._view = self._view.without(steps, packs)
-        for pack in packs:
-            self._sizes.pop(pack, None)
+        self._memory.remove(packs)
 
     # ------------------------------------------------------------ chunks and damage
 
@@ -121,11 +99,10 @@ class Directory:
         one writer asks for `fresh` ones.
         """
         if fresh:
-            self._sizes.clear()
-            self._stored_chunks = None
-            self._look(packs=True)
+            self._memory.sizes.clear()
+            self.changed()
         if self._stored_chunks is None:
-            view = self.view()
+            view = View(self.storage, self.log, self._memory)
             for pack, reason in view.log.damaged.items():
                 self.distrust_pack(pack, reason)
             if self.storage.lists_versions:
@@ -138,7 +115,8 @@ class Directory:
 
     def agrees(self, packs: Iterable[PackEntry]) -> bool:
         """Whether packs have the sizes that `stored_chunks` relied on."""
-        return all(self._sizes.get(pack.name, pack.size) == pack.size for pack in packs)
+        sizes = self._memory.sizes
+        return all(sizes.get(pack.name, pack.size) == pack.size for pack in packs)
 
     def _drop_places(self, packs: Collection[str]) -> None:
         if self._stored_chunks is not None and packs:

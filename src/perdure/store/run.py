@@ -297,41 +297,41 @@ class Run:
         if why is not None:
             raise HistoryError(f"{why}. Bring it back; `perdure verify {self.where}` says more.")
 
-    def contents(self, *, fresh: bool = True) -> View:
+    def contents(self, *, whole: bool = True) -> View:
         """A view of what is there now. Every manifest that changed is read, and no pack.
 
         Args:
-            fresh: Look for manifests that changed. Without it the writer plans with what it remembers,
-                and `execute` looks again.
+            whole: Decode every manifest and list every pack. Without it the writer relies on the packs
+                that it knows.
 
         Raises:
             PruneError: The run directory cannot be listed.
         """
         if not self.is_writer:
             self.directory.forget()
-        return self.directory.contents(fresh=fresh, whole=fresh)
+        return self.directory.contents(whole=whole)
 
     def plan(self, request: PruneRequest) -> CollectPlan:
         """What a request would delete and move. Changes nothing and takes no lock."""
         return plan_collect(self.contents(), request)
 
-    def execute(self, plan: CollectPlan, *, remembered: bool = False) -> Collected:
+    def execute(self, plan: CollectPlan, held: View | None = None) -> Collected:
         """Carry out a plan; every checkpoint that stays is readable at any instant.
 
-        What is deleted is decided again from the manifests as they are now, under the lock. Those that
-        did not change are not read again if the plan was made from what the writer remembers.
+        What is deleted is decided again from the manifests as they are now, under the lock, unless the
+        writer has made the plan from the view `held` just now.
 
         Raises:
             OutdatedPlanError: The run directory changed since the plan was made; nothing was deleted.
             PruneError: An operation failed in the middle; plan again.
         """
         self.begin_writing()
-        held = self.directory.contents(whole=not remembered)
-        if plan_collect(held, plan.request) != plan:
-            self.directory.changed()
-            raise OutdatedPlanError(
-                f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
-            )
+        if held is None:
+            held = self.directory.contents()
+            if plan_collect(held, plan.request) != plan:
+                raise OutdatedPlanError(
+                    f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
+                )
         if plan.steps and not set(held.steps) - set(plan.steps):
             with suppress(OSError):
                 self.log.append(Saved())  # whoever starts again does so on purpose

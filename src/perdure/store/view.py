@@ -7,9 +7,10 @@ view before it with the digest in its file, and reads those that differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import or_
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,7 +27,7 @@ from perdure.store.format import (
 )
 from perdure.store.manifest import Manifest, ManifestSummary
 from perdure.store.manifest_json import HEAD_BYTES, decode_head, decode_manifest, summarize
-from perdure.store.names import committed_steps, pinned_steps, step_aside
+from perdure.store.names import pinned_steps, step_aside
 from perdure.store.pools import map_ahead, pool
 from perdure.store.run_log import LogView, RunLog, line_references
 from perdure.store.run_marker import folder_problem, lacks_manifests, other_run
@@ -77,74 +78,68 @@ class _Manifests(NamedTuple, Generic[K]):
     """What a look found of manifests: those of checkpoints by step, those in quarantine by name.
 
     `read` are in memory; `unreadable` says why not, `unknown` are those of them whose bytes nobody
-    saw, `foreign` those of another run. `misread` do not fit their summary: the next look reads
-    them.
+    saw, `foreign` those of another run.
     """
 
     readable: dict[K, ManifestSummary]
     read: dict[K, Manifest]
     unreadable: dict[K, str]
     unknown: dict[K, str]
-    misread: set[K]
     foreign: set[K]
 
-    def without(self, keys: Collection[K]) -> _Manifests[K]:
-        """A copy without these."""
-        after = _Manifests(
-            dict(self.readable),
-            dict(self.read),
-            dict(self.unreadable),
-            dict(self.unknown),
-            self.misread.difference(keys),
-            self.foreign.difference(keys),
-        )
-        for key in keys:
-            for mapping in (after.readable, after.read, after.unreadable, after.unknown):
-                mapping.pop(key, None)
-        return after
 
+@dataclass
+class Memory:
+    """What earlier looks have found, so that the next one reads only what has changed.
 
-def _nothing() -> _Manifests[Any]:
-    return _Manifests({}, {}, {}, {}, set(), set())
+    By name the summaries of manifests, some manifests, and the sizes of packs, which never change;
+    and the names of the packs, None if they have to be listed.
+    """
+
+    summaries: dict[str, ManifestSummary] = field(default_factory=dict)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    packs: frozenset[str] | None = None
+
+    def add(self, manifest: Manifest, head: bytes) -> None:
+        """Note that a manifest was committed, whose file begins with `head`."""
+        name = manifest_name(manifest.step)
+        self.summaries[name], self.manifests[name] = summarize(manifest, head), manifest
+        for older in sorted(self.manifests)[:-READ_NEWEST]:
+            del self.manifests[older]
+        self.sizes.update((pack.name, pack.size) for pack in manifest.packs)
+        if self.packs is not None:
+            self.packs = self.packs.union(pack.name for pack in manifest.packs)
+
+    def remove(self, packs: Collection[str]) -> None:
+        """Note that packs were deleted."""
+        for pack in packs:
+            self.sizes.pop(pack, None)
+        if self.packs is not None:
+            self.packs = self.packs.difference(packs)
 
 
 class View:
     """What a run directory held at one look: names, manifests and sizes, but no chunks.
 
-    It does not change: a writer derives the next view. Parts are listed when first asked for. Sizes
-    of packs never change and are kept in `sizes`. Of what a `known` view has read, only changes are
-    read; `whole` decodes every manifest, `packs` lists them again.
+    It does not change. Parts are listed when first asked for. Of what the `memory` has, only
+    changes are read; `whole` decodes every manifest and lists the packs again.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        log: RunLog,
-        sizes: dict[str, int] | None = None,
-        known: View | None = None,
-        *,
-        whole: bool = False,
-        packs: bool = False,
+        self, storage: Storage, log: RunLog, memory: Memory | None = None, *, whole: bool = False
     ) -> None:
         self._storage, self._run_log = storage, log
-        self._sizes = {} if sizes is None else sizes
+        self._memory = Memory() if memory is None else memory
         self._is_whole = whole
         self._unsized: list[str] = []
-        # Without a reference to the view before, which would keep all earlier ones.
-        parts = {} if known is None else known.__dict__
-        self._before: _Manifests[int] = parts.get("_committed") or parts.get("_newest", _nothing())
-        self._aside_before: _Manifests[str] = parts.get("_aside", _nothing())
-        if "_pack_names" in parts and not (packs or whole):
-            self.__dict__["_pack_names"] = parts["_pack_names"]
 
     # ------------------------------------------------------------ checkpoints
 
     @property
     def steps(self) -> list[int]:
         """Steps that have a manifest, oldest first."""
-        if "_committed" in self.__dict__:
-            return sorted([*self.readable, *self.unreadable])
-        return committed_steps(self._storage)
+        return [*self._names]
 
     @property
     def readable(self) -> Mapping[int, ManifestSummary]:
@@ -163,8 +158,8 @@ class View:
 
     @property
     def newest(self) -> Mapping[int, Manifest]:
-        """The manifests that are in memory, by step, at least the newest; others are not looked at."""
-        return (self._committed if "_committed" in self.__dict__ else self._newest).read
+        """The newest manifests by step; nothing else is looked at."""
+        return self._newest.read
 
     @cached_property
     def manifests(self) -> Mapping[int, Manifest]:
@@ -321,49 +316,16 @@ class View:
         """Look at everything that a plan needs, now."""
         _ = self._committed, self._aside, self.packs, self.missing, self.pinned, self.unknown
 
-    # ------------------------------------------------------------ the next view
-
-    def with_added(self, manifest: Manifest, head: bytes) -> View:
-        """The view after the commit of a manifest, whose file begins with `head`."""
-        after = None
-        if "_committed" in self.__dict__:  # else it will be listed
-            step = manifest.step
-            after = self._committed.without([step])
-            is_newest = step > max(after.readable, default=-1)
-            after.readable[step] = summarize(manifest, head)
-            after.read[step] = manifest
-            for older in sorted(after.read)[:-READ_NEWEST]:
-                del after.read[older]
-            if not is_newest:
-                after = after._replace(readable=dict(sorted(after.readable.items())))
-        packs = [pack.name for pack in manifest.packs]
-        return self._derived(after, lambda names: names.union(packs))
-
-    def without(self, steps: Collection[int], packs: Collection[str]) -> View:
-        """The view after manifests and packs were deleted."""
-        after = self._committed.without(steps)
-        return self._derived(after, lambda names: names.difference(packs))
-
-    def _derived(
-        self, committed: _Manifests[int] | None, change: Callable[[frozenset[str]], frozenset[str]]
-    ) -> View:
-        known = self if committed is None else None
-        view = View(self._storage, self._run_log, self._sizes, known)
-        parts = self.__dict__
-        kept = {name: parts[name] for name in ("pinned", "_aside", "frozen") if name in parts}
-        if "_pack_names" in parts:
-            kept["_pack_names"] = change(self._pack_names)
-        if committed is not None:
-            kept["_committed"] = committed
-        view.__dict__.update(kept)
-        return view
-
     # ------------------------------------------------------------ looking
 
     @cached_property
     def _names(self) -> dict[int, tuple[str, str]]:
         """Name and version of each manifest by step, oldest first."""
-        entries = self._storage.entries(MANIFESTS)
+        entries, memory = self._storage.entries(MANIFESTS), self._memory
+        for gone in [name for name in memory.summaries if name.startswith(MANIFESTS)]:
+            if gone not in entries:
+                del memory.summaries[gone]
+                memory.manifests.pop(gone, None)
         # Names of manifests sort as their steps do.
         listed = ((step_of(name), name, entries[name].version) for name in sorted(entries))
         return {step: (name, version) for step, name, version in listed if step is not None}
@@ -371,9 +333,7 @@ class View:
     @cached_property
     def _committed(self) -> _Manifests[int]:
         older = self._found([*self._names][:-READ_NEWEST], is_light=not self._is_whole)
-        found = _Manifests(*map(or_, older, self._newest))
-        self._before = _nothing()
-        return found
+        return _Manifests(*map(or_, older, self._newest))
 
     @cached_property
     def _newest(self) -> _Manifests[int]:
@@ -381,10 +341,10 @@ class View:
 
     def _found(self, steps: Collection[int], *, is_light: bool = False) -> _Manifests[int]:
         """What a look finds of manifests; only summaries if `is_light`."""
-        found = _nothing()
+        found: _Manifests[int] = _Manifests({}, {}, {}, {}, set())
 
         def read(step: int) -> None:
-            self._read(step, step, *self._names[step], self._before, found, is_light=is_light)
+            self._read(step, step, *self._names[step], found, is_light=is_light)
 
         if (streams := self._storage.streams) and len(steps) > 1:
             for _ in map_ahead(pool("manifests", streams), read, steps, streams):
@@ -396,13 +356,11 @@ class View:
 
     @cached_property
     def _aside(self) -> _Manifests[str]:
-        """The manifests in quarantine. They are always compared: a name there may be used again."""
-        before = self._aside_before
-        found = _nothing()
+        """The manifests in quarantine."""
+        found: _Manifests[str] = _Manifests({}, {}, {}, {}, set())
         for name, entry in sorted(self._storage.entries(QUARANTINE).items()):
             if name.endswith(".json"):
-                self._read(name, step_aside(name), name, entry.version, before, found)
-        self._aside_before = found
+                self._read(name, step_aside(name), name, entry.version, found)
         return found
 
     @property
@@ -415,23 +373,24 @@ class View:
         step: int | None,
         name: str,
         version: str,
-        before: _Manifests[K],
         found: _Manifests[K],
         *,
         is_light: bool = False,
     ) -> None:
-        """Add a manifest to `found` with this key, which is read unless it is known from `before`."""
-        storage = self._storage
+        """Add a manifest to `found` with this key, which is read unless the memory has it."""
+        storage, memory = self._storage, self._memory
         where = f"{storage.where}/{name}"
-        summary = None if key in before.misread else before.readable.get(key)
+        summary = memory.summaries.get(name)
         try:
             if summary is not None and is_same_file(storage, name, version, summary):
                 if version != summary.version:
                     summary = msgspec.structs.replace(summary, version=version)
-                if key in before.read or not self._is_whole:
+                    memory.summaries[name] = summary
+                manifest = memory.manifests.get(name)
+                if manifest is not None or not (self._is_whole or name.startswith(QUARANTINE)):
                     found.readable[key] = summary
-                    if key in before.read:
-                        found.read[key] = before.read[key]
+                    if manifest is not None:
+                        found.read[key] = manifest
                     return
             data = storage.read(name)
             manifest = (decode_head if is_light else decode_manifest)(data, where, step)
@@ -440,9 +399,9 @@ class View:
                 found.foreign.add(key)
                 return
             # The version was listed before the read, so it may be that of older bytes: it is not kept.
-            found.readable[key] = summarize(manifest, data)
+            memory.summaries[name] = found.readable[key] = summarize(manifest, data)
             if isinstance(manifest, Manifest):
-                found.read[key] = manifest
+                memory.manifests[name] = found.read[key] = manifest
         except FileNotFoundError:
             return
         except ConnectionError:
@@ -468,24 +427,21 @@ class View:
         except ConnectionError:
             raise
         except (OSError, CorruptionError) as error:
-            committed.misread.add(step)
+            self._memory.summaries.pop(name, None)  # the next look reads it
             raise OutdatedPlanError(f"step {step} cannot be read: {error}") from error
         committed.read[step] = manifest
         return manifest
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether a manifest was found that is not what this view says."""
-        return "_committed" in self.__dict__ and bool(self._committed.misread)
-
     @cached_property
     def _pack_names(self) -> frozenset[str]:
+        if self._memory.packs is not None and not self._is_whole:
+            return self._memory.packs
         names = set()
         for name, entry in self._storage.entries(PACKS).items():
             if pack_step(pack := name.removeprefix(PACKS)) >= 0:
                 names.add(pack)
                 if entry.size is not None:
-                    self._sizes.setdefault(pack, entry.size)
+                    self._memory.sizes.setdefault(pack, entry.size)
         for pack in sorted(names) if self._is_whole else ():
             try:
                 self.pack_size(pack)
@@ -496,7 +452,8 @@ class View:
             except OSError as error:
                 names.discard(pack)
                 self._unsized.append(f"{PACKS}{pack}: {error}")
-        return frozenset(names)
+        self._memory.packs = frozenset(names)
+        return self._memory.packs
 
     def _fault(self, pack: str, size: int) -> str | None:
         """Why no checkpoint can read from a pack, as far as its name and its size tell."""
@@ -512,9 +469,10 @@ class View:
 
     def pack_size(self, pack: str) -> int:
         """Bytes of a pack. They are remembered, because packs never change."""
-        if pack not in self._sizes:
-            self._sizes[pack] = self._storage.size(PACKS + pack)
-        return self._sizes[pack]
+        sizes = self._memory.sizes
+        if pack not in sizes:
+            sizes[pack] = self._storage.size(PACKS + pack)
+        return sizes[pack]
 
 
 def is_same_file(storage: Storage, name: str, version: str, summary: ManifestSummary) -> bool:

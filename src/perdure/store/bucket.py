@@ -116,7 +116,7 @@ class Bucket:
 
     def get(self, name: str) -> bytes:
         """The whole object."""
-        return bytes(self.call("reading", name, self._get, name))
+        return bytes(self.call("reading", name, lambda: self._api.get(self._store, name).bytes()))
 
     def stream(self, name: str, start: int, length: int) -> Iterator[memoryview]:
         """The bytes from `start`, in pieces as they arrive; a broken transfer is continued."""
@@ -215,7 +215,8 @@ class Bucket:
         while True:
             try:
                 offset = last if self._lists_after else None
-                for batch in self.call("listing", prefix, self._listing, prefix, offset):
+                place = self._store, prefix.rstrip("/") or None
+                for batch in self.call("listing", prefix, self._api.list, *place, offset=offset):
                     for entry in batch:
                         if last is not None and entry["path"] <= last:
                             continue
@@ -230,12 +231,6 @@ class Bucket:
             if not isinstance(failed, ConnectionError) or last == broke_at:
                 raise failed
             broke_at = last
-
-    def _listing(self, prefix: str, after: str | None) -> Iterator[Any]:
-        return iter(self._api.list(self._store, prefix.rstrip("/") or None, offset=after))
-
-    def _get(self, name: str) -> Any:
-        return self._api.get(self._store, name).bytes()
 
     def _put(self, name: str, data: bytes, mode: Any, attempt: str = "") -> Mapping[str, str]:
         done = self.call(

@@ -280,10 +280,23 @@ class Lease:
                 holder = self._holder()
             except FileNotFoundError:
                 continue
-            if not self._is_stale(holder, before["last_modified"].timestamp()):
-                raise self._held_by(holder)
-            self._version = self._take_over(holder, data, version)
-            break
+            modified = before["last_modified"].timestamp()
+            if not (_is_dead(holder.process) or self._now() - modified > holder.lease_seconds):
+                raise BlockingIOError(errno.EAGAIN, holder.owner, self._where)
+            try:
+                self._version = self._bucket.put_over(self._name, data, version)
+                break
+            except (BlockingIOError, FileNotFoundError):
+                continue
+            except OSError as error:
+                if error.errno != errno.ENOTSUP:
+                    raise
+                raise BlockingIOError(
+                    errno.EAGAIN,
+                    f"{holder.owner.strip()}, whose lease ran out; this store cannot replace an object "
+                    f"on a condition, so remove the lock by hand once that process is gone",
+                    self._where,
+                ) from error
         else:
             raise BlockingIOError(errno.EAGAIN, "its holder changed several times", self._where)
         self._renewed = started
@@ -365,29 +378,6 @@ class Lease:
             return msgspec.json.decode(data, type=Holder)
         except (ValueError, RecursionError):  # `msgspec.DecodeError` is one
             return Holder(data.decode(errors="replace"), "", self._mine.lease_seconds)
-
-    def _is_stale(self, holder: Holder, modified: float) -> bool:
-        return _is_dead(holder.process) or self._now() - modified > holder.lease_seconds
-
-    def _take_over(
-        self, holder: Holder, data: bytes, version: Mapping[str, str]
-    ) -> Mapping[str, str]:
-        try:
-            return self._bucket.put_over(self._name, data, version)
-        except (BlockingIOError, FileNotFoundError):
-            raise self._held_by(self._holder()) from None
-        except OSError as error:
-            if error.errno != errno.ENOTSUP:
-                raise
-            raise BlockingIOError(
-                errno.EAGAIN,
-                f"{holder.owner.strip()}, whose lease ran out; this store cannot replace an object "
-                f"on a condition, so remove the lock by hand once that process is gone",
-                self._where,
-            ) from error
-
-    def _held_by(self, holder: Holder) -> BlockingIOError:
-        return BlockingIOError(errno.EAGAIN, holder.owner, self._where)
 
     def _store_time(self) -> float:
         """The clock of the store, from the time of an object that is written for that."""

@@ -158,10 +158,8 @@ class Committer:
         if not self._directory.agrees(written.packs):
             raise OSError("a pack has another size than its checkpoints say")
         manifest = self._manifest(save, written, dict(recipe or {}), plain)
-        head = self._store(manifest, replace=save.present is not None)
-        self._directory.added(manifest, head, written.located)
+        self.commit_manifest(manifest, written.located, replace=save.present is not None)
         self._directory.durable.add(save.step)
-        self._note_commit(save.step)
         if save.present is None:
             self._damage.check_shared(manifest, save.leaves, save.nbytes)
         return manifest
@@ -169,29 +167,25 @@ class Committer:
     def commit_manifest(
         self, manifest: Manifest, located: Mapping[str, StoredChunk], *, replace: bool = False
     ) -> None:
-        """Commit a copy of a checkpoint whose chunks are durable; it survives power loss on return.
+        """Commit a manifest of this run whose chunks are durable; it survives power loss on return.
 
         With `replace` it takes the place of the manifest of that step, which must have its
         fingerprint.
         """
-        manifest = msgspec.structs.replace(manifest, run=self._run)
-        self._directory.added(manifest, self._store(manifest, replace=replace), located)
-        if not replace:
-            self._note_commit(manifest.step)
-
-    @property
-    def _run(self) -> str:
-        """The id of the run, which its writer knows."""
-        assert self._log.run is not None, "a writer has written the marker"
-        return self._log.run
-
-    def _note_commit(self, step: int) -> None:
-        """Tell the log what a later start has to know about a commit. The checkpoint counts without."""
-        view = self._log.view
-        if view.saved is None and view.problem is None:
+        name = manifest_name(manifest.step)
+        with gc_paused(len(manifest.leaves)):
+            # Constructors check nothing: what cannot be read back must never be committed.
+            parts = encode_checked(manifest, f"{self._storage.where}: the manifest of this save")
+        if replace:
+            self._storage.replace(name, b"".join(parts))
+        else:
+            create_whole(self._storage, name, *parts)
+        self._directory.added(manifest, bytes(parts[0][:HEAD_BYTES]), located)
+        # What a later start has to know; the checkpoint counts without.
+        if self._log.view.saved is None and self._log.view.problem is None and not replace:
             with suppress(OSError):
-                self._log.append(Saved(step=step))
-        self._session.committed_again(step)
+                self._log.append(Saved(step=manifest.step))
+        self._session.committed_again(manifest.step)
 
     def _last_line(self) -> LineReference | None:
         """The last line of the log, which is durable on return; None for a log that cannot be."""
@@ -218,9 +212,10 @@ class Committer:
             # everything else stays what it was.
             created, recipe = present.created, present.recipe
             metrics = self._merged_metrics(present, metrics)
+        assert self._log.run is not None, "a writer has written the marker"
         return Manifest(
             format=FORMAT,
-            run=self._run,
+            run=self._log.run,
             step=save.step,
             created=created,
             fingerprint=checked_fingerprint(written.packs, written.leaves, name),
@@ -232,17 +227,6 @@ class Committer:
             process_leaves=tuple(written.process_leaves),
             log=self._last_line(),
         )
-
-    def _store(self, manifest: Manifest, *, replace: bool) -> bytes:
-        """Create or replace the file of a manifest, durably; returns its first bytes."""
-        with gc_paused(len(manifest.leaves)):
-            # Constructors check nothing: what cannot be read back must never be committed.
-            parts = encode_checked(manifest, f"{self._storage.where}: the manifest of this save")
-        if replace:
-            self._storage.replace(manifest_name(manifest.step), b"".join(parts))
-        else:
-            create_whole(self._storage, manifest_name(manifest.step), *parts)
-        return bytes(parts[0][:HEAD_BYTES])
 
     def _committed(
         self, step: int, leaves: Mapping[str, AnyLeaf], process_leaves: Mapping[str, AnyLeaf]
@@ -308,7 +292,7 @@ class Committer:
         if merged == present.metrics:
             return present
         manifest = msgspec.structs.replace(present, metrics=merged)
-        self._directory.added(manifest, self._store(manifest, replace=True), {})
+        self.commit_manifest(manifest, {}, replace=True)
         return manifest
 
     def _merged_metrics(

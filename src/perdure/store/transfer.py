@@ -81,12 +81,9 @@ def transfer(
         lambda _, chunk: places[chunk.hash],
         cache(lambda pack: target.storage.size(PACKS + pack)),
     )
-    # The log of the target is another chain.
-    target.committer.commit_manifest(
-        msgspec.structs.replace(moved, log=None),
-        new | copied,
-        replace=replace,
-    )
+    # The log of the target is another chain, and a fork another run.
+    moved = msgspec.structs.replace(moved, log=None, run=target.log.run)
+    target.committer.commit_manifest(moved, new | copied, replace=replace)
     return sum(place.length for place in copied.values())
 
 

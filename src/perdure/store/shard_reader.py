@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import accumulate, pairwise
-from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
@@ -175,27 +174,6 @@ def _read_shared(
     return True
 
 
-class _Buffers:
-    """Memory for chunks of which no other process gets anything; see `SharedReads`."""
-
-    def __init__(self, count: int) -> None:
-        self._buffers = [take_buffer() for _ in range(count)]
-        self._free: SimpleQueue[int] = SimpleQueue()
-        for slot in range(count):
-            self._free.put(slot)
-
-    def take(self) -> tuple[int, memoryview]:
-        slot = self._free.get()
-        return slot, memoryview(self._buffers[slot])[:CHUNK_BYTES]
-
-    def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
-        self._free.put(slot)
-
-    def close(self) -> None:
-        for buffer in self._buffers:
-            give_buffer(buffer)
-
-
 def _pass_through(
     storage: Storage,
     manifest: Manifest,
@@ -208,7 +186,12 @@ def _pass_through(
     threads = min(storage.streams, MOST_STREAMS) or READ_THREADS
 
     def work(batch: Sequence[_Passing]) -> None:
-        slot, memory = buffers.take()
+        buffer, slot = None, 0
+        if sharing is None:
+            buffer = take_buffer()
+            memory = memoryview(buffer)
+        else:
+            slot, memory = sharing.take()
         starts = list(accumulate([item.nbytes for item in batch], initial=0))
         parts = [memory[start:stop] for start, stop in pairwise(starts)]
         done: list[tuple[int, int, int]] = []
@@ -230,17 +213,15 @@ def _pass_through(
                 for item, start in zip(batch, starts, strict=False)
             ]
         finally:
-            buffers.give(slot, done)
+            if buffer is not None:
+                give_buffer(buffer)
+            elif sharing is not None:
+                sharing.give(slot, done)
 
     # In the order of the packs, small ones together.
     in_order = sorted(passing, key=lambda item: (item.chunk.pack, item.chunk.offset))
     together = batches(in_order, lambda item: item.nbytes, CHUNK_BYTES)
-    buffers = sharing or _Buffers(threads)
-    try:
-        # Threads of its own: they wait for other processes, and no other restore may wait for them.
-        with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
-            for _ in map_ahead(readers, work, together, 2 * threads):
-                pass
-    finally:
-        if isinstance(buffers, _Buffers):
-            buffers.close()
+    # Threads of its own: they wait for other processes, and no other restore may wait for them.
+    with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:
+        for _ in map_ahead(readers, work, together, 2 * threads):
+            pass

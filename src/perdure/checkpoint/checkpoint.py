@@ -251,14 +251,11 @@ def kept_members(state: Any) -> Iterator[None]:
     lists of plain values and NumPy arrays, are those that they were, with the restored values: the
     program may hold them."""
     members = vars(state) if isinstance(state, Checkpoint) else {}
-    before = {name: each for name, each in members.items() if _changes_in_place(each)}
+    in_place = (np.ndarray, dict, list, deque)
+    before = {n: each for n, each in members.items() if type(each) in in_place and _is_plain(each)}
     yield
     for name, held in before.items():
         members[name] = put_value(held, members[name])
-
-
-def _changes_in_place(member: Any) -> bool:
-    return type(member) in (np.ndarray, dict, list, deque) and _is_plain(member)
 
 
 def _is_plain(value: Any) -> bool:

@@ -210,20 +210,15 @@ def plan_prune(
     )
     plan = plan_collect(held, request)
     if newest is not None and (plan.steps or plan.quarantined) and not after_a_save:
-        _require_good(run, held.manifests[newest])
+        try:
+            Packs(run).require(held.manifests[newest])
+        except CorruptionError as error:
+            raise CorruptionError(
+                f"{error} It is of the newest checkpoint, and the older ones were to be deleted. "
+                f"Nothing was changed. `perdure verify {run.where} --repair` sets it aside; then prune "
+                f"again."
+            ) from error
     return PrunePlan(verdicts, plan, held if after_a_save else None)
-
-
-def _require_good(run: Run, newest: Manifest) -> None:
-    """Read the newest checkpoint, which stays, or raise `CorruptionError`: the ones to delete may be
-    the last good ones."""
-    try:
-        Packs(run).require(newest)
-    except CorruptionError as error:
-        raise CorruptionError(
-            f"{error} It is of the newest checkpoint, and the older ones were to be deleted. Nothing "
-            f"was changed. `perdure verify {run.where} --repair` sets it aside; then prune again."
-        ) from error
 
 
 def execute_prune(run: Run, plan: PrunePlan) -> Collected:

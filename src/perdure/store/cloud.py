@@ -200,9 +200,10 @@ class CloudSink(Sink):
         try:
             self._bucket.call("uploading", self._name, self._upload.close)
         except ConnectionError:
-            if not self._is_ours():
-                raise
-            return  # the object arrived, and only the answer was lost
+            with contextlib.suppress(OSError):
+                if self._bucket.creator(self._name) == self._attempt:
+                    return  # the object arrived, and only the answer was lost
+            raise
         size = self._bucket.head(self._name)["size"]
         if size != self._written:
             self._bucket.delete(self._name)
@@ -217,12 +218,6 @@ class CloudSink(Sink):
         """See `Sink`. The store keeps the parts of an upload that was not completed, unseen."""
         self._held.clear()
         self._upload = None
-
-    def _is_ours(self) -> bool:
-        try:
-            return self._bucket.creator(self._name) == self._attempt
-        except OSError:
-            return False
 
 
 RENEWALS_PER_LEASE = 3

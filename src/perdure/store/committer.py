@@ -36,7 +36,6 @@ from perdure.store.format import (
 from perdure.store.gc_pause import SHORT_BYTES, gc_paused
 from perdure.store.leaf import AnyLeaf, Leaf, containers_of, total_bytes
 from perdure.store.loading import list_steps, read_manifest
-from perdure.store.log import LineReference
 from perdure.store.manifest import LeafEntry, Manifest, RecipeValue, fingerprint, plain_metrics
 from perdure.store.manifest_json import HEAD_BYTES, checked_fingerprint, encode_checked
 from perdure.store.names import committed_steps, steps_from
@@ -187,16 +186,6 @@ class Committer:
                 self._log.append(Saved(step=manifest.step))
         self._session.committed_again(manifest.step)
 
-    def _last_line(self) -> LineReference | None:
-        """The last line of the log, which is durable on return; None for a log that cannot be."""
-        try:
-            return self._log.sync()
-        except OSError as error:
-            self._damage.notes.append(
-                f"{self._storage.where}: the log could not be made durable: {error}"
-            )
-            return None
-
     def _manifest(
         self,
         save: PreparedSave,
@@ -212,6 +201,12 @@ class Committer:
             # everything else stays what it was.
             created, recipe = present.created, present.recipe
             metrics = self._merged_metrics(present, metrics)
+        last_line = None
+        try:
+            last_line = self._log.sync()
+        except OSError as error:
+            note = f"{self._storage.where}: the log could not be made durable: {error}"
+            self._damage.notes.append(note)
         assert self._log.run is not None, "a writer has written the marker"
         return Manifest(
             format=FORMAT,
@@ -225,7 +220,7 @@ class Committer:
             leaves=tuple(written.leaves),
             containers=containers,
             process_leaves=tuple(written.process_leaves),
-            log=self._last_line(),
+            log=last_line,
         )
 
     def _committed(

@@ -128,10 +128,7 @@ class StagedWriter:
         self._offset += len(data)
 
     def _announce(self, length: int) -> None:
-        self._preallocate(self._offset + length)
-        self._before("write", self._path)
-
-    def _preallocate(self, needed: int) -> None:
+        needed = self._offset + length
         # In steps, because `expected` is an upper bound: deduplication may leave little to write.
         while self._allocated < needed:
             length = max(needed, min(self._expected, self._allocated + ALLOCATE_BYTES))
@@ -139,6 +136,7 @@ class StagedWriter:
             with contextlib.suppress(OSError, AttributeError):
                 os.posix_fallocate(self._fd, self._allocated, length - self._allocated)
             self._allocated = length
+        self._before("write", self._path)
 
     def _write_at(self, data: memoryview, offset: int) -> None:
         done = 0

@@ -224,7 +224,11 @@ def _no_such_step(storage: Storage, step: int) -> str:
     noun = "step" if len(steps) == 1 else "steps"
     present = f"{noun} {steps_text(steps)}" if steps else "no checkpoint"
     message = f"{storage.where}: expected a checkpoint of step {step}, found {present}. "
-    if _is_rolled_back(storage, step):
+    aside = LogView.read(storage)
+    with reading(f"{storage.where}: the list of its quarantine"):
+        names = filter(aside.is_rolled_back, storage.list(QUARANTINE))
+        is_rolled_back = step in map(step_aside, names)
+    if is_rolled_back:
         return message + (
             f"Step {step} was set aside by a rollback; `perdure rollback {storage.where} --undo` "
             f"brings it back."
@@ -233,11 +237,3 @@ def _no_such_step(storage: Storage, step: int) -> str:
         return message + "Save one first, or name another run directory."
     nearest = min(steps, key=lambda other: (abs(other - step), -other))
     return message + f"Ask for one of those; the nearest is step {nearest}."
-
-
-def _is_rolled_back(storage: Storage, step: int) -> bool:
-    """Whether a rollback has set a checkpoint of that step aside, and it is still there."""
-    aside = LogView.read(storage)
-    with reading(f"{storage.where}: the list of its quarantine"):
-        names = filter(aside.is_rolled_back, storage.list(QUARANTINE))
-        return any(step_aside(name) == step for name in names)

@@ -49,7 +49,8 @@ from perdure.text import few
 
 MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
 _DIGEST_HEAD = b'{"digest":"'
-_DIGEST_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
+HEAD_BYTES = len(_DIGEST_HEAD) + 64 + len('",')
+"""The first bytes of a manifest, which hold its digest: equal heads are equal manifests."""
 
 _decoder = msgspec.json.Decoder(Manifest)
 _head_decoder = msgspec.json.Decoder(ManifestHead)
@@ -58,9 +59,6 @@ _leaves_decoder = msgspec.json.Decoder(list[LeafEntry])
 
 LEAF_TEXT_BYTES = 128
 """About what the entry of a leaf takes."""
-
-HEAD_BYTES = _DIGEST_BYTES
-"""The first bytes of a manifest, which hold its digest: equal heads are equal manifests."""
 
 UNTIL_VERIFIED = " Run `perdure verify` on the run directory; restore an older step meanwhile."
 """The advice that ends the error of a damaged manifest. A check of the run leaves it out."""
@@ -140,14 +138,16 @@ def summarize(manifest: ManifestHead | Manifest, data: bytes) -> ManifestSummary
 
 
 def _intact_body(data: bytes, where: str) -> memoryview:
-    """`_body` of a manifest that has the digest that it states."""
+    """The JSON of a manifest without its digest, if it has that; `CorruptionError` otherwise."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptionError(
             f"{where}: a manifest has at most {MAX_MANIFEST_BYTES} bytes, found {len(data)}."
         )
-    body = _body(data)
+    copy = bytearray(data)
+    copy[HEAD_BYTES - 1 : HEAD_BYTES] = b"{"  # in the place of a comma
+    body = memoryview(copy)[HEAD_BYTES - 1 :]
     actual = hash_bytes(body)
-    if data[:_DIGEST_BYTES] != _DIGEST_HEAD + actual.encode() + b'",':
+    if data[:HEAD_BYTES] != _DIGEST_HEAD + actual.encode() + b'",':
         raise CorruptionError(f"{where}: {_damage(data, actual)}.{UNTIL_VERIFIED}")
     return body
 
@@ -156,7 +156,7 @@ def _damage(data: bytes, actual: str) -> str:
     """What is wrong with a manifest whose body has the hash `actual`."""
     if not data:
         return "expected a manifest, found an empty file"
-    recorded = data[len(_DIGEST_HEAD) : _DIGEST_BYTES - 2].decode(errors="replace")
+    recorded = data[len(_DIGEST_HEAD) : HEAD_BYTES - 2].decode(errors="replace")
     if not data.startswith(_DIGEST_HEAD) or set(recorded) - set("0123456789abcdef"):
         return f"expected a manifest, which begins with its hash, found {len(data)} other bytes"
     shown = 16 if recorded[:16] != actual[:16] else len(actual)
@@ -188,13 +188,6 @@ def _checked(manifest: Manifest, where: str, step: int | None) -> Manifest:
             f"give {actual[:16]}."
         )
     return manifest
-
-
-def _body(data: bytes) -> memoryview:
-    """The JSON of a manifest without its digest; its brace takes the place of a comma."""
-    body = bytearray(data)
-    body[_DIGEST_BYTES - 1 : _DIGEST_BYTES] = b"{"
-    return memoryview(body)[_DIGEST_BYTES - 1 :]
 
 
 def _manifest(body: memoryview, where: str) -> Manifest:

@@ -28,11 +28,7 @@ def steps_from(storage: Storage, step: int) -> list[int]:
 
 def newest_step(storage: Storage) -> int | None:
     """The newest committed step."""
-    names = list(storage.list(MANIFESTS))
-    newest = step_of(max(names, default=""))
-    if newest is None:  # there is none, or another name comes last
-        newest = max((step for name in names if (step := step_of(name)) is not None), default=None)
-    return newest
+    return max(committed_steps(storage), default=None)
 
 
 def pinned_steps(storage: Storage) -> frozenset[int]:

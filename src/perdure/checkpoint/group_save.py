@@ -98,15 +98,16 @@ def save_in_group(
     recipe: Mapping[str, RecipeValue],
     metrics: Mapping[str, float],
     cache: SaveCache | None = None,
+    declines: BaseException | None = None,
 ) -> Iterator[None]:
     """Save one checkpoint by all processes, each with its copy of the state; then run the block.
 
-    The block is work of the chief (retention). An error of either is raised in all processes; one
-    that has no state calls `decline_save` instead. Raises `StateError` if copies differ, and as
+    The block is work of the chief (retention). An error of either is raised in all processes, and
+    so is `declines`, why this process has no state. Raises `StateError` if copies differ, and as
     `Run.save`.
     """
     with ExitStack() as stack:
-        member = _Member(run, processes, state, cache or SaveCache(), stack)
+        member = _Member(run, processes, state, cache or SaveCache(), stack, declines)
         if processes.is_chief:
             error: BaseException | None = None
             try:
@@ -122,19 +123,14 @@ def save_in_group(
 
 def decline_save(run: Run, processes: Processes, step: int, error: BaseException) -> None:
     """Take part in a save without a state, so that every other process learns of `error` at once."""
-    with ExitStack() as stack:
-        member = _Member(run, processes, GroupState(step, {}), SaveCache(), stack, error)
-        try:
-            if processes.is_chief:
-                _, failed = caught(lambda: _require_rows(processes, member.rows))
-                _end(member, failed or error)
-            else:
-                _follow(member)
-        except WorkerLostError:
-            raise
-        except BaseException as raised:
-            if raised is not error and not isinstance(raised, PerdureError):
-                raise  # the caller raises `error`
+    try:
+        with save_in_group(run, processes, GroupState(step, {}), {}, {}, declines=error):
+            pass
+    except WorkerLostError:
+        raise
+    except BaseException as raised:
+        if raised is not error and not isinstance(raised, PerdureError):
+            raise  # the caller raises `error`
 
 
 def as_save_error(error: BaseException, where: str, step: int) -> PerdureError:
@@ -165,7 +161,7 @@ class _Member:
         state: GroupState,
         cache: SaveCache,
         stack: ExitStack,
-        declines: BaseException | None = None,
+        declines: BaseException | None,
     ) -> None:
         self.run, self.processes, self.state = run, processes, state
         self.stored_chunks: Mapping[str, StoredChunk] | None = None
@@ -182,10 +178,13 @@ class _Member:
         """What each process began with, in the chief."""
 
     def _failure(self, error: BaseException) -> SentError:
+        """An error for the other processes, with its class if they are to raise the same."""
         if isinstance(error, OSError) and error.filename is None:
             size = sum(leaf.nbytes for leaf in self.state.leaves.values())
             error = SaveError(f"{self.run.where}: {error} (size of the state: {size} bytes)")
-        return _failure(self.processes, error)
+        text = str(error) if isinstance(error, (OSError, PerdureError)) else repr(error)
+        kind = type(error).__name__ if isinstance(error, (ArgumentError, StateError)) else ""
+        return SentError(kind, f"process {self.processes.index}: {text}")
 
     def _beginning(self) -> SaveAnswer:
         if self._regions:
@@ -354,13 +353,6 @@ def _follow(member: _Member) -> None:
         agreed = order.error.error_of("the chief process")
         assert isinstance(agreed, PerdureError)
         _raise_agreed(member.error, agreed)
-
-
-def _failure(processes: Processes, error: BaseException) -> SentError:
-    """An error for the other processes, with its class if they are to raise the same."""
-    text = str(error) if isinstance(error, (OSError, PerdureError)) else repr(error)
-    kind = type(error).__name__ if isinstance(error, (ArgumentError, StateError)) else ""
-    return SentError(kind, f"process {processes.index}: {text}")
 
 
 def _require_rows(processes: Processes, rows: Sequence[SaveAnswer]) -> None:

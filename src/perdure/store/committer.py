@@ -46,10 +46,8 @@ from perdure.store.storage import LostLock, Storage, create_whole
 from perdure.store.writer_session import WriterSession
 from perdure.text import few
 
-BYTES_PER_CHUNK = 256
-"""Space for a chunk's line in the pack's index and in the manifest."""
-BYTES_PER_LEAF = 512
-"""Space for a leaf's path, type and shape in the manifest."""
+BYTES_PER_ENTRY = 384
+"""Space for a leaf in the manifest, or for a chunk there and in the index of its pack."""
 BYTES_PER_SAVE = 64 * 1024
 """Space for headers, directories and the file system's own blocks."""
 
@@ -406,11 +404,8 @@ def ensure_free_space(
     """
     own = sum(leaf.nbytes for leaf in process_leaves.values())
     count = len(leaves) + len(process_leaves)
-    overhead = (
-        BYTES_PER_SAVE
-        + BYTES_PER_LEAF * count
-        + BYTES_PER_CHUNK * ((nbytes + own) // CHUNK_BYTES + count)
-    )
+    chunks = (nbytes + own) // CHUNK_BYTES + count
+    overhead = BYTES_PER_SAVE + BYTES_PER_ENTRY * (count + chunks)
     free = storage.free_bytes()
     if free is not None and nbytes + own + overhead > free:
         ensure_free_bytes(storage, _new_bytes(leaves, known) + own + overhead)

@@ -26,12 +26,11 @@ from perdure.store.format import (
     check_version,
     decode_json,
     hash_bytes,
-    manifest_name,
 )
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest, ManifestHead
-from perdure.store.manifest_json import decode_manifest
 from perdure.store.names import committed_steps
+from perdure.store.run_log import newest_manifest
 from perdure.store.storage import Storage
 from perdure.text import counted
 
@@ -214,21 +213,16 @@ def _decode_marker(data: bytes, where: str) -> Marker:
 
 def _require_repairable(storage: Storage, repair: bool, fault: str) -> None:
     """Raise `CorruptionError` unless a repair may write the marker again."""
-    reason = "there is no checkpoint beside it. Name another directory, or remove that file"
-    for step in reversed(committed_steps(storage)):
-        name = manifest_name(step)
-        try:
-            decode_manifest(storage.read(name), f"{storage.where}/{name}", step)
-        except (CorruptionError, OSError) as error:
-            reason = f"no manifest beside it can be read either: {error}"
-            continue
-        if repair:
-            return
+    if newest_manifest(storage) is None:
+        raise CorruptionError(
+            f"{fault}, and no checkpoint beside it can be read. Nothing was changed. Name another "
+            f"directory, or remove that file."
+        )
+    if not repair:
         raise CorruptionError(
             f"{fault}. Its checkpoints are there: `perdure verify {storage.where} --repair` writes the "
             f"file again. Nothing was changed."
         )
-    raise CorruptionError(f"{fault}, and {reason}. Nothing was changed.")
 
 
 def _entries(storage: Storage) -> list[str] | None:

@@ -7,7 +7,6 @@ save of 10,000 leaves is the collector's.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,45 +19,31 @@ SHORT_BYTES = 64 * 1024 * 1024
 """Saves of up to so much pause it from their beginning to their end. It runs as soon as a pause is
 over, because what was made meanwhile counts, so that many pauses would be as many collections."""
 
-
-_guard = threading.RLock()  # a finalizer or a signal handler may begin a pause at any line
-_count = 0
-"""How many pauses there are in all threads; the last one to end gives the collector back."""
-_was_on = False
+_is_paused = False
+"""Whether it is off because of a pause here."""
 
 
 @contextmanager
 def gc_paused(leaves: int = MANY_LEAVES) -> Iterator[None]:
-    """Keep the collector, if it is on and there are many leaves, from running, in all threads."""
-    global _count, _was_on
-    if leaves < MANY_LEAVES:
+    """Keep the collector, if it is on and there are many leaves, from running, in all threads. A
+    pause that begins in another one ends with that."""
+    global _is_paused
+    if leaves < MANY_LEAVES or not gc.isenabled():
         yield
         return
-    with _guard:
-        _count += 1
-        if _count == 1:
-            _was_on = gc.isenabled()
-            gc.disable()
+    _is_paused = True
+    gc.disable()
     try:
         yield
     finally:
-        with _guard:
-            _count = max(0, _count - 1)
-            _give_back()
-
-
-def _give_back() -> None:
-    global _was_on
-    if not _count and _was_on:
-        _was_on = False
         gc.enable()
+        _is_paused = False
 
 
 def _in_child() -> None:
     """The other threads of the parent are not in a forked child, and would never end their pauses."""
-    global _guard, _count
-    _guard, _count = threading.RLock(), 0  # one of them may have held it
-    _give_back()
+    if _is_paused:
+        gc.enable()
 
 
 at_fork(after_in_child=_in_child)

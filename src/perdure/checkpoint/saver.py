@@ -54,6 +54,7 @@ from perdure.store import Leaf, Run
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaves, containers_of
 from perdure.store.pack_part import LocalLeaves
+from perdure.store.pools import submit
 
 
 class Saver:
@@ -337,16 +338,9 @@ class Background:
         return job is not None and not job.done() and os.getpid() == self._pid
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Start `job` after the one before it, whose error it raises. While Python exits no thread
-        can begin: then the job runs here."""
+        """Start `job` after the one before it, whose error it raises."""
         self.wait()
-        # The thread of a pool refers to its job for a moment after the result is known. Nothing that
-        # the job refers to (a saver that nobody else has, and its lock) may live that long.
-        jobs = [job]
-        try:
-            self._job = self._pool.submit(lambda: jobs.pop()())
-        except RuntimeError:
-            jobs.pop()()
+        self._job = submit(self._pool, job)
 
     def wait(self) -> None:
         """Wait for the job under way; raises its error, once."""

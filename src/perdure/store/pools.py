@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -32,17 +32,20 @@ at_fork(after_in_child=pool.cache_clear)
 def submit(executor: ThreadPoolExecutor, work: Callable[..., R], *args: Any) -> Future[R]:
     """Submit `work`, or call it here if no thread can begin, as while Python exits."""
     done: Future[R] = Future()
-    turns = [None]
+    jobs = [partial(work, *args)]
 
     def run() -> None:
         # A pool that cannot start a thread has queued the job all the same.
         with suppress(IndexError):
-            turns.pop()
+            job = jobs.pop()
             if done.set_running_or_notify_cancel():
                 try:
-                    done.set_result(work(*args))
+                    result = job()
                 except BaseException as error:  # noqa: BLE001 - the future raises it
                     done.set_exception(error)
+                else:
+                    del job  # nothing that it refers to may live until the thread has ended
+                    done.set_result(result)
 
     try:
         executor.submit(run)

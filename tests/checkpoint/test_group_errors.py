@@ -269,13 +269,11 @@ def test_any_error_in_one_process_ends_the_save_in_all_at_once(
     train(tmp_path, 1)
     real, fired = group_save.write_pack_part, []  # pyright: ignore[reportPrivateImportUsage]
 
-    def write_share(
-        storage: Any, step: int, leaves: Any, known: Any, share: Any, *rest: Any
-    ) -> Any:
-        if share.process == victim and step == 2:
+    def write_share(storage: Any, state: Any, known: Any, share: Any, *rest: Any) -> Any:
+        if share.process == victim and state.step == 2:
             fired.append(share.process)
             raise kind("no room for a part")
-        return real(storage, step, leaves, known, share, *rest)
+        return real(storage, state, known, share, *rest)
 
     monkeypatch.setattr(group_save, "write_pack_part", write_share)
 

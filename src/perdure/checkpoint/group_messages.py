@@ -104,7 +104,7 @@ class SaveOrder(Struct):
 class SaveAnswer(Struct):
     """What one process answers to an order for a step, or why it cannot.
 
-    For BEGIN, which needs no order: its `LocalLeaves` by hashes, the `digest_of` its shards and
+    For BEGIN, which needs no order: what it alone has by hashes, the `digest_of` its shards and
     that of the layouts that it knows, and where it answers requests for slices. For LAYOUT its
     shards; for HASH hashes of the chunks that it would write; for WRITE what it has written; for
     COMPARE hashes.

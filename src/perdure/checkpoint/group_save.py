@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -41,7 +40,7 @@ from perdure.store.format import PACKS, chunk_spans, hash_bytes
 from perdure.store.leaf import AnyLeaf, Leaves, RemoteLeaf, containers_of
 from perdure.store.manifest import RecipeValue
 from perdure.store.pack_part import (
-    LocalLeaves,
+    GroupState,
     PackPart,
     ShardCopy,
     WriterShare,
@@ -55,15 +54,6 @@ from perdure.store.shard_plan import ShardPlan, plan_shards, read_slices, slices
 from perdure.store.storage import Storage
 
 _MOST_LINES = 20
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """What one process brings to a save: its copy of the shared state and the leaves it alone has."""
-
-    step: int
-    leaves: Mapping[str, Leaf]
-    own: LocalLeaves = field(default_factory=LocalLeaves)
 
 
 class SaveCache:
@@ -124,7 +114,7 @@ def save_in_group(
 def decline_save(run: Run, processes: Processes, step: int, error: BaseException) -> None:
     """Take part in a save without a state, so that every other process learns of `error` at once."""
     try:
-        with save_in_group(run, processes, GroupState(step, {}), {}, {}, declines=error):
+        with save_in_group(run, processes, GroupState(step), {}, {}, declines=error):
             pass
     except WorkerLostError:
         raise
@@ -190,12 +180,14 @@ class _Member:
         if self._regions:
             self._exchange = SliceExchange(self.processes.index)
             self._stack.callback(self._exchange.close)
-        own = self.state.own
+        state = self.state
         return SaveAnswer(
-            self.state.step,
-            per_rank={path: RemoteLeaf.of(leaf) for path, leaf in own.per_rank.items()},
-            containers=containers_of(own.per_rank),
-            process_leaves={path: RemoteLeaf.of(leaf) for path, leaf in own.process_leaves.items()},
+            state.step,
+            per_rank={path: RemoteLeaf.of(leaf) for path, leaf in state.per_rank.items()},
+            containers=containers_of(state.per_rank),
+            process_leaves={
+                path: RemoteLeaf.of(leaf) for path, leaf in state.process_leaves.items()
+            },
             shards=digest_of(self._regions),
             known=self._cache.layouts.digest(),
             address=self._exchange and self._exchange.address,
@@ -251,7 +243,7 @@ class _Member:
         known = (
             self._cache.stored_chunks(storage) if self.stored_chunks is None else self.stored_chunks
         )
-        part = write_pack_part(storage, step, leaves, known, share, self.run.encode, self.state.own)
+        part = write_pack_part(storage, self.state, known, share, self.run.encode)
         return SaveAnswer(step, part=part)
 
     def hashes_of(self, path: str) -> list[str]:

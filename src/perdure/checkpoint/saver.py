@@ -19,7 +19,6 @@ from typing import Any
 from perdure.checkpoint.arguments import Metrics, metric_numbers
 from perdure.checkpoint.group_call import GroupCall, save_channel, together
 from perdure.checkpoint.group_save import (
-    GroupState,
     SaveCache,
     as_save_error,
     decline_save,
@@ -53,7 +52,7 @@ from perdure.state.walk import Walk
 from perdure.store import Leaf, Run
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaves, containers_of
-from perdure.store.pack_part import LocalLeaves
+from perdure.store.pack_part import GroupState
 from perdure.store.pools import submit
 
 
@@ -260,7 +259,7 @@ class Saver:
                         ranked[path] = leaves.pop(path)
                     for path in filter(rank.owns, [*containers]):
                         ranked.containers[path] = containers.pop(path)
-                state = GroupState(step, leaves, LocalLeaves(ranked, process_leaves))
+                state = GroupState(step, leaves, ranked, process_leaves)
                 assert self._channel is not None
                 with save_in_group(run, self._channel, state, recipe, metrics, self._save_cache):
                     if self.processes.is_chief:

@@ -2,7 +2,7 @@
 
 The chunks of the state are numbered in path order. Chunk i is written by process i mod P, one of an
 array whose shards lie in several processes by the process that its plan names. What only one process
-has (`LocalLeaves`) is written by that one. The chief puts the parts together. Nothing here commits: the
+has is written by that one. The chief puts the parts together. Nothing here commits: the
 manifest, which the chief writes once all parts are durable, makes all of it visible, or nothing.
 """
 
@@ -49,9 +49,12 @@ class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class LocalLeaves:
-    """The leaves that only one process has: `PerRank` members, and process leaves."""
+class GroupState:
+    """What one process brings to a save: its copy of the shared state, and what it alone has, which
+    are `PerRank` members and process leaves."""
 
+    step: int
+    leaves: Mapping[str, Leaf] = field(default_factory=dict)
     per_rank: Mapping[str, Leaf] = field(default_factory=dict)
     process_leaves: Mapping[str, Leaf] = field(default_factory=dict)
 
@@ -92,23 +95,21 @@ class WriterShare:
 
 def write_pack_part(
     storage: Storage,
-    step: int,
-    leaves: Mapping[str, Leaf],
+    state: GroupState,
     known: Mapping[str, StoredChunk],
     share: WriterShare,
     encode: Encode | None = None,
-    own: LocalLeaves | None = None,
 ) -> PackPart:
     """Write the chunks of this process that `known` lacks; durable on return."""
-    own = own or LocalLeaves()
+    leaves = state.leaves
     mine = list(share.chunks(leaves))
     numbers = [number for number, _, _ in mine]
-    per_rank, process_leaves = LeafRows(own.per_rank), LeafRows(own.process_leaves)
+    per_rank, process_leaves = LeafRows(state.per_rank), LeafRows(state.process_leaves)
     rows = ChunkRows(
         [*(data for _, _, data in mine), *per_rank.chunks],
         [*(dtype for _, dtype, _ in mine), *per_rank.dtypes],
     )
-    pack = write_chunks(storage, step, share.process, rows, process_leaves, known, encode)
+    pack = write_chunks(storage, state.step, share.process, rows, process_leaves, known, encode)
     count = len(numbers)
     per_rank.digests, per_rank.places = rows.digests[count:], rows.places[count:]
     placed = zip(numbers, rows.digests, rows.places, strict=False)

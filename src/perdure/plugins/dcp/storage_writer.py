@@ -32,7 +32,7 @@ from perdure.store.directory import Directory
 from perdure.store.format import DCP_LAYOUT
 from perdure.store.leaf import Leaf, RemoteLeaf
 from perdure.store.manifest import LeafEntry
-from perdure.store.pack_part import LocalLeaves, PackPart, WriterShare, assemble, write_pack_part
+from perdure.store.pack_part import GroupState, PackPart, WriterShare, assemble, write_pack_part
 
 
 class Writer(StorageWriter):
@@ -132,9 +132,8 @@ class Writer(StorageWriter):
         )
         run = self._run or Run(self._directory, create=True)
         held = Directory(run.storage).stored_chunks()
-        own = LocalLeaves(leaves, local)
-        share = WriterShare(index, 1)
-        part = write_pack_part(run.storage, self._step, {}, held, share, None, own)
+        state = GroupState(self._step, per_rank=leaves, process_leaves=local)
+        part = write_pack_part(run.storage, state, held, WriterShare(index, 1))
         size = sum(leaf.nbytes for leaf in leaves.values())
         # The results alone are never those of an earlier save: DCP's planner may reuse its plans.
         return storage_reader.done([WriteResult(MetadataIndex(str(self._step)), size, part)])

@@ -6,7 +6,7 @@ Invariant: committed checkpoints are one line of steps, and a save only adds to 
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -96,12 +96,7 @@ class Committer:
         with gc_paused(len(leaves) if size <= SHORT_BYTES else 0):
             try:
                 self._session.begin()
-                present, is_same = self._committed(step, leaves, process_leaves)
-                is_committed = (
-                    present is not None
-                    and is_same
-                    and (not process_leaves or _holds(present, process_leaves))
-                )
+                present, is_committed = self._committed(step, leaves, process_leaves)
                 held = self._directory.stored_chunks()
                 if not is_committed:
                     ensure_free_space(self._storage, leaves, size, process_leaves, held)
@@ -224,7 +219,7 @@ class Committer:
     def _committed(
         self, step: int, leaves: Mapping[str, AnyLeaf], process_leaves: Mapping[str, AnyLeaf]
     ) -> tuple[Manifest | None, bool]:
-        """The manifest of `step` if it is committed, and whether it has these bits; else
+        """The manifest of `step` if it is committed, and whether it has all of these bits; else
         `HistoryError`.
 
         Other bits are allowed for a step that the last iteration of an epoch saved: what follows
@@ -253,8 +248,11 @@ class Committer:
         actual = fingerprint(rows)
         if actual != present.fingerprint and not self._follows(present, process_leaves):
             raise StepExistsError(self._other_bits(present, leaves, actual, steps))
-        present = present if self._made_durable(present) else None
-        return present, present is not None and actual == present.fingerprint
+        if not self._made_durable(present):
+            return None, False
+        kept = _bits((leaf.path, leaf) for leaf in present.process_leaves)
+        is_same = not process_leaves or kept == _bits(process_leaves.items())
+        return present, is_same and actual == present.fingerprint
 
     def _follows(self, present: Manifest, process_leaves: Mapping[str, AnyLeaf]) -> bool:
         """Whether an epoch has ended since this process has saved or read `present`."""
@@ -310,14 +308,10 @@ class Committer:
         self, present: Manifest, leaves: Mapping[str, AnyLeaf], actual: str, steps: list[int]
     ) -> str:
         """Why a save of `leaves` is refused: the step has other bits."""
-        step, stored = present.step, {leaf.path: leaf for leaf in present.leaves}
-        differing = sorted(
-            path
-            for path in stored.keys() | leaves.keys()
-            if path not in stored
-            or path not in leaves
-            or _bits(stored[path]) != _bits(leaves[path])
-        )
+        step = present.step
+        stored = _bits((leaf.path, leaf) for leaf in present.leaves)
+        mine = _bits(leaves.items())
+        differing = sorted({path for path, _ in stored.items() ^ mine.items()})
         reason = (
             f"step {step} is committed with fingerprint {present.fingerprint[:16]}, this save has "
             f"{actual[:16]}; other bits at {few(differing, 3)}"
@@ -378,16 +372,9 @@ class Committer:
         )
 
 
-def _bits(leaf: LeafEntry | AnyLeaf) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
-    return leaf.dtype, tuple(leaf.shape), tuple(leaf.hashes())
-
-
-def _holds(present: Manifest, process_leaves: Mapping[str, AnyLeaf]) -> bool:
-    rows = [(leaf.path, leaf.dtype, leaf.shape, leaf.hashes()) for leaf in present.process_leaves]
-    return rows == [
-        (path, leaf.dtype, leaf.shape, leaf.hashes())
-        for path, leaf in sorted(process_leaves.items())
-    ]
+def _bits(leaves: Iterable[tuple[str, LeafEntry | AnyLeaf]]) -> dict[str, tuple[object, ...]]:
+    """By path what is compared of leaves."""
+    return {path: (leaf.dtype, tuple(leaf.shape), tuple(leaf.hashes())) for path, leaf in leaves}
 
 
 def ensure_free_space(

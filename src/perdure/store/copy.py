@@ -198,10 +198,7 @@ def copy_checkpoint(
         held = {} if is_there else target.directory.stored_chunks()
         return transfer(source, manifest, target, held, link=link, replace=is_there, before=before)
     except UnreadChunk as error:
-        raise UnreachableError(
-            f"{source.where}: step {step} was not copied: {error.reason} Correct the cause, then copy "
-            f"again."
-        ) from error
+        raise UnreachableError(f"{source.where}: step {step} was not copied: {error}") from error
     except FileExistsError as error:
         raise LockedError(
             f"{target.where}: step {step} was committed by another writer during the copy ({error}). "

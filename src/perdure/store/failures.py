@@ -58,12 +58,11 @@ class DamagedChunk(CorruptionError):
 
 
 class UnreadChunk(UnreachableError):
-    """A chunk of a pack cannot be read, for a `reason`. It need not be damaged."""
+    """A chunk of a pack cannot be read. It need not be damaged."""
 
-    def __init__(self, message: str, pack: str = "", reason: str = "") -> None:
+    def __init__(self, message: str, pack: str = "") -> None:
         super().__init__(message)
         self.pack = pack
-        self.reason = reason
 
 
 def is_gone(error: OSError) -> bool:

@@ -99,8 +99,7 @@ class Read(Struct, frozen=True, gc=False):
         chunk = self.chunks[0]
         place = self.place(chunk)
         if not is_gone(error):
-            reason = f"{place}: cannot be read: {error}."
-            return UnreadChunk(str(read_error(error, place)), chunk.pack, reason)
+            return UnreadChunk(str(read_error(error, place)), chunk.pack)
         return DamagedChunk(
             f"{place}: expected a pack, found no such file.", chunk.pack, chunk.offset
         )

@@ -7,10 +7,12 @@ created. The two run directories share no file name and no lock; the source does
 from __future__ import annotations
 
 import os
+import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -24,8 +26,18 @@ from perdure.errors import (
     StoreError,
     UnreachableError,
 )
-from perdure.store.failures import UnreadChunk
-from perdure.store.format import MAX_STEP, PACKS
+from perdure.store.committer import BYTES_PER_SAVE, ensure_free_bytes
+from perdure.store.compact import (
+    LiveChunks,
+    check_chunks,
+    copy_chunks,
+    live_chunks,
+    relocated,
+    relocated_size,
+)
+from perdure.store.entry_builder import StoredChunk
+from perdure.store.failures import DamagedChunk, UnreadChunk
+from perdure.store.format import MAX_STEP, PACKS, pack_name
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.local import LocalStorage
 from perdure.store.manifest import Manifest
@@ -33,7 +45,9 @@ from perdure.store.run import Run
 from perdure.store.run_events import JournalEntry
 from perdure.store.run_log import read_journal
 from perdure.store.storage import Storage
-from perdure.store.transfer import lacking, transfer
+
+LINK_SHARE = 0.5
+"""A fork links a pack when it needs at least this share of its bytes, and copies chunks otherwise."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +206,15 @@ def copy_checkpoint(
         if (refusal := _refusal(target, manifest)) is not None:
             raise StepExistsError(refusal)
         if (present := _whole(target, step)) is not None:
-            _renew(target, present, manifest)
+            metrics = {**manifest.metrics, **present.metrics}
+            if metrics != present.metrics or step == target.steps()[-1]:
+                # Also to make sure that it is durable.
+                present = msgspec.structs.replace(present, metrics=metrics)
+                target.committer.commit_manifest(present, {}, replace=True)
             return 0
         is_there = step in target.steps()
         held = {} if is_there else target.directory.stored_chunks()
-        return transfer(source, manifest, target, held, link=link, replace=is_there, before=before)
+        return _transfer(source, manifest, target, held, link=link, replace=is_there, before=before)
     except UnreadChunk as error:
         raise UnreachableError(f"{source.where}: step {step} was not copied: {error}") from error
     except FileExistsError as error:
@@ -290,7 +308,7 @@ def _copy(source: Run, step: int, target: Run, planned: set[str] | None) -> Copi
         if present is not None:
             return Copied(step, "present")
         held = {} if step in target.steps() else target.directory.stored_chunks()
-        live = lacking(manifest, held)
+        live = _lacking(manifest, held)
     except StepExistsError as error:
         return Copied(step, "refused", reason=str(error))
     except StepNotFoundError as error:
@@ -346,9 +364,92 @@ def _whole(target: Run, step: int) -> Manifest | None:
     return manifest if sizes == [pack.size for pack in manifest.packs] else None
 
 
-def _renew(target: Run, present: Manifest, manifest: Manifest) -> None:
-    """Add the metrics that the target's checkpoint lacks, and make sure that it is durable."""
-    metrics = {**manifest.metrics, **present.metrics}
-    if metrics != present.metrics or present.step == target.steps()[-1]:
-        renewed = msgspec.structs.replace(present, metrics=metrics)
-        target.committer.commit_manifest(renewed, {}, replace=True)
+def _lacking(manifest: Manifest, held: Container[str]) -> dict[str, LiveChunks]:
+    """The places of the chunks of a checkpoint whose hashes are not `held`."""
+    live = live_chunks([manifest], {pack.name for pack in manifest.packs})
+    left = {
+        name: {offset: chunk for offset, chunk in chunks.items() if chunk[0] not in held}
+        for name, chunks in live.items()
+    }
+    return {name: chunks for name, chunks in left.items() if chunks}
+
+
+def _transfer(
+    source: Run,
+    manifest: Manifest,
+    target: Run,
+    held: Mapping[str, StoredChunk],
+    *,
+    link: bool,
+    replace: bool,
+    before: Callable[[], None],
+) -> int:
+    """Link or copy the chunks that `held` lacks, then commit; returns the bytes written.
+
+    A compaction may move the chunks of the source meanwhile.
+    """
+    step = manifest.step
+
+    def find_again(error: DamagedChunk) -> dict[str, LiveChunks]:
+        nonlocal manifest
+        again = source.manifest(step)
+        if again == manifest:
+            raise CorruptionError(str(error)) from error
+        if again.fingerprint != manifest.fingerprint:
+            raise StepNotFoundError(
+                f"{source.where}: step {step} was deleted and saved again during the copy. Copy it "
+                f"again."
+            )
+        manifest = again
+        return _lacking(manifest, places)
+
+    new = _link(source, target, step, _lacking(manifest, held)) if link else {}
+    needed = {chunk.hash for leaf in manifest.every_leaf() for chunk in leaf.chunks}
+    places = {digest: held[digest] for digest in needed if digest in held} | new
+    copied: dict[str, StoredChunk] = {}
+    if live := _lacking(manifest, places):
+        ensure_free_bytes(target.storage, relocated_size(live) + BYTES_PER_SAVE)
+        copied = copy_chunks(source.storage, target.storage, step, live, find_again, before)
+        places |= copied
+    moved = relocated(
+        manifest,
+        lambda _, chunk: places[chunk.hash],
+        cache(lambda pack: target.storage.size(PACKS + pack)),
+    )
+    # The log of the target is another chain, and a fork another run.
+    moved = msgspec.structs.replace(moved, log=None, run=target.log.run)
+    target.committer.commit_manifest(moved, new | copied, replace=replace)
+    return sum(place.length for place in copied.values())
+
+
+def _link(
+    source: Run, target: Run, step: int, live: Mapping[str, LiveChunks]
+) -> dict[str, StoredChunk]:
+    """Make hard links of packs that are mostly needed; returns the places of their chunks."""
+    places: dict[str, StoredChunk] = {}
+    origin, storage = source.storage, target.storage
+    if not (isinstance(origin, LocalStorage) and isinstance(storage, LocalStorage)):
+        return places
+    for pack, chunks in live.items():
+        name = pack_name(step, 0, secrets.token_hex(4))
+        try:
+            size = origin.size(PACKS + pack)
+            needed = sum(length for _, length, _ in chunks.values())
+            linked = needed >= LINK_SHARE * size and storage.link_from(
+                origin, PACKS + pack, PACKS + name
+            )
+        except FileNotFoundError:
+            linked = False  # compacted meanwhile; its chunks are copied from their new places
+        if linked:
+            try:
+                check_chunks(storage, {name: chunks})
+            except DamagedChunk as error:
+                raise CorruptionError(
+                    f"{source.where}: step {step} cannot be forked, {PACKS}{pack} is damaged: {error} "
+                    f"`perdure verify {source.where}` lists what is damaged."
+                ) from error
+            places |= {
+                digest: StoredChunk(name, offset, length)
+                for offset, (digest, length, _) in chunks.items()
+            }
+    return places

@@ -37,7 +37,7 @@ class Directory:
         self._stored_chunks: dict[str, StoredChunk] | None = None
 
     def changed(self) -> None:
-        """Let the next look list the packs again: something was moved, pinned or replaced."""
+        """Let the next look list the packs again: something was moved or replaced."""
         self._memory.packs = self._stored_chunks = None
 
     def contents(self, *, whole: bool = True) -> View:

@@ -329,6 +329,7 @@ class Run:
         if held is None:
             held = self.directory.contents()
             if plan_collect(held, plan.request) != plan:
+                self.directory.changed()
                 raise OutdatedPlanError(
                     f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
                 )
@@ -357,14 +358,12 @@ class Run:
         self.manifest(step)
         if step not in self.pinned():
             self.storage.create(pin_name(step), 0).commit()
-            self.directory.changed()
             self._log_pin(step, pinned=True)
 
     def unpin(self, step: int) -> None:
         """Let a checkpoint be deleted again. A step that is not pinned is no error."""
         self.begin_writing()
         self.storage.delete(pin_name(step))
-        self.directory.changed()
         if step in self.log.view.pinned:
             self._log_pin(step, pinned=False)
 

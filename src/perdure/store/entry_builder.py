@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Protocol
 
 from msgspec import Struct
 
 from perdure.store.format import blocks
+from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, PackEntry
 
 
@@ -22,17 +22,6 @@ class StoredChunk(Struct, frozen=True, gc=False):
 
 PlacedChunk = tuple[str, StoredChunk]
 """The hash of a chunk, and where it lies."""
-
-
-class ArrayLeaf(Protocol):
-    """What an entry needs of an array."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def data(self) -> Sized: ...
 
 
 class EntryBuilder:
@@ -69,36 +58,28 @@ class EntryBuilder:
     def uncut(
         self,
         paths: Sequence[str],
-        leaves: Sequence[ArrayLeaf],
+        leaves: Sequence[Leaf],
         digests: Sequence[str],
         places: Sequence[StoredChunk],
     ) -> list[LeafEntry]:
         """The entries of arrays that are one chunk each. There may be very many."""
         entries: list[LeafEntry] = []
-        columns = zip(blocks(paths), blocks(leaves), blocks(digests), blocks(places), strict=True)
-        for block in columns:
-            entries += self._uncut(*block)
+        columns = map(blocks, (leaves, digests, places))
+        for names, arrays, hashes, stored in zip(blocks(paths), *columns, strict=True):
+            packs = [place.pack for place in stored]
+            self.number(dict.fromkeys(packs))
+            offsets = [place.offset for place in stored]
+            lengths = [place.length for place in stored]
+            chunks = map(Chunk, hashes, map(self._numbers.__getitem__, packs), offsets, lengths)
+            dtypes = [leaf.dtype for leaf in arrays]
+            shapes = [leaf.shape for leaf in arrays]
+            nbytes = [len(leaf.data) for leaf in arrays]
+            if nbytes == lengths:
+                entries += map(LeafEntry, names, dtypes, shapes, zip(chunks))
+                continue
+            sizes = [None if a == b else b for a, b in zip(lengths, nbytes, strict=True)]
+            entries += map(LeafEntry, names, dtypes, shapes, zip(chunks), repeat(None), sizes)
         return entries
-
-    def _uncut(
-        self,
-        paths: Sequence[str],
-        leaves: Sequence[ArrayLeaf],
-        digests: Sequence[str],
-        places: Sequence[StoredChunk],
-    ) -> Iterable[LeafEntry]:
-        packs = [place.pack for place in places]
-        self.number(dict.fromkeys(packs))
-        offsets = [place.offset for place in places]
-        lengths = [place.length for place in places]
-        chunks = map(Chunk, digests, map(self._numbers.__getitem__, packs), offsets, lengths)
-        dtypes = [leaf.dtype for leaf in leaves]
-        shapes = [leaf.shape for leaf in leaves]
-        nbytes = [len(leaf.data) for leaf in leaves]
-        if nbytes == lengths:
-            return map(LeafEntry, paths, dtypes, shapes, zip(chunks))
-        sizes = [None if a == b else b for a, b in zip(lengths, nbytes, strict=True)]
-        return map(LeafEntry, paths, dtypes, shapes, zip(chunks), repeat(None), sizes)
 
     def moved(self, entry: LeafEntry, place: Callable[[Chunk], StoredChunk]) -> LeafEntry:
         """An entry of another manifest, with its chunks where `place` says that they lie now."""

@@ -115,7 +115,11 @@ def plan_collect(held: View, request: PruneRequest) -> CollectPlan:
     touched = {pack for step in gone & held.summaries.keys() for pack in held.summaries[step].packs}
     touched |= _named(held.quarantined[name] for name in set_aside)
     packs = sorted((touched - needed) & held.packs.keys())
-    orphans, why = _orphans(held, request, touched | needed)
+    others = held.packs.keys() - touched - needed
+    orphans = sorted(each for each in others if 0 <= pack_step(each) <= request.orphans_to)
+    why = None
+    if orphans and held.lost:
+        orphans, why = [], f"{held.lost[0]} cannot be read and may need packs that nobody else does"
     candidates = (needed - in_quarantine) & held.packs.keys()
     if not request.everywhere:
         candidates &= touched
@@ -183,17 +187,6 @@ def stopped(where: str, error: OSError) -> PruneError:
         f"{where}: deleting stopped in the middle: {error}. Every checkpoint that stays is readable. "
         f"{advice}"
     )
-
-
-def _orphans(
-    held: View, request: PruneRequest, mentioned: set[str]
-) -> tuple[list[str], str | None]:
-    orphans = sorted(
-        name for name in held.packs.keys() - mentioned if 0 <= pack_step(name) <= request.orphans_to
-    )
-    if orphans and held.lost:
-        return [], f"{held.lost[0]} cannot be read and may need packs that nobody else does"
-    return orphans, None
 
 
 def _mostly_dead(

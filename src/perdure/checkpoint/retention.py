@@ -211,7 +211,7 @@ def plan_prune(
     plan = plan_collect(held, request)
     if newest is not None and (plan.steps or plan.quarantined) and not after_a_save:
         try:
-            Packs(run).require(held.manifests[newest])
+            Packs(run).require(held.manifest(newest))
         except CorruptionError as error:
             raise CorruptionError(
                 f"{error} It is of the newest checkpoint, and the older ones were to be deleted. "

@@ -87,7 +87,7 @@ class Collected:
 
 def plan_collect(held: View, request: PruneRequest) -> CollectPlan:
     """Decide what a request deletes, from a snapshot; raises `StoreError` if it names a pinned step."""
-    present = held.manifests.keys() | held.unreadable.keys()
+    present = held.readable.keys() | held.unreadable.keys()
     gone = request.steps & present
     if refused := sorted(gone & held.pinned):
         raise StoreError(
@@ -167,7 +167,7 @@ def execute_collect(storage: Storage, log: RunLog, held: View, plan: CollectPlan
             f"{plan.copied + SPARE_BYTES} bytes are needed to copy what is alive, {free} are free."
         )
         return Collected({}, dict.fromkeys(plan.compact, why))
-    kept = {step: held.manifests[step] for step in plan.rewrite}
+    kept = {step: held.manifest(step) for step in plan.rewrite}
     replaced, left = compact(storage, kept, plan.compact)
     for name in plan.compact:
         if name not in left:
@@ -204,7 +204,7 @@ def _mostly_dead(
         return {}
     chosen = {}
     users = (
-        held.manifests[step] for step, packs in kept.items() if not candidates.isdisjoint(packs)
+        held.manifest(step) for step, packs in kept.items() if not candidates.isdisjoint(packs)
     )
     for name, live in live_chunks(users, candidates).items():
         # Compared with a pack of its live chunks alone, so that a pack just compacted is never chosen.

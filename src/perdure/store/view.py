@@ -6,7 +6,7 @@ view before it with the digest in its file, and reads those that differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import or_
@@ -45,33 +45,10 @@ START_OVER = (
 """What to do about a run that has lost its checkpoints."""
 
 K = TypeVar("K")
-V = TypeVar("V")
 
 
 class OutdatedPlanError(PruneError):
     """The run directory is not what a plan was made from. Nothing was deleted; plan again."""
-
-
-class _Lazy(Mapping[K, V], Generic[K, V]):
-    """A mapping with known keys, each value of which `get` returns when it is asked for."""
-
-    def __init__(self, keys: Iterable[K], get: Callable[[K], V]) -> None:
-        self._keys = dict.fromkeys(keys)
-        self._get = get
-
-    def __getitem__(self, key: K) -> V:
-        if key not in self._keys:
-            raise KeyError(key)
-        return self._get(key)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
 
 class _Manifests(NamedTuple, Generic[K]):
@@ -132,7 +109,6 @@ class View:
         self._storage, self._run_log = storage, log
         self._memory = Memory() if memory is None else memory
         self._is_whole = whole
-        self._unsized: list[str] = []
 
     # ------------------------------------------------------------ checkpoints
 
@@ -152,19 +128,14 @@ class View:
         return self._committed.unreadable
 
     @property
-    def read(self) -> Mapping[int, Manifest]:
-        """The manifests that are in memory, by step."""
-        return self._committed.read
-
-    @property
     def newest(self) -> Mapping[int, Manifest]:
         """The newest manifests by step; nothing else is looked at."""
         return self._newest.read
 
-    @cached_property
+    @property
     def manifests(self) -> Mapping[int, Manifest]:
-        """The readable manifests, read when asked for; `OutdatedPlanError` if one changed."""
-        return _Lazy(self.readable, self._manifest)
+        """All readable manifests."""
+        return {step: self.manifest(step) for step in self.readable}
 
     @cached_property
     def summaries(self) -> Mapping[int, ManifestSummary]:
@@ -190,9 +161,8 @@ class View:
 
     @cached_property
     def packs(self) -> Mapping[str, int]:
-        """The packs with their sizes, which are asked for when they are needed."""
-        packs = _Lazy(self._pack_names, self.pack_size)
-        return dict(packs) if self._is_whole else packs
+        """The packs with their sizes."""
+        return {pack: size for pack, size in self._sizes.items() if isinstance(size, int)}
 
     @cached_property
     def pinned(self) -> frozenset[int]:
@@ -212,9 +182,11 @@ class View:
     @cached_property
     def unknown(self) -> list[str]:
         """What could not be read although it need not be damaged; it may need any pack."""
-        _ = self._pack_names
         aside = [f"{name}: {why}" for name, why in self._aside.unknown.items()]
-        unknown = [*self._committed.unknown.values(), *aside, *self._unsized]
+        unsized = [
+            f"{PACKS}{pack}: {e}" for pack, e in self._sizes.items() if isinstance(e, OSError)
+        ]
+        unknown = [*self._committed.unknown.values(), *aside, *unsized]
         for step in sorted(self.pinned.difference(self.steps, map(step_aside, self._aside_names))):
             unknown.append(f"step {step} is pinned, and {manifest_name(step)} is not there")
         if why := self.lost_checkpoints(for_deletion=True):
@@ -226,7 +198,7 @@ class View:
         """Why nothing at all may be deleted: the log lacks lines, or something is another run's."""
         if self.foreign is not None:
             return self.foreign
-        problem = self.log.problem_with(line_references(self.read.values()))
+        problem = self.log.problem_with(line_references(self._committed.read.values()))
         return problem or folder_problem(self._storage, self._run_log.run)
 
     @property
@@ -413,7 +385,7 @@ class View:
         except CorruptionError as error:
             found.unreadable[key] = str(error)
 
-    def _manifest(self, step: int) -> Manifest:
+    def manifest(self, step: int) -> Manifest:
         """A readable manifest; `OutdatedPlanError` if it is not what it was at the look."""
         name, committed = manifest_name(step), self._committed
         if (manifest := committed.read.get(step)) is not None:
@@ -442,27 +414,27 @@ class View:
                 names.add(pack)
                 if entry.size is not None:
                     self._memory.sizes.setdefault(pack, entry.size)
-        for pack in sorted(names) if self._is_whole else ():
-            try:
-                self.pack_size(pack)
-            except FileNotFoundError:
-                names.discard(pack)
-            except ConnectionError:
-                raise
-            except OSError as error:
-                names.discard(pack)
-                self._unsized.append(f"{PACKS}{pack}: {error}")
         self._memory.packs = frozenset(names)
         return self._memory.packs
 
+    @cached_property
+    def _sizes(self) -> dict[str, int | OSError]:
+        """The sizes of the packs that are there, or why one is not known."""
+        sizes: dict[str, int | OSError] = {}
+        for pack in sorted(self._pack_names):
+            try:
+                sizes[pack] = self.pack_size(pack)
+            except FileNotFoundError:
+                continue
+            except ConnectionError:
+                raise
+            except OSError as error:
+                sizes[pack] = error
+        return sizes
+
     def _fault(self, pack: str, size: int) -> str | None:
         """Why no checkpoint can read from a pack, as far as its name and its size tell."""
-        try:
-            found = self.pack_size(pack) if pack in self._pack_names else None
-        except FileNotFoundError:
-            found = None
-        except OSError:
-            return None  # that may pass; who reads the pack will see
+        found = self.packs.get(pack)
         if found is None:
             return "which is missing"
         return None if found == size else f"which has {found} bytes and not {size}"

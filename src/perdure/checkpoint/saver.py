@@ -268,8 +268,8 @@ class Saver:
         finally:
             saving(None)
             self._buffer.note_donations()
-            notes, run.notes = run.notes, []
-            self._notes += notes
+            self._notes += run.notes
+            run.notes.clear()
         if is_alone:
             self._prune(step, metrics)
 

@@ -116,7 +116,9 @@ class DamageHandler:
                 self._rewrite()
         except (OSError, StoreError) as error:
             reason = f"a chunk that it shares could not be checked or repaired: {error}"
-            self.notes = [f"{self._storage.where}: step {manifest.step} is committed, but {reason}"]
+            self.notes[:] = [
+                f"{self._storage.where}: step {manifest.step} is committed, but {reason}"
+            ]
 
     def _quarantine(self, name: str, reason: str) -> str:
         self._directory.changed()

@@ -97,6 +97,8 @@ class Run:
         """The log of the run. Only its writer may append to it."""
         self.directory = Directory(self.storage, self.log)
         self.damage = DamageHandler(self.directory, self.encode, now)
+        self.notes = self.damage.notes
+        """What saves found for the user. Whoever shows these texts empties the list."""
         self._session = WriterSession(self.directory, self.damage, now, marked=marker is not None)
         self.committer = Committer(self._session, self.encode)
 
@@ -114,15 +116,6 @@ class Run:
     def where(self) -> str:
         """Path or URL of the run directory."""
         return self.storage.where
-
-    @property
-    def notes(self) -> list[str]:
-        """What saves found for the user. Whoever shows these texts empties the list."""
-        return self.damage.notes
-
-    @notes.setter
-    def notes(self, notes: list[str]) -> None:
-        self.damage.notes = notes
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first; `UnreachableError` if they cannot be listed."""

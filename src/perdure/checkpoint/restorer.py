@@ -229,7 +229,7 @@ def quarantine_skipped(run: Run, loaded: Loaded, readable: Collection[int]) -> d
             places[step] = "It stays where it is, because process 0 can read it."
         elif not run.is_writer:
             # A process that only reads, beside a trainer, never takes the lock for this.
-            run.defer_quarantine(step)
+            run.damage.deferred.add(step)
             places[step] = "It stays where it is; the first save moves it to quarantine."
         else:
             try:

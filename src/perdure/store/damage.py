@@ -20,7 +20,7 @@ from perdure.errors import (
 from perdure.store.codec import Encode
 from perdure.store.compact import compact, rewrite
 from perdure.store.directory import Directory
-from perdure.store.format import PACKS, manifest_name, pack_step, steps_text
+from perdure.store.format import manifest_name, pack_step, steps_text
 from perdure.store.leaf import AnyLeaf, Leaf
 from perdure.store.loading import read_manifest
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
@@ -49,7 +49,8 @@ class DamageHandler:
         self.notes: list[str] = []
         """What the user should know about damage. Whoever shows these texts empties the list."""
         self.deferred: set[int] = set()
-        """Steps that `quarantine_deferred` looks at."""
+        """Steps that were found damaged: the writer reads them again, because another one may have
+        repaired them, and quarantines those that are."""
         self._storage = directory.storage
         self._directory = directory
         self._log = directory.log
@@ -60,17 +61,13 @@ class DamageHandler:
 
     def quarantine(self, step: int, reason: str) -> str:
         """Move the manifest of a step to quarantine, with the reason; returns its new name."""
-        target = self._quarantine(manifest_name(step), reason)
+        target = self.set_aside(manifest_name(step), reason)
         self._directory.durable.discard(step)
         self._record_damage()
         return target
 
-    def quarantine_pack(self, pack: str, reason: str) -> str:
-        """Move a pack that no checkpoint needs to quarantine; returns its new name."""
-        return self._quarantine(PACKS + pack, reason)
-
     def quarantine_deferred(self) -> None:
-        """Read the `deferred` steps again, and quarantine those that are damaged."""
+        """Look at the `deferred` steps."""
         while self.deferred:
             step = self.deferred.pop()
             try:
@@ -120,7 +117,8 @@ class DamageHandler:
                 f"{self._storage.where}: step {manifest.step} is committed, but {reason}"
             ]
 
-    def _quarantine(self, name: str, reason: str) -> str:
+    def set_aside(self, name: str, reason: str) -> str:
+        """Move a manifest, or a pack that no checkpoint needs, to quarantine; returns its new name."""
         self._directory.changed()
         try:
             require_folders(self._storage, self._log.run)

@@ -107,7 +107,7 @@ def _salvage(run: Run, damaged: Mapping[str, str]) -> list[str]:
     for name, reason in damaged.items():
         if name not in stay:
             actions.append(
-                f"moved {PACKS}{name} to {run.damage.quarantine_pack(name, reason)}: {reason}"
+                f"moved {PACKS}{name} to {run.damage.set_aside(PACKS + name, reason)}: {reason}"
             )
         else:
             actions.append(f"left {PACKS}{name}, which is damaged, where it is: {stay[name]}")

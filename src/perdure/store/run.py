@@ -437,13 +437,6 @@ class Run:
         self.begin_writing()
         return self.damage.quarantine(step, reason)
 
-    def defer_quarantine(self, step: int) -> None:
-        """Quarantine a step that was found damaged as soon as this object becomes the writer.
-
-        It is read again then, because another writer may have repaired it.
-        """
-        self.damage.deferred.add(step)
-
     def quarantined(self) -> list[str]:
         """Names of what is in quarantine: manifests, and packs that a repair set aside."""
         return quarantined(self.storage)

@@ -222,7 +222,7 @@ def test_retention_by_a_metric_never_takes_what_was_just_saved(tmp_path: Path) -
 
 def test_a_forked_child_of_a_writer_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, create=True)
-    run._session._pid = os.getppid()  # as a forked child finds it
+    run.session._pid = os.getppid()  # as a forked child finds it
     with pytest.raises(LockedError, match="which was forked from it"):
         run.begin_writing()
     assert not (tmp_path / "lock").exists()

@@ -617,7 +617,7 @@ def test_two_writers_without_a_lock_commit_one_step_once(s3: ObjectServer) -> No
 
     def attempt(seed: int) -> str:
         run = run_on_url(s3, url)
-        run._session.holds_lock = True  # without the lock
+        run.session.holds_lock = True  # without the lock
         try:
             run.save(2, make_leaves(seed))
         except (LockedError, StoreError) as error:

@@ -161,7 +161,7 @@ def test_a_writer_that_missed_a_compaction_reads_the_disk_before_it_saves_and_pr
     for step, leaves in sharing_states().items():
         run.save(step, leaves)
     other = Run(LocalStorage(place) if isinstance(place, Path) else storage)
-    other._session.holds_lock = other._session._ready = (
+    other.session.holds_lock = other.session._ready = (
         True  # a second writer, as if there were no lock
     )
     execute_prune(other, plan_prune(other, 3, Retention()))
@@ -178,7 +178,7 @@ def test_a_plan_reads_manifests_again_whose_packs_another_writer_has_moved(tmp_p
     for step, leaves in sharing_states().items():
         run.save(step, leaves)
     other = Run(tmp_path)
-    other._session.holds_lock = other._session._ready = True
+    other.session.holds_lock = other.session._ready = True
     execute_prune(other, plan_prune(other, 3, Retention()))
     plan = plan_prune(run, 3, Retention(), saved=4)
     assert plan.store.empty, "by the remembered manifests, no checkpoint needs the new pack"

@@ -103,7 +103,7 @@ class Machine(RuleBasedStateMachine):
             self.seen["refused"] += 1
             return
         if not self.model:
-            self.run.start_over()  # what was there may all be set aside
+            self.run.session.starts_over = True  # what was there may all be set aside
         try:
             self.seen["encoded"] += self.run.save(step, leaves).is_encoded
         except HistoryError:
@@ -312,7 +312,10 @@ class LocalMachine(Machine):
         step = self.step(ahead)
         with contextlib.suppress(HistoryError):
             if (
-                self.crashed(operation, lambda run: (run.start_over(), run.save(step, leaves)))
+                self.crashed(
+                    operation,
+                    lambda run: (setattr(run.session, "starts_over", True), run.save(step, leaves)),
+                )
                 and step not in self.model
             ):
                 if step not in Run(self.place).steps():

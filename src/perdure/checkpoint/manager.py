@@ -455,7 +455,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     @exclusive
     def _begin_training(self, start_over: bool) -> None:
         if start_over:
-            self._run.start_over()
+            self._run.session.starts_over = True
         self._saver.begin_writing()
 
     @exclusive

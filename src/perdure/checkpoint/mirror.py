@@ -80,7 +80,7 @@ class Mirror:
                 raise self.holds_neither(None, error) from error
             self._note(_cause(error), f"{self.name} does not answer: {error}")
         this: weakref.ref[Mirror] = weakref.ref(self)
-        source.before_new(lambda: (mirror := this()) and mirror.begin())
+        source.session.before_new = lambda: (mirror := this()) and mirror.begin()
         atexit.register(_report_at_exit, this)
 
     @property

@@ -99,18 +99,18 @@ class Run:
         self.damage = DamageHandler(self.directory, self.encode, now)
         self.notes = self.damage.notes
         """What saves found for the user. Whoever shows these texts empties the list."""
-        self._session = WriterSession(self.directory, self.damage, now, marked=marker is not None)
-        self.committer = Committer(self._session, self.encode)
+        self.session = WriterSession(self.directory, self.damage, now, marked=marker is not None)
+        self.committer = Committer(self.session, self.encode)
 
     @property
     def is_run_directory(self) -> bool:
         """Whether the directory has its marker, which the first writer writes."""
-        return self._session.marked
+        return self.session.marked
 
     @property
     def is_writer(self) -> bool:
         """Whether this object holds the writer's lock."""
-        return self._session.holds_lock
+        return self.session.holds_lock
 
     @property
     def where(self) -> str:
@@ -161,7 +161,7 @@ class Run:
             LockedError: There is another writer, or this process is a forked child.
             SaveError: The run directory cannot be written to.
         """
-        self._session.begin()
+        self.session.begin()
 
     def take_lock(self) -> None:
         """Take the writer's lock and nothing more. May be called often.
@@ -172,7 +172,7 @@ class Run:
             LockedError: There is another writer, or this process is a forked child.
             SaveError: The lock cannot be taken for another reason.
         """
-        self._session.take_lock()
+        self.session.take_lock()
 
     def save(
         self,
@@ -255,15 +255,7 @@ class Run:
 
     def finish(self) -> None:
         """Note that the run is made: from now on a training may begin from its checkpoints."""
-        self._session.finish()
-
-    def before_new(self, call: Callable[[], object]) -> None:
-        """Let the first writer of a new run directory call this before the run is there."""
-        self._session.before_new = call
-
-    def start_over(self) -> None:
-        """Let this object write into a run that has lost its checkpoints."""
-        self._session.starts_over = True
+        self.session.finish()
 
     def require_new(self) -> None:
         """Raise `HistoryError` if the run, which has no checkpoint, had one, or is not made whole."""
@@ -280,7 +272,7 @@ class Run:
 
     def require_finished(self) -> None:
         """Raise `HistoryError` if a command that makes the run has not ended: a checkpoint is newer."""
-        if self.log.unfinished is not None and not self._session.starts_over:
+        if self.log.unfinished is not None and not self.session.starts_over:
             self.require_new()
 
     def require_not_lost(self) -> None:
@@ -443,7 +435,7 @@ class Run:
 
     def close(self) -> None:
         """Give the writer's lock back. Raises `SaveError` if the storage refuses."""
-        self._session.close()
+        self.session.close()
 
     def __enter__(self) -> Run:
         return self

@@ -26,7 +26,7 @@ from helpers import Crash, Operations
 
 from object_stores import ObjectServer
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
-from perdure.checkpoint.retention import execute_prune, plan_prune
+from perdure.checkpoint.retention import plan_prune
 from perdure.errors import CorruptionError, HistoryError, LockedError, PerdureError
 from perdure.state import unflatten
 from perdure.store import LocalStorage, Run, Storage, fork_run, repair, verify_run
@@ -375,7 +375,7 @@ class Walk:
         with Run(self.place.storage()) as run:
             run.begin_writing()  # first, as `perdure prune` does: it finishes what a crash left
             try:
-                execute_prune(run, plan_prune(run, keep, Retention()))
+                run.execute(plan_prune(run, keep, Retention()).store)
                 is_done = True
             except CorruptionError:
                 assert max(self.expected) in self.damaged()
@@ -475,7 +475,7 @@ class Walk:
         self.place.write_log(self.harmed(good))
         with Run(self.place.storage()) as run:
             run.begin_writing()
-            execute_prune(run, plan_prune(run, 1, Retention()))
+            run.execute(plan_prune(run, 1, Retention()).store)
             for change in (
                 lambda: run.delete([min(self.expected)]),
                 lambda: run.rollback(min(self.expected)),
@@ -587,7 +587,7 @@ class Walk:
         if kind == "prune":
             self.planned = self.random.randint(1, 4)
             run.begin_writing()
-            execute_prune(run, plan_prune(run, self.planned, Retention()))
+            run.execute(plan_prune(run, self.planned, Retention()).store)
             kept = self.retained(self.expected, self.planned)
             return kept, kept
         if kind == "delete":

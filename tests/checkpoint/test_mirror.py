@@ -24,7 +24,7 @@ from http_proxy import Request, proxy_to
 from object_stores import ObjectServer
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention, RunConfig, Trainer
 from perdure.checkpoint.mirror import Mirror
-from perdure.checkpoint.retention import execute_prune, plan_prune
+from perdure.checkpoint.retention import plan_prune
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
@@ -275,7 +275,7 @@ def test_a_rolled_back_and_pruned_checkpoint_does_not_come_back_from_the_mirror(
     # As `perdure rollback` and `perdure prune --rolled-back` do, which know of no mirror.
     with Run(run_path) as run:
         run.rollback(1)
-        execute_prune(run, plan_prune(run, None, Retention(), rolled_back=True))
+        run.execute(plan_prune(run, None, Retention(), rolled_back=True).store)
         assert run.quarantined() == []
     with CheckpointManager(run_path, mirror=remote) as manager:
         with pytest.warns(UserWarning, match=r"still holds steps 2, 3, which .* deleted here"):
@@ -309,7 +309,7 @@ def test_a_removed_checkpoint_that_is_saved_again_stays_in_the_mirror(
         save(manager, 1, 2, 3)
     with Run(run_path) as run:
         run.rollback(1)
-        execute_prune(run, plan_prune(run, None, Retention(), rolled_back=True))
+        run.execute(plan_prune(run, None, Retention(), rolled_back=True).store)
     with CheckpointManager(run_path) as manager:  # without the mirror, with the same bits
         manager.save(2, state(2))
     assert removed_steps(run_path) == [3]

@@ -15,7 +15,6 @@ import pytest
 from perdure import CheckpointManager, ManagerOptions, MemoryStorage, Retention
 from perdure.checkpoint.retention import (
     RecordedRetention,
-    execute_prune,
     plan_prune,
     recorded_retention,
 )
@@ -232,12 +231,12 @@ def test_a_checkpoint_whose_pack_is_cut_is_neither_counted_nor_deleted(
     else:
         os.truncate(newest, size)
     with Run(tmp_path) as run:
-        execute_prune(run, plan_prune(run, 1, Retention()))
+        run.execute(plan_prune(run, 1, Retention()).store)
     assert verify_run(Run(tmp_path)).good == (2,), "a good one stays"
 
 
 def test_a_whole_newest_checkpoint_is_the_one_that_stays(tmp_path: Path) -> None:
     with_packs(tmp_path)
     with Run(tmp_path) as run:
-        execute_prune(run, plan_prune(run, 1, Retention()))
+        run.execute(plan_prune(run, 1, Retention()).store)
     assert verify_run(Run(tmp_path)).good == (3,)

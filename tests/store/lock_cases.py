@@ -22,7 +22,7 @@ import pytest
 from helpers import contents, sharing_states
 
 from perdure import CheckpointManager
-from perdure.checkpoint.retention import Retention, execute_prune, plan_prune
+from perdure.checkpoint.retention import Retention, plan_prune
 from perdure.errors import LockedError, PerdureError, StoreError
 from perdure.store import Run, file_lock, verify_run
 
@@ -51,7 +51,7 @@ def another_process_may_write(path: Path) -> None:
 def all_is_there(run: Run, path: Path) -> None:
     """Save and prune once more; every kept step has the bits that were saved."""
     run.save(5, sharing_states()[4])
-    execute_prune(run, plan_prune(run, 3, Retention(), saved=5))
+    run.execute(plan_prune(run, 3, Retention(), saved=5).store)
     run.close()
     assert verify_run(Run(path)).problems == ()
     for step, state in ((3, 3), (4, 4), (5, 4)):

@@ -14,7 +14,7 @@ from helpers import Operations, contents, make_leaves, run_on, sharing_states
 
 from perdure import CheckpointManager, ManagerOptions
 from perdure.checkpoint.restorer import load_good
-from perdure.checkpoint.retention import Retention, execute_prune, plan_prune
+from perdure.checkpoint.retention import Retention, plan_prune
 from perdure.cli import main
 from perdure.errors import (
     CorruptionError,
@@ -164,9 +164,9 @@ def test_a_writer_that_missed_a_compaction_reads_the_disk_before_it_saves_and_pr
     other.session.holds_lock = other.session._ready = (
         True  # a second writer, as if there were no lock
     )
-    execute_prune(other, plan_prune(other, 3, Retention()))
+    other.execute(plan_prune(other, 3, Retention()).store)
     run.save(5, sharing_states()[4])
-    execute_prune(run, plan_prune(run, None, Retention()))
+    run.execute(plan_prune(run, None, Retention()).store)
     assert verify_run(Run(storage)).problems == ()
     assert run.steps() == [2, 3, 4, 5]
     for step, state in ((2, 2), (3, 3), (4, 4), (5, 4)):
@@ -179,10 +179,10 @@ def test_a_plan_reads_manifests_again_whose_packs_another_writer_has_moved(tmp_p
         run.save(step, leaves)
     other = Run(tmp_path)
     other.session.holds_lock = other.session._ready = True
-    execute_prune(other, plan_prune(other, 3, Retention()))
+    other.execute(plan_prune(other, 3, Retention()).store)
     plan = plan_prune(run, 3, Retention(), saved=4)
     assert plan.store.empty, "by the remembered manifests, no checkpoint needs the new pack"
-    execute_prune(run, plan)
+    run.execute(plan.store, plan.held)
     assert verify_run(Run(tmp_path)).good == (2, 3, 4)
     assert verify_run(Run(tmp_path)).problems == ()
 
@@ -217,7 +217,7 @@ def test_a_prune_leaves_the_newest_and_what_was_just_saved(
             (2, True),
             (3, True),
         ]
-        execute_prune(run, plan)
+        run.execute(plan.store, plan.held)
         assert run.steps() == [2, 3]
 
 
@@ -238,7 +238,7 @@ def test_a_rollback_sets_newer_ones_aside_and_saving_continues(
         assert verify_run(run).ok
         with pytest.raises(StepNotFoundError, match="Step 30 was set aside by a rollback"):
             run.load(30)
-        execute_prune(run, plan_prune(run, 1, Retention()))
+        run.execute(plan_prune(run, 1, Retention()).store)
         for checkpoint in run.rolled_back():
             for pack in checkpoint.manifest.packs:
                 assert run.storage.size(f"packs/{pack.name}") == pack.size

@@ -14,7 +14,7 @@ from helpers import contents, local_leaves, make_leaves, run_on, sharing_states
 from damage import flip
 from perdure import Retention
 from perdure.checkpoint.restorer import load_good
-from perdure.checkpoint.retention import execute_prune, plan_prune
+from perdure.checkpoint.retention import plan_prune
 from perdure.cli import main
 from perdure.errors import CorruptionError, FormatVersionError, LockedError
 from perdure.store import MemoryStorage, PruneRequest, Run, repair, verify_run
@@ -142,7 +142,7 @@ def test_the_pack_of_a_newest_checkpoint_whose_manifest_is_lost_stays_until_a_la
     manifest.unlink()
     with run_on(tmp_path) as run:
         run.save(5, make_leaves(5))
-        execute_prune(run, plan_prune(run, 3, Retention(), saved=5))
+        run.execute(plan_prune(run, 3, Retention(), saved=5).store)
         assert not lost.exists()
 
 
@@ -158,7 +158,7 @@ def test_a_pin_stays_while_its_checkpoint_is_away(tmp_path: Path) -> None:
         assert [problem.name for problem in report.problems if problem.harmful] == ["step 2"]
         assert "is pinned, and is not there" in str(report.problems)
         run.unpin(3)  # a step that is not pinned: nothing
-        execute_prune(run, plan_prune(run, 1, Retention()))  # its pack stays, too
+        run.execute(plan_prune(run, 1, Retention()).store)  # its pack stays, too
     away.rename(manifest)
     assert Run(tmp_path).pinned() == {2}
     assert verify_run(Run(tmp_path)).ok
@@ -178,10 +178,10 @@ def test_a_pin_holds_without_its_folder_and_without_the_log(tmp_path: Path, lost
     with run_on(tmp_path) as run:
         repair(run)
         assert run.pinned() == {2}
-        execute_prune(run, plan_prune(run, 1, Retention()))
+        run.execute(plan_prune(run, 1, Retention()).store)
         assert run.steps() == [2, 4]
         run.unpin(2)
-        execute_prune(run, plan_prune(run, 1, Retention()))
+        run.execute(plan_prune(run, 1, Retention()).store)
         assert run.steps() == [4]
 
 

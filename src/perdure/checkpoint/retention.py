@@ -19,7 +19,7 @@ import msgspec
 
 from perdure.checkpoint.arguments import integer, require_choice, require_name, require_number
 from perdure.errors import ArgumentError, CorruptionError, UnreachableError
-from perdure.store import Collected, CollectPlan, PruneRequest, Run
+from perdure.store import CollectPlan, PruneRequest, Run
 from perdure.store.format import MAX_STEP, Metric, seconds_of, steps_text
 from perdure.store.garbage_collection import plan_collect
 from perdure.store.manifest import Manifest, ManifestSummary
@@ -221,11 +221,6 @@ def plan_prune(
     return PrunePlan(verdicts, plan, held if after_a_save else None)
 
 
-def execute_prune(run: Run, plan: PrunePlan) -> Collected:
-    """Execute a plan; `Run.execute` documents its guarantees and its errors."""
-    return run.execute(plan.store, plan.held)
-
-
 def prune_after_save(
     run: Run, max_to_keep: int | None, retention: Retention, saved: int, in_use: int | None
 ) -> list[str]:
@@ -234,7 +229,7 @@ def prune_after_save(
         plan = plan_prune(run, max_to_keep, retention, saved, in_use)
     except OutdatedPlanError:  # a manifest is not what it was at an earlier look
         plan = plan_prune(run, max_to_keep, retention, saved, in_use)
-    left = {} if plan.store.empty else execute_prune(run, plan).left
+    left = {} if plan.store.empty else run.execute(plan.store, plan.held).left
     held_back = plan.store.held_back
     frozen = plan.store.is_frozen
     notes = [held_back if frozen else f"packs stay: {held_back}"] if held_back else []

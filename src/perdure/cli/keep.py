@@ -148,7 +148,7 @@ def prune(
         lines = opened.log.view.journal.steps_aside() if rolled_back else []
         if not as_json:
             _print_plan(plan, lines)
-        left = {} if dry_run else dict(policies.execute_prune(opened, plan).left)
+        left = {} if dry_run else dict(opened.execute(plan.store, plan.held).left)
         if lines and not dry_run and not plan.store.is_frozen:
             try:
                 opened.log.append(Dropped())

@@ -194,7 +194,7 @@ class Writer(StorageWriter):
             rules = retention_rules.Retention() if recorded is None else recorded.retention
         plan = retention_rules.plan_prune(run, self._max_to_keep, rules, saved=self._step)
         if not plan.store.empty:
-            retention_rules.execute_prune(run, plan)
+            run.execute(plan.store, plan.held)
 
 
 def _leaf(item: WriteItem, planner: SavePlanner) -> Leaf:

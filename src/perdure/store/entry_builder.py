@@ -12,7 +12,7 @@ from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, PackEntry
 
 
-class StoredChunk(Struct, frozen=True, gc=False):
+class StoredChunk(Struct, frozen=True, array_like=True, gc=False):
     """Where a chunk already lies."""
 
     pack: str

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Struct
 
-from perdure.errors import CorruptionError
 from perdure.store.codec import Encode
-from perdure.store.entry_builder import EntryBuilder, StoredChunk
+from perdure.store.entry_builder import EntryBuilder, PlacedChunk, StoredChunk
 from perdure.store.format import chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, containers_of
 from perdure.store.manifest import Chunk, LeafEntry
@@ -33,7 +32,7 @@ from perdure.store.storage import Storage
 
 
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one process wrote: chunks by number as (hash, pack, offset, length), and its packs.
+    """What one process wrote: chunks by number, and its packs.
 
     `state_hash` is the hash of the state as this process holds it, `copies` those of shards of
     which several processes hold copies. The entries of its own leaves number the packs in the order
@@ -41,7 +40,7 @@ class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     state_hash: str
-    chunks: dict[int, tuple[str, str, int, int]]
+    chunks: dict[int, PlacedChunk]
     packs: dict[str, int]
     per_rank: tuple[LeafEntry, ...] = ()
     process_leaves: tuple[LeafEntry, ...] = ()
@@ -112,16 +111,13 @@ def write_pack_part(
     pack = write_chunks(storage, state.step, share.process, rows, process_leaves, known, encode)
     count = len(numbers)
     per_rank.digests, per_rank.places = rows.digests[count:], rows.places[count:]
-    placed = zip(numbers, rows.digests, rows.places, strict=False)
-    chunks = {
-        number: (digest, place.pack, place.offset, place.length) for number, digest, place in placed
-    }
-    hashed = {number: digest for number, (digest, *_) in chunks.items()}
+    hashed = dict(zip(numbers, rows.digests, strict=False))
+    placed = zip(rows.digests, rows.places, strict=True)
     builder = EntryBuilder()
     builder.number(place.pack for place in rows.places)
     return PackPart(
         state_hash=hash_bytes(msgspec.json.encode(leaf_digests(leaves, hashed))),
-        chunks=chunks,
+        chunks=dict(zip(numbers, placed, strict=False)),
         per_rank=tuple(per_rank.entries(builder)),
         process_leaves=tuple(process_leaves.entries(builder)),
         packs={entry.name: entry.size for entry in builder.packs(pack.size_of)},
@@ -130,7 +126,7 @@ def write_pack_part(
 
 
 def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
-    """What the manifest lists, from the parts of all processes."""
+    """What the manifest lists, from the parts of all processes, which have one `state_hash`."""
     placed = {number: chunk for part in parts for number, chunk in part.chunks.items()}
     sizes = {name: size for part in parts for name, size in part.packs.items()}
     located: dict[str, StoredChunk] = {}
@@ -141,10 +137,7 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
         if leaf.is_scalar:
             state.append(LeafEntry(path=path, dtype=leaf.dtype, text=leaf.text))
             continue
-        chunks = [
-            _placed(placed, path, next(numbers), stop - start)
-            for start, stop in chunk_spans(leaf.nbytes)
-        ]
+        chunks = [placed[next(numbers)] for _ in chunk_spans(leaf.nbytes)]
         located.update(chunks)
         state.append(builder.array(path, leaf.dtype, leaf.shape, leaf.nbytes, chunks))
     per_rank: list[LeafEntry] = []
@@ -163,21 +156,6 @@ def assemble(leaves: Mapping[str, Leaf], parts: Sequence[PackPart]) -> Written:
     for entries in (state, process_leaves):
         entries.sort(key=lambda entry: entry.path)
     return Written(state, builder.packs(sizes.__getitem__), located, process_leaves)
-
-
-def _placed(
-    placed: Mapping[int, tuple[str, str, int, int]], path: str, number: int, nbytes: int
-) -> tuple[str, StoredChunk]:
-    """Hash and place of a chunk of `nbytes` bytes, by its number."""
-    if number not in placed:
-        raise CorruptionError(f"leaf {path!r}: no process wrote chunk {number} of this save.")
-    digest, pack, offset, length = placed[number]
-    if length > nbytes:
-        raise CorruptionError(
-            f"leaf {path!r}: chunk {number} has {nbytes} bytes here and {length} in the process that "
-            f"wrote it."
-        )
-    return digest, StoredChunk(pack, offset, length)
 
 
 def leaf_digests(

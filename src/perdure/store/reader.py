@@ -157,12 +157,10 @@ def check_each(
                 yield chunk, None
 
 
-def packed(
-    pack: str, offset: int, chunks: Iterable[PackedChunk], *, decoded: bool = False
-) -> Iterator[Wanted]:
-    """Chunks that follow each other from `offset`, to be checked; if `decoded`, as in a restore."""
+def packed(pack: str, offset: int, chunks: Iterable[PackedChunk]) -> Iterator[Wanted]:
+    """Chunks that follow each other from `offset`, to be checked as in a restore."""
     for digest, length, size in chunks:
-        target = new_bytes(size) if decoded and length != size else None
+        target = new_bytes(size) if length != size else None
         yield Wanted(pack, offset, digest, length, size, target)
         offset += length
 

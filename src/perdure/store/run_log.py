@@ -293,8 +293,7 @@ class RunLog:
         """Write one line, or raise CorruptionError or OSError; unless `durable`, `sync` follows."""
         with self._turn:
             view = self._compare()
-            if view.problem is not None:
-                view.require()
+            view.require()
             if self._writer is None:
                 self._writer = LogWriter(self._storage, LOG, view.last)
             view.add(self._writer.append(event))

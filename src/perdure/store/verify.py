@@ -365,7 +365,7 @@ def _check(
     run: Run, pack: str, offset: int, chunks: Iterable[PackedChunk]
 ) -> Iterator[tuple[Wanted, DamagedChunk | UnreadChunk | None]]:
     """Each chunk, and why a restore could not use it; an outage stops the whole check."""
-    wanted = packed(pack, offset, chunks, decoded=True)
+    wanted = packed(pack, offset, chunks)
     for chunk, error in check_each(run.storage, grouped(run.where, wanted)):
         if error is not None and isinstance(error.__cause__, ConnectionError):
             raise error.__cause__

@@ -145,8 +145,12 @@ class Committer:
         """
         plain = plain_metrics(metrics or {})
         if written is None:
-            assert save.present is not None, "a save without chunks is of a committed step"
-            return self._with_metrics(save.present, plain)
+            present = save.present
+            assert present is not None, "a save without chunks is of a committed step"
+            if (merged := self._merged_metrics(present, plain)) != present.metrics:
+                present = msgspec.structs.replace(present, metrics=merged)
+                self.commit_manifest(present, {}, replace=True)
+            return present
         if not self._directory.agrees(written.packs):
             raise OSError("a pack has another size than its checkpoints say")
         manifest = self._manifest(save, written, dict(recipe or {}), plain)
@@ -276,15 +280,6 @@ class Committer:
         self._storage.replace(name, self._storage.read(name))
         self._directory.durable.add(step)
         return True
-
-    def _with_metrics(self, present: Manifest, metrics: Mapping[str, Metric]) -> Manifest:
-        """Add the metrics of an evaluation that ended after the state was saved."""
-        merged = self._merged_metrics(present, metrics)
-        if merged == present.metrics:
-            return present
-        manifest = msgspec.structs.replace(present, metrics=merged)
-        self.commit_manifest(manifest, {}, replace=True)
-        return manifest
 
     def _merged_metrics(
         self, present: Manifest, metrics: Mapping[str, Metric]

@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
 from perdure.errors import CorruptionError, HistoryError, LeafNotFoundError, StepNotFoundError
@@ -107,19 +106,16 @@ class Needs(NamedTuple):
 EVERYTHING = Needs()
 
 
-def load_leaves(
-    storage: Storage,
-    manifest: Manifest,
-    wanted: Callable[[str], bool] | None = None,
-    regions: Mapping[str, tuple[Region, ...]] = MappingProxyType({}),
-    sharing: SharedReads | None = None,
-) -> Leaves:
-    """Read and verify the leaves of a manifest that `wanted` accepts, of some arrays only
-    `regions`.
+def load_leaves(storage: Storage, manifest: Manifest, needs: Needs) -> Leaves:
+    """Read and verify the leaves of a manifest that are needed.
 
     Raises CorruptionError (with leaf, pack and offset), UnreachableError, or LeafNotFoundError if
     no leaf is wanted.
     """
+    wanted = needs.wanted
+    regions = {} if needs.regions is None else needs.regions(manifest)
+    if regions and needs.verifies_all:
+        verify_leaves(storage, manifest, wanted)
     entries = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
     if wanted is not None and not entries:
         asked, text = (
@@ -141,22 +137,19 @@ def load_leaves(
         leaves.update(load_entries(storage, manifest, whole))
     if len(whole) < len(entries):
         parts = [leaf for leaf in entries if leaf.path in regions]
-        loaded = load_shards(storage, manifest, parts, regions, sharing) | leaves
+        loaded = load_shards(storage, manifest, parts, regions, needs.sharing) | leaves
         leaves.update({leaf.path: loaded[leaf.path] for leaf in entries})
     return leaves
 
 
 def load_step(directory: Directory, step: int, needs: Needs = EVERYTHING) -> Loaded:
     """Read and verify what is needed of one checkpoint; damage is noted in `directory`."""
-    storage, wanted = directory.storage, needs.wanted
+    storage = directory.storage
     manifest = read_manifest(storage, step, directory.log.run)
     while True:
         try:
-            regions = {} if needs.regions is None else needs.regions(manifest)
-            if regions and needs.verifies_all:
-                verify_leaves(storage, manifest, wanted)
-            leaves = load_leaves(storage, manifest, wanted, regions, needs.sharing)
-            entries = () if wanted else manifest.process_leaves
+            leaves = load_leaves(storage, manifest, needs)
+            entries = () if needs.wanted else manifest.process_leaves
             process_leaves = load_entries(storage, manifest, entries)
             directory.loaded.add(step)
             return Loaded(manifest, leaves, process_leaves=process_leaves)

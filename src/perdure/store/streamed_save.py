@@ -87,8 +87,16 @@ def save_streamed(
     """
     state = Leaves({leaf.path: _later(leaf) for leaf in leaves}, containers)  # type: ignore[arg-type]
     others = {leaf.path: _later(leaf) for leaf in process_leaves}
+    builder = EntryBuilder()
+    left = sum(leaf.nbytes for leaf in (*leaves, *process_leaves))
     with run.committer.prepare(step, state, others) as save:
-        written = _written(run.storage, step, leaves, process_leaves)
+        with new_pack(run.storage, step, 0, {}, left) as pack:
+            entries = [_entry(pack, builder, leaf) for leaf in leaves]
+            process_entries = [_entry(pack, builder, leaf) for leaf in process_leaves]
+        for listed in (entries, process_entries):
+            listed.sort(key=attrgetter("path"))
+        packs = builder.packs(pack.size_of)
+        written = Written(entries, packs, pack.located, process_entries)
         manifest = run.committer.commit(save, written, recipe)
     run.finish()
     return manifest
@@ -98,23 +106,6 @@ def _later(leaf: StreamedLeaf) -> RemoteLeaf:
     """What a save needs to know of a leaf before its bytes are there; no chunk has these hashes."""
     hashes = tuple(f"{leaf.path} {start}" for start, _ in chunk_spans(leaf.nbytes))
     return RemoteLeaf(leaf.dtype, leaf.shape, leaf.nbytes, hashes)
-
-
-def _written(
-    storage: Storage,
-    step: int,
-    leaves: Sequence[StreamedLeaf],
-    process_leaves: Sequence[StreamedLeaf],
-) -> Written:
-    """Write the chunks as one durable pack."""
-    left = sum(leaf.nbytes for leaf in (*leaves, *process_leaves))
-    builder = EntryBuilder()
-    with new_pack(storage, step, 0, {}, left) as pack:
-        entries = [_entry(pack, builder, leaf) for leaf in leaves]
-        process_entries = [_entry(pack, builder, leaf) for leaf in process_leaves]
-    for listed in (entries, process_entries):
-        listed.sort(key=attrgetter("path"))
-    return Written(entries, builder.packs(pack.size_of), pack.located, process_entries)
 
 
 def _entry(pack: NewPack, builder: EntryBuilder, leaf: StreamedLeaf) -> LeafEntry:

@@ -34,7 +34,7 @@ class FileLock:
     def __init__(self, path: str, fd: int) -> None:
         self._path = path
         self._fd = fd
-        self._file = _identity(os.fstat(fd))
+        self._status = os.fstat(fd)
 
     def check(self) -> None:
         """Raise `LostLock` unless the locked file is still the one at its path."""
@@ -53,7 +53,7 @@ class FileLock:
     def is_in_place(self) -> bool:
         """Whether the path leads to the file that is locked."""
         try:
-            return _identity(os.stat(self._path, follow_symlinks=False)) == self._file
+            return os.path.samestat(os.stat(self._path, follow_symlinks=False), self._status)
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -124,10 +124,6 @@ def _lock(fd: int) -> None:
             if error.errno not in _UNSUPPORTED:
                 raise
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def _after_fork_in_child() -> None:

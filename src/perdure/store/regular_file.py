@@ -28,10 +28,10 @@ class NotAFile(IsADirectoryError):
     """Something else has the place of a file, which is damage as a directory there is."""
 
 
-def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
+def open_regular(path: str, flags: int = os.O_RDONLY) -> int:
     """The descriptor of the regular file at `path`, opened without waiting; `NotAFile` for others."""
     try:
-        descriptor = os.open(path, flags | _ALWAYS, mode)
+        descriptor = os.open(path, flags | _ALWAYS, 0o644)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
             raise _other(path, os.stat(path).st_mode) from error

@@ -158,20 +158,18 @@ def read_marker(
     """
     where = f"{storage.where}/{MARKER}"
     try:
-        data = storage.read(MARKER)
-        return _decode_marker(data, where)
+        return _decode_marker(storage.read(MARKER), where)
     except FileNotFoundError:
         pass
     except NotADirectoryError:
         raise NotARunError(f"{storage.where}: expected a directory, found a file.") from None
+    except IsADirectoryError as error:
+        raise CorruptionError(
+            f"{where}: {error.strerror}. Nothing was changed. Move it away; if there are checkpoints, "
+            f"`perdure verify {storage.where} --repair` writes the file again."
+        ) from error
     except OSError as error:
-        if isinstance(error, IsADirectoryError):
-            raise CorruptionError(
-                f"{where}: {error.strerror}. Nothing was changed. Move it away; if there are "
-                f"checkpoints, `perdure verify {storage.where} --repair` writes the file again."
-            ) from error
-        if not is_gone(error):
-            raise read_error(error, where) from error
+        raise read_error(error, where) from error
     except CorruptionError as error:
         return _require_repairable(storage, repair, str(error).rstrip("."))
     try:

@@ -15,13 +15,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Struct
 
-from perdure.checkpoint.connections import (
-    Connections,
-    Slots,
-    exactly,
-    hello_of,
-    received_memory,
-)
+from perdure.checkpoint.connections import Connections, Slots, exactly, hello_of, received_memory
 from perdure.store.format import CHUNK_BYTES
 
 SLOTS = 6

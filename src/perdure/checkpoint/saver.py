@@ -18,12 +18,7 @@ from typing import Any
 
 from perdure.checkpoint.arguments import Metrics, metric_numbers
 from perdure.checkpoint.group_call import GroupCall, save_channel, together
-from perdure.checkpoint.group_save import (
-    SaveCache,
-    as_save_error,
-    decline_save,
-    save_in_group,
-)
+from perdure.checkpoint.group_save import SaveCache, as_save_error, decline_save, save_in_group
 from perdure.checkpoint.journal import Journal
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.mirror import Mirror

@@ -21,13 +21,7 @@ from perdure.store.format import chunk_spans, hash_bytes
 from perdure.store.leaf import Leaf, containers_of
 from perdure.store.manifest import Chunk, LeafEntry
 from perdure.store.pack_writer import ChunkRows, LeafRows, Written, write_chunks
-from perdure.store.shard_plan import (
-    ChunkBytes,
-    Fetch,
-    ShardPlan,
-    own_chunks,
-    whole,
-)
+from perdure.store.shard_plan import ChunkBytes, Fetch, ShardPlan, own_chunks, whole
 from perdure.store.storage import Storage
 
 

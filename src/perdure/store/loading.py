@@ -21,7 +21,7 @@ from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.manifest_json import decode_manifest
-from perdure.store.names import committed_steps, newest_step, pinned_steps, step_aside
+from perdure.store.names import committed_steps, pinned_steps, step_aside
 from perdure.store.pools import map_ahead, pool
 from perdure.store.reader import (
     READ_THREADS,
@@ -56,12 +56,6 @@ def list_steps(storage: Storage) -> list[int]:
     """Committed steps, oldest first; raises `UnreachableError` if they cannot be listed."""
     with reading(f"{storage.where}: the list of its checkpoints"):
         return committed_steps(storage)
-
-
-def find_newest(storage: Storage) -> int | None:
-    """The newest committed step; raises `UnreachableError` if the steps cannot be listed."""
-    with reading(f"{storage.where}: the list of its checkpoints"):
-        return newest_step(storage)
 
 
 def list_pins(storage: Storage, log: LogView) -> frozenset[int]:

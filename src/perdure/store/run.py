@@ -37,14 +37,13 @@ from perdure.store.leaf import Leaf
 from perdure.store.loading import (
     Loaded,
     Needs,
-    find_newest,
     list_pins,
     list_steps,
     load_step,
     read_manifest,
 )
 from perdure.store.manifest import Manifest, RecipeValue
-from perdure.store.names import quarantined
+from perdure.store.names import newest_step, quarantined
 from perdure.store.rollback import AsideCheckpoint, moving, roll_back, rolled_back, undo_rollback
 from perdure.store.run_events import Pinned, Removed, Saved
 from perdure.store.run_log import RunLog
@@ -123,7 +122,8 @@ class Run:
 
     def newest_step(self) -> int | None:
         """The newest committed step, None before the first. Raises as `steps`, and costs less."""
-        return find_newest(self.storage)
+        with reading(f"{self.where}: the list of its checkpoints"):
+            return newest_step(self.storage)
 
     def manifest(self, step: int) -> Manifest:
         """The checked manifest of `step`.

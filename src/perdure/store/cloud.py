@@ -321,14 +321,11 @@ class Lease:
             data = msgspec.json.encode(following) + b"\n"
             try:
                 self._version = self._bucket.put_over(self._name, data, self._version)
-            except (BlockingIOError, FileNotFoundError):
-                self._look(started)
-                return
             except OSError as error:
-                if error.errno != errno.ENOTSUP:
-                    raise
-                # This store has no conditional writes, so nobody takes over; the object must only
+                # A store without conditional writes has nobody who takes over: the object must only
                 # exist.
+                if error.errno not in (errno.EAGAIN, errno.ENOENT, errno.ENOTSUP):
+                    raise
                 self._look(started)
                 return
             self._mine = following

@@ -173,8 +173,6 @@ class LogView:
             case Lost():
                 self.knows_rules = self.knows_rules and not event.rules
                 self.knows_saves = self.knows_saves and not event.rules
-            case _:
-                pass
 
     def require(self, references: Mapping[int, LineReference] | None = None) -> None:
         """Raise `CorruptionError` for a problem, or a line of `references` that is missing."""
@@ -185,15 +183,12 @@ class LogView:
         """The problem of the log beside these checkpoints, None for none; see `require`."""
         if self.problem is not None or not (lost := self.lost(references)):
             return self.problem
-        step = lost[0]
-        found = "ends before it"
-        if self.last is not None and references[step].number <= self.last.number:
+        number, found = references[lost[0]].number, "ends before it"
+        if self.last is not None and number <= self.last.number:
             found = "has another line there: it is the log of another run"
-        elif self.last is None:
-            found = "is empty or gone"
         return (
-            f"{self.where}: the checkpoint of step {step} was saved after line "
-            f"{references[step].number}, and the log {found}.{REPAIR_ADVICE}"
+            f"{self.where}: the checkpoint of step {lost[0]} was saved after line {number}, and the "
+            f"log {found}.{REPAIR_ADVICE}"
         )
 
     def lost(self, references: Mapping[int, LineReference]) -> list[int]:

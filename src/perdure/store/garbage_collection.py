@@ -123,11 +123,8 @@ def plan_collect(held: View, request: PruneRequest) -> CollectPlan:
     candidates = (needed - in_quarantine) & held.packs.keys()
     if not request.everywhere:
         candidates &= touched
-    try:
-        live = _mostly_dead(held, kept, candidates, request)
-        old = sum(held.packs[name] for name in (*packs, *orphans, *live))
-    except OSError as error:
-        return CollectPlan(request, steps, held_back=f"a pack cannot be looked at: {error}")
+    live = _mostly_dead(held, kept, candidates, request)
+    old = sum(held.packs[name] for name in (*packs, *orphans, *live))
     rewrite = [step for step, names in kept.items() if not live.keys().isdisjoint(names)]
     copied = relocated_size(live)
     return CollectPlan(

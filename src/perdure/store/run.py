@@ -17,7 +17,6 @@ from perdure.errors import (
     HistoryError,
     StepNotFoundError,
     StoreError,
-    UnreachableError,
 )
 from perdure.store.codec import encoder
 from perdure.store.committer import Committer
@@ -415,10 +414,8 @@ class Run:
 
         Raises `UnreachableError` if the storage does not answer.
         """
-        try:
+        with reading(self.where):
             return rolled_back(View(self.storage, self.log))
-        except ConnectionError as error:
-            raise UnreachableError(f"{self.where}: {error}.") from error
 
     def quarantine(self, step: int, reason: str) -> str:
         """Move a damaged manifest to quarantine; the log has the reason. Durable on return.

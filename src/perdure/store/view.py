@@ -396,8 +396,6 @@ class View:
             manifest = decode_manifest(data, where, step)
             if data[:HEAD_BYTES] != committed.readable[step].head.encode():
                 raise CorruptionError(f"{where}: has changed since it was read.")
-        except ConnectionError:
-            raise
         except (OSError, CorruptionError) as error:
             self._memory.summaries.pop(name, None)  # the next look reads it
             raise OutdatedPlanError(f"step {step} cannot be read: {error}") from error

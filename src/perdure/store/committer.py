@@ -236,10 +236,8 @@ class Committer:
             return None, False
         steps = committed_steps(self._storage)
         if later[0] != step:
-            if step < steps[-1]:
-                reason = f"step {step} cannot be saved: the newest checkpoint is step {steps[-1]}"
-                raise HistoryError(self._refused(step, reason, steps))
-            return None, False
+            reason = f"step {step} cannot be saved: the newest checkpoint is step {steps[-1]}"
+            raise HistoryError(self._refused(step, reason, steps))
         try:
             present = read_manifest(self._storage, step, self._log.run)
         except CorruptionError as error:

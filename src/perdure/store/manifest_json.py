@@ -20,7 +20,6 @@ from perdure.errors import CorruptionError
 from perdure.store.format import (
     CHUNK_BYTES,
     FORMAT,
-    MAX_STEP,
     PLACEHOLDER,
     SCALAR_PREFIX,
     blocks,
@@ -175,8 +174,6 @@ def _checked(manifest: Manifest, where: str, step: int | None) -> Manifest:
         seconds_of(manifest.created)
     except ValueError:
         raise CorruptionError(f"{where}: created: {manifest.created!r} is not a date.") from None
-    if manifest.step > MAX_STEP:
-        raise CorruptionError(f"{where}: expected a step up to {MAX_STEP}, found {manifest.step}.")
     if manifest.containers:
         check_containers(manifest, where)
     if manifest.process_leaves:

@@ -83,9 +83,8 @@ class WriterSession:
             self.close()
             raise
         self._ready = True
-        if removed := self._log.view.removed:
-            steps = {step for step, _ in removed}
-            for step in steps & set(list_steps(self._storage)):
+        if removed := {step for step, _ in self._log.view.removed}:
+            for step in removed.intersection(list_steps(self._storage)):
                 self.committed_again(step)
         self.damage.quarantine_deferred()
 

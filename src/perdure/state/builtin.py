@@ -16,7 +16,14 @@ from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
-from perdure.state.containers import PLAIN_MAPPINGS, Form, describe_container
+from perdure.state.containers import (
+    PLAIN_MAPPINGS,
+    Form,
+    build_record,
+    describe_container,
+    mapping_like,
+    masked_array,
+)
 from perdure.state.generators import (
     SEED_SEQUENCE,
     is_generator,
@@ -39,13 +46,22 @@ from perdure.state.leaf_values import (
 )
 from perdure.state.paths import key_text
 from perdure.state.program_code import is_of_program
+from perdure.state.value_forms import (
+    CONTAINERS,
+    attributes_of,
+    is_named,
+    listed_form,
+    made_value,
+    plain_form,
+    with_pairs,
+)
 from perdure.store.leaf import Leaf
 
 _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 
 _COLLECTIONS = (deque, set, frozenset)
 _DEFAULTS = (type(None), bool, int, float, complex, str)
-# Mappings that `_rebuild_mapping` rebuilds exactly. Any other class is tried at the save.
+# Mappings that `mapping_like` rebuilds exactly. Any other class is tried at the save.
 _MAPPINGS = {*PLAIN_MAPPINGS, MappingProxyType}
 
 
@@ -169,8 +185,6 @@ def is_plain_object(value: Any) -> bool:
 
 def _attributes_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> Node:
     """An object whose attributes are its state, changed in place."""
-    from perdure.state.value_forms import CONTAINERS, plain_form, with_pairs
-
     names = [*vars(value)]
     names += [name for name in _defaults_of(type(value)) if name not in vars(value)]
     for name, (base, first) in _defaults_of(type(value)).items():
@@ -221,13 +235,12 @@ def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:
 
 def _mapping_node(value: Mapping[Any, Any]) -> Node:
     if type(value) not in _MAPPINGS:
-        _check_rebuilt(value, partial(_rebuild_mapping, value), dict(value))
-    if type(value) is Form or type(value) in PLAIN_MAPPINGS:
-        from perdure.state.value_forms import is_named, listed_form, made_value
-
-        if type(value) is Form or not is_named(value):
-            form = value if type(value) is Form else listed_form(value)
-            return Node(form.items(), lambda new: made_value(dict(zip(form, new, strict=True))))
+        _check_rebuilt(value, partial(mapping_like, value), dict(value))
+    form = value if type(value) is Form else None
+    if type(value) in PLAIN_MAPPINGS and not is_named(value):
+        form = listed_form(value)
+    if form is not None:
+        return Node(form.items(), lambda new: made_value(dict(zip(form, new, strict=True))))
     keys = list(value)
     # Non-empty strings need no check of each: there may be very many.
     strings = set(map(type, keys)) == {str} and "" not in keys
@@ -240,7 +253,7 @@ def _mapping_node(value: Mapping[Any, Any]) -> Node:
         )
     return Node(
         dict(zip(names, value.values(), strict=True)).items(),
-        lambda new: _rebuild_mapping(value, dict(zip(keys, new, strict=True))),
+        lambda new: mapping_like(value, dict(zip(keys, new, strict=True))),
     )
 
 
@@ -302,14 +315,7 @@ def _masked_array_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Nod
         "hard_mask": value.hardmask,
     }
 
-    def rebuild(new: list[Any]) -> Any:
-        data, mask, fill_value, hard_mask = new
-        return np.ma.MaskedArray(
-            data, mask if mask.shape or mask else np.ma.nomask, fill_value=fill_value,
-            hard_mask=hard_mask,
-        )  # fmt: skip
-
-    return Node(list(children.items()), rebuild)
+    return Node(list(children.items()), lambda new: masked_array(*new))
 
 
 def _dataclass_node(value: Any) -> Node:
@@ -317,14 +323,12 @@ def _dataclass_node(value: Any) -> Node:
     kind = type(value)
     try:
         object.__new__(kind)
-        attributes: Any = object.__getstate__(value)  # type: ignore[attr-defined]
     except TypeError as error:
         raise UnsupportedLeafError(
             f"a dataclass {type_name(value)} cannot be made again without its "
             f"`__init__` ({error}). Give it `state_dict` and `load_state_dict`."
         ) from None
-    parts = attributes if isinstance(attributes, tuple) else (attributes,)  # __dict__, then slots
-    values: dict[str, Any] = {name: part for each in parts for name, part in (each or {}).items()}
+    values = attributes_of(value)
     for field in dataclasses.fields(value):  # a default may be stored on the class alone
         if field.name not in values and hasattr(value, field.name):
             values[field.name] = getattr(value, field.name)
@@ -335,21 +339,10 @@ def _dataclass_node(value: Any) -> Node:
         if name not in dunders and not isinstance(getattr(kind, name, None), cached_property)
     ]
 
-    def rebuild(new: list[Any]) -> Any:
-        instance = object.__new__(kind)
-        for name, part in (*dunders.items(), *zip(names, new, strict=True)):
-            object.__setattr__(instance, name, part)  # a frozen dataclass has its own __setattr__
-        return instance
-
-    return Node([(name, values[name]) for name in names], rebuild)
-
-
-def _rebuild_mapping(like: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
-    if type(like) is dict:
-        return new
-    if hasattr(type(like), "default_factory"):
-        return type(like)(like.default_factory, new)  # type: ignore[call-arg]
-    return type(like)(new)  # type: ignore[call-arg]
+    return Node(
+        [(name, values[name]) for name in names],
+        lambda new: build_record(kind, dunders | dict(zip(names, new, strict=True))),
+    )
 
 
 ADAPTER = Builtin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -119,9 +120,38 @@ def build_record(kind: type, values: Mapping[str, Any]) -> Any:
     if issubclass(kind, tuple):
         return tuple.__new__(kind, values.values())
     instance = object.__new__(kind)
+    set_attributes(instance, values)
+    return instance
+
+
+def set_attributes(instance: Any, values: Mapping[str, Any]) -> None:
+    """Set attributes, also of a frozen dataclass, which has a `__setattr__` of its own."""
     for name, value in values.items():
         object.__setattr__(instance, name, value)
-    return instance
+
+
+def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the class of `like` with other items."""
+    if type(like) is dict:
+        return items
+    if hasattr(type(like), "default_factory"):
+        return type(like)(like.default_factory, items)  # type: ignore[call-arg]
+    return type(like)(items)  # type: ignore[call-arg]
+
+
+def sequence_like(like: Any, parts: list[Any]) -> Any:
+    """A list, a tuple or a deque of the class of `like` with these parts; `like` if it has them."""
+    if all(map(operator.is_, parts, like)):
+        return like
+    if isinstance(like, deque):
+        return deque(parts, like.maxlen)
+    return tuple.__new__(type(like), parts) if isinstance(like, tuple) else type(like)(parts)
+
+
+def masked_array(data: Any, mask: Any, fill_value: Any, hard_mask: bool) -> Any:
+    """A masked array of its parts; without a mask, `mask` is a single `False`."""
+    mask = mask if mask.shape or mask else np.ma.nomask
+    return np.ma.MaskedArray(data, mask, fill_value=fill_value, hard_mask=hard_mask)
 
 
 def build_container(

@@ -7,6 +7,7 @@ compares the values of two processes, and puts back what a resumed one lacks.
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import gc
 import io
@@ -243,13 +244,8 @@ def _attributes(value: Any) -> list[str] | None:
         return list(vars(value))
     if not is_program_module(owner.__module__):
         return None
-    names: list[str] = list(getattr(value, "__dict__", ()))
-    for base in owner.__mro__ if owner is not value else ():
-        slots = base.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            is_private = slot.startswith("__") and not slot.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{slot}" if is_private else slot)
-    return names
+    slots = [] if owner is value else copyreg._slotnames(owner)  # type: ignore[attr-defined]
+    return [*getattr(value, "__dict__", ()), *slots]
 
 
 def is_whole(value: Any) -> bool:

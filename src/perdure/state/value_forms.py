@@ -35,7 +35,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.containers import Form, class_named
+from perdure.state.containers import (
+    Form,
+    class_named,
+    mapping_like,
+    masked_array,
+    sequence_like,
+    set_attributes,
+)
 from perdure.state.generators import (
     generator_name,
     is_generator,
@@ -66,13 +73,12 @@ _ODD = (np.str_, np.bytes_, np.datetime64, np.timedelta64, np.void)
 
 
 class _Form(NamedTuple):
+    """A form of values: their class if all of it have this form, plain values, containers and arrays
+    that say a value exactly, and the value of those."""
+
+    kind: type | None
     parts: Callable[[Any], Any]
-    """Plain values, containers and arrays that say the value exactly."""
     made: Callable[[Any], Any]
-
-
-def _delta(value: dt.timedelta) -> list[int]:
-    return [value.days, value.seconds, value.microseconds]
 
 
 def _array_parts(value: Any) -> list[Any]:
@@ -109,333 +115,11 @@ def _sparse_made(parts: Any) -> Any:
     return make(indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False)
 
 
-def _generator_made(kind: str, state: Any) -> Any:
+def _generator_made(parts: Any) -> Any:
+    kind, state = parts
     generator = new_generator(kind)
     write_generator(generator, state)
     return generator
-
-
-def _of_torch(name: str) -> Any:
-    return sys.modules["torch"].device(name)
-
-
-def _torch_dtype(name: str) -> Any:
-    torch = sys.modules["torch"]
-    if not isinstance(found := getattr(torch, name, None), torch.dtype):
-        raise UnsupportedLeafError(f"PyTorch has no dtype {name!r}, which the checkpoint names")
-    return found
-
-
-_FORMS: dict[str, _Form] = {
-    "fraction": _Form(str, Fraction),
-    "decimal": _Form(str, Decimal),
-    "count": _Form(lambda value: _count_parts(value), lambda parts: itertools.count(*parts)),
-    "range": _Form(lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
-    "slice": _Form(lambda s: [s.start, s.stop, s.step], lambda parts: slice(*parts)),
-    "ellipsis": _Form(str, lambda _: ...),
-    "bytearray": _Form(bytes, bytearray),
-    "path": _Form(str, pathlib.Path),
-    "uuid": _Form(str, uuid.UUID),
-    "datetime": _Form(dt.datetime.isoformat, dt.datetime.fromisoformat),
-    "date": _Form(dt.date.isoformat, dt.date.fromisoformat),
-    "time": _Form(dt.time.isoformat, dt.time.fromisoformat),
-    "timedelta": _Form(_delta, lambda parts: dt.timedelta(*parts)),
-    "pattern": _Form(lambda p: [p.pattern, p.flags], lambda parts: re.compile(*parts)),
-    "array.array": _Form(lambda a: [a.typecode, a.tobytes()], lambda parts: array(*parts)),
-    "mappingproxy": _Form(dict, MappingProxyType),
-    "dtype": _Form(
-        lambda dtype: repr(np.lib.format.dtype_to_descr(dtype)),
-        lambda text: np.lib.format.descr_to_dtype(ast.literal_eval(text)),
-    ),
-    "array": _Form(_array_parts, _array_made),
-    "objects": _Form(lambda a: [list(a.shape), [*a.flat]], _objects_made),
-    "seed sequence": _Form(seed_text, seed_from),
-    "masked": _Form(
-        lambda a: [np.asarray(a.data), np.asarray(a.mask), np.asarray(a.fill_value), a.hardmask],
-        lambda parts: np.ma.MaskedArray(
-            parts[0],
-            parts[1] if parts[1].shape or parts[1] else np.ma.nomask,
-            fill_value=parts[2],
-            hard_mask=parts[3],
-        ),
-    ),
-    "torch.device": _Form(str, _of_torch),
-    "torch.dtype": _Form(
-        lambda dtype: str(dtype).rpartition(".")[2],
-        lambda name: _torch_dtype(name),
-    ),
-    "sparse": _Form(_sparse_parts, _sparse_made),
-    _GENERATOR: _Form(
-        lambda generator: [generator_name(generator), read_generator(generator)],
-        lambda parts: _generator_made(*parts),
-    ),
-    "method": _Form(
-        lambda method: [method.__self__, method.__func__.__name__],
-        lambda parts: getattr(parts[0], parts[1]),
-    ),
-    "partial": _Form(
-        lambda call: [call.func, [*call.args], call.keywords],
-        lambda parts: partial(parts[0], *parts[1], **parts[2]),
-    ),
-    "name": _Form(lambda value: _public_name(value), lambda name: _found_by_name(name)),
-}
-_BY_TYPE: dict[type, str] = {
-    Fraction: "fraction",
-    Decimal: "decimal",
-    itertools.count: "count",
-    range: "range",
-    slice: "slice",
-    EllipsisType: "ellipsis",
-    bytearray: "bytearray",
-    type(pathlib.Path()): "path",
-    uuid.UUID: "uuid",
-    dt.datetime: "datetime",
-    dt.date: "date",
-    dt.time: "time",
-    dt.timedelta: "timedelta",
-    re.Pattern: "pattern",
-    array: "array.array",
-    MappingProxyType: "mappingproxy",
-    np.ma.MaskedArray: "masked",
-    np.random.SeedSequence: "seed sequence",
-    np.recarray: "array",
-}
-
-
-def form_of(value: Any) -> str | None:
-    """The name of the form of a value that is no scalar, array or container; None without one."""
-    kind = type(value)
-    if (name := _BY_TYPE.get(kind)) is not None:
-        is_kept = not isinstance(value, (dt.datetime, dt.time)) or not value.tzinfo
-        is_kept = is_kept or isinstance(value.tzinfo, dt.timezone)
-        return name if is_kept and not _has_objects(value) else None
-    if isinstance(value, (np.ndarray, np.generic)):
-        is_odd = kind is np.ndarray or isinstance(value, np.generic)
-        is_odd = is_odd and value.dtype.type in _ODD and not value.dtype.hasobject
-        return "array" if is_odd else None
-    if isinstance(value, np.dtype):
-        return "dtype" if value.isbuiltin == 1 or value.type in _ODD else None
-    if isinstance(value, _CALLABLES):
-        return "name" if _public_name(value) else None
-    if kind is partial:
-        settings = all(type(part) in SCALARS for part in (*value.args, *value.keywords.values()))
-        return "partial" if settings and form_of(value.func) == "name" else None
-    if kind.__module__ == "torch":
-        if kind.__name__ in ("device", "dtype"):
-            return f"torch.{kind.__name__}"
-        torch = sys.modules["torch"]
-        is_sparse = kind is torch.Tensor and value.layout is torch.sparse_coo
-        return "sparse" if is_sparse and value.grad_fn is None else None
-    return None
-
-
-def _has_objects(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.hasobject
-
-
-def with_pairs(value: Any) -> Any:
-    """A value with the forms of all in it that has no entry in a manifest."""
-    if type(value) in SCALARS:
-        return value
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor) and value.grad_fn is not None:
-        return value.detach()  # the graph is of this process
-    if isinstance(value, enum.Enum) and class_named(type_name(value)) is type(value):
-        name = value.value if isinstance(value, enum.Flag) else value.name
-        return Form({_LISTED: name, "in": type_name(value)})
-    if (name := form_of(value)) is not None:
-        return Form({_LISTED: with_pairs(_FORMS[name].parts(value)), "in": name})
-    if not isinstance(value, CONTAINERS) or not value:
-        return value
-    if isinstance(value, (set, frozenset)):
-        if all(type(part) in SCALARS for part in value):
-            return value
-        parts = [with_pairs(part) for part in sorted(value, key=repr)]
-        return Form({_LISTED: parts, "in": type(value)()})
-    if not isinstance(value, dict):
-        return _like_sequence(value, [with_pairs(part) for part in value])
-    return _with_named_keys(value, [(key, with_pairs(part)) for key, part in value.items()])
-
-
-def generator_form(generator: Any) -> Any:
-    """The kind and the state of a random generator."""
-    return Form({_LISTED: _FORMS[_GENERATOR].parts(generator), "in": _GENERATOR})
-
-
-def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
-    """As `with_pairs`, also of objects of the program, at any depth. `name_of` names members of the
-    state, which stay what they are. `UnsupportedLeafError` for an object that cannot be made again."""
-    if type(value) in SCALARS:
-        return value
-    if (name := name_of(value)) is not None:
-        return Form({_LISTED: name, "in": _MEMBER})
-    if is_generator(value):
-        return generator_form(value)
-    kind = type(value)
-    if kind is MethodType and name_of(value.__self__) is not None:
-        return Form({_LISTED: whole_form(_FORMS["method"].parts(value), name_of), "in": "method"})
-    if kind is np.ndarray and value.dtype.hasobject:
-        return Form({_LISTED: whole_form(_FORMS["objects"].parts(value), name_of), "in": "objects"})
-    if kind in CONTAINERS or hasattr(kind, "_fields"):
-        if kind is dict or kind is defaultdict:
-            pairs = [(key, whole_form(part, name_of)) for key, part in value.items()]
-            return _with_named_keys(value, pairs, name_of)
-        if isinstance(value, (tuple, list, deque)):
-            return _like_sequence(value, [whole_form(part, name_of) for part in value])
-    if not is_of_program(kind) or hasattr(kind, "state_dict"):
-        return with_pairs(value)
-    base = next(base for base in kind.__mro__ if base in _BASES.values())
-    if class_named(type_name(value)) is not kind or _new(kind, base) is None:
-        raise UnsupportedLeafError(
-            f"a {type_name(value)} cannot be made again from its attributes. Give it "
-            f"`state_dict` and `load_state_dict`, and give the restore a target that has one."
-        )
-    attributes = {key: whole_form(part, name_of) for key, part in attributes_of(value).items()}
-    items: Any = [*value.items()] if base is dict else [*value] if base is list else []
-    if base is deque or base is set:
-        items = deque(value, value.maxlen) if base is deque else set(value)
-    parts = [_with_named_keys(attributes, [*attributes.items()]), whole_form(items, name_of)]
-    return Form({_LISTED: parts, "in": type_name(value), _OBJECT: base.__name__})
-
-
-def plain_form(stored: Any) -> Any:
-    """The value that `with_pairs` gave the form `stored`, or a value that has been made."""
-    if isinstance(stored, dict):
-        for key, part in stored.items():
-            stored[key] = plain_form(part)
-        return made_value(stored) if type(stored) is Form else stored
-    if isinstance(stored, (list, deque)):
-        for place, part in enumerate(stored):
-            stored[place] = plain_form(part)
-    elif isinstance(stored, tuple):
-        return _like_sequence(stored, [plain_form(part) for part in stored])
-    return stored
-
-
-def is_form(stored: Mapping[Any, Any]) -> bool:
-    """Whether a dict from a checkpoint is a form: one of the program with these keys is listed."""
-    return stored.keys() - {_OBJECT} == {*LISTED}
-
-
-def made_value(stored: dict[str, Any], member: Callable[[str], Any] = lambda name: name) -> Any:
-    """The value of a form whose parts are made; `stored` itself if it is none."""
-    if not is_form(stored):
-        return stored
-    parts, name = stored[_LISTED], stored["in"]
-    if name == _MEMBER:
-        return member(parts)
-    if isinstance(name, dict):
-        return _like(name, [tuple(pair) for pair in parts])
-    if not isinstance(name, str):
-        return type(name)(parts)
-    if name in _FORMS:
-        return _FORMS[name].made(parts)
-    kind: Any = class_named(name)
-    is_object = _OBJECT in stored
-    # A checkpoint may name any class: no other one is made.
-    if kind is None or not (is_of_program(kind) if is_object else issubclass(kind, enum.Enum)):
-        raise UnsupportedLeafError(
-            f"the program has no {name}, of which the checkpoint has a value"
-        )
-    if not is_object:
-        return kind[parts] if isinstance(parts, str) else kind(parts)
-    attributes, items = parts
-    base = _BASES[stored[_OBJECT]]
-    instance = _new(kind, base)
-    for key, part in attributes.items():
-        object.__setattr__(instance, key, part)  # a frozen dataclass has its own __setattr__
-    if base is list:
-        list.extend(instance, items)
-    elif base is dict:
-        dict.update(instance, items)
-    elif base is deque:
-        deque.__init__(instance, items, items.maxlen)
-    elif base is set:
-        set.update(instance, items)
-    return instance
-
-
-def _new(kind: type, base: Any) -> Any:
-    try:
-        return base.__new__(kind)
-    except TypeError:  # of a class that another base lays out, such as an exception
-        return None
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in `__slots__` too; what a bound method or a `partial` has."""
-    if isinstance(value, MethodType):
-        return {"__self__": value.__self__}
-    if type(value) is partial:
-        return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    found = {name: part for name, part in found.items() if not name.startswith("__")}
-    return {**found, **getattr(value, "__dict__", {})}
-
-
-def _like_sequence(value: Any, parts: list[Any]) -> Any:
-    if all(map(operator.is_, parts, value)):
-        return value
-    if isinstance(value, deque):
-        return deque(parts, value.maxlen)
-    return tuple.__new__(type(value), parts) if isinstance(value, tuple) else type(value)(parts)
-
-
-def _with_named_keys(
-    value: dict[Any, Any],
-    pairs: list[tuple[Any, Any]],
-    name_of: Callable[[Any], str | None] = lambda _: None,
-) -> Any:
-    if is_named(value):
-        if all(map(operator.is_, [part for _, part in pairs], value.values())):
-            return value
-        return _like(value, pairs)
-    return _listed_form(value, pairs, name_of)
-
-
-def is_named(value: Mapping[Any, Any]) -> bool:
-    """Whether the keys of a mapping have texts that tell them apart, and are not those of a form."""
-    kinds = set(map(type, value))
-    if not kinds <= {str, int} or "" in value or (len(value) in (2, 3) and is_form(value)):
-        return False
-    return len(kinds) < 2 or len(set(map(str, value))) == len(value)
-
-
-def listed_form(value: Mapping[Any, Any]) -> Form:
-    """A mapping as a list of pairs: the forms of its keys, and its values."""
-    return _listed_form(value, value.items(), lambda _: None)
-
-
-def _listed_form(
-    value: Mapping[Any, Any],
-    pairs: Iterable[tuple[Any, Any]],
-    name_of: Callable[[Any], str | None],
-) -> Form:
-    torch = sys.modules.get("torch")
-    others = [key for key in value if name_of(key) is None]
-    if torch is not None and any(isinstance(key, torch.Tensor) for key in others):
-        raise UnsupportedLeafError(
-            "a dict whose keys are tensors, which only the object itself finds again: a restored key "
-            "would be another one. Use names as keys, such as those of `named_parameters`."
-        )
-    listed = [
-        (
-            with_pairs(key)
-            if (name := name_of(key)) is None
-            else Form({_LISTED: name, "in": _MEMBER}),
-            part,
-        )
-        for key, part in pairs
-    ]
-    return Form({_LISTED: listed, "in": _like(value, [])})
-
-
-def _like(value: Mapping[Any, Any], pairs: list[Any]) -> Any:
-    if isinstance(value, defaultdict):
-        return type(value)(value.default_factory, pairs)
-    return type(value)(dict(pairs))  # type: ignore[call-arg]
 
 
 def _count_parts(value: Any) -> Any:
@@ -443,6 +127,13 @@ def _count_parts(value: Any) -> Any:
         return list(ast.literal_eval(f"[{repr(value)[len('count(') : -1]}]"))
     except ValueError:  # of numbers of a class of the program
         raise UnsupportedLeafError(f"{value!r} has no exact form in a checkpoint.") from None
+
+
+def _torch_dtype(name: str) -> Any:
+    torch = sys.modules["torch"]
+    if not isinstance(found := getattr(torch, name, None), torch.dtype):
+        raise UnsupportedLeafError(f"PyTorch has no dtype {name!r}, which the checkpoint names")
+    return found
 
 
 def _public_name(value: Any) -> str | None:
@@ -472,3 +163,269 @@ def _named(text: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
+
+
+_FORMS: dict[str, _Form] = {
+    "fraction": _Form(Fraction, str, Fraction),
+    "decimal": _Form(Decimal, str, Decimal),
+    "count": _Form(itertools.count, _count_parts, lambda parts: itertools.count(*parts)),
+    "range": _Form(range, lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
+    "slice": _Form(slice, lambda s: [s.start, s.stop, s.step], lambda parts: slice(*parts)),
+    "ellipsis": _Form(EllipsisType, str, lambda _: ...),
+    "bytearray": _Form(bytearray, bytes, bytearray),
+    "path": _Form(type(pathlib.Path()), str, pathlib.Path),
+    "uuid": _Form(uuid.UUID, str, uuid.UUID),
+    "datetime": _Form(dt.datetime, dt.datetime.isoformat, dt.datetime.fromisoformat),
+    "date": _Form(dt.date, dt.date.isoformat, dt.date.fromisoformat),
+    "time": _Form(dt.time, dt.time.isoformat, dt.time.fromisoformat),
+    "timedelta": _Form(
+        dt.timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: dt.timedelta(*parts),
+    ),
+    "pattern": _Form(re.Pattern, lambda p: [p.pattern, p.flags], lambda parts: re.compile(*parts)),
+    "array.array": _Form(array, lambda a: [a.typecode, a.tobytes()], lambda parts: array(*parts)),
+    "mappingproxy": _Form(MappingProxyType, dict, MappingProxyType),
+    "dtype": _Form(
+        None,
+        lambda dtype: repr(np.lib.format.dtype_to_descr(dtype)),
+        lambda text: np.lib.format.descr_to_dtype(ast.literal_eval(text)),
+    ),
+    "array": _Form(np.recarray, _array_parts, _array_made),
+    "objects": _Form(None, lambda a: [list(a.shape), [*a.flat]], _objects_made),
+    "seed sequence": _Form(np.random.SeedSequence, seed_text, seed_from),
+    "masked": _Form(
+        np.ma.MaskedArray,
+        lambda a: [np.asarray(a.data), np.asarray(a.mask), np.asarray(a.fill_value), a.hardmask],
+        lambda parts: masked_array(*parts),
+    ),
+    "torch.device": _Form(None, str, lambda name: sys.modules["torch"].device(name)),
+    "torch.dtype": _Form(None, lambda dtype: str(dtype).rpartition(".")[2], _torch_dtype),
+    "sparse": _Form(None, _sparse_parts, _sparse_made),
+    _GENERATOR: _Form(
+        None, lambda each: [generator_name(each), read_generator(each)], _generator_made
+    ),
+    "method": _Form(
+        None,
+        lambda method: [method.__self__, method.__func__.__name__],
+        lambda parts: getattr(parts[0], parts[1]),
+    ),
+    "partial": _Form(
+        None,
+        lambda call: [call.func, [*call.args], call.keywords],
+        lambda parts: partial(parts[0], *parts[1], **parts[2]),
+    ),
+    "name": _Form(None, _public_name, _found_by_name),
+}
+_BY_TYPE = {form.kind: name for name, form in _FORMS.items() if form.kind is not None}
+
+
+def form_of(value: Any) -> str | None:
+    """The name of the form of a value that is no scalar, array or container; None without one."""
+    kind = type(value)
+    if (name := _BY_TYPE.get(kind)) is not None:
+        is_kept = not isinstance(value, (dt.datetime, dt.time)) or not value.tzinfo
+        is_kept = is_kept or isinstance(value.tzinfo, dt.timezone)
+        has_objects = isinstance(value, np.ndarray) and value.dtype.hasobject
+        return name if is_kept and not has_objects else None
+    if isinstance(value, (np.ndarray, np.generic)):
+        is_odd = kind is np.ndarray or isinstance(value, np.generic)
+        is_odd = is_odd and value.dtype.type in _ODD and not value.dtype.hasobject
+        return "array" if is_odd else None
+    if isinstance(value, np.dtype):
+        return "dtype" if value.isbuiltin == 1 or value.type in _ODD else None
+    if isinstance(value, _CALLABLES):
+        return "name" if _public_name(value) else None
+    if kind is partial:
+        settings = all(type(part) in SCALARS for part in (*value.args, *value.keywords.values()))
+        return "partial" if settings and form_of(value.func) == "name" else None
+    if kind.__module__ == "torch":
+        if kind.__name__ in ("device", "dtype"):
+            return f"torch.{kind.__name__}"
+        torch = sys.modules["torch"]
+        is_sparse = kind is torch.Tensor and value.layout is torch.sparse_coo
+        return "sparse" if is_sparse and value.grad_fn is None else None
+    return None
+
+
+def with_pairs(value: Any) -> Any:
+    """A value with the forms of all in it that has no entry in a manifest."""
+    if type(value) in SCALARS:
+        return value
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return value.detach()  # the graph is of this process
+    if isinstance(value, enum.Enum) and class_named(type_name(value)) is type(value):
+        name = value.value if isinstance(value, enum.Flag) else value.name
+        return Form({_LISTED: name, "in": type_name(value)})
+    if (name := form_of(value)) is not None:
+        return Form({_LISTED: with_pairs(_FORMS[name].parts(value)), "in": name})
+    if not isinstance(value, CONTAINERS) or not value:
+        return value
+    if isinstance(value, (set, frozenset)):
+        if all(type(part) in SCALARS for part in value):
+            return value
+        parts = [with_pairs(part) for part in sorted(value, key=repr)]
+        return Form({_LISTED: parts, "in": type(value)()})
+    if not isinstance(value, dict):
+        return sequence_like(value, [with_pairs(part) for part in value])
+    return _with_named_keys(value, list(map(with_pairs, value.values())))
+
+
+def generator_form(generator: Any) -> Any:
+    """The kind and the state of a random generator."""
+    return Form({_LISTED: _FORMS[_GENERATOR].parts(generator), "in": _GENERATOR})
+
+
+def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
+    """As `with_pairs`, also of objects of the program, at any depth. `name_of` names members of the
+    state, which stay what they are. `UnsupportedLeafError` for an object that cannot be made again."""
+    if type(value) in SCALARS:
+        return value
+    if (name := name_of(value)) is not None:
+        return _member(name)
+    if is_generator(value):
+        return generator_form(value)
+    kind = type(value)
+    if kind is MethodType and name_of(value.__self__) is not None:
+        return Form({_LISTED: whole_form(_FORMS["method"].parts(value), name_of), "in": "method"})
+    if kind is np.ndarray and value.dtype.hasobject:
+        return Form({_LISTED: whole_form(_FORMS["objects"].parts(value), name_of), "in": "objects"})
+    if kind in CONTAINERS or hasattr(kind, "_fields"):
+        if kind is dict or kind is defaultdict:
+            parts = [whole_form(part, name_of) for part in value.values()]
+            return _with_named_keys(value, parts, name_of)
+        if isinstance(value, (tuple, list, deque)):
+            return sequence_like(value, [whole_form(part, name_of) for part in value])
+    if not is_of_program(kind) or hasattr(kind, "state_dict"):
+        return with_pairs(value)
+    base = next(base for base in kind.__mro__ if base in _BASES.values())
+    if class_named(type_name(value)) is not kind or _new(kind, base) is None:
+        raise UnsupportedLeafError(
+            f"a {type_name(value)} cannot be made again from its attributes. Give it "
+            f"`state_dict` and `load_state_dict`, and give the restore a target that has one."
+        )
+    attributes = {key: whole_form(part, name_of) for key, part in attributes_of(value).items()}
+    items: Any = [*value.items()] if base is dict else [*value] if base is list else []
+    if base is deque or base is set:
+        items = deque(value, value.maxlen) if base is deque else set(value)
+    parts = [_with_named_keys(attributes, [*attributes.values()]), whole_form(items, name_of)]
+    return Form({_LISTED: parts, "in": type_name(value), _OBJECT: base.__name__})
+
+
+def plain_form(stored: Any) -> Any:
+    """The value that `with_pairs` gave the form `stored`, or a value that has been made."""
+    if isinstance(stored, dict):
+        for key, part in stored.items():
+            stored[key] = plain_form(part)
+        return made_value(stored) if type(stored) is Form else stored
+    if isinstance(stored, (list, deque)):
+        for place, part in enumerate(stored):
+            stored[place] = plain_form(part)
+    elif isinstance(stored, tuple):
+        return sequence_like(stored, [plain_form(part) for part in stored])
+    return stored
+
+
+def is_form(stored: Mapping[Any, Any]) -> bool:
+    """Whether a dict from a checkpoint is a form: one of the program with these keys is listed."""
+    return stored.keys() - {_OBJECT} == {*LISTED}
+
+
+def made_value(stored: dict[str, Any], member: Callable[[str], Any] = lambda name: name) -> Any:
+    """The value of a form whose parts are made; `stored` itself if it is none."""
+    if not is_form(stored):
+        return stored
+    parts, name = stored[_LISTED], stored["in"]
+    if name == _MEMBER:
+        return member(parts)
+    if isinstance(name, dict):
+        return mapping_like(name, dict(map(tuple, parts)))
+    if not isinstance(name, str):
+        return type(name)(parts)
+    if name in _FORMS:
+        return _FORMS[name].made(parts)
+    kind: Any = class_named(name)
+    is_object = _OBJECT in stored
+    # A checkpoint may name any class: no other one is made.
+    if kind is None or not (is_of_program(kind) if is_object else issubclass(kind, enum.Enum)):
+        raise UnsupportedLeafError(
+            f"the program has no {name}, of which the checkpoint has a value"
+        )
+    if not is_object:
+        return kind[parts] if isinstance(parts, str) else kind(parts)
+    attributes, items = parts
+    base = _BASES[stored[_OBJECT]]
+    instance = _new(kind, base)
+    set_attributes(instance, attributes)
+    if base is list:
+        list.extend(instance, items)
+    elif base is dict:
+        dict.update(instance, items)
+    elif base is deque:
+        deque.__init__(instance, items, items.maxlen)
+    elif base is set:
+        set.update(instance, items)
+    return instance
+
+
+def _new(kind: type, base: Any) -> Any:
+    try:
+        return base.__new__(kind)
+    except TypeError:  # of a class that another base lays out, such as an exception
+        return None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in `__slots__` too; what a bound method or a `partial` has."""
+    if isinstance(value, MethodType):
+        return {"__self__": value.__self__}
+    if type(value) is partial:
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    state: Any = object.__getstate__(value)  # type: ignore[attr-defined]
+    parts = state if isinstance(state, tuple) else (state,)  # `__dict__`, then the slots
+    return {name: part for each in parts for name, part in (each or {}).items()}
+
+
+def _with_named_keys(
+    value: dict[Any, Any],
+    parts: list[Any],
+    name_of: Callable[[Any], str | None] = lambda _: None,
+) -> Any:
+    """A dict with other values, or its form."""
+    if not is_named(value):
+        return listed_form(value, parts, name_of)
+    is_same = all(map(operator.is_, parts, value.values()))
+    return value if is_same else mapping_like(value, dict(zip(value, parts, strict=True)))
+
+
+def is_named(value: Mapping[Any, Any]) -> bool:
+    """Whether the keys of a mapping have texts that tell them apart, and are not those of a form."""
+    kinds = set(map(type, value))
+    if not kinds <= {str, int} or "" in value or (len(value) in (2, 3) and is_form(value)):
+        return False
+    return len(kinds) < 2 or len(set(map(str, value))) == len(value)
+
+
+def listed_form(
+    value: Mapping[Any, Any],
+    parts: Iterable[Any] | None = None,
+    name_of: Callable[[Any], str | None] = lambda _: None,
+) -> Form:
+    """A mapping as a list of pairs: the forms of its keys, and its values or `parts` for them."""
+    torch = sys.modules.get("torch")
+    if torch is not None and any(
+        isinstance(key, torch.Tensor) and name_of(key) is None for key in value
+    ):
+        raise UnsupportedLeafError(
+            "a dict whose keys are tensors, which only the object itself finds again: a restored key "
+            "would be another one. Use names as keys, such as those of `named_parameters`."
+        )
+    keys = [with_pairs(key) if (name := name_of(key)) is None else _member(name) for key in value]
+    listed = list(zip(keys, value.values() if parts is None else parts, strict=True))
+    return Form({_LISTED: listed, "in": mapping_like(value, {})})
+
+
+def _member(name: str) -> Form:
+    """The form of a member of the state by its name."""
+    return Form({_LISTED: name, "in": _MEMBER})

@@ -44,45 +44,41 @@ from perdure.store.leaf import Leaf, Leaves, containers_of
 _MISSING: Any = object()
 
 
-def _refuse_live(_: Any, path: str) -> Any:
-    raise MismatchError(f"{path}: only the object that saved this can rebuild it.")
-
-
-def _build_alone(_: str, build: Callable[[], Any]) -> Any:
-    return build()
-
-
 class ObjectStates:
     """The leaves of a checkpoint, from which states of objects are built, and compared with.
 
-    `rebuild` restores a live object inside a state; `keep` has values of modules that stay; with
-    `takes` an object that changes no array may get the memory of the leaves. `shared` gets a path
-    and what builds the value there, and returns the one that other paths have too. `orders` are those
-    of `memory_orders`; `member` gives a member of the state by the name in a form.
+    `keep` has values of modules that stay; with `takes` an object that changes no array may get the
+    memory of the leaves. `orders` are those of `memory_orders`; `member` gives a member of the state
+    by the name in a form.
     """
 
     def __init__(
         self,
         leaves: Mapping[str, Leaf],
-        rebuild: Callable[[Any, str], Any] = _refuse_live,
         keep: Collection[str] = (),
         takes: bool = False,
         sharded: Mapping[str, Any] = MappingProxyType({}),
-        shared: Callable[[str, Callable[[], Any]], Any] = _build_alone,
         orders: Mapping[str, Sequence[int]] | None = None,
         member: Callable[[str], Any] = str,
     ) -> None:
         self.leaves = leaves
-        self._shared, self._orders, self._member = shared, orders, member
+        self.orders, self._member = orders, member
         self._sharded = sharded
-        self._keep = keep
+        self.keep = keep
         self._may_take = takes
         self._takes = False
         self.containers = containers_of(leaves)
-        self._rebuild = rebuild
-        self._adapters = loaded_adapters()
+        self.adapters = loaded_adapters()
         self.missing: list[Difference] = []
         """Objects for which the checkpoint has no state at all."""
+
+    def rebuild(self, like: Any, path: str) -> Any:
+        """Restore the live object `like` inside a state."""
+        raise MismatchError(f"{path}: only the object that saved this can rebuild it.")
+
+    def shared(self, path: str, build: Callable[[], Any]) -> Any:
+        """What `build` makes for `path`, or the same for several paths that had one object."""
+        return build()
 
     @cached_property
     def _parts(self) -> dict[str, list[str]]:
@@ -108,8 +104,8 @@ class ObjectStates:
         present = read_state(stateful, path)
         if isinstance(present, ModuleValues):
             return self._module_values(present, path, stateful.arrays)
-        if leaf_adapter(present, self._adapters) is None and describe_container(present) is None:
-            return self._rebuild(present, path)  # the state is itself a live object
+        if leaf_adapter(present, self.adapters) is None and describe_container(present) is None:
+            return self.rebuild(present, path)  # the state is itself a live object
         if path in self.leaves or path in self.containers or path in self._parts:
             return self._value(path, present, stateful.arrays, root=True)
         if has_leaves(present):
@@ -130,7 +126,7 @@ class ObjectStates:
         leaves = Leaves()
         try:
             with own_shards_only():
-                flattener = ObjectFlattener(leaves, self._adapters)
+                flattener = ObjectFlattener(leaves, self.adapters)
                 flattener.add(stateful, path, read_state(stateful, path))
         except StateError:
             return None
@@ -142,14 +138,14 @@ class ObjectStates:
     def differences(self, stateful: Stateful, path: str) -> list[Difference]:
         """How the object's present state differs from the stored one, sorted by path."""
         present = _ComparedLeaves(self.leaves)
-        flattener = ObjectFlattener(present, self._adapters)
+        flattener = ObjectFlattener(present, self.adapters)
         with own_shards_only():
-            flattener.add(stateful, path, read_state(stateful, path), self._keep)
+            flattener.add(stateful, path, read_state(stateful, path), self.keep)
         differences = [
             line
             for line in present.differences
             if (line.stored or line.reason or not stateful.may_add(below(line.path, path)))
-            and nearest(line.path, self._keep) is None
+            and nearest(line.path, self.keep) is None
         ]
         differences += [
             Difference(leaf_path, None, self.leaves[leaf_path].describe())
@@ -163,8 +159,8 @@ class ObjectStates:
             name: self._value(value_path, present.get(name, _MISSING), arrays)
             for value_path, name in self._dotted_names(path, "")
         }
-        for name in present if self._keep else ():
-            if join_dotted(path, name) in self._keep:
+        for name in present if self.keep else ():
+            if join_dotted(path, name) in self.keep:
                 values[name] = present[name]
         return values
 
@@ -198,13 +194,13 @@ class ObjectStates:
         return made_value(made, self._member) if type(made) is dict else made
 
     def _part(self, path: str, like: Any, arrays: str) -> Any:
-        return self._shared(path, lambda: self._value(path, like, arrays))
+        return self.shared(path, lambda: self._value(path, like, arrays))
 
     def _live(self, path: str, like: Any, stored_type: str, arrays: str) -> Any:
         kind = record_class(stored_type)
         if (
             like is _MISSING
-            or leaf_adapter(like, self._adapters)
+            or leaf_adapter(like, self.adapters)
             or describe_container(like) is not None
             or (kind is not None and self.containers[path].keys is not None)
         ):
@@ -227,7 +223,7 @@ class ObjectStates:
                 f"nothing was changed. Give the target an object of that class, because only such an "
                 f"object can rebuild it."
             )
-        return self._rebuild(like, path)
+        return self.rebuild(like, path)
 
     def _leaf(self, path: str, like: Any, arrays: str) -> Any:
         leaf = self.leaves[path]
@@ -236,21 +232,21 @@ class ObjectStates:
         with PathInErrors(path):
             if leaf.shards is not None:
                 target = self._sharded[path]
-                chosen = leaf_adapter(target, self._adapters)
+                chosen = leaf_adapter(target, self.adapters)
                 assert chosen is not None
                 return load_leaf(chosen[0], target, leaf)
             target, chosen, base = like, None, arrays.partition("@")[0]
             if like is not _MISSING and array_class_name(like).partition("@")[0] == base:
                 with suppress(StateError, ValueError, TypeError):  # `like` cannot be a target
-                    chosen = leaf_adapter(like, self._adapters)
+                    chosen = leaf_adapter(like, self.adapters)
             if chosen is None or chosen[1] != LeafSpec.of(leaf):
                 target = array_template(arrays, leaf, like)
-                chosen = leaf_adapter(target, self._adapters)
+                chosen = leaf_adapter(target, self.adapters)
             assert chosen is not None
             take = getattr(chosen[0], "take", None) if self._takes else None
             value = load_leaf(chosen[0], target, leaf) if take is None else take(target, leaf)
         value = value.copy() if isinstance(value, np.ndarray) else value
-        return in_order(value, path, self._orders)
+        return in_order(value, path, self.orders)
 
 
 _COMPARED = Leaf("", (), memoryview(b""))

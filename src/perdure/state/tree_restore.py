@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
-from perdure.state.adapter import Node, Stateful, leaf_adapter, load_leaf, loaded_adapters
+from perdure.state.adapter import Node, Stateful, leaf_adapter, load_leaf
 from perdure.state.containers import array_template
 from perdure.state.leaf_spec import (
     Difference,
@@ -133,7 +133,7 @@ class _Change(NamedTuple):
         return 0 if node.comes_first else 1 if node.can_fail else 2
 
 
-class _Restore:
+class _Restore(ObjectStates):
     """One restore: builds all new values, then changes the objects of the target in place."""
 
     def __init__(
@@ -144,39 +144,29 @@ class _Restore:
         shared: Mapping[str, int],
         orders: Mapping[str, Sequence[int]] | None,
     ) -> None:
-        self._plan, self._leaves, self._keep = plan, plan.leaves, plan.keep
-        self._orders = orders
+        super().__init__(plan.leaves, plan.keep, takes, plan.sharded, orders)
+        self._plan = plan
         described = {p for p, node in plan.walk.objects.items() if isinstance(node, Described)}
         others = plan.walk.objects.keys() - described
         # In a restore of parts, what stays is not what the checkpoint has.
-        self._shared = {p: n for p, n in shared.items() if p not in others and not plan.keep}
+        self._numbers = {p: n for p, n in shared.items() if p not in others and not plan.keep}
         self._built: dict[int, Any] = {}  # by the number of a shared object
         self._building: set[int] = set()
         self._first: dict[int, int | Branch] = {}  # where the target has one
-        if self._shared:
+        if self._numbers:
             parts: list[tuple[str, int | Branch]] = [(b.path, b) for b in plan.walk.branches]
             parts += [(p, number) for number, p in enumerate(plan.walk.paths)]
             for p, part in parts:
-                if p in self._shared:
-                    self._first.setdefault(self._shared[p], part)
+                if p in self._numbers:
+                    self._first.setdefault(self._numbers[p], part)
         self._replaced = replaced
         self._refused: tuple[str, Stateful] | None = None
-        self._adapters = loaded_adapters()
-        self._objects = ObjectStates(
-            plan.leaves,
-            self._build_inside_object,
-            plan.keep,
-            takes,
-            plan.sharded,
-            self._build_shared,
-            orders,
-        )
         self._changes: list[_Change] = []
 
     def run(self) -> Any:
         walk = self._plan.walk
         restored = self._build(walk, walk.root)
-        if lines := self._objects.missing + self._conflicts():
+        if lines := self.missing + self._conflicts():
             raise mismatch_error(lines)
         self._apply_changes()
         return restored
@@ -187,27 +177,27 @@ class _Restore:
         if self._refused is None:
             return None
         path, node = self._refused
-        present = self._objects.digests(node, path)
-        is_alike = present is None or present.keys() == set(self._objects.leaf_paths(path))
+        present = self.digests(node, path)
+        is_alike = present is None or present.keys() == set(self.leaf_paths(path))
         return None if is_alike else path
 
     def _build(self, walk: Walk, part: int | Branch) -> Any:
         """The new value for a part of a walk; a change in place is added to `_changes`."""
         is_leaf = isinstance(part, int)
         path = walk.paths[part] if isinstance(part, int) else part.path
-        if path not in self._shared:
+        if path not in self._numbers:
             return self._build_one(walk, part)
         like = walk.values[part] if isinstance(part, int) else part.value
-        value = self._build_shared(path, lambda: self._build_one(walk, part))
+        value = self.shared(path, lambda: self._build_one(walk, part))
         gives_way = (
             (like is None or is_plain(like)) if is_leaf else isinstance(part.node, Described)
         )
         return value if gives_way or type(value) is type(like) else self._build_one(walk, part)
 
-    def _build_shared(self, path: str, build: Callable[[], Any]) -> Any:
+    def shared(self, path: str, build: Callable[[], Any]) -> Any:
         """What `build` makes, or the object at `path` that is at other paths too. It is built once, if
         possible where the target has a value, which says the devices of arrays."""
-        number = self._shared.get(path)
+        number = self._numbers.get(path)
         if number is None or number in self._building:  # a part of it may have the same path
             return build()
         if number not in self._built:
@@ -226,15 +216,15 @@ class _Restore:
                 add_path(error, path)
                 raise
         path, like, node = part.path, part.value, part.node
-        if node is None or path in self._keep:
+        if node is None or path in self.keep:
             return like
         if isinstance(node, Described):
-            return self._objects.value(path, like)
+            return self.value(path, like)
         if isinstance(node, Stateful):
-            self._changes.append(_Change(path, node, self._state(node, path)))
+            self._changes.append(_Change(path, node, self.state(node, path)))
             return like
         children = [self._build(walk, child) for child in part.parts]
-        if self._keep and all(
+        if self.keep and all(
             new is old for new, (_, old) in zip(children, node.children, strict=True)
         ):
             return like
@@ -247,31 +237,30 @@ class _Restore:
             return node.rebuild(children)
 
     def _build_leaf(self, walk: Walk, like: Any, path: str) -> Any:
-        if path in self._keep:
+        if path in self.keep:
             return like
         taker, variable = walk.takers[type(like)], None
         assert taker is not None
-        containers = self._objects.containers
-        if containers and (like is None or is_plain(like)) and path in containers:
-            value = self._load_as(containers[path].arrays, like, path)
+        if path in self.containers and (like is None or is_plain(like)):
+            value = self._load_as(self.containers[path].arrays, like, path)
         else:
-            value = load_leaf(taker, like, self._leaves[path])
+            value = load_leaf(taker, like, self.leaves[path])
             variable = taker.variable(like)
-        value = in_order(value, path, self._orders)
+        value = in_order(value, path, self.orders)
         if variable is None:
             self._replaced.add_leaf(path, like, value)
             return value
         self._changes.append(_Change(path, variable, value))
         return like
 
-    def _state(self, node: Stateful, path: str) -> Any:
+    def state(self, stateful: Stateful, path: str) -> Any:
         try:
-            return self._objects.state(node, path)
+            return super().state(stateful, path)
         except StateError:
-            self._refused = path, node
+            self._refused = path, stateful
             raise
 
-    def _build_inside_object(self, like: Any, path: str) -> Any:
+    def rebuild(self, like: Any, path: str) -> Any:
         """The new value for a live object inside the state of another one, compared as strictly."""
         walk = Walk(like, self._plan.specs, path)
         if lines := differences(template_of(walk), self._below(path)):
@@ -279,20 +268,20 @@ class _Restore:
         return self._build(walk, walk.root)
 
     def _below(self, path: str) -> dict[str, Leaf]:
-        return {inside: self._leaves[inside] for inside in self._objects.leaf_paths(path)}
+        return {inside: self.leaves[inside] for inside in self.leaf_paths(path)}
 
     def _load_as(self, array_class: str | None, like: Any, path: str) -> Any:
         """The leaf at `path` as an array of `array_class`, as the run had it where the target has a
         NumPy array or a number, so that the next operation has the same bits. An array of NumPy if
         the framework is not imported, or cannot hold the dtype (JAX without x64)."""
-        leaf = self._leaves[path]
+        leaf = self.leaves[path]
         library = (array_class or "").partition("@")[0].partition(".")[0]
         if array_class is not None and library in sys.modules:
             target = array_template(array_class, leaf, like)
             with suppress(UnsupportedLeafError):
-                if (chosen := leaf_adapter(target, self._adapters)) is not None:
+                if (chosen := leaf_adapter(target, self.adapters)) is not None:
                     return load_leaf(chosen[0], target, leaf)
-        chosen = leaf_adapter(like, self._adapters)
+        chosen = leaf_adapter(like, self.adapters)
         assert chosen is not None
         return load_leaf(chosen[0], like, leaf)
 
@@ -361,12 +350,12 @@ class _Restore:
             before = [child for _, child in node.children]
             return lambda: node.rebuild(before) is None
         with PathInErrors(path, "a copy of its present state could not be made"):
-            digests, undo = self._objects.digests(node, path), node.backup()
+            digests, undo = self.digests(node, path), node.backup()
 
         def is_undone() -> bool:
             try:
                 undo()
-                return self._objects.digests(node, path) == digests
+                return self.digests(node, path) == digests
             except BaseException:  # noqa: BLE001 - the first error is raised, and names this path
                 return False
 
@@ -374,7 +363,7 @@ class _Restore:
 
     def _compare(self, change: _Change) -> None:
         path, node, _ = change
-        if isinstance(node, Stateful) and (lines := self._objects.differences(node, path)):
+        if isinstance(node, Stateful) and (lines := self.differences(node, path)):
             raise MismatchError(
                 f"{path}: a {type_name(node.target)} took the state that was stored, and returns "
                 f"another one:\n{format_differences(lines)}\n"

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from perdure.state import bits
 from perdure.state.adapter import Node, loaded_adapters
-from perdure.state.containers import class_named
+from perdure.state.containers import class_named, is_static
 from perdure.state.generators import (
     generator_name,
     is_generator,
@@ -124,25 +125,26 @@ def _is_plain(value: Any) -> bool:
     return is_number or form_of(value) is not None
 
 
-def _kind_of_container(value: Any) -> Kind:
-    nodes, count = [value], 0
-    while nodes:
-        part = nodes.pop()
-        count += 1
-        if count > _MOST:  # it may also contain itself
-            return Kind.OTHER
-        if is_container_of_program(part):
-            return Kind.MIXED
+def parts_inside(value: Any) -> Iterator[Any]:
+    """A value, and what is in it at any depth if it is a container; it may also contain itself."""
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        yield part
         if isinstance(part, CONTAINERS):
-            nodes += part.values() if isinstance(part, dict) else part
-        elif not _is_plain(part):
+            pending += part.values() if isinstance(part, dict) else part
+
+
+def _kind_of_container(value: Any) -> Kind:
+    for number, part in enumerate(parts_inside(value)):
+        if number == _MOST:
+            return Kind.OTHER
+        if is_container_of_program(part) or not (isinstance(part, CONTAINERS) or _is_plain(part)):
             return Kind.MIXED
     return Kind.PLAIN
 
 
-def items_of(
-    value: Any, name_of: Callable[[Any], str | None] = lambda _: None
-) -> Iterable[tuple[str | int, Any]]:
+def items_of(value: Any, name_of: Callable[[Any], str | None]) -> Iterable[tuple[str | int, Any]]:
     """The parts of a container or an object by keys that can be stored; `name_of` names others."""
     if isinstance(value, dict):
         named = (
@@ -158,14 +160,10 @@ def items_of(
 
 def has_others(value: Any) -> bool:
     """Whether a value of a kind that is not stored is in a container, at any depth."""
-    nodes, count = [value], 0
-    while nodes and (count := count + 1) <= _MOST:
-        part = nodes.pop()
-        if isinstance(part, CONTAINERS):
-            nodes += part.values() if isinstance(part, dict) else part
-        elif type(part) not in SCALARS and kind_of(part) is Kind.OTHER:
-            return True
-    return False
+    return any(
+        not isinstance(part, (*SCALARS, *CONTAINERS)) and kind_of(part) is Kind.OTHER
+        for part in islice(parts_inside(value), _MOST)
+    )
 
 
 def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
@@ -326,17 +324,15 @@ def static_owners(walk: Walk) -> Iterator[tuple[str, Any, list[str]]]:
 
 
 def _static_inside(path: str, value: Any) -> Iterator[tuple[str, Any, list[str]]]:
-    kind = type(value)
     if isinstance(value, Mapping):
         children = value.items()
     elif isinstance(value, Sequence):  # also the lists of NNX
         children = enumerate(value)
-    elif _may_have_fields(kind):
-        parts = {name: getattr(value, name, None) for name in _names(value)}
-        static = [name for name in parts if _is_static(kind, name, parts[name])]
+    elif _may_have_fields(type(value)):
+        static, parts = _fields_of(value)
         if static:
             yield path, value, static
-        children = ((name, part) for name, part in parts.items() if name not in static)
+        children = parts.items()
     else:
         return
     for name, part in children:
@@ -345,10 +341,17 @@ def _static_inside(path: str, value: Any) -> Iterator[tuple[str, Any, list[str]]
             yield from _static_inside(join_key(path, str(name)), part)
 
 
-def _names(value: Any) -> list[str]:
+def _fields_of(value: Any) -> tuple[list[str], dict[str, Any]]:
+    """The names of the static values of a dataclass or a module of NNX, and its other values."""
     if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value)]
-    return [name for name in vars(value) if not name.startswith(("_pytree", "_object"))]
+        fields = dataclasses.fields(value)
+        static = [field.name for field in fields if is_static(field)]
+        parts = {field.name: getattr(value, field.name, None) for field in fields}
+    else:
+        held = vars(value).items()
+        parts = {n: part for n, part in held if not n.startswith(("_pytree", "_object"))}
+        static = [n for n, part in parts.items() if n not in _MODES and _is_plain_or_code(part)]
+    return static, {name: part for name, part in parts.items() if name not in static}
 
 
 @cache
@@ -363,25 +366,9 @@ def _may_have_fields(kind: type) -> bool:
     """Whether a class is a module of NNX, or a dataclass with static fields or of Equinox."""
     names = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if dataclasses.is_dataclass(kind):
-        return "equinox" in names or bool(_static_fields(kind))
+        return "equinox" in names or any(map(is_static, dataclasses.fields(kind)))
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and issubclass(kind, nnx.Module)
-
-
-@cache
-def _static_fields(kind: type) -> frozenset[str]:
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return frozenset(
-        field.name
-        for field in fields
-        if field.metadata.get("static") or field.metadata.get("pytree_node") is False
-    )
-
-
-def _is_static(kind: type, name: str, value: Any) -> bool:
-    if dataclasses.is_dataclass(kind):
-        return name in _static_fields(kind)
-    return name not in _MODES and _is_plain_or_code(value)
 
 
 def _is_plain_or_code(value: Any) -> bool:

@@ -29,6 +29,7 @@ from perdure.state.attribute_values import (
     items_of,
     kind_of,
     mark_of,
+    parts_inside,
     put_value,
     static_mark,
     static_owners,
@@ -293,7 +294,9 @@ def _scalars(owner: Owner, known: Known) -> list[Any] | None:
     found = [type(part), owner.root.training, part.training]
     for name, value in held.items():
         if name not in _of_modules():
-            if type(value) not in SCALARS and not _is_of_scalars(value):
+            if type(value) not in SCALARS and not (
+                type(value) is tuple and all(type(part) in SCALARS for part in value)
+            ):
                 return None
             found += name, value
     for parameter in held["_parameters"].values():
@@ -302,10 +305,6 @@ def _scalars(owner: Owner, known: Known) -> list[Any] | None:
                 return None
             found.append(parameter.requires_grad)
     return found
-
-
-def _is_of_scalars(value: Any) -> bool:
-    return type(value) is tuple and all(type(part) in SCALARS for part in value)
 
 
 def _is_as_at_first(owner: Owner, fresh: dict[Key, Any], known: Known) -> bool:
@@ -449,12 +448,10 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
 
 def _refuse_shared(value: Any, path: str, shared: dict[int, tuple[str, Any]]) -> None:
     """Refuse an array that is in two values, each stored as a whole, and would be two arrays later."""
-    pending = [value]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, CONTAINERS):
-            pending += part.values() if isinstance(part, dict) else part
-        elif kind_of(part) is Kind.ARRAY and shared.setdefault(id(part), (path, part))[0] != path:
+    for part in parts_inside(value):
+        if isinstance(part, CONTAINERS) or kind_of(part) is not Kind.ARRAY:
+            continue
+        if shared.setdefault(id(part), (path, part))[0] != path:
             one, other = (each.partition("/attributes/")[2] for each in (shared[id(part)][0], path))
             raise UnsupportedLeafError(
                 f"{one} and {other} have one array, and would have two after a restore. Keep its place "
@@ -506,7 +503,7 @@ def _inside(
             f"Keep a list and the number of its next element, or a generator of random numbers; "
             f"delete the attribute if it is used up."
         )
-    if kind is Kind.OTHER and _is_function(value) and len(key) <= _DEEPEST:
+    if kind is Kind.OTHER and type(value) is FunctionType and len(key) <= _DEEPEST:
         yield from _of_function(key, value, known, owner)
         return
     if kind is Kind.ARRAY and known.is_view(value):
@@ -543,10 +540,6 @@ def _inside(
         yield from inside
     else:
         yield from _whole(key, value, known)
-
-
-def _is_function(value: Any) -> bool:
-    return type(value) is FunctionType
 
 
 def _is_method_of(value: Any, known: Known) -> bool:

@@ -85,7 +85,7 @@ def describe_record(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] |
     if fields is None and dataclasses.is_dataclass(value):
         if any(base.__module__.startswith("equinox.") for base in kind.__mro__):
             return None  # static fields are in no leaf
-        if any(_is_static(field) for field in dataclasses.fields(value)):
+        if any(is_static(field) for field in dataclasses.fields(value)):
             return None
         fields = [field.name for field in dataclasses.fields(value)]
         if vars(value).keys() != set(fields) if hasattr(value, "__dict__") else True:
@@ -96,7 +96,8 @@ def describe_record(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] |
     return entry, [(field, getattr(value, field)) for field in fields]
 
 
-def _is_static(field: dataclasses.Field[Any]) -> bool:
+def is_static(field: dataclasses.Field[Any]) -> bool:
+    """Whether Equinox or `flax.struct` takes a field as a part of the structure."""
     return bool(field.metadata.get("static")) or field.metadata.get("pytree_node") is False
 
 

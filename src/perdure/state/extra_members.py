@@ -65,6 +65,11 @@ class Restoring(NamedTuple):
         except ValueError as error:  # of msgspec, or of Unicode
             raise CorruptionError(f"{self.where}: {path} cannot be read: {error}.") from error
 
+    def by_path(self, name: str, decoder: msgspec.json.Decoder[dict[str, R]]) -> dict[str, R]:
+        """Values that were stored as JSON by path, by the paths in the state; empty without any."""
+        found = self.stored(name, decoder) or {}
+        return {self.renamed(path): value for path, value in found.items()}
+
 
 def json_leaf(value: Any) -> Leaf:
     """A leaf that has a value as JSON; see `Restoring.stored`."""
@@ -394,7 +399,7 @@ class MemoryOrders(ExtraMember):
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         axes = _axes_of(saving.walk)
-        # Without the leaf (and in older checkpoints) arrays have the order of the target.
+        # Without the leaf, arrays have the order of the target.
         if not axes and not self._has_others:
             return {}
         return {f"process/{saving.process}/orders": json_leaf(axes)}
@@ -417,10 +422,8 @@ def _axes_of(walk: Walk) -> dict[str, list[int]]:
 
 def memory_orders(restoring: Restoring) -> dict[str, list[int]] | None:
     """The axes of the saved arrays that are not row-major; None if the checkpoint does not say it."""
-    stored = restoring.stored("orders", _orders)
-    if stored is None:
-        return None
-    return {restoring.renamed(path): axes for path, axes in stored.items()}
+    is_stored = restoring.path("orders") in restoring.leaves
+    return restoring.by_path("orders", _orders) if is_stored else None
 
 
 _ENDED = re.compile(rf"process/[0-9]+/{EPOCH_ENDS}")

@@ -22,49 +22,30 @@ class Known:
     def __init__(self, walk: Walk) -> None:
         torch = sys.modules.get("torch")
         self._walk = walk
+        targets: list[Any] = [node.target for node in walk.objects.values()]
+        of_torch = targets if torch is not None else []
+        modules = [each for each in of_torch if isinstance(each, torch.nn.Module)]  # type: ignore[union-attr]
+        optimizers = [each for each in of_torch if isinstance(each, torch.optim.Optimizer)]  # type: ignore[union-attr]
+        saved = {id(module): _saved_memory(module) for module in modules}
+        self._filtered = {number for number, memory in saved.items() if memory is not None}
+        parts = [(part, saved[id(module)]) for module in modules for part in module.modules()]
+        each_once = {id(part): part for part, _ in parts}.values()
+        self._uses = Counter(id(each) for part in each_once for each in part._parameters.values())
         self._tensors: list[Any] = []
-        found: list[Any] = [node.target for node in walk.objects.values()]
-        optimizers: list[Any] = []
-        self._uses = Counter[int]()
-        self._filtered: set[int] = set()
-        self._without_state: dict[int, bool] = {}
-        seen: set[int] = set()
-        for target in [*found]:
-            if torch is None:
-                break
-            if isinstance(target, torch.nn.Module):
-                saved = _saved_memory(target)
-                if saved is not None:
-                    self._filtered.add(id(target))
-                for part in target.modules():
-                    found.append(part)
-                    self._tensors += [
-                        each
-                        for each in part._parameters.values()
-                        if saved is None or (each is not None and memory_of(each) in saved)
-                    ]
-                    if id(part) not in seen:
-                        seen.add(id(part))
-                        self._uses.update(map(id, part._parameters.values()))
-                    lost = part._non_persistent_buffers_set
-                    self._tensors += [
-                        each
-                        for name, each in part._buffers.items()
-                        if name not in lost and (saved is None or memory_of(each) in saved)
-                    ]
-            elif isinstance(target, torch.optim.Optimizer):
-                optimizers.append(target)
-        found += self._tensors
-        self._ids = {*map(id, found), *map(id, walk.values)}
-        self._ids.update(id(branch.value) for branch in walk.branches)
+        for part, memory in parts:
+            lost = part._non_persistent_buffers_set
+            held = [each for name, each in part._buffers.items() if name not in lost]
+            held += part._parameters.values()
+            self._tensors += [each for each in held if memory is None or memory_of(each) in memory]
+        found = [*targets, *(part for part, _ in parts), *self._tensors, *walk.values]
+        self._ids = {*map(id, found), *(id(branch.value) for branch in walk.branches)}
         self._ids -= {id(None), id(True), id(False)}
+        self._without_state = {id(each) for each in optimizers if _leaves_out_state(each)}
         for optimizer in optimizers:
-            if self.leaves_out_state(optimizer):
-                continue
-            for values in getattr(optimizer, "state", {}).values():
+            states = {} if self.leaves_out_state(optimizer) else getattr(optimizer, "state", {})
+            for values in states.values():
                 self._tensors += values.values() if isinstance(values, dict) else ()
-        held = [parameter for optimizer in optimizers for _, parameter in stepped(optimizer)]
-        self.has_stepped = any(map(self.has, held))
+        self.has_stepped = any(self.has(each) for part in optimizers for _, each in stepped(part))
         """Whether the state has a tensor of an optimizer. Without any, the program saves its model
         elsewhere."""
 
@@ -74,9 +55,7 @@ class Known:
 
     def leaves_out_state(self, optimizer: Any) -> bool:
         """Whether the `state_dict` of an optimizer does not return all that it keeps in `state`."""
-        if id(optimizer) not in self._without_state:
-            self._without_state[id(optimizer)] = _leaves_out_state(optimizer)
-        return self._without_state[id(optimizer)]
+        return id(optimizer) in self._without_state
 
     def is_tied(self, parameter: Any) -> bool:
         """Whether two modules, or one module under two names, have this parameter."""

@@ -10,7 +10,6 @@ that no optimizer of the state uses: only the program knows when they are used u
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,8 +34,6 @@ from perdure.store.leaf import Leaf
 
 _decoder = msgspec.json.Decoder(dict[str, list[str]])
 _trained_decoder = msgspec.json.Decoder(dict[str, bool])
-_ACCUMULATED = re.compile(r"process/([0-9]+)/accumulated/([0-9]+)(?:/(.*))?", re.DOTALL)
-_OF_TENSOR = re.compile(r"process/([0-9]+)/gradient/(.*)", re.DOTALL)
 
 
 class _Step(NamedTuple):
@@ -78,8 +75,7 @@ class Gradients(ExtraMember):
             leaves[f"process/{saving.process}/gradients"] = json_leaf(kept)
         tensors, first = dict(_tensors(saving.walk)), self._trained or {}
         now = {path: value.requires_grad for path, value in tensors.items()}
-        changed = {path: now[path] for path in now if first.get(path, now[path]) != now[path]}
-        if changed:
+        if changed := {path: now[path] for path in now if first.get(path, now[path]) != now[path]}:
             leaves[f"process/{saving.process}/trained"] = json_leaf(changed)
         for path, value in _unstepped(saving.walk, tensors):
             if (leaf := _leaf(_gradient(value))) is not None:
@@ -87,23 +83,20 @@ class Gradients(ExtraMember):
         return leaves
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
-        kept = restoring.stored("gradients", _decoder) or {}
-        kept = {restoring.renamed(path): ranges for path, ranges in kept.items()}
+        kept = restoring.by_path("gradients", _decoder)
         written: dict[str, dict[int, Leaf]] = {}
         of_tensors: dict[str, Leaf] = {}
         for name, leaf in restoring.leaves.items():
-            found = _OF_TENSOR.fullmatch(name)
-            if found is not None and int(found[1]) == restoring.group.index:
-                of_tensors[restoring.renamed(found[2])] = leaf
-            found = _ACCUMULATED.fullmatch(name)
-            if found is not None and int(found[1]) == restoring.group.index:
-                path = restoring.renamed(found[3] or "")
-                written.setdefault(path, {})[int(found[2])] = leaf
+            member, _, rest = name.removeprefix(f"process/{restoring.group.index}/").partition("/")
+            if member == "gradient":
+                of_tensors[restoring.renamed(rest)] = leaf
+            elif member == "accumulated":
+                number, _, path = rest.partition("/")
+                written.setdefault(restoring.renamed(path), {})[int(number)] = leaf
         for path, optimizer in _optimizers(walk):
             if path in kept or path in written:
                 give_gradients(optimizer, kept.get(path), written.get(path, {}))
-        trained = restoring.stored("trained", _trained_decoder) or {}
-        trained = {restoring.renamed(path): value for path, value in trained.items()}
+        trained = restoring.by_path("trained", _trained_decoder)
         tensors = dict(_tensors(walk)) if trained or of_tensors else {}
         for path in trained.keys() & tensors.keys():
             tensors[path].requires_grad_(trained[path])

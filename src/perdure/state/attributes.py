@@ -37,7 +37,6 @@ from perdure.state.attribute_values import (
     untracked,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
-from perdure.state.known_values import Key, Known, memory_of, stepped
 from perdure.state.leaf_spec import type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted
@@ -48,15 +47,19 @@ from perdure.state.structure import (
     HOOKED,
     HOOKS,
     TENSOR_HOOKS,
+    Key,
+    Known,
     Owner,
     code_of,
     fresh_marks,
+    memory_of,
     path_of,
     refuse_addresses,
     require_same_code,
     require_same_names,
     require_same_parameters,
     require_same_slots,
+    stepped,
     structure_of,
 )
 from perdure.state.value_forms import SCALARS, whole_form

@@ -143,14 +143,8 @@ class Builtin(Adapter):
             return _sequence_node(value)
         if type(value) is bytearray:
             return Node([("", bytes(value))], lambda new: bytearray(new[0]))
-        if isinstance(value, _COLLECTIONS) and type(value) not in _COLLECTIONS:
+        if isinstance(value, _COLLECTIONS):
             return _collection_node(value)
-        if type(value) in _COLLECTIONS:
-            described = describe_container(value)
-            assert described is not None
-            if type(value) is deque:
-                return Node(described[1], lambda new: deque(new, value.maxlen))
-            return Node(described[1], type(value))
         if isinstance(value, AttributeState):
             return _attributes_node(value, stored)
         if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
@@ -284,7 +278,11 @@ def _check_rebuilt(value: Any, rebuild: Callable[[Any], Any], items: Any) -> Non
 
 
 def _collection_node(value: Any) -> Node:
-    """A deque or a set of a class of the program, changed in place: its items and its attributes."""
+    """A deque or a set; one of a class of the program is changed in place: its items and its
+    attributes."""
+    if type(value) in _COLLECTIONS and (described := describe_container(value)) is not None:
+        make = partial(deque, maxlen=value.maxlen) if type(value) is deque else type(value)
+        return Node(described[1], make)
     if isinstance(value, frozenset):
         _check_rebuilt(value, type(value), [*value])
         return Node([("", frozenset(value))], lambda new: type(value)(new[0]))

@@ -20,11 +20,10 @@ import numpy as np
 
 from perdure.errors import CorruptionError, MismatchError, UnsupportedLeafError
 from perdure.runtime.process_group import Processes
-from perdure.state.known_values import Known, memory_of
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import is_of_program
-from perdure.state.structure import refuse_addresses
+from perdure.state.structure import Known, memory_of, refuse_addresses
 from perdure.state.walk import Walk
 from perdure.store.format import EPOCH_ENDS
 from perdure.store.leaf import Leaf, Leaves

@@ -218,7 +218,7 @@ def cast_leaf(leaf: Leaf, spec: LeafSpec) -> Leaf:
     values. Raises `StateError` if more than precision would be lost."""
     kind = _kind(leaf.dtype)
     refused = f"cast=True does not convert {leaf.dtype} to {spec.dtype}"
-    if not is_cast(leaf.dtype, spec.dtype):
+    if kind is None or kind != _kind(spec.dtype):
         raise StateError(f"{refused}; it converts floats to floats and integers to integers")
     source: Any = np.asarray(plain_value(leaf)) if leaf.is_scalar else leaf_array(leaf)
     dtype = numpy_dtype(spec.dtype)
@@ -234,11 +234,6 @@ def cast_leaf(leaf: Leaf, spec: LeafSpec) -> Leaf:
         if kind != "int" and (np.isfinite(source) & ~np.isfinite(result)).any():
             raise StateError(f"{refused}: a finite value would become infinite or NaN")
     return Leaf(spec.dtype, leaf.shape, array_bytes(result)[0], frozen=True)
-
-
-def is_cast(stored: str, expected: str) -> bool:
-    """Whether leaves of these dtypes are converted, if the values allow it."""
-    return _kind(stored) is not None and _kind(stored) == _kind(expected)
 
 
 def _kind(dtype: str) -> str | None:

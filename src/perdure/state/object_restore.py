@@ -103,7 +103,7 @@ class ObjectStates:
     def _state(self, stateful: Stateful, path: str) -> Any:
         present = read_state(stateful, path)
         if isinstance(present, ModuleValues):
-            return self._module_values(present, path, stateful.arrays)
+            return self.module_values(present, path, stateful.arrays)
         if leaf_adapter(present, self.adapters) is None and describe_container(present) is None:
             return self.rebuild(present, path)  # the state is itself a live object
         if path in self.leaves or path in self.containers or path in self._parts:
@@ -116,10 +116,6 @@ class ObjectStates:
     def value(self, path: str, like: Any) -> Any:
         """The plain value at `path`; its tensors have the device of those of `like`."""
         return self._value(path, like, "numpy", root=True)
-
-    def named_values(self, path: str, arrays: str) -> dict[str, Any]:
-        """The values of the module at `path` by dotted name, without the module."""
-        return self._module_values(ModuleValues(), path, arrays)
 
     def digests(self, stateful: Stateful, path: str) -> dict[str, list[str]] | None:
         """dtype, shape and chunk hashes of the present leaves; None for a state without exact form."""
@@ -154,7 +150,8 @@ class ObjectStates:
         ]
         return sorted(differences, key=lambda line: line.path)
 
-    def _module_values(self, present: ModuleValues, path: str, arrays: str) -> dict[str, Any]:
+    def module_values(self, present: ModuleValues, path: str, arrays: str) -> dict[str, Any]:
+        """The stored values of the module at `path` by dotted name, and those in `keep`."""
         values = {
             name: self._value(value_path, present.get(name, _MISSING), arrays)
             for value_path, name in self._dotted_names(path, "")
@@ -303,5 +300,4 @@ def module_tensors(leaves: Leaves, branch: str) -> dict[str, Any]:
         for path, entry in leaves.containers.items()
     }
     strong = {path: leaf.strong() for path, leaf in leaves.items()}
-    states = ObjectStates(Leaves(strong, containers))
-    return states.named_values(branch, "torch")
+    return ObjectStates(Leaves(strong, containers)).module_values(ModuleValues(), branch, "torch")

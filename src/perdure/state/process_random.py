@@ -79,21 +79,13 @@ class ProcessRandom(ExtraMember):
             ) from error
         same = saved.keys() == set(range(group.count))
         generators = saved[group.index] if same else _common(list(saved.values()))
-        failures: dict[str, str] = {}
-        for name, generator in generators.items():
-            if (why := restore_generator(name, generator.state)) is not None:
-                failures[name] = why
-        self._drawn = {
-            name
-            for name, generator in generators.items()
-            if generator.drawn and name not in failures
-        }
+        failures = _restore_each({name: each.state for name, each in generators.items()})
+        drawn = {name for name, each in generators.items() if each.drawn}
+        self._drawn = drawn - failures.keys()
         self.begin()
-        reasons = [
-            f"{_label(name)} ({why})" for name, why in failures.items() if generators[name].drawn
-        ]
+        reasons = [f"{_label(name)} ({why})" for name, why in failures.items() if name in drawn]
         if not same and group.is_chief:
-            drawn = {name for by_name in saved.values() for name in by_name if by_name[name].drawn}
+            drawn = {name for each in saved.values() for name in each if each[name].drawn}
             count = counted(len(saved), "process", "processes")
             why = f"saved by {count}, and this run has {group.count}"
             reasons += [f"{_label(name)} ({why})" for name in sorted(drawn - generators.keys())]
@@ -192,12 +184,16 @@ def restore_generator(name: str, state: bytes) -> str | None:
 
 def restore_all(states: Mapping[str, bytes]) -> list[str]:
     """Restore generators by name; returns a sentence about each that could not be restored."""
-    reasons = {name: restore_generator(name, state) for name, state in states.items()}
     return [
         f"the random generator {_label(name)} was not restored: {reason}."
-        for name, reason in reasons.items()
-        if reason is not None
+        for name, reason in _restore_each(states).items()
     ]
+
+
+def _restore_each(states: Mapping[str, bytes]) -> dict[str, str]:
+    """Restore generators by name; returns the reason for each that could not be restored."""
+    reasons = {name: restore_generator(name, state) for name, state in states.items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _common(saved: Sequence[Mapping[str, SavedGenerator]]) -> dict[str, SavedGenerator]:

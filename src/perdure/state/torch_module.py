@@ -52,9 +52,7 @@ class ModuleState(Stateful):
     arrays = "torch"
 
     def read(self) -> ModuleValues:
-        state = self.target.state_dict()
-        full_names = _full_names(self.target, state)
-        return ModuleValues({name: state[full] for name, full in full_names.items()})
+        return ModuleValues(_named(self.target, self.target.state_dict()))
 
     def parts(self) -> Mapping[str, LeafSpec | None]:
         return {
@@ -65,9 +63,8 @@ class ModuleState(Stateful):
         }
 
     def part_values(self) -> Mapping[str, Any]:
-        state = self.target.state_dict(keep_vars=True)
-        full_names = _full_names(self.target, state)
-        return {join_dotted("", name): state[full] for name, full in full_names.items()}
+        named = _named(self.target, self.target.state_dict(keep_vars=True))
+        return {join_dotted("", name): value for name, value in named.items()}
 
     def sharded_values(self, stored: Mapping[str, LeafSpec]) -> Mapping[str, Any]:
         return {} if self.can_fail else sharded_parts(self.part_values())
@@ -77,7 +74,7 @@ class ModuleState(Stateful):
             if path in state:
                 part._buffers[name] = torch.empty_like(state[path])
         live = self.target.state_dict(keep_vars=True)
-        full_names = _full_names(self.target, live)
+        full_names = _named(self.target, {name: name for name in live})
         if any(isinstance(value, LAZY) for value in live.values()) and self.can_fail:
             raise StateError(
                 "a lazy module with extra state or code of its own for loading cannot get its earlier "
@@ -174,10 +171,10 @@ def _unset_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, 
     return found
 
 
-def _full_names(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """The names in a module's state, by the same names without the parts of wrappers (DDP)."""
+def _named(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The values in a module's state by their names without the parts of wrappers (DDP)."""
     cuts = _cuts(module)
-    return {_without(cuts, full): full for full in state}
+    return {_without(cuts, full): value for full, value in state.items()}
 
 
 def parts_by_name(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

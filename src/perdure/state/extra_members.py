@@ -199,24 +199,20 @@ class SharedMembers(ExtraMember):
         if pairs := restoring.stored("one_memory", _groups_of_paths):
             tensors = _tensors_by_path(walk)
             for one, other in pairs:
-                first, second = (tensors.get(restoring.renamed(path)) for path in (one, other))
-                if first is not None and second is not None:
-                    second.data = first.data
-        groups: dict[int, list[str]] = {}
-        for path, group in shared_groups(restoring).items():
-            groups.setdefault(group, []).append(path)
-        lists = {
-            path: getattr(node.target, "param_groups", None) for path, node in walk.objects.items()
-        }
-        for first, *others in groups.values():
-            for other in others:
-                if first in lists and lists.get(other) is not lists[first]:
-                    raise MismatchError(
-                        f"{restoring.where}: {first} and {other} had one list of `param_groups` when "
-                        f"they were saved, and the target has two, so that a scheduler of one would "
-                        f"not change the other. Make the target as the run did that saved it "
-                        f"(`self.param_groups = base.param_groups`), and restore again."
-                    )
+                base, tensor = (tensors.get(restoring.renamed(path)) for path in (one, other))
+                if base is not None and tensor is not None:
+                    tensor.data = base.data
+        lists = {p: getattr(node.target, "param_groups", None) for p, node in walk.objects.items()}
+        first: dict[int, str] = {}
+        for path, number in shared_groups(restoring).items():
+            other = first.setdefault(number, path)
+            if other in lists and lists.get(path) is not lists[other]:
+                raise MismatchError(
+                    f"{restoring.where}: {other} and {path} had one list of `param_groups` when they "
+                    f"were saved, and the target has two, so that a scheduler of one would not change "
+                    f"the other. Make the target as the run did that saved it (`self.param_groups = "
+                    f"base.param_groups`), and restore again."
+                )
         return []
 
 

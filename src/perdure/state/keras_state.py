@@ -170,20 +170,23 @@ def _tensorflow_kind(kind: type) -> str:
 
 def read_variable(variable: Any) -> Any:
     """The value as an array of the backend, on TensorFlow of NumPy; of a seed a uint32[2]."""
-    value = variable.value
-    if keras.backend.backend() == "tensorflow":
-        value = value.numpy()
     if variable.name != SEED:
-        return value
+        is_tensorflow = keras.backend.backend() == "tensorflow"
+        return variable.value.numpy() if is_tensorflow else variable.value
+    words = seed_words(variable)
+    if (words >> np.uint64(32)).any():
+        raise UnsupportedLeafError(
+            f"the seed {words.tolist()} has more than 32 bits, which only TensorFlow supports. "
+            f"Choose one below 2**32."
+        )
+    return words.astype(np.uint32)
+
+
+def seed_words(variable: Any) -> np.ndarray[Any, Any]:
+    """The two words of a seed as uint64. Only on TensorFlow do they have more than 32 bits."""
+    value = variable.value
     words = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-    if words.dtype == np.int64:
-        if (words >> 32).any():
-            raise UnsupportedLeafError(
-                f"the seed {words.tolist()} has more than 32 bits, which only TensorFlow supports. "
-                f"Choose one below 2**32."
-            )
-        return words.astype(np.uint32)
-    return words.view(np.uint32)
+    return (words if words.dtype == np.int64 else words.view(np.uint32)).astype(np.uint64)
 
 
 def write_variables(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:

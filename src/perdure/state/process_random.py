@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from perdure.errors import CorruptionError, UnsupportedLeafError
+from perdure.errors import CorruptionError
 from perdure.runtime.process_group import Rank
 from perdure.state.extra_members import ExtraMember, Restoring, Saving
 from perdure.state.walk import Walk
@@ -153,8 +153,6 @@ def capture() -> dict[str, bytes]:
 def restore_generator(name: str, state: bytes) -> str | None:
     """Restore one generator. If that fails, it is unchanged, and the reason is returned."""
     torch = sys.modules.get("torch")
-    if name.startswith("torch") and torch is None:
-        return "PyTorch is not imported; import it before the restore"
     try:
         if name == "python":
             version, words, gauss = msgspec.msgpack.decode(state)
@@ -163,8 +161,9 @@ def restore_generator(name: str, state: bytes) -> str | None:
             np.random.set_state(json.loads(state))  # noqa: NPY002
         elif name == "keras":
             return _set_keras_generator(np.frombuffer(state, "<u8").astype(np.uint64))
-        elif name.startswith("torch"):
-            assert torch is not None
+        elif torch is None:
+            return "PyTorch is not imported; import it before the restore"
+        else:
             words = torch.from_numpy(np.frombuffer(bytearray(state), np.uint8))
             kind, _, device = name.removeprefix("torch").strip().partition(":")
             if kind == "cuda":
@@ -175,8 +174,6 @@ def restore_generator(name: str, state: bytes) -> str | None:
                 torch.mps.set_rng_state(words)
             else:
                 torch.set_rng_state(words)
-        else:
-            return "this release of perdure does not support it"
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         return f"its state was refused: {error}"
     return None
@@ -220,15 +217,10 @@ def _keras_generator() -> Any:
     from keras.src.backend.common import global_state
     from keras.src.random import seed_generator
 
-    from perdure.state.keras_state import read_variable
+    from perdure.state.keras_state import seed_words
 
     shared = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-    if shared is None:
-        return None
-    try:
-        return np.array(read_variable(shared.state), np.uint64)
-    except UnsupportedLeafError:  # a seed of more than 32 bits on TensorFlow
-        return np.asarray(shared.state.value).astype(np.uint64)
+    return None if shared is None else seed_words(shared.state)
 
 
 def _set_keras_generator(words: np.ndarray[Any, Any]) -> str | None:
@@ -240,10 +232,9 @@ def _set_keras_generator(words: np.ndarray[Any, Any]) -> str | None:
     from perdure.state.keras_state import write_variables
 
     variable = seed_generator.global_seed_generator().state
-    if (words >> np.uint64(32)).any():
-        if keras.backend.standardize_dtype(variable.dtype) != "int64":
+    if keras.backend.standardize_dtype(variable.dtype) != "int64":
+        if (words >> np.uint64(32)).any():
             return "its seed has more than 32 bits, which only TensorFlow supports"
-        variable.assign(words.astype(np.int64))
-    else:
-        write_variables({"": variable}, {"": words.astype(np.uint32)})
+        words = words.astype(np.uint32)
+    write_variables({"": variable}, {"": words})
     return None

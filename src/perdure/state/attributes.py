@@ -381,18 +381,20 @@ def _owners(walk: Walk) -> Iterator[Owner]:
     for path, node in walk.objects.items():
         value = node.target
         if isinstance(value, torch.nn.Module):
-            for name, part in parts_by_name(value):
-                if id(part) in seen:
-                    continue
-                seen.add(id(part))
-                # A member without any state, such as a metric of torchmetrics, is its attributes.
-                if is_owner(type(part)) or (part is value and _is_stateless(part)):
-                    yield Owner(join_dotted(path, name) if name else path, part, value)
+            # A member without any state, such as a metric of torchmetrics, is its attributes.
+            parts = [
+                (join_dotted(path, name) if name else path, part)
+                for name, part in parts_by_name(value)
+                if is_owner(type(part)) or (part is value and _is_stateless(part))
+            ]
         elif isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            yield Owner(path, value, value)
+            parts = [(path, value)]
+        else:
+            continue
+        for place, part in parts:
+            if id(part) not in seen:
+                seen.add(id(part))
+                yield Owner(place, part, value)
 
 
 def _is_stateless(module: Any) -> bool:

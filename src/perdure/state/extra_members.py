@@ -23,7 +23,7 @@ from perdure.runtime.process_group import Processes
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import is_of_program
-from perdure.state.structure import Known, memory_of, refuse_addresses
+from perdure.state.structure import Known, memory_of, refuse_addresses, stepped
 from perdure.state.walk import Walk
 from perdure.store.format import EPOCH_ENDS
 from perdure.store.leaf import Leaf, Leaves
@@ -224,10 +224,9 @@ def _refuse_views(walk: Walk) -> None:
     for start, stop in walk.runs:
         if torch is not None and isinstance(walk.values[start], torch.Tensor):
             tensors += zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
-    for path, node in walk.objects.items() if tensors else ():
-        if isinstance(node.target, torch.nn.Module):  # type: ignore[union-attr]
-            named = node.target.named_parameters()
-            tensors += [(join_dotted(path, name), value) for name, value in named]
+    for path, module in walk.of_torch("nn.Module") if tensors else ():
+        named = module.named_parameters()
+        tensors += [(join_dotted(path, name), value) for name, value in named]
     of_numpy = [run for run in walk.runs if isinstance(walk.values[run[0]], np.ndarray)]
     # Nearly always none is a view, and there may be very many.
     if any(_is_on_numpy(value) for _, value in tensors) or any(
@@ -261,15 +260,9 @@ def _in_one_memory(walk: Walk) -> set[tuple[str, str]]:
 def _in_memory(walk: Walk, *, may_share: bool = False) -> list[tuple[str, Any, int]]:
     """Path, value and where its memory begins, of parameters and of tensors of the program's
     optimizers; none if certainly no two share any, unless they may."""
-    if (torch := sys.modules.get("torch")) is None:
-        return []
-    objects = [(path, node.target) for path, node in walk.objects.items()]
-    modules = [(path, part) for path, part in objects if isinstance(part, torch.nn.Module)]
-    optimizers = [
-        (path, part)
-        for path, part in objects
-        if isinstance(part, torch.optim.Optimizer) and is_of_program(type(part))
-    ]
+    modules = walk.of_torch("nn.Module")
+    found = walk.of_torch("optim.Optimizer")
+    optimizers = [(path, part) for path, part in found if is_of_program(type(part))]
     if not (optimizers or may_share):  # nearly always nothing is shared, and there may be very many
         parts = [part for _, module in modules for part in module.modules()]
         held = {id(each): each for part in parts for each in part._parameters.values()}
@@ -282,12 +275,11 @@ def _in_memory(walk: Walk, *, may_share: bool = False) -> list[tuple[str, Any, i
         for name, value in module.named_parameters()
     ]
     for path, optimizer in optimizers:
-        groups = getattr(optimizer, "param_groups", ())
-        numbers = {id(each): n for n, each in enumerate(p for g in groups for p in g["params"])}
+        numbers = {id(each): number for number, (_, each) in enumerate(stepped(optimizer))}
         for key, state in getattr(optimizer, "state", {}).items():
             number = numbers.get(id(key), "other")
             for name, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor):
+                if hasattr(value, "untyped_storage"):
                     at = join_dotted(f"{path}/state/{number}", name)
                     found.append((at, value, memory_of(value)))
     return found

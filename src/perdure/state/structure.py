@@ -46,12 +46,10 @@ class Known:
     """The values that a state has, by identity, and the memory of its tensors."""
 
     def __init__(self, walk: Walk) -> None:
-        torch = sys.modules.get("torch")
         self._walk = walk
         targets: list[Any] = [node.target for node in walk.objects.values()]
-        of_torch = targets if torch is not None else []
-        modules = [each for each in of_torch if isinstance(each, torch.nn.Module)]  # type: ignore[union-attr]
-        optimizers = [each for each in of_torch if isinstance(each, torch.optim.Optimizer)]  # type: ignore[union-attr]
+        modules = [module for _, module in walk.of_torch("nn.Module")]
+        optimizers = [optimizer for _, optimizer in walk.of_torch("optim.Optimizer")]
         saved = {id(module): _saved_memory(module) for module in modules}
         self._filtered = {number for number, memory in saved.items() if memory is not None}
         parts = [(part, saved[id(module)]) for module in modules for part in module.modules()]
@@ -116,10 +114,9 @@ class Known:
     @cached_property
     def _named(self) -> dict[str, Any]:
         torch, named = sys.modules["torch"], dict[str, Any]()
-        for path, node in self._walk.objects.items():
-            if isinstance(module := node.target, torch.nn.Module):
-                parts = [*module.named_modules(), *module.named_parameters()]
-                named.update((f"{_NAMED}{path}:{name}", part) for name, part in parts)
+        for path, module in self._walk.of_torch("nn.Module"):
+            parts = [*module.named_modules(), *module.named_parameters()]
+            named.update((f"{_NAMED}{path}:{name}", part) for name, part in parts)
         tensors = [(path, each) for path, each in self._walk.pairs() if torch.is_tensor(each)]
         return {**named, **{f"{_NAMED}{path}": each for path, each in tensors}}
 

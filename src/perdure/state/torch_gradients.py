@@ -27,7 +27,6 @@ from torch.utils.weak import TensorWeakRef
 from perdure.state.adapter import adapter
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.paths import join_dotted, join_part
-from perdure.state.torch_module import ModuleState
 from perdure.state.torch_tensors import local_tensor, with_local
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
@@ -194,10 +193,9 @@ def _watch_steps() -> None:
 
 def _optimizers(walk: Walk) -> Iterator[tuple[str, Any]]:
     """The optimizers of a state by path; of one that wraps another, that one, which makes the steps."""
-    for path, node in walk.objects.items():
-        if isinstance(optimizer := node.target, Optimizer):
-            inner = getattr(optimizer, "optimizer", None)
-            yield path, inner if isinstance(inner, Optimizer) else optimizer
+    for path, optimizer in walk.of_torch("optim.Optimizer"):
+        inner = getattr(optimizer, "optimizer", None)
+        yield path, inner if isinstance(inner, Optimizer) else optimizer
 
 
 def _tensors(walk: Walk) -> Iterator[tuple[str, Any]]:
@@ -225,12 +223,10 @@ def _unstepped(walk: Walk, tensors: Mapping[str, Any]) -> Iterator[tuple[str, An
     none steps any."""
     stepped = {id(value) for _, part in _optimizers(walk) for value in _parameters(part)}
     yield from ((path, value) for path, value in tensors.items() if id(value) not in stepped)
-    for path, node in walk.objects.items():
-        if isinstance(node, ModuleState):
-            module = node.target
-            if not any(id(value) in stepped for value in module.parameters()):
-                for name, value in module.named_parameters():
-                    yield join_dotted(path, name), value
+    for path, module in walk.of_torch("nn.Module"):
+        if not any(id(value) in stepped for value in module.parameters()):
+            for name, value in module.named_parameters():
+                yield join_dotted(path, name), value
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:

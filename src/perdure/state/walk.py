@@ -6,6 +6,7 @@ a value is looked at once. Whoever needs the same state again is given the `Walk
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,6 +161,13 @@ class Walk:
     def by_path(self) -> dict[str, Any]:
         """The leaves by path."""
         return dict(self.pairs())
+
+    def of_torch(self, name: str) -> list[tuple[str, Any]]:
+        """Path and object of each of a class of PyTorch, such as `nn.Module`; none without PyTorch."""
+        torch = sys.modules.get("torch")
+        kind = () if torch is None else attrgetter(name)(torch)
+        found = ((path, node.target) for path, node in self.objects.items())
+        return [(path, target) for path, target in found if isinstance(target, kind)]
 
     def leaves(self, adapters: Sequence[Adapter] | None = None) -> Leaves:
         """The bytes of the leaves, without those of objects; `adapters` replace `self.adapters`."""

@@ -39,7 +39,7 @@ from perdure.state.attribute_values import (
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.leaf_spec import type_name
 from perdure.state.object_restore import ObjectStates
-from perdure.state.paths import join_dotted
+from perdure.state.paths import join_dotted, join_part
 from perdure.state.program_code import is_of_program, is_owner, is_program_module
 from perdure.state.snapshots import described
 from perdure.state.structure import (
@@ -177,7 +177,7 @@ class Attributes(ExtraMember):
                         continue
                 elif key not in fresh and _is_beside_others(owner, known.real(key), others):
                     continue
-                path = path_of(f"{top}/{owner.path}" if owner.path else top, key)
+                path = path_of(join_part(top, owner.path), key)
                 is_plain = kind_of(value) is Kind.PLAIN
                 refuse_addresses(value, path_of(owner.path, key), known)
                 if not is_plain:
@@ -199,7 +199,7 @@ class Attributes(ExtraMember):
             for name in names:
                 part = getattr(value, name)
                 mark, before = static_mark(part), (self._static or {}).get((path, name))
-                inside = path_of(f"{top}/{path}" if path else top, (name,))
+                inside = path_of(join_part(top, path), (name,))
                 if before != mark:
                     _add_static(leaves, untracked(part), inside, before)
                     keys[inside] = (path, name)
@@ -383,7 +383,7 @@ def _owners(walk: Walk) -> Iterator[Owner]:
         if isinstance(value, torch.nn.Module):
             # A member without any state, such as a metric of torchmetrics, is its attributes.
             parts = [
-                (join_dotted(path, name) if name else path, part)
+                (join_dotted(path, name), part)
                 for name, part in parts_by_name(value)
                 if is_owner(type(part)) or (part is value and _is_stateless(part))
             ]

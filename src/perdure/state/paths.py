@@ -60,8 +60,9 @@ def join_keys(path: str, keys: Iterable[str]) -> list[str]:
 
 
 def join_part(path: str, part: str) -> str:
-    """The path of a child by the part of its path, which is escaped already."""
-    return f"{path}/{part}" if path else part
+    """The path of a child by the part of its path, which is escaped already; an empty one adds
+    nothing."""
+    return f"{path}/{part}" if path and part else path or part
 
 
 def join_dotted(path: str, name: str) -> str:

@@ -13,17 +13,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError, warn_caller
-from perdure.state.adapter import Stateful, leaf_of
+from perdure.state.adapter import leaf_of
 from perdure.state.attribute_values import mark_of
 from perdure.state.held import held_values, program_frames
 from perdure.state.leaf_spec import Difference, LeafSpec, format_differences, state_dict_advice
 from perdure.state.leaf_values import SCALARS, same_bits
-from perdure.state.paths import below, nearest
+from perdure.state.paths import below, join_part, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import FreshTarget, inner_objects, lost_objects
 from perdure.state.walk import (
     MAPPINGS,
-    Branch,
     Template,
     Walk,
     differences,
@@ -93,7 +92,7 @@ class ReplacedMembers:
         unless that is equal now, or is the number of the step."""
         with own_shards_only():
             if self._new:
-                self._check(walk, walk.root, None, step)
+                self._check(walk, step)
             if self._tensors:
                 self._check_tensors(walk)
 
@@ -129,11 +128,15 @@ class ReplacedMembers:
         is_same = type(value) is dict and list(value) == keys
         return path if is_same or (type(value) is list and [len(value)] == keys) else ""
 
-    def _check(self, walk: Walk, part: int | Branch, target_path: str | None, step: int) -> None:
-        """`target_path` is the path in the target of a value that lies in a container of it."""
-        if isinstance(part, int):
-            path, value = walk.paths[part], walk.values[part]
-            target_path, _ = self._old.get(id(value), (target_path, None))
+    def _check(self, walk: Walk, step: int) -> None:
+        """Look at each leaf that was in the target, or lies in a container that was."""
+        held = {
+            b.path: self._old[id(b.value)][0] for b in walk.branches if id(b.value) in self._old
+        }
+        for path, value in walk.pairs():
+            target_path = self._old[id(value)][0] if id(value) in self._old else None
+            if target_path is None and (above := nearest(path, held)) is not None:
+                target_path = join_part(held[above], below(path, above))
             if target_path in self._new and not self._is_fine(value, target_path, step):
                 raise StateError(
                     f"{path or '(the state itself)'}: the restore returned a new value here, which "
@@ -141,15 +144,6 @@ class ReplacedMembers:
                     f"begun again from the fresh value. Continue with the state that the restore "
                     f"returns: `state, step = manager.restore_or_initialize(state)`."
                 )
-            return
-        target_path, _ = self._old.get(id(part.value), (target_path, None))
-        if isinstance(part.node, Stateful):
-            return
-        for child in part.parts:
-            inside = walk.paths[child] if isinstance(child, int) else child.path
-            last = below(inside, part.path)
-            above = f"{target_path}/" if target_path and last else target_path
-            self._check(walk, child, None if above is None else above + last, step)
 
     def _is_fine(self, value: Any, target_path: str, step: int) -> bool:
         """Whether a leaf of the target has the value that it should have. A counter that began

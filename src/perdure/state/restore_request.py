@@ -36,8 +36,7 @@ class Renaming:
         """The path in the target."""
         for old in ancestors(path) if self.paths else ():
             if (new := self.paths.get(old)) is not None:
-                rest = below(path, old)
-                return join_part(new, rest) if rest else new
+                return join_part(new, below(path, old))
         return path
 
     def rename(self, values: Mapping[str, T]) -> dict[str, T]:

@@ -26,7 +26,7 @@ from torch.utils.weak import TensorWeakRef
 
 from perdure.state.adapter import adapter
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
-from perdure.state.paths import join_dotted, join_part
+from perdure.state.paths import join_dotted
 from perdure.state.torch_tensors import local_tensor, with_local
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
@@ -126,7 +126,7 @@ def accumulated_leaves(path: str, optimizer: Any, process: int) -> dict[str, Lea
         if gradient is None or gradient.is_meta or gradient._version == version:
             continue
         if (leaf := _leaf(gradient)) is not None:
-            leaves[join_part(f"process/{process}/accumulated/{number}", path)] = leaf
+            leaves[f"process/{process}/accumulated/{number}/{path}"] = leaf
     return leaves
 
 

@@ -442,8 +442,7 @@ def differences(template: Template, leaves: Mapping[str, Leaf]) -> list[Differen
     lines += [Difference(path, spec.describe()) for path, spec in missing.items()]
     for parent, check in template.objects.items():
         lines += [
-            line._replace(path=join_part(parent, line.path) if line.path else parent)
-            for line in check(inside[parent])
+            line._replace(path=join_part(parent, line.path)) for line in check(inside[parent])
         ]
     return sorted(lines, key=lambda line: line.path)
 

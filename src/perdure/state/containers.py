@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from perdure.errors import StateError, UnsupportedLeafError
-from perdure.state.leaf_spec import type_name
+from perdure.state.leaf_spec import LeafSpec, type_name
 from perdure.state.leaf_values import leaf_array, scalar_text
 from perdure.state.paths import key_text
 from perdure.store.format import escape, unescape
@@ -49,20 +49,16 @@ def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]
 
         if not is_named(value):
             return describe_container(listed_form(value))
-    if kind is dict or kind is Form:
-        if not value:
-            return SORTED_DICT, ()
-        return Container("dict", keys=_keys(value)), _items(value)
-    if kind is OrderedDict or kind is Counter:
-        return Container(kind.__name__, keys=_keys(value)), _items(value)  # type: ignore[arg-type]
-    if kind is defaultdict:
-        if value.default_factory is not None and value.default_factory not in _FACTORIES:
+    if kind is Form or kind in PLAIN_MAPPINGS:
+        factory = getattr(value, "default_factory", None)
+        if factory is not None and factory not in _FACTORIES:
             raise UnsupportedLeafError(
-                f"a defaultdict whose factory is {value.default_factory!r} has no exact form; expected "
-                f"one of {', '.join(_FACTORIES.values())}, or a plain dict."
+                f"a defaultdict whose factory is {factory!r} has no exact form; expected one of "
+                f"{', '.join(_FACTORIES.values())}, or a plain dict."
             )
-        factory: Any = _FACTORIES.get(value.default_factory)
-        return Container("defaultdict", keys=_keys(value), factory=factory), _items(value)
+        name: Any = "dict" if kind is Form else kind.__name__
+        entry = Container(name, keys=_keys(value), factory=_FACTORIES.get(factory))  # type: ignore[arg-type]
+        return entry, _items(value)
     if kind is set or kind is frozenset:
         try:
             value = sorted(value, key=scalar_text)
@@ -212,11 +208,10 @@ def array_template(name: str, leaf: Leaf, like: Any) -> Any:
             return torch.nn.Parameter(tensor, requires_grad=not base.endswith(".frozen"))
         return tensor.requires_grad_(base == "torch.requires_grad")
     if base.startswith("jax"):
-        jax = _library("jax")
-        dtype = leaf.dtype.rpartition(":")[2]
-        if dtype.startswith("key<"):
-            dtype = jax.random.key(0, impl=dtype[len("key<") : -1]).dtype
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+        _library("jax")
+        from perdure.state.jax_state import ADAPTER
+
+        return ADAPTER.abstract(LeafSpec.of(leaf))
     array = leaf_array(leaf)
     if base == "numpy.swapped":
         return array.astype(array.dtype.newbyteorder())

@@ -92,8 +92,7 @@ def _require_same_order(saved: Order, iterator: Any) -> None:
 def _hash_texts(state: bytes) -> bytes:
     """The position of a `grain.DataLoader` with hashes in place of two texts, which Grain compares
     in `set_state` and may be as long as the data; any other unchanged."""
-    position = _loader_position(state)
-    if position is None or not all(isinstance(position[name], str) for name in _COMPARED):
+    if (position := _loader_position(state, str)) is None:
         return state
     hashes = {name: {"blake3": _text_hash(position[name])} for name in _COMPARED}
     return json.dumps({**position, **hashes}, sort_keys=True).encode()
@@ -101,13 +100,12 @@ def _hash_texts(state: bytes) -> bytes:
 
 def _restore_texts(state: bytes, iterator: Any) -> bytes:
     """A position of `_hash_texts` with the texts of `iterator`, which must have the same hashes."""
-    position = _loader_position(state)
-    if position is None or not all(isinstance(position[name], dict) for name in _COMPARED):
+    if (position := _loader_position(state, dict)) is None:
         return state
-    present = _loader_position(iterator.get_state()) or {}
+    present = _loader_position(iterator.get_state(), str) or {}
     for name in _COMPARED:
         text = present.get(name)
-        if not isinstance(text, str) or _text_hash(text) != position[name].get("blake3"):
+        if text is None or _text_hash(text) != position[name].get("blake3"):
             raise StateError(
                 f"the {name.replace('_', ' ')} of this grain.DataLoader is not the one that it was "
                 f"saved with. Grain compares the `repr`, which is {str(text)[:200]!r} here. Create it "
@@ -117,13 +115,16 @@ def _restore_texts(state: bytes, iterator: Any) -> bytes:
     return json.dumps(position).encode()
 
 
-def _loader_position(state: bytes) -> dict[str, Any] | None:
+def _loader_position(state: bytes, kind: type) -> dict[str, Any] | None:
+    """The position of a `grain.DataLoader` whose two texts are of a class; None for any other."""
     try:
         position = json.loads(state)
     except ValueError:
         return None
     fits = isinstance(position, dict) and position.keys() >= {"last_seen_indices", *_COMPARED}
-    return position if fits else None
+    return (
+        position if fits and all(isinstance(position[name], kind) for name in _COMPARED) else None
+    )
 
 
 def _text_hash(text: str) -> str:

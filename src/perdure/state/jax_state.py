@@ -153,7 +153,7 @@ class JaxState(Adapter):
         with jax.enable_x64(True):  # the target is a 64-bit array too, made in such a block
             return _place(like, array, leaf.is_weak)
 
-    def abstract(self, spec: LeafSpec, *, is_weak: bool) -> jax.ShapeDtypeStruct:
+    def abstract(self, spec: LeafSpec, *, is_weak: bool = False) -> jax.ShapeDtypeStruct:
         """A target for an array of this dtype and shape."""
         dtype: Any = spec.dtype
         if dtype.startswith("key<"):

@@ -182,7 +182,7 @@ class ObjectStates:
         if entry is not None and entry.arrays is not None:
             arrays = entry.arrays
         if path in self.leaves:
-            return self._leaf(path, like, arrays)
+            return self.leaf_as(arrays, path, like)
         made = build_container(
             entry or SORTED_DICT,
             self._parts.get(path, ()),
@@ -222,16 +222,20 @@ class ObjectStates:
             )
         return self.rebuild(like, path)
 
-    def _leaf(self, path: str, like: Any, arrays: str) -> Any:
+    def load(self, target: Any, path: str) -> Any:
+        """The leaf at `path` as an array such as `target`."""
+        chosen = leaf_adapter(target, self.adapters)
+        assert chosen is not None
+        return load_leaf(chosen[0], target, self.leaves[path])
+
+    def leaf_as(self, arrays: str, path: str, like: Any) -> Any:
+        """The leaf at `path` as an array of the class `arrays`, on the device of `like`."""
         leaf = self.leaves[path]
         if leaf.is_scalar:
             return plain_value(leaf)
         with PathInErrors(path):
             if leaf.shards is not None:
-                target = self._sharded[path]
-                chosen = leaf_adapter(target, self.adapters)
-                assert chosen is not None
-                return load_leaf(chosen[0], target, leaf)
+                return self.load(self._sharded[path], path)
             target, chosen, base = like, None, arrays.partition("@")[0]
             if like is not _MISSING and array_class_name(like).partition("@")[0] == base:
                 with suppress(StateError, ValueError, TypeError):  # `like` cannot be a target

@@ -98,14 +98,14 @@ class ModuleState(Stateful):
         self.target.load_state_dict(values)
 
     def check(self) -> Check:
-        whole, cuts, expected = not self.can_fail, _cuts(self.target), dict(self.parts())
+        whole, expected = not self.can_fail, dict(self.parts())
         reasons = _meta_reasons(self.target)
         if whole:
             reasons = [line for line in reasons if line.path not in expected]
-        for prefix, part in self.target.named_modules():
+        for inside, part in parts_by_name(self.target):
             if type(part)._load_from_state_dict not in (*_MODULE_CODE, *_COPYING_CODE):
                 for name in part._buffers:  # may get another shape (observers of quantization)
-                    path = join_dotted("", _without(cuts, f"{prefix}.{name}" if prefix else name))
+                    path = join_dotted(join_dotted("", inside), name)
                     expected |= {path: None} if path in expected else {}
         tied: dict[tuple[Any, ...], list[str]] = {}
         for path, value in self.part_values().items():

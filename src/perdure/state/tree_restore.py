@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
-from perdure.state.adapter import Node, Stateful, leaf_adapter, load_leaf
-from perdure.state.containers import array_template
+from perdure.state.adapter import Node, Stateful, load_leaf
 from perdure.state.leaf_spec import (
     Difference,
     PathInErrors,
@@ -274,16 +273,11 @@ class _Restore(ObjectStates):
         """The leaf at `path` as an array of `array_class`, as the run had it where the target has a
         NumPy array or a number, so that the next operation has the same bits. An array of NumPy if
         the framework is not imported, or cannot hold the dtype (JAX without x64)."""
-        leaf = self.leaves[path]
         library = (array_class or "").partition("@")[0].partition(".")[0]
         if array_class is not None and library in sys.modules:
-            target = array_template(array_class, leaf, like)
             with suppress(UnsupportedLeafError):
-                if (chosen := leaf_adapter(target, self.adapters)) is not None:
-                    return load_leaf(chosen[0], target, leaf)
-        chosen = leaf_adapter(like, self.adapters)
-        assert chosen is not None
-        return load_leaf(chosen[0], like, leaf)
+                return self.leaf_as(array_class, path, like)
+        return self.load(like, path)
 
     def _conflicts(self) -> list[Difference]:
         """Objects that the target has twice, and for which the checkpoint has two different states."""

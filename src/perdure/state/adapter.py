@@ -16,6 +16,7 @@ import numpy as np
 from perdure.state.containers import build_container, describe_container
 from perdure.state.leaf_spec import Check, LeafSpec
 from perdure.state.paths import join_key
+from perdure.state.value_forms import made_value
 from perdure.store.leaf import Leaf
 from perdure.store.shard_plan import Region
 
@@ -30,9 +31,9 @@ class Node(NamedTuple):
     children: Collection[tuple[str, Any]]
     rebuild: Callable[[list[Any]], Any]
     in_place: bool = False
-    can_undo: bool = False
-    """Whether `rebuild` with the old children takes a change in place back. It is then made first:
-    others may look at this object when they are loaded, as a loader looks at its sampler."""
+    undo: Callable[[], object] | None = None
+    """What takes a change in place back. With it the change is made first: others may look at this
+    object when they are loaded, as a loader looks at its sampler."""
 
 
 class ModuleValues(dict[str, Any]):
@@ -127,7 +128,8 @@ def copy_state(state: Any) -> Any:
         return state
     entry, children = described
     values = {join_key("", key): child for key, child in children}
-    return build_container(entry, list(values), lambda _, part: copy_state(values[part]))
+    copied = build_container(entry, list(values), lambda _, part: copy_state(values[part]))
+    return made_value(copied) if type(copied) is dict else copied
 
 
 class Adapter:

@@ -47,12 +47,10 @@ from perdure.state.leaf_values import (
 from perdure.state.paths import key_text
 from perdure.state.program_code import is_of_program
 from perdure.state.value_forms import (
-    CONTAINERS,
     attributes_of,
     is_named,
     listed_form,
     made_value,
-    plain_form,
     with_pairs,
 )
 from perdure.store.leaf import Leaf
@@ -193,19 +191,19 @@ def _attributes_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -
         first = {path.partition("/")[0] for path in stored}
         implied = {name: each for name, each in implied.items() if name in first}
 
+    before = dict(vars(value))
+
     def rebuild(new: Sequence[Any]) -> None:
-        # What a restore has made is plain; the values of before, which it may take back, are not.
-        plain = [plain_form(each) if isinstance(each, CONTAINERS) else each for each in new]
-        for name, each in zip(names, plain, strict=False):  # implied ones are changed in place
+        for name, each in zip(names, new, strict=False):  # implied ones are changed in place
             if name in vars(value) or each is not getattr(value, name):
                 vars(value)[name] = each
 
-    return Node(
-        [*((name, with_pairs(getattr(value, name))) for name in names), *implied.items()],
-        rebuild,
-        in_place=True,
-        can_undo=True,
-    )
+    def undo() -> None:
+        vars(value).clear()
+        vars(value).update(before)
+
+    children = [*((name, with_pairs(getattr(value, name))) for name in names), *implied.items()]
+    return Node(children, rebuild, in_place=True, undo=undo)
 
 
 @cache
@@ -297,8 +295,9 @@ def _collection_node(value: Any) -> Node:
         attributes.update(new[1])
 
     items = deque(value, value.maxlen) if isinstance(value, deque) else set(value)
-    children = [("items", items), ("attributes", dict(attributes))]
-    return Node(children, rebuild, in_place=True, can_undo=True)
+    before = {"items": items, "attributes": dict(attributes)}
+    undo = partial(rebuild, [*before.values()])
+    return Node([*before.items()], rebuild, in_place=True, undo=undo)
 
 
 def _masked_array_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Node:

@@ -14,7 +14,7 @@ from typing import Any
 
 from perdure.errors import StateError
 from perdure.state.adapter import Stateful
-from perdure.state.value_forms import plain_form, with_pairs
+from perdure.state.value_forms import with_pairs
 from perdure.store.format import hash_bytes
 
 _PARENTS = ("_map_parent", "_iter_parent", "_maybe_nonnative_parent")
@@ -52,7 +52,7 @@ class PositionedIterator(Stateful):
             _require_same_order(state[_ORDER], self.target)
             state = state[_STATE]
         is_bytes = isinstance(state, bytes)
-        self.target.set_state(_restore_texts(state, self.target) if is_bytes else plain_form(state))
+        self.target.set_state(_restore_texts(state, self.target) if is_bytes else state)
 
 
 def _order_of(iterator: Any) -> Order | None:

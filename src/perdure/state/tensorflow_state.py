@@ -18,7 +18,7 @@ from perdure.state.adapter import Adapter, Node, Stateful
 from perdure.state.generators import is_generator
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.leaf_values import SCALARS, array_leaf, array_spec, leaf_array
-from perdure.state.value_forms import CONTAINERS, form_of, plain_form, with_pairs
+from perdure.state.value_forms import CONTAINERS, form_of, with_pairs
 from perdure.store.leaf import Leaf
 
 _OF_KERAS = ("Layer", "Variable", "Optimizer", "Metric")
@@ -169,7 +169,7 @@ def _module_node(module: Any) -> Node:
 
     def rebuild(new: list[Any]) -> None:
         for name, part in zip(others, new[len(parts) :], strict=True):
-            setattr(module, name, plain_form(part) if isinstance(part, CONTAINERS) else part)
+            setattr(module, name, part)
 
     return Node([*parts.items(), *others.items()], rebuild, in_place=True)
 

@@ -128,7 +128,7 @@ class _Change(NamedTuple):
         """0: others may need this change. 1: it may fail. Both have a backup. 2: it cannot fail."""
         node = self.node
         if isinstance(node, Node):
-            return 0 if node.can_undo else 2
+            return 2 if node.undo is None else 0
         return 0 if node.comes_first else 1 if node.can_fail else 2
 
 
@@ -341,15 +341,16 @@ class _Restore(ObjectStates):
         """Returns what gives an object its present state again, and whether that has succeeded."""
         path, node, _ = change
         if isinstance(node, Node):
-            before = [child for _, child in node.children]
-            return lambda: node.rebuild(before) is None
-        with PathInErrors(path, "a copy of its present state could not be made"):
-            digests, undo = self.digests(node, path), node.backup()
+            digests, undo = None, node.undo
+        else:
+            with PathInErrors(path, "a copy of its present state could not be made"):
+                digests, undo = self.digests(node, path), node.backup()
 
         def is_undone() -> bool:
+            assert undo is not None
             try:
                 undo()
-                return self.digests(node, path) == digests
+                return isinstance(node, Node) or self.digests(node, path) == digests
             except BaseException:  # noqa: BLE001 - the first error is raised, and names this path
                 return False
 

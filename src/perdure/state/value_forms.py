@@ -313,20 +313,6 @@ def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
     return Form({_LISTED: parts, "in": type_name(value), _OBJECT: base.__name__})
 
 
-def plain_form(stored: Any) -> Any:
-    """The value that `with_pairs` gave the form `stored`, or a value that has been made."""
-    if isinstance(stored, dict):
-        for key, part in stored.items():
-            stored[key] = plain_form(part)
-        return made_value(stored) if type(stored) is Form else stored
-    if isinstance(stored, (list, deque)):
-        for place, part in enumerate(stored):
-            stored[place] = plain_form(part)
-    elif isinstance(stored, tuple):
-        return sequence_like(stored, [plain_form(part) for part in stored])
-    return stored
-
-
 def is_form(stored: Mapping[Any, Any]) -> bool:
     """Whether a dict from a checkpoint is a form: one of the program with these keys is listed."""
     return stored.keys() - {_OBJECT} == {*LISTED}

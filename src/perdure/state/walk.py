@@ -286,7 +286,9 @@ class Walk:
                 cell.cell_contents = contents
             return value
 
-        branch = Branch(path, value, Node(children, put, in_place=True, can_undo=True))
+        before = [child for _, child in children]
+        node = Node(children, put, in_place=True, undo=lambda: put(before))
+        branch = Branch(path, value, node)
         self.branches.append(branch)
         paths = join_keys(path, [name for name, _ in children])
         branch.parts += [

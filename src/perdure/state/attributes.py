@@ -385,7 +385,7 @@ def _owners(walk: Walk) -> Iterator[Owner]:
             parts = [
                 (join_dotted(path, name), part)
                 for name, part in parts_by_name(value)
-                if is_owner(type(part)) or (part is value and _is_stateless(part))
+                if is_owner(type(part)) or (part is value and not _has_tensors(part))
             ]
         elif isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
             parts = [(path, value)]
@@ -397,8 +397,8 @@ def _owners(walk: Walk) -> Iterator[Owner]:
                 yield Owner(place, part, value)
 
 
-def _is_stateless(module: Any) -> bool:
-    return not any(part._parameters or part._buffers for part in module.modules())
+def _has_tensors(module: Any) -> bool:
+    return any(part._parameters or part._buffers for part in module.modules())
 
 
 def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
@@ -592,12 +592,8 @@ def _is_beside_others(owner: Owner, key: Key, others: dict[int, bool]) -> bool:
 
 
 def _is_pruned(module: Any, name: str) -> bool:
-    prune = sys.modules.get("torch.nn.utils.prune")
-    hooks = module._forward_pre_hooks.values() if prune is not None else ()
-    return any(
-        isinstance(hook, prune.BasePruningMethod) and hook._tensor_name == name  # type: ignore[union-attr]
-        for hook in hooks
-    )
+    hooks = module._forward_pre_hooks.values()
+    return any(getattr(hook, "_tensor_name", None) == name for hook in hooks)
 
 
 @cache

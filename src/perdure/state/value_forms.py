@@ -344,14 +344,10 @@ def made_value(stored: dict[str, Any], member: Callable[[str], Any] = lambda nam
     base = _BASES[stored[_OBJECT]]
     instance = _new(kind, base)
     set_attributes(instance, attributes)
-    if base is list:
-        list.extend(instance, items)
-    elif base is dict:
-        dict.update(instance, items)
-    elif base is deque:
+    if base is deque:
         deque.__init__(instance, items, items.maxlen)
-    elif base is set:
-        set.update(instance, items)
+    elif base in (list, dict, set):
+        base.__init__(instance, items)
     return instance
 
 

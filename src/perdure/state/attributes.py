@@ -501,7 +501,8 @@ def _inside(
     key: Key, value: Any, known: Known, owner: Owner, seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[Key, Any]]:
     """A value that is stored as a whole, or what is stored of those inside it."""
-    kind = Kind.MIXED if _is_method_of(value, known) else kind_of(value)
+    is_method = isinstance(value, MethodType) and known.name_of(value.__self__) is not None
+    kind = Kind.MIXED if is_method else kind_of(value)
     if kind is Kind.OTHER and is_position(value):
         raise UnsupportedLeafError(
             f"{path_of(owner.path, key)}: a {type_name(value)} has a place that no checkpoint has. "
@@ -522,7 +523,7 @@ def _inside(
         return
     if id(value) in seen or value is owner.value or len(key) > _DEEPEST:
         return
-    if is_container_of_program(value) or hasattr(value, "dtype") or _is_method_of(value, known):
+    if is_container_of_program(value) or hasattr(value, "dtype") or is_method:
         yield from _whole(key, value, known)
         return
     seen = seen | {id(value)}
@@ -545,11 +546,6 @@ def _inside(
         yield from inside
     else:
         yield from _whole(key, value, known)
-
-
-def _is_method_of(value: Any, known: Known) -> bool:
-    """Whether a value is a bound method of a module of the state."""
-    return isinstance(value, MethodType) and known.name_of(value.__self__) is not None
 
 
 def _whole(key: Key, value: Any, known: Known) -> Iterator[tuple[Key, Any]]:

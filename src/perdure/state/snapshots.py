@@ -253,7 +253,7 @@ class FreshTarget:
                     if not (is_filled and kind is not type(value) and parts == size):
                         self._refuse(walk, live[0])
                 # Only the target says the devices of the arrays of JAX in a container that it has.
-                elif not (is_filled and _has_jax(found.containers)):
+                elif not (is_filled and any(e.arrays == "jax" for e in found.containers.values())):
                     entry = found.containers.get(path, Container("array"))  # of a number
                     found.containers[path] = msgspec.structs.replace(entry, grown=True)
                     containers |= found.containers
@@ -372,11 +372,6 @@ def _first_paths(walk: Walk) -> dict[str, str]:
     ]
     first: dict[int, str] = {}
     return {path: first.setdefault(id(value), path) for path, value in objects}
-
-
-def _has_jax(found: Mapping[str, Container]) -> bool:
-    """Whether there is an array of JAX, whose place on devices only a target says."""
-    return any(entry.arrays == "jax" for entry in found.values())
 
 
 def _may_change_shape(value: Any) -> bool:

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from perdure.errors import StateError
-from perdure.state.adapter import Stateful
+from perdure.state.adapter import Stateful, copy_state
 from perdure.state.value_forms import with_pairs
 from perdure.store.format import hash_bytes
 
@@ -51,8 +51,9 @@ class PositionedIterator(Stateful):
         if isinstance(state, dict) and state.keys() == {_ORDER, _STATE}:
             _require_same_order(state[_ORDER], self.target)
             state = state[_STATE]
-        is_bytes = isinstance(state, bytes)
-        self.target.set_state(_restore_texts(state, self.target) if is_bytes else state)
+        if isinstance(state, bytes):
+            state = _restore_texts(state, self.target)
+        self.target.set_state(copy_state(state))
 
 
 def _order_of(iterator: Any) -> Order | None:

@@ -155,7 +155,8 @@ class Attributes(ExtraMember):
             require_same_parameters(owner, fresh, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
             whole: set[Key] = set()
-            deleted += _deleted(owner, fresh)
+            names = {str(key[0]) for key in fresh if str(key[0]).isidentifier()}.difference(HOOKS)
+            deleted += [(owner.path, name) for name in names if not hasattr(owner.value, name)]
             while values:
                 key, value = values.popleft()
                 if key in fresh and fresh[key] == mark_of(value, is_fresh=False):
@@ -316,12 +317,6 @@ def _is_as_at_first(owner: Owner, fresh: dict[Key, Any], known: Known) -> bool:
     if before is None or now is None or len(now) != len(before):
         return False
     return all(map(operator.is_, now, before))
-
-
-def _deleted(owner: Owner, fresh: dict[Key, Any]) -> Iterator[tuple[str, str]]:
-    """The attributes that an owner has had and has no longer."""
-    names = {str(key[0]) for key in fresh if str(key[0]).isidentifier()}.difference(HOOKS)
-    return ((owner.path, name) for name in names if not hasattr(owner.value, name))
 
 
 def _other_view(path: str) -> UnsupportedLeafError:

@@ -202,18 +202,11 @@ class ObjectStates:
             or (kind is not None and self.containers[path].keys is not None)
         ):
             if kind is not None:
-                names = self.containers[path].keys or self._parts.get(path, ())
-                return build_record(
-                    kind,
-                    {
-                        str(name): self._part(
-                            join_part(path, escape(str(name))),
-                            getattr(like, str(name), _MISSING),
-                            arrays,
-                        )
-                        for name in names
-                    },
-                )
+                values = dict[str, Any]()
+                for name in map(str, self.containers[path].keys or self._parts.get(path, ())):
+                    inside, present = join_part(path, escape(name)), getattr(like, name, _MISSING)
+                    values[name] = self._part(inside, present, arrays)
+                return build_record(kind, values)
             target = "nothing" if like is _MISSING else f"a {type_name(like)}"
             raise MismatchError(
                 f"{path}: the state that was stored has a {stored_type}, and the target has {target}; "

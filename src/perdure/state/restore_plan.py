@@ -145,18 +145,11 @@ class RestorePlan:
         return sorted((lines | self._refused).values())
 
     def _without_kept(self) -> Leaves:
-        leaves, containers = self.leaves, self.leaves.containers
+        leaves = {p: leaf for p, leaf in self.leaves.items() if p not in self._unexpected}
+        containers = {p: e for p, e in self.leaves.containers.items() if self._has_place(p)}
         return Leaves(
-            {
-                path: leaf
-                for path, leaf in leaves.items()
-                if path not in self._unexpected and not self._is_kept(path)
-            },
-            {
-                path: containers[path]
-                for path in containers
-                if not self._is_kept(path) and self._has_place(path)
-            },
+            {path: leaf for path, leaf in leaves.items() if not self._is_kept(path)},
+            {path: entry for path, entry in containers.items() if not self._is_kept(path)},
         )
 
     def _has_place(self, path: str) -> bool:
@@ -311,7 +304,10 @@ class RestorePlan:
         selection = self._request.selection
         for path, value in self._values().items():
             is_asked = selection is None or selection.matches(path)
-            if is_asked and is_abstract(value) and self._is_kept(path):
+            is_abstract = type(value).__name__ == "ShapeDtypeStruct" or (
+                getattr(value, "is_meta", False) is True
+            )
+            if is_asked and is_abstract and self._is_kept(path):
                 reason = "is abstract, and the checkpoint has no value that fits; give it an array"
                 self._refused[path] = Difference(path, reason=reason)
 
@@ -371,24 +367,15 @@ def _misplaced(values: Mapping[str, Any]) -> Iterator[Difference]:
                     yield Difference(path, reason=reason)
 
 
-def is_abstract(value: Any) -> bool:
-    """Whether `value` is a `jax.ShapeDtypeStruct` or a tensor on the meta device."""
-    return type(value).__name__ == "ShapeDtypeStruct" or getattr(value, "is_meta", False) is True
-
-
 def _is_whole(value: Any) -> bool:
     """Whether `value` is the state of an optimizer (optax, Flax, Keras), a random generator or a masked
     array: half of it would be a state that no run ever had."""
-    is_whole = isinstance(value, np.ma.MaskedArray) or is_generator(value)
-    return (
-        is_whole
-        or _is_optax(value)
-        or any(
-            base.__name__ in ("Optimizer", "BaseOptimizer")
-            and base.__module__.partition(".")[0]
-            in ("flax", "keras")  # by name: maybe not imported
-            for base in type(value).__mro__
-        )
+    if isinstance(value, np.ma.MaskedArray) or is_generator(value) or _is_optax(value):
+        return True
+    libraries = ("flax.", "keras.")  # by name: maybe not imported
+    return any(
+        base.__name__ in ("Optimizer", "BaseOptimizer") and base.__module__.startswith(libraries)
+        for base in type(value).__mro__
     )
 
 

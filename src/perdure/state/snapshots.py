@@ -213,26 +213,23 @@ class FreshTarget:
     """What the target of a program had at first: its numbers, arrays and None, sizes and keys."""
 
     def __init__(self, walk: Walk | None = None) -> None:
-        pairs = [] if walk is None else [*walk.pairs()]
-        self._first = {} if walk is None else _first_paths(walk)
-        self._code = None if walk is None else walk.code
+        self._is_known = walk is not None
+        walk = walk or Walk({})
+        pairs = [*walk.pairs()]
+        self._first, self._code = _first_paths(walk), walk.code
         self._plain = {path for path, value in pairs if value is None or is_plain(value)}
         self._none = {path for path, value in pairs if value is None}
-        branches = [] if walk is None else walk.branches
-        # What a run may exchange for a plain value of another kind; None without a target.
-        self._before: dict[str, tuple[type, Any]] | None = None
+        # What a run may exchange for a plain value of another kind.
+        self._before: dict[str, tuple[type, Any]]
+        self._before = {path: _SCALAR for path, value in pairs if type(value) in SCALARS}
         self._others: set[tuple[str, type]] = set()  # values that do not give way
-        if walk is not None:
-            self._before = {path: _SCALAR for path, value in pairs if type(value) in SCALARS}
-            for path, value in ((b.path, b.structure) for b in branches):
-                if gives_way(value):
-                    if path or type(value) not in MAPPINGS:  # the root gains no keys
-                        self._before[path] = _form(value)
-                else:
-                    self._others.add((path, type(value)))
-        before = self._before or {}
-        self._structures = {path for path, form in before.items() if form is not _SCALAR}
-        objects = {b.path for b in branches if is_of_program(type(b.value)) and b.path}
+        for path, value in ((b.path, b.structure) for b in walk.branches):
+            if not gives_way(value):
+                self._others.add((path, type(value)))
+            elif path or type(value) not in MAPPINGS:  # the root gains no keys
+                self._before[path] = _form(value)
+        self._structures = {path for path, form in self._before.items() if form is not _SCALAR}
+        objects = {b.path for b in walk.branches if is_of_program(type(b.value)) and b.path}
         self._shapes = {
             path: (getattr(value, "dtype", None), getattr(value, "shape", None))
             for path, value in (pairs if objects else ())
@@ -244,7 +241,7 @@ class FreshTarget:
         containers: dict[str, Container] = {}
         for path, value in self._changed(walk, leaves):
             if nearest(path, containers) is None:
-                kind, size = (self._before or {}).get(path, _SCALAR)
+                kind, size = self._before.get(path, _SCALAR)
                 found, live = described(value, path, [_without_bytes])
                 is_filled = bool(size) and (kind is not type(value) or kind in MAPPINGS)
                 if live:
@@ -259,12 +256,10 @@ class FreshTarget:
                     containers |= found.containers
         for path, before in self._shapes.items():
             now: Any = walk.by_path.get(path)
-            if not hasattr(now, "dtype") or not _may_change_shape(now):
-                continue
-            if (now.dtype, now.shape) == before:
-                continue
-            grown = Container("array", arrays=_class_of(now), grown=True)
-            containers.setdefault(path, grown)
+            is_array = hasattr(now, "dtype") and _may_change_shape(now)
+            if is_array and (now.dtype, now.shape) != before:
+                grown = Container("array", arrays=_class_of(now), grown=True)
+                containers.setdefault(path, grown)
         self._require_same_objects(walk)
         self._require_same_code(walk)
         for path in self._none & leaves.keys():
@@ -280,9 +275,8 @@ class FreshTarget:
         leaves.containers |= containers
 
     def _require_same_code(self, walk: Walk) -> None:
-        code = self._code if self._code is not None else walk.code
-        for path in code.keys() | walk.code.keys():
-            if code.get(path) != walk.code.get(path):
+        for path in (self._code.keys() | walk.code.keys()) if self._is_known else ():
+            if self._code.get(path) != walk.code.get(path):
                 raise UnsupportedLeafError(
                     f"{path}: this was another function or model when the program gave the state to "
                     f"the restore. It is code, which is in no checkpoint, so that a resumed program "
@@ -307,21 +301,17 @@ class FreshTarget:
             )
 
     def _changed(self, walk: Walk, leaves: Leaves) -> Iterator[tuple[str, Any]]:
-        before, last = self._before, None
+        last = None
         for branch in walk.branches:
             path, value, kind = branch.path, branch.structure, type(branch.value)
             if path == last or (path, kind) in self._others:
                 continue
             last = path
-            if before is None:
-                is_other = kind in ANY_LENGTH
-            else:
-                is_other = path in before and (kind in ANY_LENGTH or before[path] != _form(value))
-            if is_other:
+            before = self._before.get(path)
+            has_no_target = not self._is_known and kind in ANY_LENGTH
+            if has_no_target or (before and (kind in ANY_LENGTH or before != _form(value))):
                 yield path, value
-        if before is None:
-            return
-        for path in before.keys() & walk.objects.keys():
+        for path in self._before.keys() & walk.objects.keys():
             yield path, walk.objects[path].target
         gone = self._structures & leaves.keys()
         for path in gone.difference(branch.path for branch in walk.branches if gone):

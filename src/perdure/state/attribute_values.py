@@ -75,7 +75,7 @@ def kind_of(value: Any) -> Kind:
     if isinstance(value, np.ndarray):
         return Kind.MIXED if value.dtype.hasobject else Kind.ARRAY
     if isinstance(value, _CALLS):
-        return Kind.MIXED if any(map(_may_change, _parts_of_call(value))) else Kind.OTHER
+        return Kind.MIXED if _call_may_change(value) else Kind.OTHER
     if is_container_of_program(value):
         return Kind.MIXED
     if isinstance(value, CONTAINERS):
@@ -92,17 +92,13 @@ def kind_of(value: Any) -> Kind:
     return Kind.OTHER
 
 
-def _parts_of_call(value: Any) -> Iterator[Any]:
-    """What a bound method or a `partial` has that is no code: not the module whose method it is."""
-    if isinstance(value, MethodType):
-        yield value.__self__
-    else:
-        yield from (value.func, *value.args, *value.keywords.values())
-
-
-def _may_change(part: Any) -> bool:
-    kind = kind_of(part)
-    return kind in _CHANGING or (kind is Kind.PLAIN and isinstance(part, CONTAINERS))
+def _call_may_change(call: Any) -> bool:
+    """Whether a bound method or a `partial` has what a run changes: not the module whose method it
+    is."""
+    of_partial = () if isinstance(call, MethodType) else (*call.args, *call.keywords.values())
+    parts = (call.__self__ if isinstance(call, MethodType) else call.func, *of_partial)
+    kinds = ((kind_of(part), isinstance(part, CONTAINERS)) for part in parts)
+    return any(kind in _CHANGING or (kind is Kind.PLAIN and listed) for kind, listed in kinds)
 
 
 def is_position(value: Any) -> bool:

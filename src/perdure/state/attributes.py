@@ -439,7 +439,8 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
         if name in skipped or name.startswith("_optimizer_"):
             continue
         if is_module and any(name + end in part._parameters for end in _COMPUTED):
-            if not _is_pruned(part, name):
+            hooks = part._forward_pre_hooks.values()
+            if not any(getattr(hook, "_tensor_name", None) == name for hook in hooks):
                 continue
             # The next pruning ranks what the last forward pass has computed.
             value = value.detach() if value is not None else None
@@ -537,7 +538,7 @@ def _inside(
     if is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
         yield key, value
     elif not has_keys or all(type(each) in (str, int) for each in value):
-        yield (*key, _SHAPE), (*_shape_of(value), *_members_of(value, known))
+        yield (*key, _SHAPE), _shape_of(value, known)
         yield from inside
     else:
         yield from _whole(key, value, known)
@@ -549,22 +550,18 @@ def _whole(key: Key, value: Any, known: Known) -> Iterator[tuple[Key, Any]]:
         yield (*key, _SHAPE), whole_form(value, known.name_of)
 
 
-def _members_of(value: Any, known: Known) -> list[str]:
-    """The names of the modules and parameters of the state in a list, in its order."""
-    if not isinstance(value, (list, tuple, deque)) or len(value) > _LONGEST:
-        return []
-    return [name for name in map(known.name_of, value) if name is not None]
+def _shape_of(value: Any, known: Known) -> tuple[Any, ...]:
+    """Class, length or keys, and the names of the modules and parameters of the state in a list."""
+    if isinstance(value, dict):
+        return type_name(value), *map(str, value)
+    if not isinstance(value, CONTAINERS):
+        return type_name(value), None
+    is_list = isinstance(value, (list, tuple, deque)) and len(value) <= _LONGEST
+    names = map(known.name_of, value) if is_list else ()
+    return type_name(value), len(value), *(name for name in names if name is not None)
 
 
 _LONGEST = 10_000
-
-
-def _shape_of(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, dict):
-        return type_name(value), *map(str, value)
-    return type_name(value), len(value) if isinstance(value, CONTAINERS) else None
-
-
 _DEEPEST = 6
 _WHOLE = (Kind.PLAIN, Kind.ARRAY, Kind.MIXED)
 
@@ -580,11 +577,6 @@ def _is_beside_others(owner: Owner, key: Key, others: dict[int, bool]) -> bool:
             if others[id(above)]:
                 return True
     return False
-
-
-def _is_pruned(module: Any, name: str) -> bool:
-    hooks = module._forward_pre_hooks.values()
-    return any(getattr(hook, "_tensor_name", None) == name for hook in hooks)
 
 
 @cache

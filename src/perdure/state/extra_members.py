@@ -303,7 +303,8 @@ def _new_pairs(walk: Walk, pairs: set[tuple[str, str]], name: str) -> dict[str, 
         return {}
     tensors = _tensors_by_path(walk)
     for one, other in sorted(pairs):
-        if _place(tensors[one]) == _place(tensors[other]):
+        both = tensors[one], tensors[other]
+        if len({(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in both}) == 1:
             continue
         raise UnsupportedLeafError(
             f"{one} and {other} share memory, and did not when the program gave the state to the "
@@ -311,11 +312,6 @@ def _new_pairs(walk: Walk, pairs: set[tuple[str, str]], name: str) -> dict[str, 
             f"values (`copy_`, `clone()`), or make them one where the model is made."
         )
     return {name: json_leaf(sorted(pairs))}
-
-
-def _place(tensor: Any) -> Any:
-    """Which memory a tensor shows, and how."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _is_on_numpy(tensor: Any) -> bool:

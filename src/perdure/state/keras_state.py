@@ -86,7 +86,9 @@ def variables_by_path(owner: Any) -> dict[str, Any]:
     if isinstance(owner, keras.optimizers.Optimizer):
         return _unique((_slot_path(owner, variable), variable) for variable in owner.variables)
     variables = [*owner.variables, *_recurrent_states(owner)]
-    return _unique((_relative_path(variable.path, owner.name), variable) for variable in variables)
+    return _unique(
+        (variable.path.removeprefix(f"{owner.name}/"), variable) for variable in variables
+    )
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
@@ -208,13 +210,9 @@ def _variable_node(variable: Any) -> Node:
     )
 
 
-def _relative_path(path: str, name: str) -> str:
-    return path.removeprefix(f"{name}/")
-
-
 def _slot_path(optimizer: Any, variable: Any) -> str:
     """`momentum/dense/kernel` for Keras' `adam/sequential_dense_kernel_momentum`."""
-    name = _relative_path(variable.path, optimizer.name)
+    name = variable.path.removeprefix(f"{optimizer.name}/")
     trained = [  # a variable of TensorFlow has no path
         getattr(each, "path", None) or each.name.partition(":")[0]
         for each in getattr(optimizer, "_trainable_variables", ())
@@ -225,7 +223,7 @@ def _slot_path(optimizer: Any, variable: Any) -> str:
     owner = max(owners, key=len)
     # All paths start with the model's name if it built its layers itself.
     models = {path.split("/")[0] if path.count("/") > 1 else "" for path in trained}
-    variable_path = _relative_path(owner, models.pop()) if len(models) == 1 else owner
+    variable_path = owner.removeprefix(f"{models.pop()}/") if len(models) == 1 else owner
     return f"{name[len(owner) + 1 :]}/{variable_path}"
 
 

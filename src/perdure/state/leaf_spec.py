@@ -14,6 +14,7 @@ from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import LeafEntry
+from perdure.text import counted
 
 MAX_LINES = 20
 _REBUILD = "Build the target with the code that saved it, or restore without a target."
@@ -90,22 +91,18 @@ def fits(expected: LeafSpec, stored: LeafSpec) -> bool:
 
 def mismatch_error(differences: Sequence[Difference], hint: str = "") -> MismatchError:
     """The error for a target that differs from the checkpoint, with what to do about it."""
-    leaves = "leaf" if len(differences) == 1 else "leaves"
-    return MismatchError(
-        f"the target and the checkpoint differ in {len(differences):,} {leaves}; nothing was "
-        f"changed:\n{format_differences(differences)}\n{_advice(differences)}{hint}"
-    )
-
-
-def _advice(lines: Sequence[Difference]) -> str:
     is_dtype_only = any(
         line.expected
         and line.stored
         and line.expected != line.stored
         and line.expected.partition("[")[2] == line.stored.partition("[")[2] != ""
-        for line in lines
+        for line in differences
     )
-    return _REBUILD + (_DTYPE if is_dtype_only else "") + state_dict_advice(lines)
+    advice = _REBUILD + _DTYPE * is_dtype_only + state_dict_advice(differences) + hint
+    return MismatchError(
+        f"the target and the checkpoint differ in {counted(len(differences), 'leaf', 'leaves')}; "
+        f"nothing was changed:\n{format_differences(differences)}\n{advice}"
+    )
 
 
 def state_dict_advice(lines: Sequence[Difference]) -> str:

@@ -88,14 +88,12 @@ def is_plain(value: Any) -> bool:
 
 def array_spec(array: np.ndarray[Any, Any] | np.generic) -> LeafSpec:
     """dtype and shape; raises `UnsupportedLeafError` for an array that cannot be restored exactly."""
-    _check_array_type(array)
-    return LeafSpec(_dtype_name(array.dtype), array.shape)
+    return LeafSpec(_checked_name(array), array.shape)
 
 
 def array_leaf(array: np.ndarray[Any, Any] | np.generic) -> Leaf:
     """The bytes of a NumPy array or scalar, without a copy where possible."""
-    _check_array_type(array)
-    name = _dtype_name(array.dtype)  # refuses what has no exact form
+    name = _checked_name(array)
     data, is_copy = array_bytes(array)
     return Leaf(name, array.shape, data, is_copy or isinstance(array, np.generic))
 
@@ -177,9 +175,9 @@ def _same_bytes(one: memoryview | bytes, other: memoryview | bytes) -> bool:
     return True
 
 
-def _check_array_type(value: np.ndarray[Any, Any] | np.generic) -> None:
+def _checked_name(value: np.ndarray[Any, Any] | np.generic) -> str:
     if type(value) is np.ndarray or isinstance(value, np.generic):
-        return
+        return _dtype_name(value.dtype)
     raise UnsupportedLeafError(
         f"a {type_name(value)} would come back as a plain NumPy array. Expected numpy.ndarray or "
         f"numpy.ma.MaskedArray: convert it with `numpy.array(x)`."

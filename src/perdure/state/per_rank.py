@@ -68,16 +68,12 @@ class RankContext:
 
     def owns(self, path: str) -> bool:
         """Whether a leaf belongs to a `PerRank` member."""
-        return bool(self.members) and any(
-            _rank(path, member) is not None for member in self.members
-        )
+        return any(_rank(path, member) is not None for member in self.members)
 
     def leaves_out(self, path: str) -> bool:
         """Whether a stored leaf belongs to a `PerRank` member and to another rank."""
-        return bool(self.members) and any(
-            (rank := _rank(path, member)) is not None and rank != chosen
-            for member, chosen in self.members.items()
-        )
+        ranks = ((_rank(path, member), chosen) for member, chosen in self.members.items())
+        return any(rank not in (None, chosen) for rank, chosen in ranks)
 
 
 _context: ContextVar[RankContext | None] = ContextVar("rank_context", default=None)

@@ -497,7 +497,8 @@ def _inside(
     key: Key, value: Any, known: Known, owner: Owner, seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[Key, Any]]:
     """A value that is stored as a whole, or what is stored of those inside it."""
-    is_method = isinstance(value, MethodType) and known.name_of(value.__self__) is not None
+    its_type = type(value)
+    is_method = its_type is MethodType and known.name_of(value.__self__) is not None
     kind = Kind.MIXED if is_method else kind_of(value)
     if kind is Kind.OTHER and is_position(value):
         raise UnsupportedLeafError(
@@ -505,7 +506,7 @@ def _inside(
             f"Keep a list and the number of its next element, or a generator of random numbers; "
             f"delete the attribute if it is used up."
         )
-    if kind is Kind.OTHER and type(value) is FunctionType and len(key) <= _DEEPEST:
+    if kind is Kind.OTHER and its_type is FunctionType and len(key) <= _DEEPEST:
         yield from _of_function(key, value, known, owner)
         return
     if kind is Kind.ARRAY and known.is_view(value):

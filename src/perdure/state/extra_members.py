@@ -163,8 +163,9 @@ class SharedMembers(ExtraMember):
         walk = saving.walk
         _refuse_views(walk)
         _refuse_shared_moments(walk)
-        new = _in_one_memory(walk) - (self._in_one_memory or set())
-        leaves = _new_pairs(walk, new, f"process/{saving.process}/one_memory")
+        at_first = self._in_one_memory or set()
+        new = sorted(_in_one_memory(walk, at_first) - at_first)
+        leaves = {f"process/{saving.process}/one_memory": json_leaf(new)} if new else {}
         known = None
         for branch in walk.branches if dict in walk.kinds else ():
             if type(branch.value) is dict and int in map(type, branch.value):
@@ -197,7 +198,7 @@ class SharedMembers(ExtraMember):
         """Compare what the restore itself, which is given `shared_groups`, cannot make one; let tensors
         that were in one memory be in one again."""
         if pairs := restoring.stored("one_memory", _groups_of_paths):
-            tensors = _tensors_by_path(walk)
+            tensors = {path: value for path, value, _ in _in_memory(walk, may_share=True)}
             for one, other in pairs:
                 base, tensor = (tensors.get(restoring.renamed(path)) for path in (one, other))
                 if base is not None and tensor is not None:
@@ -245,15 +246,26 @@ def _refuse_views(walk: Walk) -> None:
             )
 
 
-def _in_one_memory(walk: Walk) -> set[tuple[str, str]]:
+def _in_one_memory(
+    walk: Walk, at_first: set[tuple[str, str]] | None = None
+) -> set[tuple[str, str]]:
     """The pairs of parameters that are two objects and begin at one address, and those of tensors of
-    the program's optimizers that are in one memory with another one."""
+    the program's optimizers that are in one memory with another one. Refused is a pair that was not
+    there `at_first` and of which one shows only a part of the other."""
     first: dict[int, tuple[str, Any]] = {}
     pairs: set[tuple[str, str]] = set()
     for path, value, start in _in_memory(walk):
-        other, held_there = first.setdefault(start, (path, value))
-        if start and held_there is not value:
-            pairs.add((other, path))
+        other, base = first.setdefault(start, (path, value))
+        if not start or base is value:
+            continue
+        pairs.add((other, path))
+        shown = {(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (base, value)}
+        if at_first is not None and (other, path) not in at_first and len(shown) > 1:
+            raise UnsupportedLeafError(
+                f"{other} and {path} share memory, and did not when the program gave the state to the "
+                f"restore or first saved it, so that they would be two tensors after a restore. Copy "
+                f"the values (`copy_`, `clone()`), or make them one where the model is made."
+            )
     return pairs
 
 
@@ -285,33 +297,11 @@ def _in_memory(walk: Walk, *, may_share: bool = False) -> list[tuple[str, Any, i
     return found
 
 
-def _tensors_by_path(walk: Walk) -> dict[str, Any]:
-    return {path: value for path, value, _ in _in_memory(walk, may_share=True)}
-
-
 def _address(tensor: Any) -> int:
     try:
         return 0 if tensor is None else tensor.data_ptr()
     except (RuntimeError, ValueError):  # of a subclass without memory of its own, or a lazy one
         return 0
-
-
-def _new_pairs(walk: Walk, pairs: set[tuple[str, str]], name: str) -> dict[str, Leaf]:
-    """The leaf for tensors that have come into one memory since the program began. Refused are those
-    of which one shows only a part of the other."""
-    if not pairs:
-        return {}
-    tensors = _tensors_by_path(walk)
-    for one, other in sorted(pairs):
-        both = tensors[one], tensors[other]
-        if len({(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in both}) == 1:
-            continue
-        raise UnsupportedLeafError(
-            f"{one} and {other} share memory, and did not when the program gave the state to the "
-            f"restore or first saved it, so that they would be two tensors after a restore. Copy the "
-            f"values (`copy_`, `clone()`), or make them one where the model is made."
-        )
-    return {name: json_leaf(sorted(pairs))}
 
 
 def _is_on_numpy(tensor: Any) -> bool:

@@ -170,7 +170,13 @@ class ResumableLoader:
                 with self._own_generators():
                     batch = next(batches, _END)
                 if held and not bits.same(before, list(map(read_generator, held))):
-                    raise _held_generator(held)
+                    raise DataError(
+                        f"loading a batch has drawn from a random generator that the dataset holds (it "
+                        f"has {len(held)}), which a resume in the middle of an epoch does not repeat. "
+                        f"Draw from the global generators (`torch.rand`, `random`, `numpy.random`), "
+                        f"which are seeded for each example, or make a generator from the index of the "
+                        f"example."
+                    )
                 if self._pass is not current:
                     raise DataError(
                         "another loop over this ResumableLoader has begun, or its position was set. "
@@ -388,15 +394,6 @@ def _position_of(state: Any) -> _Position:
             f"{error}. Give `load_state_dict` what `state_dict` returned."
         ) from error
     return position
-
-
-def _held_generator(held: list[Any]) -> DataError:
-    return DataError(
-        f"loading a batch has drawn from a random generator that the dataset holds (it has "
-        f"{len(held)}), which a resume in the middle of an epoch does not repeat. Draw from the global "
-        f"generators (`torch.rand`, `random`, `numpy.random`), which are seeded for each example, or "
-        f"make a generator from the index of the example."
-    )
 
 
 def _own_iterator(loader: Any) -> DataError:

@@ -37,8 +37,15 @@ class OptimizerState(Stateful):
 
     def read(self) -> Any:
         state = self.target.state_dict()
-        if type(self.target).state_dict is not torch.optim.Optimizer.state_dict:
-            _refuse_addresses(state, {id(each) for each in self.depends_on()})
+        is_own = type(self.target).state_dict is not torch.optim.Optimizer.state_dict
+        parameters = {id(each) for each in self.depends_on()} if is_own else set()
+        for name, part in state.items() if is_own and isinstance(state, dict) else ():
+            keys = part if isinstance(part, dict) else ()
+            if any(type(key) is int and key in parameters for key in keys):
+                raise UnsupportedLeafError(
+                    f"its `state_dict` has `id()`s of parameters as the keys of {name!r}, which mean "
+                    f"nothing in another process. Number the parameters there, as PyTorch does."
+                )
         return state
 
     def check(self) -> Check:
@@ -183,16 +190,6 @@ class SchedulerState(Stateful):
 
     def may_add(self, path: str) -> bool:
         return "/" not in path  # a setting of a newer torch
-
-
-def _refuse_addresses(state: Any, parameters: set[int]) -> None:
-    for name, part in state.items() if isinstance(state, dict) else ():
-        keys = part if isinstance(part, dict) else ()
-        if any(type(key) is int and key in parameters for key in keys):
-            raise UnsupportedLeafError(
-                f"its `state_dict` has `id()`s of parameters as the keys of {name!r}, which mean "
-                f"nothing in another process. Number the parameters there, as PyTorch does."
-            )
 
 
 def _tensor_states(state: Any) -> dict[int, dict[Any, Any]]:

@@ -287,18 +287,16 @@ class _Restore(ObjectStates):
             if not isinstance(node, Stateful):
                 continue
             first = first_paths.setdefault(id(node.target), path)
-            if first != path and not self._same_leaves(first, path):
+            if first == path:
+                continue
+            one, other = (
+                {inside[len(each) :]: leaf for inside, leaf in self._below(each).items()}
+                for each in (first, path)
+            )
+            if one.keys() != other.keys() or not all(same_bits(one[p], other[p]) for p in one):
                 reason = f"is one object with {first} in the target, the checkpoint has two"
                 conflicts.append(Difference(path, reason=reason))
         return conflicts
-
-    def _same_leaves(self, first: str, second: str) -> bool:
-        """Whether the checkpoint has the same leaves below two paths."""
-        one, other = (
-            {inside[len(path) :]: leaf for inside, leaf in self._below(path).items()}
-            for path in (first, second)
-        )
-        return one.keys() == other.keys() and all(same_bits(one[p], other[p]) for p in one)
 
     def _apply_changes(self) -> None:
         """Change the objects in place: all of them, or none. Changes that may fail come first, each

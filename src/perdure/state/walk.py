@@ -240,7 +240,10 @@ class Walk:
         branch = Branch(path, value, node)
         if isinstance(node, Stateful):
             for number, code in enumerate(getattr(value, "lr_lambdas", ())):
-                self.code[f"{path}/lr_lambdas/{number}"] = _code_name(code)
+                # Equal for a function and for one that the same line has made again.
+                made = getattr(code, "__code__", None)
+                name = made and (made.co_filename, made.co_firstlineno, made.co_code)
+                self.code[f"{path}/lr_lambdas/{number}"] = name or code
             if is_selected or self._selects_inside(node, path):
                 self.objects[path] = node
             else:
@@ -321,12 +324,6 @@ class Walk:
         inside = [leaf for leaf in self._stored or () if leaf.startswith(below)]
         inside += [join_part(path, part) for part in node.parts() or ()]
         return any(map(self._selection.matches, inside))
-
-
-def _code_name(function: Any) -> Any:
-    """What is equal for a function and for one that the same line has made again."""
-    code = getattr(function, "__code__", None)
-    return function if code is None else (code.co_filename, code.co_firstlineno, code.co_code)
 
 
 class Unwalked:

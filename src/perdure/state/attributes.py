@@ -149,8 +149,10 @@ class Attributes(ExtraMember):
             if has_moved:
                 require_same_names(owner, self._at.get(owner.path, {}), known)
             require_same_slots(owner, fresh, owners, known)
-            if _is_as_at_first(owner, fresh, known):
-                continue
+            before, now = fresh.get((_SCALARS,)), _scalars(owner, known)
+            is_alike = before and now and len(before) == len(now)
+            if is_alike and all(map(operator.is_, now, before)):
+                continue  # nearly every one, in every save
             require_same_code(owner, fresh)
             require_same_parameters(owner, fresh, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
@@ -165,7 +167,12 @@ class Attributes(ExtraMember):
                     continue
                 if key[-1] == _VIEW:
                     if key in fresh:
-                        raise _other_view(path_of(owner.path, key[:-1]))
+                        raise UnsupportedLeafError(
+                            f"{path_of(owner.path, key[:-1])}: is a view of a tensor of the state, and "
+                            f"showed other elements of it when the program gave the state to the "
+                            f"restore or first saved it. A resumed program would show those again. "
+                            f"Keep the number of the row, and make the view where it is used."
+                        )
                     continue
                 hook = next((n for n, part in enumerate(key[:2]) if part in ALL_HOOKS), None)
                 if hook is not None and (*key[: hook + 2], _SHAPE) not in fresh:
@@ -309,23 +316,6 @@ def _scalars(owner: Owner, known: Known) -> list[Any] | None:
                 return None
             found.append(parameter.requires_grad)
     return found
-
-
-def _is_as_at_first(owner: Owner, fresh: dict[Key, Any], known: Known) -> bool:
-    """Whether a module has nothing that its marks would find: nearly every one, in every save."""
-    before, now = fresh.get((_SCALARS,)), _scalars(owner, known)
-    if before is None or now is None or len(now) != len(before):
-        return False
-    return all(map(operator.is_, now, before))
-
-
-def _other_view(path: str) -> UnsupportedLeafError:
-    """The error for an attribute that shows other elements of a tensor of the state than at first."""
-    return UnsupportedLeafError(
-        f"{path}: is a view of a tensor of the state, and showed other elements of it when the "
-        f"program gave the state to the restore or first saved it. A resumed program would show "
-        f"those again. Keep the number of the row, and make the view where it is used."
-    )
 
 
 def _require_present(value: Any, mark: Any, path: str) -> None:

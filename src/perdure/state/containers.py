@@ -58,7 +58,8 @@ def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]
             )
         name: Any = "dict" if kind is Form else kind.__name__
         entry = Container(name, keys=_keys(value), factory=_FACTORIES.get(factory))  # type: ignore[arg-type]
-        return entry, _items(value)
+        names = (key if type(key) is str and key else key_text(key) for key in value)
+        return entry, list(zip(names, value.values(), strict=True))
     if kind is set or kind is frozenset:
         try:
             value = sorted(value, key=scalar_text)
@@ -79,12 +80,11 @@ def describe_record(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] |
     kind = type(value)
     fields: Any = getattr(kind, "_fields", None) if isinstance(value, tuple) else None
     if fields is None and dataclasses.is_dataclass(value):
-        if any(base.__module__.startswith("equinox.") for base in kind.__mro__):
+        is_equinox = any(base.__module__.startswith("equinox.") for base in kind.__mro__)
+        if is_equinox or any(map(is_static, dataclasses.fields(value))):
             return None  # static fields are in no leaf
-        if any(is_static(field) for field in dataclasses.fields(value)):
-            return None
         fields = [field.name for field in dataclasses.fields(value)]
-        if vars(value).keys() != set(fields) if hasattr(value, "__dict__") else True:
+        if not hasattr(value, "__dict__") or vars(value).keys() != set(fields):
             return None
     if fields is None or record_class(type_name(value)) is not kind:
         return None
@@ -231,7 +231,3 @@ def _keys(value: Mapping[Any, Any]) -> tuple[Any, ...] | None:
     if all(type(key) is str for key in keys) and all(a < b for a, b in pairwise(keys)):
         return None
     return tuple(keys)
-
-
-def _items(value: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    return [(key if type(key) is str and key else key_text(key), value[key]) for key in value]

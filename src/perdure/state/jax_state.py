@@ -55,15 +55,11 @@ class JaxState(Adapter):
             return None
         if isinstance(value, jax.core.Tracer):
             raise _traced()
-        name = _dtype_name(value.dtype)
-        if name in _WIDE and isinstance(value, jax.ShapeDtypeStruct) and not _x64():
+        name, is_abstract = _dtype_name(value.dtype), isinstance(value, jax.ShapeDtypeStruct)
+        if is_abstract and name in _WIDE and not _x64():
             raise _truncated(name, value.shape)
         _require_processes(value.sharding)
-        if (
-            isinstance(value, jax.ShapeDtypeStruct)
-            and value.shape == ()
-            and (value.weak_type or name == "bool")
-        ):
+        if is_abstract and value.shape == () and (value.weak_type or name == "bool"):
             # `jax.eval_shape` makes these of Python numbers: such a target takes what those take.
             name = _NUMBERS.get(value.dtype.kind, name)
         return LeafSpec(f"key<{_impl(value)}>" if name is None else name, tuple(value.shape))

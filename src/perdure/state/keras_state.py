@@ -78,7 +78,7 @@ def variables_by_path(owner: Any) -> dict[str, Any]:
     if keras.backend.backend() == "tensorflow" and (found := _tensorflow_value(owner)):
         path, value = found
         raise UnsupportedLeafError(
-            f"the Keras object {owner.name!r} has a {type(value).__name__} of TensorFlow ({path}), "
+            f"the Keras object {owner.name!r} has a {type(value).__name__} of TensorFlow ({path[1:]}), "
             f"which Keras does not count among its variables: it would be lost. Make it with "
             f"`self.add_weight(shape=..., initializer=..., trainable=False)`, and a generator as a "
             f"`keras.random.SeedGenerator`."
@@ -133,11 +133,9 @@ def _recurrent_states(owner: Any) -> Iterator[Any]:
 def _tensorflow_value(owner: Any) -> tuple[str, Any] | None:
     """A `tf.Variable` or a generator in the attributes of `owner` or of its layers, and its path."""
     layers = owner._flatten_layers() if isinstance(owner, keras.Layer) else [owner]
-    for layer in layers:
-        attributes = [(k, v) for k, v in vars(layer).items() if k != _TENSORFLOW_CHILDREN]
-        if found := _first_value(attributes, depth=3):
-            return f"{layer.name}{found[0]}", found[1]
-    return None
+    held = [(layer.name, vars(layer).items()) for layer in layers]
+    own = [(name, {k: v for k, v in each if k != _TENSORFLOW_CHILDREN}) for name, each in held]
+    return _first_value(own, depth=4)
 
 
 def _first_value(children: Iterable[tuple[Any, Any]], depth: int) -> tuple[str, Any] | None:

@@ -368,11 +368,8 @@ def _may_change_shape(value: Any) -> bool:
     """Whether a leaf of an object of the program may get another shape or become an array: no
     parameter of a module."""
     torch = sys.modules.get("torch")
-    return (
-        type(value) in (np.ndarray, int, float)
-        or isinstance(value, np.generic)
-        or (torch is not None and type(value) is torch.Tensor)
-    )
+    kinds = (np.ndarray, int, float) if torch is None else (np.ndarray, int, float, torch.Tensor)
+    return type(value) in kinds or isinstance(value, np.generic)
 
 
 def _class_of(value: Any) -> Any:

@@ -147,7 +147,16 @@ class ResumableLoader:
         is_empty_after_resume = self._taken == self._step and not _is_lightning(sys._getframe(1))
         if is_empty_after_resume and not self._has_warned:
             self._has_warned = True
-            _warn_of_empty_loop(self._step, self._epoch - 1)
+            # A loop over `islice` has left the epoch at its last batch, with a checkpoint from within.
+            warnings.warn(
+                f"step {self._step}: the state of this ResumableLoader was saved inside a loop that "
+                f"was left at the last batch of epoch {self._epoch - 1}, and the program goes on with "
+                f"the next epoch. A checkpoint of that step resumes with the end of that epoch: its "
+                f"first loop is empty. If the loop is one of a number of batches (`itertools.islice`, "
+                f"`break`) and not of an epoch, save after that loop.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._taken = -1
         # Loops that are left at the last batch of a whole epoch (by `zip`) resume rightly.
         self._is_part = self._batch > 0 and self._step != self._loaded
@@ -460,19 +469,6 @@ def _other_order(epoch: int, batch: int, found: str) -> DataError:
 
 def _is_lightning(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").endswith("pytorch.utilities.combined_loader")
-
-
-def _warn_of_empty_loop(step: int, epoch: int) -> None:
-    """A loop over `islice` has left `epoch` at its last batch, with a checkpoint from within."""
-    warnings.warn(
-        f"step {step}: the state of this ResumableLoader was saved inside a loop that was "
-        f"left at the last batch of epoch {epoch}, and the program goes on with the next "
-        f"epoch. A checkpoint of that step resumes with the end of that epoch: its first loop is "
-        f"empty. If the loop is one of a number of batches (`itertools.islice`, `break`) and not "
-        f"of an epoch, save after that loop.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
 
 
 def _warn_of_cycle(batches: Any) -> None:

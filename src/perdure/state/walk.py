@@ -126,7 +126,6 @@ class Walk:
         self._containers = containers or {}
         self._selection = selection
         self._grown = {path for path, entry in self._containers.items() if entry.grown}
-        self._is_whole = selection is None and not containers
         self._starts: list[int] = []  # of runs
         self._is_in_object = False
         try:
@@ -202,16 +201,11 @@ class Walk:
         return answers
 
     def _visit(self, value: Any, path: str) -> int | Branch:
-        if self._is_whole:
-            if self.takers.get(type(value)) is not None:
-                return self._add((path,), (value,))
-            is_selected = True
-        else:
-            selection = self._selection
-            is_selected = selection is None or selection.matches(path)
-            if not is_selected and not (selection and selection.may_hold(path)):
-                self.pruned.add(path)
-                return Branch(path, value, None)
+        selection = self._selection
+        is_selected = selection is None or selection.matches(path)
+        if not is_selected and not (selection and selection.may_hold(path)):
+            self.pruned.add(path)
+            return Branch(path, value, None)
         entry = self._containers.get(path)
         if (
             is_selected
@@ -222,7 +216,10 @@ class Walk:
             self.objects[path] = described = Described(value)
             return Branch(path, value, described)
         try:
-            if self._taker(value) is not None:
+            if (kind := type(value)) not in self.takers:
+                found = leaf_adapter(value, self.adapters)
+                self.takers[kind] = None if found is None else found[0]
+            if self.takers[kind] is not None:
                 if is_selected:
                     return self._add((path,), (value,))
                 self.unselected.add(path)
@@ -306,16 +303,6 @@ class Walk:
         self.paths.extend(paths)
         self.values.extend(values)
         return first
-
-    def _taker(self, value: Any) -> Adapter | None:
-        """The adapter for which a value is a leaf, which its type decides."""
-        kind = type(value)
-        try:
-            return self.takers[kind]
-        except KeyError:
-            found = leaf_adapter(value, self.adapters)
-            taker = self.takers[kind] = None if found is None else found[0]
-            return taker
 
     def _selects_inside(self, node: Stateful, path: str) -> bool:
         """Whether something inside an object is selected: in the checkpoint, or in the target."""

@@ -150,8 +150,7 @@ class Attributes(ExtraMember):
                 require_same_names(owner, self._at.get(owner.path, {}), known)
             require_same_slots(owner, fresh, owners, known)
             before, now = fresh.get((_SCALARS,)), _scalars(owner, known)
-            is_alike = before and now and len(before) == len(now)
-            if is_alike and all(map(operator.is_, now, before)):
+            if before and now and len(before) == len(now) and all(map(operator.is_, now, before)):
                 continue  # nearly every one, in every save
             require_same_code(owner, fresh)
             require_same_parameters(owner, fresh, known)

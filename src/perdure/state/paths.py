@@ -20,17 +20,13 @@ def key_text(key: object) -> str:
     """The text of a mapping's key; raises `UnsupportedLeafError` for a key that cannot be in a path."""
     if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
         return str(key)
+    shape = getattr(key, "shape", None)  # of an array or a tensor, which may be large
+    is_array = isinstance(shape, tuple)
+    shown = f"{type(key).__name__} of shape {tuple(shape)}" if is_array else reprlib.repr(key)
     raise UnsupportedLeafError(
-        f"a mapping has the key {_form(key)}; expected a non-empty string or an integer, because keys "
+        f"a mapping has the key {shown}; expected a non-empty string or an integer, because keys "
         f"become leaf paths."
     )
-
-
-def _form(key: object) -> str:
-    """A key in an error: of an array or a tensor, which may be large, not the values."""
-    if isinstance(shape := getattr(key, "shape", None), tuple):
-        return f"{type(key).__name__} of shape {tuple(shape)}"
-    return reprlib.repr(key)
 
 
 def join_key(path: str, key: str) -> str:

@@ -228,8 +228,7 @@ def test_every_container_is_restored_with_its_type(kind: str, fresh: dict[str, A
     ("value", "why"),
     [
         (object(), r"o/value: a value of type builtins\.object has no exact form"),
-        ({(1, 2)}, "o/value: a set of values other than Python scalars"),
-        (collections.defaultdict(lambda: 1), "o/value: a defaultdict whose factory is"),
+        ({frozenset({1})}, "o/value: a set of values other than Python scalars"),
     ],
 )
 def test_a_container_that_cannot_be_rebuilt_is_refused_at_the_save(value: Any, why: str) -> None:

@@ -7,6 +7,7 @@ asked only if the framework is imported already: otherwise no value of it can ex
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -129,6 +130,8 @@ def copy_state(state: Any) -> Any:
     entry, children = described
     values = {join_key("", key): child for key, child in children}
     copied = build_container(entry, list(values), lambda _, part: copy_state(values[part]))
+    if type(copied) is defaultdict:
+        copied.default_factory = state.default_factory
     return made_value(copied) if type(copied) is dict else copied
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import cache, cached_property, partial
 from itertools import repeat
 from operator import attrgetter
@@ -16,6 +17,7 @@ from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
+from perdure.state.attribute_values import Kind, kind_of, mark_of, put_value
 from perdure.state.containers import (
     PLAIN_MAPPINGS,
     Form,
@@ -23,6 +25,7 @@ from perdure.state.containers import (
     describe_container,
     mapping_like,
     masked_array,
+    set_attributes,
 )
 from perdure.state.generators import (
     SEED_SEQUENCE,
@@ -45,7 +48,7 @@ from perdure.state.leaf_values import (
     scalar_leaf,
 )
 from perdure.state.paths import key_text
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import OF_CLASS, is_of_program, is_plain_object, slots_of
 from perdure.state.value_forms import (
     attributes_of,
     is_named,
@@ -164,58 +167,84 @@ class Builtin(Adapter):
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return _dataclass_node(value)
         if is_plain_object(value):
-            return _attributes_node(value)
+            return _attributes_node(value, stored)
         return None
-
-
-def is_plain_object(value: Any) -> bool:
-    """Whether the attributes of an object are its state, unless a framework takes it."""
-    if hasattr(value, "load_state_dict") or dataclasses.is_dataclass(value):
-        return False
-    return hasattr(value, "__dict__") and is_of_program(type(value))
 
 
 def _attributes_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> Node:
     """An object whose attributes are its state, changed in place."""
-    names = [*vars(value)]
-    names += [name for name in _defaults_of(type(value)) if name not in vars(value)]
-    for name, (base, first) in _defaults_of(type(value)).items():
-        if (now := vars(base).get(name, first)) is not first and (now != first or now != now):
-            raise UnsupportedLeafError(
-                f"{name} is an attribute of the class {base.__qualname__}, and the run has changed it "
-                f"there ({first!r} to {now!r}), where no checkpoint puts it back. Make it an attribute "
-                f"of the object (`self.{name} = ...`)."
-            )
+    held, slots = getattr(value, "__dict__", {}), slots_of(value)
+    of_class = _changed_of_class(type(value), stored or {})
+    names = [*held, *slots]
+    names += [name for name in _defaults_of(type(value)) if name not in held]
     implied = value.implied_members() if isinstance(value, AttributeState) else {}
     if stored is not None and implied:
         first = {path.partition("/")[0] for path in stored}
         implied = {name: each for name, each in implied.items() if name in first}
 
-    before = dict(vars(value))
+    before, in_slots = dict(held), {name: getattr(value, name) for name in slots}
+    in_classes: dict[str, Any] = {}
 
     def rebuild(new: Sequence[Any]) -> None:
         for name, each in zip(names, new, strict=False):  # implied ones are changed in place
-            if name in vars(value) or each is not getattr(value, name):
-                vars(value)[name] = each
+            if name in in_slots:
+                object.__setattr__(value, name, each)
+            elif name in held or each is not getattr(value, name):
+                held[name] = each
+        for name, base in of_class.items():
+            in_classes[name] = deepcopy(vars(base)[name])
+            setattr(base, name, put_value(vars(base)[name], new[-1][name][1]))
 
     def undo() -> None:
-        vars(value).clear()
-        vars(value).update(before)
+        held.clear()
+        held.update(before)
+        set_attributes(value, in_slots)
+        for name, first in in_classes.items():
+            setattr(of_class[name], name, put_value(vars(of_class[name])[name], first))
 
     children = [*((name, with_pairs(getattr(value, name))) for name in names), *implied.items()]
+    if of_class:
+        # Beside each one a leaf, because a container may have become empty.
+        values = {name: [True, with_pairs(vars(base)[name])] for name, base in of_class.items()}
+        children.append((OF_CLASS, values))
     return Node(children, rebuild, in_place=True, undo=undo)
 
 
+def _changed_of_class(kind: type, stored: Mapping[str, LeafSpec]) -> dict[str, type]:
+    """The classes by the names of their values that a run has changed there (`Agent.count += 1`,
+    `agent.losses.append(x)`), or that a checkpoint has."""
+    first = f"{OF_CLASS}/"
+    names = {path.split("/")[1] for path in stored if path.startswith(first)}
+    return {
+        name: base
+        for name, (base, mark) in _values_of_classes(kind).items()
+        if name in names or mark != mark_of(vars(base).get(name), is_fresh=False)
+    }
+
+
 @cache
-def _defaults_of(kind: type) -> dict[str, tuple[type, Any]]:
-    """The numbers and texts of a class of the program that an object may get as its own
-    (`count = 0`, and later `self.count += 1`), with the class and the first value: no constants."""
+def _values_of_classes(kind: type) -> dict[str, tuple[type, Any]]:
+    """The plain values and arrays that the program's classes among the bases of a class have at first,
+    with the class and the mark of each."""
     found: dict[str, tuple[type, Any]] = {}
     for base in kind.__mro__ if is_of_program(kind) else ():
         for name, value in vars(base).items() if is_of_program(base) else ():
-            if type(value) in _DEFAULTS and not name.startswith("__") and not name.isupper():
-                found.setdefault(name, (base, value))
-    return {name: each for name, each in found.items() if type(getattr(kind, name)) in _DEFAULTS}
+            if not name.startswith("__") and kind_of(value) in (Kind.PLAIN, Kind.ARRAY):
+                found.setdefault(name, (base, mark_of(value)))
+    return found
+
+
+@cache
+def _defaults_of(kind: type) -> list[str]:
+    """The numbers and texts of a class of the program that an object may get as its own
+    (`count = 0`, and later `self.count += 1`): no constants."""
+    names = dict.fromkeys(
+        name
+        for base in (kind.__mro__ if is_of_program(kind) else ())
+        for name, value in (vars(base).items() if is_of_program(base) else ())
+        if type(value) in _DEFAULTS and not name.startswith("__") and not name.isupper()
+    )
+    return [name for name in names if type(getattr(kind, name)) in _DEFAULTS]
 
 
 def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:
@@ -325,7 +354,8 @@ def _dataclass_node(value: Any) -> Node:
             f"a dataclass {type_name(value)} cannot be made again without its "
             f"`__init__` ({error}). Give it `state_dict` and `load_state_dict`."
         ) from None
-    values = attributes_of(value)
+    before = attributes_of(value)
+    values = dict(before)
     for field in dataclasses.fields(value):  # a default may be stored on the class alone
         if field.name not in values and hasattr(value, field.name):
             values[field.name] = getattr(value, field.name)
@@ -335,11 +365,22 @@ def _dataclass_node(value: Any) -> Node:
         for name in values
         if name not in dunders and not isinstance(getattr(kind, name, None), cached_property)
     ]
+    children = [(name, values[name]) for name in names]
+    if kind.__dataclass_params__.frozen:
+        make = partial(build_record, kind)
+        return Node(children, lambda new: make(dunders | dict(zip(names, new, strict=True))))
 
-    return Node(
-        [(name, values[name]) for name in names],
-        lambda new: build_record(kind, dunders | dict(zip(names, new, strict=True))),
-    )
+    def rebuild(new: Sequence[Any]) -> None:  # others may have this object, and change it
+        set_attributes(value, dict(zip(names, new, strict=True)))
+        for name in values.keys() - dunders.keys() - {*names}:
+            object.__delattr__(value, name)
+
+    def undo() -> None:
+        for name in {*names} - before.keys():
+            object.__delattr__(value, name)
+        set_attributes(value, before)
+
+    return Node(children, rebuild, in_place=True, undo=undo)
 
 
 ADAPTER = Builtin()

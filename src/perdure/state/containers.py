@@ -18,7 +18,7 @@ from perdure.state.leaf_values import leaf_array, scalar_text
 from perdure.state.paths import key_text
 from perdure.store.format import escape, unescape
 from perdure.store.leaf import Leaf
-from perdure.store.manifest import MAPPINGS, Container
+from perdure.store.manifest import MAPPINGS, OF_TARGET, Container
 
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _FACTORIES: dict[Any, str] = {
@@ -50,22 +50,19 @@ def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]
         if not is_named(value):
             return describe_container(listed_form(value))
     if kind is Form or kind in PLAIN_MAPPINGS:
-        factory = getattr(value, "default_factory", None)
-        if factory is not None and factory not in _FACTORIES:
-            raise UnsupportedLeafError(
-                f"a defaultdict whose factory is {factory!r} has no exact form; expected one of "
-                f"{', '.join(_FACTORIES.values())}, or a plain dict."
-            )
+        made_by = getattr(value, "default_factory", None)
+        factory: Any = None if made_by is None else _FACTORIES.get(made_by, OF_TARGET)
         name: Any = "dict" if kind is Form else kind.__name__
-        entry = Container(name, keys=_keys(value), factory=_FACTORIES.get(factory))  # type: ignore[arg-type]
+        entry = Container(name, keys=_keys(value), factory=factory)
         names = (key if type(key) is str and key else key_text(key) for key in value)
         return entry, list(zip(names, value.values(), strict=True))
     if kind is set or kind is frozenset:
         try:
-            value = sorted(value, key=scalar_text)
+            value = sorted(value, key=_order)
         except TypeError:
             raise UnsupportedLeafError(
-                "a set of values other than Python scalars has no exact form; use a list."
+                "a set of values other than Python scalars and tuples of them has no exact form; use "
+                "a list."
             ) from None
     if kind in _SEQUENCES:
         entry = Container(kind.__name__, maxlen=getattr(value, "maxlen", None))  # type: ignore[arg-type]
@@ -73,6 +70,11 @@ def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]
     if kind.__qualname__ == "Size" and kind.__module__ == "torch":
         return Container("torch.Size"), [(str(i), child) for i, child in enumerate(value)]
     return None
+
+
+def _order(value: Any) -> tuple[str, Any]:
+    """By what the elements of a set are sorted: tuples are after scalars, by their own elements."""
+    return ("tuple", [*map(_order, value)]) if type(value) is tuple else scalar_text(value)
 
 
 def describe_record(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:

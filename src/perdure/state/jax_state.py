@@ -342,7 +342,10 @@ def whole_on_one_device(state: Any) -> list[str]:
     `jax.jit(tx.init)(parameters)` makes the moments of sharded parameters."""
     try:
         found = jax.tree_util.tree_leaves_with_path(state)
-    except ValueError:  # a dict with keys that do not sort, which no compiled step can have
+    except (
+        TypeError,
+        ValueError,
+    ):  # a dict with keys that do not sort, which no compiled step can have
         return []
     arrays = [(path, leaf) for path, leaf in found if isinstance(leaf, jax.Array)]
     sharded = {leaf.shape for _, leaf in arrays if not leaf.sharding.is_fully_replicated}

@@ -5,6 +5,7 @@ The present state of an object decides only the devices of arrays, and has the l
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -37,7 +38,7 @@ from perdure.state.leaf_values import cut, in_order, plain_value, same_bits
 from perdure.state.paths import below, join_dotted, join_part, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import ObjectFlattener, read_state
-from perdure.state.value_forms import made_value
+from perdure.state.value_forms import is_form, made_value
 from perdure.store.format import children_of, escape, unescape
 from perdure.store.leaf import Leaf, Leaves, containers_of
 
@@ -188,7 +189,11 @@ class ObjectStates:
             self._parts.get(path, ()),
             lambda key, part: self._part(join_part(path, part), _child(like, key), arrays),
         )
-        return made_value(made, self._member) if type(made) is dict else made
+        made = made_value(made, self._member) if type(made) is dict else made
+        if type(made) is defaultdict and made.default_factory is None:  # a function of the program
+            like = like["in"] if isinstance(like, Mapping) and is_form(like) else like
+            made.default_factory = getattr(like, "default_factory", None)
+        return made
 
     def _part(self, path: str, like: Any, arrays: str) -> Any:
         return self.shared(path, lambda: self._value(path, like, arrays))
@@ -270,6 +275,8 @@ class _ComparedLeaves(Leaves):
 
 def _child(like: Any, key: Any) -> Any:
     try:
+        if isinstance(like, defaultdict) and key not in like:  # which `like[key]` would change
+            return _MISSING if like.default_factory is None else like.default_factory()
         return like[key] if isinstance(like, (Mapping, Sequence)) else _MISSING
     except (KeyError, IndexError, TypeError):
         return _MISSING

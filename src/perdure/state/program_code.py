@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import dataclasses
 import dis
 import enum
 import os
@@ -34,6 +36,8 @@ _SCALARS = tuple(SCALARS)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")
 """Packages whose objects, other than tuples, are functions with settings."""
+OF_CLASS = "!of class"
+"""The key of what a run has changed in the classes of an object of the program."""
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -52,6 +56,19 @@ def is_of_program(kind: type) -> bool:
     if issubclass(kind, (enum.Enum, type)) or kind.__module__ == "builtins":
         return False
     return is_program_module(kind.__module__)
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether the attributes of an object are its state, unless a framework takes it."""
+    if hasattr(value, "load_state_dict") or dataclasses.is_dataclass(value):
+        return False
+    return is_of_program(type(value)) and (hasattr(value, "__dict__") or bool(slots_of(value)))
+
+
+def slots_of(value: Any) -> list[str]:
+    """The names of the attributes that an object has in `__slots__`, of its bases too."""
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return [name for name in names if hasattr(value, name)]
 
 
 def is_program_module(name: str) -> bool:

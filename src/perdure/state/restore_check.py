@@ -327,8 +327,12 @@ def _require_values(walk: Walk) -> None:
             )
     if (torch := sys.modules.get("torch")) is None:
         return
+    # Beside the optimizer a dict is a copy that the program keeps, as of its best step.
+    has_optimizer = any(isinstance(o.target, torch.optim.Optimizer) for o in walk.objects.values())
     for branch in walk.branches:
         if isinstance(branch.value, dict) and (owner := _owner_of_state_dict(branch.value, torch)):
+            if has_optimizer and owner == _OPTIMIZER:
+                continue
             raise UnsupportedLeafError(
                 f"{branch.path or '(the state itself)'}: this is the `state_dict()` of {owner}. After "
                 f"a restart it would have the restored values, and {owner} would have fresh ones. Give "
@@ -337,12 +341,15 @@ def _require_values(walk: Walk) -> None:
             )
 
 
+_OPTIMIZER = "the optimizer"
+
+
 def _owner_of_state_dict(value: dict[Any, Any], torch: Any) -> str:
     """The object that has returned this `state_dict()` and still changes its tensors; '' for a copy
     and for any other dict."""
     groups = value.get("param_groups")
     if "state" in value and isinstance(groups, list):
-        return "the optimizer"
+        return _OPTIMIZER
     if {"last_epoch", "_step_count"} <= value.keys():
         return "the scheduler"
     if not hasattr(value, "_metadata"):  # PyTorch gives it to those of modules, and copies keep it

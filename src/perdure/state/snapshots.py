@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from types import NoneType
 from typing import Any
 
@@ -26,7 +27,6 @@ from perdure.state.adapter import (
     leaf_adapter,
     loaded_adapters,
 )
-from perdure.state.builtin import is_plain_object
 from perdure.state.containers import (
     BYTEARRAY,
     SORTED_DICT,
@@ -46,7 +46,7 @@ from perdure.state.leaf_spec import (
 from perdure.state.leaf_values import SCALARS, is_plain, plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key, nearest, nested
 from perdure.state.per_rank import current_rank_context
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import OF_CLASS, is_of_program, is_plain_object
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.state.walk import ANY_LENGTH, MAPPINGS, Unwalked, Walk, gives_way, node_of
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
@@ -287,10 +287,11 @@ class FreshTarget:
         """Refuse two paths of which the target has one object and the run two, or the other way round:
         a restore changes objects in place, so that both would get the values of one."""
         now = _first_paths(walk) if self._first else {}
+        values = {branch.path: branch.value for branch in walk.branches if now}
         for path in sorted(now.keys() & self._first.keys()):
             one, before = now[path], self._first[path]
-            if one == before:
-                continue
+            if one == before or (one != path and is_dataclass(values.get(path))):
+                continue  # of a dataclass a restore makes one object for both
             found = f"another object than {before}, and both were one"
             if one != path:
                 found = f"one object with {one}, and both were two objects"
@@ -309,7 +310,12 @@ class FreshTarget:
             last = path
             before = self._before.get(path)
             has_no_target = not self._is_known and kind in ANY_LENGTH
-            if has_no_target or (before and (kind in ANY_LENGTH or before != _form(value))):
+            is_new = before is None and path.endswith(f"/{OF_CLASS}")
+            if (
+                is_new
+                or has_no_target
+                or (before and (kind in ANY_LENGTH or before != _form(value)))
+            ):
                 yield path, value
         for path in self._before.keys() & walk.objects.keys():
             yield path, walk.objects[path].target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -93,6 +93,9 @@ class PackEntry(Struct, frozen=True, forbid_unknown_fields=True):
     size: Natural
 
 
+OF_TARGET: Final = "target"
+
+
 class Container(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """The type of the value at one path in the state of an object, so that it can be built again.
 
@@ -102,7 +105,8 @@ class Container(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
         keys: The keys of a mapping in their order. A mapping without it has the keys of its paths, as
             strings in code point order.
         arrays: The class of the arrays at this path and below it.
-        factory: The default factory of a `defaultdict`.
+        factory: The default factory of a `defaultdict`; `OF_TARGET` for a function or a class of the
+            program, which is that of the target.
         maxlen: The greatest length of a `deque`.
         type: The name of a class, for "object".
         grown: Whether the run has put this value in the place of another one of its fresh target, so
@@ -125,7 +129,9 @@ class Container(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     ]
     keys: tuple[str | int, ...] | None = None
     arrays: Arrays | None = None
-    factory: Literal["bool", "dict", "float", "int", "list", "set", "str", "tuple"] | None = None
+    factory: (
+        Literal["bool", "dict", "float", "int", "list", "set", "str", "tuple", "target"] | None
+    ) = None
     maxlen: Natural | None = None
     type: str | None = None
     grown: bool = False

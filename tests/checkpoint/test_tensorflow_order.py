@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import perdure
 import perdure.torch
@@ -207,6 +208,55 @@ def test_a_checkpoint_in_a_checkpoint_takes_its_part(tmp_path: Path) -> None:
     layer = Checkpoint(bias=np.zeros(2))
     Checkpoint(net=layer).restore(perdure.latest_checkpoint(tmp_path)).expect_partial()
     assert layer.bias.tolist() == [5, 5]
+
+
+def trained(steps: int) -> tuple[Any, ...]:
+    """A model, three optimizers and a scheduler, after steps; and what the next step makes of them."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 2)
+    adam = torch.optim.Adam(net.parameters(), 0.1)
+    sgd = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    nested = {"by": [torch.optim.AdamW([{"params": [net.weight]}, {"params": [net.bias]}])]}
+    schedule = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
+    seen: Any = deque(maxlen=3)
+
+    def step() -> bytes:
+        for each in (adam, sgd, nested["by"][0]):
+            net.zero_grad()
+            net(torch.ones(1, 2)).square().sum().backward()
+            each.step()
+        schedule.step()
+        return net.weight.detach().numpy().tobytes() + net.bias.detach().numpy().tobytes()
+
+    for n in range(steps):
+        step()
+        seen.append(n)
+    ckpt = Checkpoint(net=net, adam=adam, sgd=sgd, nested=nested, schedule=schedule, seen=seen)
+    return ckpt, step
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "manager"])
+def test_optimizers_of_torch_are_restored_without_a_manager(tmp_path: Path, by: str) -> None:
+    ckpt, step = trained(3)
+    if by == "checkpoint":
+        ckpt.save(tmp_path)
+    else:
+        with perdure.CheckpointManager(tmp_path) as manager:
+            manager.save(1, ckpt)
+    whole = step(), step()
+    fresh, step = trained(0)
+    fresh.restore(tmp_path).assert_consumed()
+    assert fresh.adam.param_groups[0]["lr"] == 0.1 * 0.5**3
+    assert [*fresh.seen] == [0, 1, 2]
+    assert (step(), step()) == whole
+    part = Checkpoint(net=fresh.net, adam=fresh.adam)  # an optimizer of the checkpoint left out
+    part.restore(tmp_path).expect_partial()
+
+
+def test_a_member_that_is_a_leaf_in_the_checkpoint_and_a_checkpoint_here(tmp_path: Path) -> None:
+    Checkpoint(net=np.ones(2)).save(tmp_path)
+    with pytest.raises(MismatchError, match="net"):
+        Checkpoint(net=Checkpoint(bias=np.zeros(2))).restore(tmp_path)
 
 
 def test_a_manager_that_nobody_refers_to_lets_its_checkpoint_be_saved_elsewhere(

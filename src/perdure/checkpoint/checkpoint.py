@@ -222,7 +222,7 @@ class Checkpoint(AttributeState, TensorFlowNames):
             restored = manager.restore(number, self, leaves=[*self._paths()] if unused else None)
             return RestoreStatus.of(name_at_step(run.where, restored.step), restored.step, unused)
         loaded = load_verified(directory, step)
-        taken = {p: leaf for p, leaf in loaded.leaves.items() if self._takes(split_path(p))}
+        taken = loaded.leaves.select(lambda path: self._takes(split_path(path)))
         with kept_members(self):
             restore_state(self, taken)
         found = loaded.manifest.step
@@ -236,7 +236,8 @@ class Checkpoint(AttributeState, TensorFlowNames):
         member = vars(self).get(name)
         if member is None and name in self.implied_members():
             return True
-        return name in vars(self) and (not isinstance(member, Checkpoint) or member._takes(rest))
+        is_whole = not rest or not isinstance(member, Checkpoint)
+        return name in vars(self) and (is_whole or member._takes(rest))
 
     def _paths(self, path: str = "") -> Iterator[str]:
         for name, member in vars(self).items():

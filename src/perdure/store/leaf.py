@@ -139,6 +139,12 @@ class Leaves(dict[str, Leaf]):
         super().__init__(leaves or {})
         self.containers = dict(containers or {})
 
+    def select(self, wants: Callable[[str], bool]) -> Leaves:
+        """The leaves and containers at the paths that `wants` accepts."""
+        leaves = {path: leaf for path, leaf in self.items() if wants(path)}
+        containers = {path: entry for path, entry in self.containers.items() if wants(path)}
+        return Leaves(leaves, containers)
+
 
 def containers_of(leaves: Mapping[str, AnyLeaf]) -> dict[str, Container]:
     """The containers of `Leaves`; none for a plain mapping."""

@@ -105,6 +105,25 @@ def test_the_interval_counts_the_steps_of_a_counter(tmp_path: Path) -> None:
         manager.save()
 
 
+def test_an_init_fn_works_by_side_effect(tmp_path: Path) -> None:
+    def init_fn() -> None:
+        ckpt.net["w"][:] = 4.0
+
+    for step, w in ((0, 4.0), (1, 5.0)):  # the second is restored
+        ckpt: Any = Checkpoint(**members())
+        with Manager(ckpt, tmp_path / "run", max_to_keep=3) as manager:
+            restored = manager.restore_or_initialize(init_fn)
+            assert (restored.state, restored.step) == (ckpt, step)
+            assert ckpt.net["w"].tolist() == [w] * 3
+            ckpt.net["w"] += 1.0
+            manager.save()
+    with (
+        perdure.CheckpointManager(tmp_path / "none") as manager,
+        pytest.raises(ArgumentError, match=r"init_fn.*returned None\. Return the state"),
+    ):
+        manager.restore_or_initialize(init_fn)
+
+
 def test_checkpoints_are_kept_by_the_hour(tmp_path: Path) -> None:
     now = [0.0]
     options = perdure.ManagerOptions(clock=lambda: now[0])

@@ -85,6 +85,19 @@ def require_state(state: Any) -> None:
         )
 
 
+def call_init(init: Callable[[], Any], checkpoint: Any) -> Any:
+    """The state that `init` makes, or the `checkpoint` of the manager for a function that returns none
+    because it works by side effect."""
+    state = init()
+    if state is None and checkpoint is None:
+        raise ArgumentError(
+            f"init: expected a function that returns the state, found {shown(init)}, which returned "
+            f"None. Return the state, or make the manager for a Checkpoint, "
+            f"`CheckpointManager(directory, checkpoint=checkpoint)`."
+        )
+    return checkpoint if state is None else state
+
+
 def real_number(value: Any) -> Any:
     """`value`, or the item of a 0-d array, if that is a real number; None for a bool and all else."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):

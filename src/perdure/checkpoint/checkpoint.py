@@ -236,8 +236,9 @@ class Checkpoint(AttributeState, TensorFlowNames):
         member = vars(self).get(name)
         if member is None and name in self.implied_members():
             return True
-        is_whole = not rest or not isinstance(member, Checkpoint)
-        return name in vars(self) and (is_whole or member._takes(rest))
+        if rest and isinstance(member, Checkpoint):
+            return member._takes(rest)
+        return name in vars(self)
 
     def _paths(self, path: str = "") -> Iterator[str]:
         for name, member in vars(self).items():

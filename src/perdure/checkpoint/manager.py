@@ -16,7 +16,14 @@ from types import NoneType
 from typing import Any, NoReturn, overload
 
 from perdure.checkpoint.address import refuse_checkpoint_name, step_or_name
-from perdure.checkpoint.arguments import Metrics, integer, require_kind, require_state, step_number
+from perdure.checkpoint.arguments import (
+    Metrics,
+    call_init,
+    integer,
+    require_kind,
+    require_state,
+    step_number,
+)
 from perdure.checkpoint.checkpoint import (
     Checkpoint,
     kept_members,
@@ -307,11 +314,13 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             init: The fresh state, or a function without arguments that makes it; the template of
                 the restore. A module is a state, though it can be called: only a function, a
                 method, a class, a `functools.partial` or a callable that cannot be saved is called.
-                None: the `Checkpoint` that the manager was made for.
+                None, and a function that returns None as TensorFlow's `init_fn`: the `Checkpoint`
+                that the manager was made for. The function is called before a restore, too.
             start_over: Begin, with what the mirror has or else at step 0, although the run has had
                 checkpoints, which were all set aside or are gone.
 
         Raises:
+            ArgumentError: A function returned None, and the manager was made for no `Checkpoint`.
             HistoryError: The run has had checkpoints, or `perdure run` knows of one, and it has
                 none now, without `start_over`. `perdure run` then does not restart the program.
             CorruptionError, UnreachableError, MismatchError: As `restore`.
@@ -323,7 +332,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             self._begin_training(start_over)
         init = self._checkpoint if init is None else init
         # Not in turn with other calls: it is the caller's function.
-        like = together(GroupCall(self._processes, "init"), init) if makes_state(init) else init
+        make = partial(call_init, init, self._checkpoint)
+        like = together(GroupCall(self._processes, "init"), make) if makes_state(init) else init
         restored = self._restore(None, like, RestoreRequest())
         if restored is None:
             if not start_over:

@@ -334,6 +334,20 @@ def an_attribute_that_a_compiled_step_has_read_is_warned_about(directory: Path) 
     assert sum(told) == (keras.backend.backend() != "torch")
 
 
+@behaviour
+def a_dict_that_leaves_the_optimizer_behind_is_warned_about(directory: Path) -> None:
+    model = new_classifier()
+    model.compile("adam", "categorical_crossentropy")
+    x, y = np.ones((2, *model.input_shape[1:])), np.ones((2, *model.output_shape[1:]))
+    with CheckpointManager(directory) as manager, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            manager.save(step, {"model": model})
+            model.train_on_batch(x, y)
+    told = [str(each.message) for each in caught if "optimizer of this" in str(each.message)]
+    assert [text.partition(":")[0] for text in told] == ["model"]
+
+
 def check_behaviours(directory: Path) -> dict[str, str | None]:
     """The error of each behaviour, or None if it holds."""
     results: dict[str, str | None] = {}

@@ -96,6 +96,6 @@ def test_variables_of_tensorflow_that_keras_does_not_count_are_refused(report: A
 
 
 def test_the_callbacks_behave_as_the_tests_of_keras_require(report: Any) -> None:
-    assert len(report["behaviours"]) == 13
+    assert len(report["behaviours"]) == 14
     failed = {name: error for name, error in report["behaviours"].items() if error}
     assert not failed, "\n".join(failed.values())

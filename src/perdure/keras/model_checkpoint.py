@@ -18,6 +18,7 @@ from perdure.checkpoint.retention import MonitoredRetention
 from perdure.errors import ArgumentError, TrainError
 from perdure.keras import fit_internals, fit_saving
 from perdure.state import restore
+from perdure.state.keras_optimizers import known_left_out
 from perdure.store import Run, Storage
 from perdure.store.selection import Selection
 
@@ -156,6 +157,8 @@ class ModelCheckpoint(fit_internals.MonitorCallback):
         saved = fit_saving.members(model)
         if self.save_weights_only:
             saved = {"model": model}
+            if optimizer is not None:
+                known_left_out.add(optimizer)
         elif further:
             saved[fit_saving.ATTRIBUTES] = further
         metrics = {name: number for name, number in logs.items() if np.ndim(number) == 0}

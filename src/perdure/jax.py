@@ -8,7 +8,7 @@ Inside the package this module is `perdure.jax`; `import jax` still means the fr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.checkpoint import PerRank
 from perdure.distribute import (
@@ -27,6 +27,7 @@ from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_
 from perdure.distribute.strategy import Strategy
 from perdure.errors import needs_extra
 from perdure.runtime.process_group import SingleProcess
+from perdure.tensorflow_names import missing
 
 with needs_extra("jax"):
     from perdure.distribute.jax import group
@@ -127,3 +128,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         processes = group.join(cluster, options, local_device_ids)
         super().__init__(JaxEngine(devices, processes, pool), replicas, seed=seed)
         self.cluster_resolver = cluster
+
+
+if not TYPE_CHECKING:  # a type checker reports such names itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing("perdure.jax", name)

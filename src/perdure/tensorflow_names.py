@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
+from opcode import opname
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from perdure.errors import ArgumentError
@@ -87,12 +88,24 @@ FORMS: dict[str, dict[str, str]] = {
             ("TPUStrategy", "ParameterServerStrategy", "CentralStorageStrategy"),
             f"{_STRATEGIES} There is none for TPUs or parameter servers.",
         ),
+        "experimental": f"The same names without `experimental`. {_STRATEGIES}",
+        **dict.fromkeys(
+            ("CommunicationOptions", "CrossDeviceOps"),
+            "Nothing: the order of additions is fixed. Time limits are in "
+            "perdure.distribute.ClusterOptions.",
+        ),
+        "ExponentialMovingAverage": "A copy of the weights that is a member of the state, averaged in "
+        "each step (docs/MODELS.md).",
+        "ProfilerHook": "jax.profiler or torch.profiler, in a perdure.train.Hook.",
+        "FeedFnHook": "The data are an argument of perdure.Trainer.",
+        "FinalOpsHook": "perdure.train.Hook, with end.",
+        "checkpoint_exists": "perdure.latest_checkpoint(directory) is not None",
+        "Coordinator": "There are no queues to coordinate: leave it out.",
     },
     "perdure.train": {
         name: f"perdure.{name}"
         for name in ("Checkpoint", "CheckpointManager", "latest_checkpoint", "load_checkpoint")
     },
-    "perdure.distribute": {"experimental": _STRATEGIES},
     "perdure.keras": {
         "callbacks": "perdure.keras.BackupAndRestore and perdure.keras.ModelCheckpoint; all other "
         "callbacks are Keras's."
@@ -284,10 +297,12 @@ def missing(owner: str, name: str) -> AttributeError | ImportError:
     so for a name that has a form it is an ImportError there.
     """
     text = f"{owner} has no attribute {name!r}"
-    form = _form(owner, name)
-    importing = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
-    kind = ImportError if form and importing else AttributeError
-    return kind(f"{text}. {form}" if form else text)
+    if not (form := _form(owner, name)):
+        return AttributeError(text)
+    caller = sys._getframe(2)  # `importlib` asks a package, the program itself another module
+    importing = caller.f_globals.get("__name__") == "importlib._bootstrap"
+    importing = importing or opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM"
+    return (ImportError if importing else AttributeError)(f"{text}. {form}")
 
 
 def _form(owner: str, name: str) -> str | None:
@@ -302,7 +317,7 @@ def _form(owner: str, name: str) -> str | None:
     if habit := HABITS.get(owner, {}).get(name):
         return f"Write {habit}."
     forms = FORMS["perdure"] if owner.startswith("perdure.") else {}
-    form = (forms | FORMS[owner]).get(name)
+    form = (forms | FORMS.get(owner, {})).get(name)
     return f"In place of TensorFlow's: {form}" if form else None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.checkpoint import PerRank
 from perdure.checkpoint.checkpoint import load_verified
@@ -30,6 +30,7 @@ from perdure.errors import ClusterError, StateError, needs_extra
 from perdure.runtime.process_group import Processes, SingleProcess
 from perdure.store import Storage
 from perdure.store.selection import WantedLeaves
+from perdure.tensorflow_names import missing
 
 with needs_extra("torch"):
     import torch
@@ -257,3 +258,9 @@ def state_dict(
     )
     loaded = load_verified(directory, step, wanted)
     return module_tensors(loaded.leaves, branch)
+
+
+if not TYPE_CHECKING:  # a type checker reports such names itself
+
+    def __getattr__(name: str) -> Any:
+        raise missing("perdure.torch", name)

@@ -315,6 +315,37 @@ def test_a_name_that_is_not_carried_over_says_the_form_to_use(tmp_path: Path) ->
         Manager(tmp_path, maxtokeep=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    "name", ["TPUStrategy", "ParameterServerStrategy", "experimental", "CommunicationOptions"]
+)
+@pytest.mark.parametrize("module", ["perdure.torch", "perdure.jax", "perdure.distribute"])
+def test_names_of_strategies_say_the_form_in_each_module(module: str, name: str) -> None:
+    with pytest.raises(AttributeError, match=r"In place of TensorFlow's: .*perdure"):
+        getattr(importlib.import_module(module), name)
+    with pytest.raises(ImportError, match=r"In place of TensorFlow's: "):
+        exec(f"from {module} import {name}", {})
+    with pytest.raises(AttributeError, match=r"'nothing'$"):
+        importlib.import_module(module).nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("experimental", "without `experimental`"),
+        ("ExponentialMovingAverage", "member of the state"),
+        ("ProfilerHook", "profiler"),
+        ("FeedFnHook", "Trainer"),
+        ("FinalOpsHook", "Hook, with end"),
+        ("checkpoint_exists", "latest_checkpoint"),
+        ("Coordinator", "leave it out"),
+    ],
+)
+def test_names_of_tf_train_say_the_form(name: str, form: str) -> None:
+    for module in ("perdure", "perdure.train"):
+        with pytest.raises(AttributeError, match=form):
+            getattr(importlib.import_module(module), name)
+
+
 def test_the_names_of_checkpoints_come_after_the_save_under_way(tmp_path: Path) -> None:
     run = f"{tmp_path}/run"
     ckpt: Any = Checkpoint(w=np.zeros(500_000), step=0)

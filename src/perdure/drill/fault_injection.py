@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 PLAN, COPIES, RUNS = "plan.json", "manifests", "runs"
 
 _ERRORS = {"full": errno.ENOSPC, "io": errno.EIO}
-_SIGNALS = {"term": signal.SIGTERM, "stop": signal.SIGSTOP}
+_SIGNALS = {"term": "SIGTERM", "stop": "SIGSTOP"}  # Windows, where reports are read, lacks one
 _LONGEST_NAME = 200  # of the 255 bytes that a file system allows
 _MOST_EXITS = 100
 _FRAMEWORKS = ("jax", "torch", "keras", "tensorflow")
@@ -277,7 +277,7 @@ class FaultInjector:
                 _die()
             raise SystemExit(0)
         elif act in _SIGNALS:
-            os.kill(os.getpid(), _SIGNALS[act])
+            os.kill(os.getpid(), getattr(signal, _SIGNALS[act]))
         elif act == "clock":
             jump(fault.value)
         else:  # a fault that does nothing must not count as one that fired

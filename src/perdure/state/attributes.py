@@ -25,6 +25,7 @@ from perdure.state.attribute_values import (
     Kind,
     has_others,
     is_container_of_program,
+    is_of_class,
     is_position,
     items_of,
     kind_of,
@@ -35,12 +36,13 @@ from perdure.state.attribute_values import (
     static_owners,
     stored_form,
     untracked,
+    values_of_classes,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.leaf_spec import type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_part
-from perdure.state.program_code import is_of_program, is_owner, is_program_module
+from perdure.state.program_code import is_owner, is_program_module
 from perdure.state.snapshots import described
 from perdure.state.structure import (
     ALL_HOOKS,
@@ -295,7 +297,7 @@ def _scalars(owner: Owner, known: Known) -> list[Any] | None:
     """Everything that a module has beside its tensors and modules; None for one that has more than
     scalars."""
     held = vars(part := owner.value)
-    if "_parameters" not in held or _of_classes(type(part)) or known.leaves_out(owner.root):
+    if "_parameters" not in held or values_of_classes(type(part)) or known.leaves_out(owner.root):
         return None
     if any(vars(buffer) for buffer in held["_buffers"].values() if buffer is not None):
         return None
@@ -395,8 +397,8 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
             for place, function in enumerate(getattr(each, _LAMBDAS, ())):
                 yield from _of_function((*key, _LAMBDAS, place), function, known, owner)
         return
-    for name in _of_classes(type(part)):
-        if _is_of_class(value := getattr(type(part), name)):
+    for name in sorted(values_of_classes(type(part))):
+        if is_of_class(value := getattr(type(part), name)):
             yield (_OF_CLASS, name), value
     if is_module:
         if part is not owner.root:
@@ -468,18 +470,6 @@ def _of_function(key: Key, function: Any, known: Known, owner: Owner) -> Iterato
     if isinstance(function, FunctionType) and is_program_module(function.__module__):
         for cell in function.__code__.co_freevars:
             yield from _inside((*key, cell), _child(function, cell), known, owner)
-
-
-@cache
-def _of_classes(kind: type) -> list[str]:
-    """The names of the values that the program's classes among the bases of a class have at first."""
-    values = [pair for base in kind.__mro__ if is_of_program(base) for pair in vars(base).items()]
-    values = [(name, value) for name, value in values if not name.startswith("__")]
-    return sorted({name for name, value in values if _is_of_class(value)})
-
-
-def _is_of_class(value: Any) -> bool:
-    return not callable(value) and kind_of(value) in (Kind.PLAIN, Kind.ARRAY)
 
 
 def _inside(

@@ -17,7 +17,7 @@ from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
-from perdure.state.attribute_values import Kind, kind_of, mark_of, put_value
+from perdure.state.attribute_values import mark_of, put_value, values_of_classes
 from perdure.state.containers import (
     PLAIN_MAPPINGS,
     Form,
@@ -48,7 +48,7 @@ from perdure.state.leaf_values import (
     scalar_leaf,
 )
 from perdure.state.paths import key_text
-from perdure.state.program_code import OF_CLASS, is_of_program, is_plain_object, slots_of
+from perdure.state.program_code import OF_CLASS, is_plain_object, slots_of
 from perdure.state.value_forms import (
     attributes_of,
     is_named,
@@ -213,37 +213,18 @@ def _attributes_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -
 def _changed_of_class(kind: type, stored: Mapping[str, LeafSpec]) -> dict[str, type]:
     """The classes by the names of their values that a run has changed there (`Agent.count += 1`,
     `agent.losses.append(x)`), or that a checkpoint has."""
-    first = f"{OF_CLASS}/"
-    names = {path.split("/")[1] for path in stored if path.startswith(first)}
     return {
         name: base
-        for name, (base, mark) in _values_of_classes(kind).items()
-        if name in names or mark != mark_of(vars(base).get(name), is_fresh=False)
+        for name, (base, mark) in values_of_classes(kind).items()
+        if f"{OF_CLASS}/{name}/0" in stored or mark != mark_of(vars(base).get(name), is_fresh=False)
     }
-
-
-@cache
-def _values_of_classes(kind: type) -> dict[str, tuple[type, Any]]:
-    """The plain values and arrays that the program's classes among the bases of a class have at first,
-    with the class and the mark of each."""
-    found: dict[str, tuple[type, Any]] = {}
-    for base in kind.__mro__ if is_of_program(kind) else ():
-        for name, value in vars(base).items() if is_of_program(base) else ():
-            if not name.startswith("__") and kind_of(value) in (Kind.PLAIN, Kind.ARRAY):
-                found.setdefault(name, (base, mark_of(value)))
-    return found
 
 
 @cache
 def _defaults_of(kind: type) -> list[str]:
     """The numbers and texts of a class of the program that an object may get as its own
     (`count = 0`, and later `self.count += 1`): no constants."""
-    names = dict.fromkeys(
-        name
-        for base in (kind.__mro__ if is_of_program(kind) else ())
-        for name, value in (vars(base).items() if is_of_program(base) else ())
-        if type(value) in _DEFAULTS and not name.startswith("__") and not name.isupper()
-    )
+    names = [name for name in values_of_classes(kind) if not name.isupper()]
     return [name for name in names if type(getattr(kind, name)) in _DEFAULTS]
 
 

@@ -29,17 +29,23 @@ class LeftOutOptimizers(ExtraMember):
         self._first: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def see(self, walk: Walk) -> None:
-        for _, optimizer in _left_out(walk):
-            self._first.setdefault(optimizer, _iterations(optimizer))
+        self._moved(walk)
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
-        self.see(saving.walk)
-        for path, optimizer in _left_out(saving.walk):
-            if self._first[optimizer] != _iterations(optimizer):
-                known_left_out.add(optimizer)
-                if saving.process == 0:
-                    warn_caller(_warning(path))
+        for path, optimizer in self._moved(saving.walk):
+            known_left_out.add(optimizer)
+            if saving.process == 0:
+                warn_caller(_warning(path))
         return {}
+
+    def _moved(self, walk: Walk) -> list[tuple[str, Any]]:
+        """Those that have made a step since they were first seen, and the paths of their models."""
+        moved: list[tuple[str, Any]] = []
+        for path, optimizer in _left_out(walk):
+            now = int(np.asarray(keras.ops.convert_to_numpy(optimizer.iterations.value)))
+            if self._first.setdefault(optimizer, now) != now:
+                moved.append((path, optimizer))
+        return moved
 
 
 def _left_out(walk: Walk) -> Iterator[tuple[str, Any]]:
@@ -48,18 +54,14 @@ def _left_out(walk: Walk) -> Iterator[tuple[str, Any]]:
         return
     saved = {id(branch.value) for branch in walk.branches}
     for branch in walk.branches:
-        optimizer = getattr(branch.value, "optimizer", None)
         if not isinstance(branch.value, keras.Model):
             continue
+        optimizer = getattr(branch.value, "optimizer", None)
         if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer in known_left_out:
             continue
         # Its variables may be members, too.
         if saved.isdisjoint(map(id, [optimizer, *optimizer.variables])):
             yield branch.path, optimizer
-
-
-def _iterations(optimizer: Any) -> int:
-    return int(np.asarray(keras.ops.convert_to_numpy(optimizer.iterations.value)))
 
 
 def _warning(path: str) -> str:

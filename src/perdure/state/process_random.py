@@ -161,6 +161,8 @@ def restore_generator(name: str, state: bytes) -> str | None:
             np.random.set_state(json.loads(state))  # noqa: NPY002
         elif name == "keras":
             return _set_keras_generator(np.frombuffer(state, "<u8").astype(np.uint64))
+        elif not name.startswith("torch"):
+            return "this release of perdure does not support it"
         elif torch is None:
             return "PyTorch is not imported; import it before the restore"
         else:

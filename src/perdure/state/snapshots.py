@@ -287,10 +287,12 @@ class FreshTarget:
         """Refuse two paths of which the target has one object and the run two, or the other way round:
         a restore changes objects in place, so that both would get the values of one."""
         now = _first_paths(walk) if self._first else {}
-        values = {branch.path: branch.value for branch in walk.branches if now}
-        for path in sorted(now.keys() & self._first.keys()):
+        both = sorted(now.keys() & self._first.keys())
+        moved = [path for path in both if now[path] != self._first[path]]  # nearly always none
+        records = {b.path for b in walk.branches if is_dataclass(b.value)} if moved else set()
+        for path in moved:
             one, before = now[path], self._first[path]
-            if one == before or (one != path and is_dataclass(values.get(path))):
+            if one != path and path in records:
                 continue  # of a dataclass a restore makes one object for both
             found = f"another object than {before}, and both were one"
             if one != path:

@@ -25,7 +25,7 @@ import torch
 from perdure import CheckpointManager, MemoryStorage
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.bits import same
-from perdure.state.containers import Form
+from perdure.state.value_forms import Form
 
 UTC = dt.UTC
 

@@ -9,11 +9,8 @@ if TYPE_CHECKING:
     from perdure.checkpoint.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
     from perdure.checkpoint.manager import CheckpointManager
     from perdure.checkpoint.manager_options import ManagerOptions, Restored
-    from perdure.checkpoint.preemption import (
-        EXIT_PREEMPTED,
-        PreemptionCheckpointHandler,
-        TerminationConfig,
-    )
+    from perdure.checkpoint.preemption import EXIT_PREEMPTED, TerminationConfig
+    from perdure.checkpoint.preemption_handler import PreemptionCheckpointHandler
     from perdure.checkpoint.retention import Retention
     from perdure.runtime.process_group import Processes, SingleProcess
     from perdure.state.per_rank import PerRank
@@ -26,7 +23,7 @@ _HOMES = {
     "CheckpointManager": "perdure.checkpoint.manager",
     "ManagerOptions": "perdure.checkpoint.manager_options",
     "PerRank": "perdure.state.per_rank",
-    "PreemptionCheckpointHandler": "perdure.checkpoint.preemption",
+    "PreemptionCheckpointHandler": "perdure.checkpoint.preemption_handler",
     "Processes": "perdure.runtime.process_group",
     "RestoreReport": "perdure.state.restore_request",
     "Restored": "perdure.checkpoint.manager_options",

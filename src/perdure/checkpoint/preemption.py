@@ -12,17 +12,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from perdure.checkpoint.arguments import require_number
-
-if TYPE_CHECKING:
-    from perdure.checkpoint.manager import CheckpointManager
 
 EXIT_PREEMPTED = 75
 """Exit status of a run that saved and wants to be started again (EX_TEMPFAIL of sysexits.h)."""
@@ -256,39 +252,3 @@ def report(text: str) -> None:
     """Write to standard error now, from any thread; a warning could come too late or be an error."""
     sys.stderr.write(f"perdure: {text}\n")
     sys.stderr.flush()
-
-
-class PreemptionCheckpointHandler:
-    """Saves and exits when the run is preempted, for hand-written loops, by one call after each
-    step.
-
-    It uses the manager's own flag, so do not call `manager.reached_preemption` as well. The
-    `termination_config` says how the notice comes and how the run exits; None for SIGTERM and
-    status 75.
-    """
-
-    def __init__(
-        self, manager: CheckpointManager, termination_config: TerminationConfig | None = None
-    ) -> None:
-        self._manager = manager
-        manager.preemption.config = termination_config or TerminationConfig()
-
-    def save_checkpoint_if_preempted(self, step: int, state: Any) -> None:
-        """Return, or save `state` as `step`, the number of finished steps, and exit with `exit_fn`
-        or status 75.
-
-        In a group every process calls this at the same steps: all exit once one has got the notice.
-        The checkpoint is durable before the exit.
-        """
-        if self._manager.reached_preemption(step):
-            self._manager.save_and_exit(step, state)
-
-    @contextmanager
-    def watch_preemption_scope(self) -> Iterator[None]:
-        """Take over SIGTERM at once, before the first step (compilation, loading), until the end of
-        the block."""
-        self._manager.preemption.install()
-        try:
-            yield
-        finally:
-            self._manager.preemption.remove()

@@ -36,10 +36,9 @@ from perdure.keras.fit_internals import (
 )
 from perdure.state import bits
 from perdure.state.attribute_values import put_value, untracked
-from perdure.state.containers import Form
 from perdure.state.keras_state import attributes_of
 from perdure.state.program_code import is_of_program, is_program_module
-from perdure.state.value_forms import made_value, whole_form
+from perdure.state.value_forms import Form, made_value, whole_form
 from perdure.text import few
 
 # Keras's callbacks that change what is trained: their settings belong to the recipe.

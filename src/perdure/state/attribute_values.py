@@ -18,7 +18,7 @@ import numpy as np
 
 from perdure.state import bits
 from perdure.state.adapter import Node, loaded_adapters
-from perdure.state.containers import class_named, is_static
+from perdure.state.containers import is_static
 from perdure.state.generators import (
     generator_name,
     is_generator,
@@ -32,6 +32,7 @@ from perdure.state.value_forms import (
     CONTAINERS,
     SCALARS,
     attributes_of,
+    class_named,
     form_of,
     generator_form,
     with_pairs,

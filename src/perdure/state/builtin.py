@@ -20,12 +20,8 @@ from perdure.state.adapter import Adapter, Node, Stateful
 from perdure.state.attribute_values import mark_of, put_value, values_of_classes
 from perdure.state.containers import (
     PLAIN_MAPPINGS,
-    Form,
     build_record,
     describe_container,
-    mapping_like,
-    masked_array,
-    set_attributes,
 )
 from perdure.state.generators import (
     SEED_SEQUENCE,
@@ -50,10 +46,14 @@ from perdure.state.leaf_values import (
 from perdure.state.paths import key_text
 from perdure.state.program_code import OF_CLASS, is_plain_object, slots_of
 from perdure.state.value_forms import (
+    Form,
     attributes_of,
     is_named,
     listed_form,
     made_value,
+    mapping_like,
+    masked_array,
+    set_attributes,
     with_pairs,
 )
 from perdure.store.leaf import Leaf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from perdure.errors import StateError, UnsupportedLeafError
-from perdure.state.leaf_spec import LeafSpec, type_name
-from perdure.state.leaf_values import leaf_array, scalar_text
+from perdure.errors import UnsupportedLeafError
+from perdure.state.leaf_spec import type_name
+from perdure.state.leaf_values import scalar_text
 from perdure.state.paths import key_text
+from perdure.state.value_forms import Form, class_named, is_named, listed_form, set_attributes
 from perdure.store.format import escape, unescape
-from perdure.store.leaf import Leaf
 from perdure.store.manifest import MAPPINGS, OF_TARGET, Container
 
 _SEQUENCES = (list, tuple, deque, set, frozenset)
@@ -35,20 +34,12 @@ SORTED_DICT = Container("dict")
 """A dict whose keys are strings in code point order. It needs no entry."""
 
 
-class Form(dict[str, Any]):
-    """Replaces a value that a manifest has no entry for, or a mapping whose keys have no text: the
-    keys `LISTED` hold its parts and its type. A checkpoint stores it as a dict."""
-
-
 def describe_container(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] | None:
     """The manifest entry of a plain container, and its elements by key; None for any other value,
     also of a subclass, whose methods and fields cannot be rebuilt."""
     kind = type(value)
-    if kind in PLAIN_MAPPINGS:
-        from perdure.state.value_forms import is_named, listed_form
-
-        if not is_named(value):
-            return describe_container(listed_form(value))
+    if kind in PLAIN_MAPPINGS and not is_named(value):
+        return describe_container(listed_form(value))
     if kind is Form or kind in PLAIN_MAPPINGS:
         made_by = getattr(value, "default_factory", None)
         factory: Any = None if made_by is None else _FACTORIES.get(made_by, OF_TARGET)
@@ -99,13 +90,6 @@ def is_static(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("static")) or field.metadata.get("pytree_node") is False
 
 
-def class_named(name: str) -> type[Any] | None:
-    """The class of this name among the modules that are imported; None without one."""
-    module, _, kind = name.rpartition(".")
-    found = getattr(sys.modules.get(module), kind, None)
-    return found if isinstance(found, type) else None
-
-
 def record_class(name: str) -> type | None:
     """The class of a named tuple or a dataclass among the modules that are imported."""
     if (found := class_named(name)) is None:
@@ -121,36 +105,6 @@ def build_record(kind: type, values: Mapping[str, Any]) -> Any:
     instance = object.__new__(kind)
     set_attributes(instance, values)
     return instance
-
-
-def set_attributes(instance: Any, values: Mapping[str, Any]) -> None:
-    """Set attributes, also of a frozen dataclass, which has a `__setattr__` of its own."""
-    for name, value in values.items():
-        object.__setattr__(instance, name, value)
-
-
-def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the class of `like` with other items."""
-    if type(like) is dict:
-        return items
-    if hasattr(type(like), "default_factory"):
-        return type(like)(like.default_factory, items)  # type: ignore[call-arg]
-    return type(like)(items)  # type: ignore[call-arg]
-
-
-def sequence_like(like: Any, parts: list[Any]) -> Any:
-    """A list, a tuple or a deque of the class of `like` with these parts; `like` if it has them."""
-    if all(map(operator.is_, parts, like)):
-        return like
-    if isinstance(like, deque):
-        return deque(parts, like.maxlen)
-    return tuple.__new__(type(like), parts) if isinstance(like, tuple) else type(like)(parts)
-
-
-def masked_array(data: Any, mask: Any, fill_value: Any, hard_mask: bool) -> Any:
-    """A masked array of its parts; without a mask, `mask` is a single `False`."""
-    mask = mask if mask.shape or mask else np.ma.nomask
-    return np.ma.MaskedArray(data, mask, fill_value=fill_value, hard_mask=hard_mask)
 
 
 def build_container(
@@ -191,41 +145,6 @@ def array_class_name(value: Any) -> str:
             name += ".requires_grad"
         return name if value.device.type == "cpu" else f"{name}@{value.device.type}"
     return "jax"
-
-
-def array_template(name: str, leaf: Leaf, like: Any) -> Any:
-    """A target for `Adapter.load` of an array of the class `name`, on the device of the tensor
-    `like`."""
-    base, _, device = name.partition("@")
-    if base.startswith("torch"):
-        torch = _library("torch")
-        if isinstance(like, torch.Tensor) and not like.is_meta:
-            target_device = like.device
-        else:
-            backend = getattr(torch, device, None) if device else None
-            available = backend is not None and backend.is_available()
-            target_device = device if available else "cpu"
-        tensor = torch.empty(0, dtype=getattr(torch, leaf.dtype), device=target_device)
-        if base.startswith("torch.Parameter"):
-            return torch.nn.Parameter(tensor, requires_grad=not base.endswith(".frozen"))
-        return tensor.requires_grad_(base == "torch.requires_grad")
-    if base.startswith("jax"):
-        _library("jax")
-        from perdure.state.jax_state import ADAPTER
-
-        return ADAPTER.abstract(LeafSpec.of(leaf))
-    array = leaf_array(leaf)
-    if base == "numpy.swapped":
-        return array.astype(array.dtype.newbyteorder())
-    return array[()] if base == "numpy.generic" else array
-
-
-def _library(name: str) -> Any:
-    if name not in sys.modules:
-        raise StateError(
-            f"the checkpoint has an array of {name} here. Import {name} before the restore."
-        )
-    return sys.modules[name]
 
 
 def _keys(value: Mapping[Any, Any]) -> tuple[Any, ...] | None:

@@ -5,6 +5,7 @@ The present state of an object decides only the devices of arrays, and has the l
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,14 +28,13 @@ from perdure.state.containers import (
     BYTEARRAY,
     SORTED_DICT,
     array_class_name,
-    array_template,
     build_container,
     build_record,
     describe_container,
     record_class,
 )
 from perdure.state.leaf_spec import Difference, LeafSpec, PathInErrors, type_name
-from perdure.state.leaf_values import cut, in_order, plain_value, same_bits
+from perdure.state.leaf_values import cut, in_order, leaf_array, plain_value, same_bits
 from perdure.state.paths import below, join_dotted, join_part, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import ObjectFlattener, read_state
@@ -239,7 +239,7 @@ class ObjectStates:
                 with suppress(StateError, ValueError, TypeError):  # `like` cannot be a target
                     chosen = leaf_adapter(like, self.adapters)
             if chosen is None or chosen[1] != LeafSpec.of(leaf):
-                target = array_template(arrays, leaf, like)
+                target = _array_template(arrays, leaf, like)
                 chosen = leaf_adapter(target, self.adapters)
             assert chosen is not None
             take = getattr(chosen[0], "take", None) if self._takes else None
@@ -305,3 +305,38 @@ def module_tensors(leaves: Leaves, branch: str) -> dict[str, Any]:
     }
     strong = {path: leaf.strong() for path, leaf in leaves.items()}
     return ObjectStates(Leaves(strong, containers)).module_values(ModuleValues(), branch, "torch")
+
+
+def _array_template(name: str, leaf: Leaf, like: Any) -> Any:
+    """A target for `Adapter.load` of an array of the class `name`, on the device of the tensor
+    `like`."""
+    base, _, device = name.partition("@")
+    if base.startswith("torch"):
+        torch = _library("torch")
+        if isinstance(like, torch.Tensor) and not like.is_meta:
+            target_device = like.device
+        else:
+            backend = getattr(torch, device, None) if device else None
+            available = backend is not None and backend.is_available()
+            target_device = device if available else "cpu"
+        tensor = torch.empty(0, dtype=getattr(torch, leaf.dtype), device=target_device)
+        if base.startswith("torch.Parameter"):
+            return torch.nn.Parameter(tensor, requires_grad=not base.endswith(".frozen"))
+        return tensor.requires_grad_(base == "torch.requires_grad")
+    if base.startswith("jax"):
+        _library("jax")
+        from perdure.state.jax_state import ADAPTER
+
+        return ADAPTER.abstract(LeafSpec.of(leaf))
+    array = leaf_array(leaf)
+    if base == "numpy.swapped":
+        return array.astype(array.dtype.newbyteorder())
+    return array[()] if base == "numpy.generic" else array
+
+
+def _library(name: str) -> Any:
+    if name not in sys.modules:
+        raise StateError(
+            f"the checkpoint has an array of {name} here. Import {name} before the restore."
+        )
+    return sys.modules[name]

@@ -35,14 +35,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.containers import (
-    Form,
-    class_named,
-    mapping_like,
-    masked_array,
-    sequence_like,
-    set_attributes,
-)
 from perdure.state.generators import (
     generator_name,
     is_generator,
@@ -70,6 +62,11 @@ _LIBRARIES = ("torch", "jax", "numpy")
 """Packages whose functions and classes are kept by name, beside those of the program."""
 _ODD = (np.str_, np.bytes_, np.datetime64, np.timedelta64, np.void)
 """Elements of arrays that no leaf can have."""
+
+
+class Form(dict[str, Any]):
+    """Replaces a value that a manifest has no entry for, or a mapping whose keys have no text: the
+    keys `LISTED` hold its parts and its type. A checkpoint stores it as a dict."""
 
 
 class _Form(NamedTuple):
@@ -411,3 +408,40 @@ def listed_form(
 def _member(name: str) -> Form:
     """The form of a member of the state by its name."""
     return Form({_LISTED: name, "in": _MEMBER})
+
+
+def class_named(name: str) -> type[Any] | None:
+    """The class of this name among the modules that are imported; None without one."""
+    module, _, kind = name.rpartition(".")
+    found = getattr(sys.modules.get(module), kind, None)
+    return found if isinstance(found, type) else None
+
+
+def set_attributes(instance: Any, values: Mapping[str, Any]) -> None:
+    """Set attributes, also of a frozen dataclass, which has a `__setattr__` of its own."""
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+
+
+def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the class of `like` with other items."""
+    if type(like) is dict:
+        return items
+    if hasattr(type(like), "default_factory"):
+        return type(like)(like.default_factory, items)  # type: ignore[call-arg]
+    return type(like)(items)  # type: ignore[call-arg]
+
+
+def sequence_like(like: Any, parts: list[Any]) -> Any:
+    """A list, a tuple or a deque of the class of `like` with these parts; `like` if it has them."""
+    if all(map(operator.is_, parts, like)):
+        return like
+    if isinstance(like, deque):
+        return deque(parts, like.maxlen)
+    return tuple.__new__(type(like), parts) if isinstance(like, tuple) else type(like)(parts)
+
+
+def masked_array(data: Any, mask: Any, fill_value: Any, hard_mask: bool) -> Any:
+    """A masked array of its parts; without a mask, `mask` is a single `False`."""
+    mask = mask if mask.shape or mask else np.ma.nomask
+    return np.ma.MaskedArray(data, mask, fill_value=fill_value, hard_mask=hard_mask)

@@ -18,7 +18,7 @@ from typing import Any
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful, leaf_adapter, loaded_adapters
-from perdure.state.containers import PLAIN_MAPPINGS, Form, describe_record
+from perdure.state.containers import PLAIN_MAPPINGS, describe_record
 from perdure.state.leaf_spec import (
     Check,
     Difference,
@@ -34,6 +34,7 @@ from perdure.state.leaf_values import SCALARS
 from perdure.state.paths import LISTED, below, join_keys, join_part, nearest
 from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
 from perdure.state.program_code import changed_cells, is_code, is_of_program, is_plain_object
+from perdure.state.value_forms import Form
 from perdure.store.format import blocks
 from perdure.store.leaf import Leaf, Leaves, containers_of
 from perdure.store.manifest import Container

@@ -20,9 +20,8 @@ from functools import partial
 
 import pytest
 
-from perdure.store import Leaf, Run, Sink, Storage
+from perdure.store import Leaf, Run, Sink, Storage, verify_run
 from perdure.store.storage import create_whole
-from perdure.testing import check_run
 
 NAME = "packs/000000000001-00000-00000000.pack"
 OTHER = "packs/000000000002-00000-00000000.pack"
@@ -278,7 +277,9 @@ class StorageConformance:
         assert reader.steps() == [2, 3]
         assert bytes(reader.load(2).leaves["small"].data) == b"xyz"
         expect(bytes(reader.load(3).leaves["large"].data), payload(LARGE_BYTES))
-        assert check_run(storage).good == (2, 3)
+        report = verify_run(Run(storage))
+        assert report.ok, report.problems
+        assert report.good == (2, 3)
 
 
 def payload(size: int) -> bytes:

@@ -588,6 +588,48 @@ def test_of_the_processes_of_a_machine_one_reads_and_verifies_each_chunk(
     assert sorted(reads) == sorted(chunk.hash for chunk in chunks)
 
 
+@pytest.mark.parametrize("finds", [True, False], ids=["together", "control"])
+@pytest.mark.parametrize("is_given", [True, False], ids=["target", "no target"])
+@pytest.mark.parametrize("codec", [None, "shuffle-zstd"])
+def test_of_arrays_that_each_process_has_whole_one_reads_each_chunk(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reads: list[str],
+    finds: bool,
+    is_given: bool,
+    codec: Any,
+) -> None:
+    state = {
+        "many": np.arange(3 * WORDS + 5, dtype=np.int32),
+        "booleans": np.arange(2**21) % 3 == 0,
+        "small": np.arange(7.0),
+        "text": "x" * 2**19,
+        "step": 3,
+    }
+    if not finds:
+        monkeypatch.setattr(connections.Connections, "listen_locally", lambda *_: None)
+    play(1, saver(tmp_path, state, 1, codec=codec))
+    reads.clear()
+
+    like = {"many": 0 * state["many"], "booleans": ~state["booleans"], "small": np.zeros(7)}
+
+    def program(processes: Pretend) -> list[bool]:
+        target = {**like, "text": "", "step": 0} if is_given else None
+        with CheckpointManager(tmp_path, processes=processes) as manager:
+            restored = manager.restore(1, target).state
+        same = [bool(np.all(restored[key] == value)) for key, value in state.items()]
+        restored["many"] += 1  # each process has memory of its own
+        processes.barrier()
+        return [*same, restored["many"][0] == 1]
+
+    assert play(3, program) == [[True] * 6] * 3
+    leaves = {leaf.path: leaf for leaf in Run(tmp_path).manifest(1).leaves}
+    large = [chunk.hash for key in ("many", "booleans") for chunk in leaves[key].chunks]
+    assert len(large) == 5
+    expected = [hash for hash in large if hash != leaves["many"].chunks[-1].hash]  # of 20 bytes
+    assert sorted(reads) == sorted(expected * (1 if finds else 3))
+
+
 def test_processes_that_do_not_find_each_other_read_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
 ) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import perdure.plugins.dcp
+from perdure.store import reader
 
 # DCP warns that there is no process group.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -92,7 +93,15 @@ def as_rank(action: str, directory: str, rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     answer: dict[str, Any] = {}
     torch.manual_seed(rank)
-    if action == "save":
+    if action == "large":
+        state = {"x": torch.zeros(3 * 2**20, dtype=torch.int32)}
+        read: list[int] = []
+        fault = reader.first_fault
+        reader.first_fault = lambda one, *rest: read.append(one.nbytes) or fault(one, *rest)
+        dcp.load(state, storage_reader=perdure.plugins.dcp.Reader(directory))
+        answer["equal"] = torch.equal(state["x"], torch.arange(3 * 2**20, dtype=torch.int32))
+        answer["read"] = sum(nbytes >= 2**20 for nbytes in read)
+    elif action == "save":
         state = sharded(mesh, Shard(0), fill=True)
         dcp.save(state, storage_writer=perdure.plugins.dcp.Writer(directory, 4))
         dcp.save(state, storage_writer=perdure.plugins.dcp.Writer(directory, 5, max_to_keep=1))
@@ -117,7 +126,7 @@ def as_rank(action: str, directory: str, rank: int, ranks: int) -> None:
 
 def main() -> None:
     action, directory, rank, ranks = sys.argv[1:]
-    if action in ("save", "load"):
+    if action in ("save", "load", "large"):
         as_rank(action, directory, int(rank), int(ranks))
     else:
         train(directory, own_storage=action.startswith("own"), kill=action.endswith("killed"))

@@ -118,6 +118,14 @@ def test_two_ranks_save_shards_that_other_layouts_load(tmp_path: Path) -> None:
     assert "perdure.plugins.dcp.Reader" in str(caught.value)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_of_the_ranks_of_a_machine_one_reads_each_chunk(tmp_path: Path, ranks: int) -> None:
+    save(tmp_path / "run", 1, {"x": torch.arange(3 * 2**20, dtype=torch.int32)})
+    loaded = [answer for _, answer in work("large", tmp_path / "run", ranks=ranks)]
+    assert all(answer["equal"] for answer in loaded)
+    assert sum(answer["read"] for answer in loaded) == 3, "12 MiB, in chunks of 4 MiB"
+
+
 def test_steps_are_compared_at_the_end_where_plans_may_be_those_of_an_earlier_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

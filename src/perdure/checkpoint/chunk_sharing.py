@@ -6,13 +6,13 @@ Invariant: no restore depends on another process: each reads by itself what it d
 
 from __future__ import annotations
 
+import secrets
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
-from blake3 import blake3
 from msgspec import Struct
 
 from perdure.checkpoint.connections import Connections, Slots, exactly, hello_of, received_memory
@@ -40,12 +40,13 @@ _NOTHING = _Request("", {}, 0)
 
 
 class ChunkSharing:
-    """The end of one process of `count`, for one restore; see `perdure.store.loading.SharedReads`."""
+    """The end of one process of several, for one restore; see `perdure.store.loading.SharedReads`."""
 
-    def __init__(self, index: int, count: int) -> None:
-        self._index = index
-        self._others = set(range(count)) - {index}
-        self._token = b""
+    def __init__(self) -> None:
+        self._index = 0
+        self._others = set[int]()
+        self._name = ""
+        self._names: Sequence[str] = ()
         self._peers = Connections("perdure-share")
         self._guard = self._peers.guard
         self._slots = Slots(SLOTS)
@@ -66,11 +67,20 @@ class ChunkSharing:
         """By the slot, for each chunk in it the peers that have not copied their elements yet."""
         self._received: set[int] = set()
 
-    def listen(self, token: bytes) -> None:
-        """Let others of this machine, which know the token, connect. All listen before one reads."""
-        self._token = token
+    def listen(self) -> str:
+        """Let others of this machine connect that know the name that this returns; empty where that
+        is forbidden. All listen before one reads."""
+        name = f"perdure-{secrets.token_hex(16)}"
         if self._slots.file is not None:
-            self._listener = self._peers.listen_locally(self._name(self._index))
+            self._listener = self._peers.listen_locally(name)
+        self._name = "" if self._listener is None else name
+        return self._name
+
+    def meet(self, names: Sequence[str]) -> None:
+        """The names of all processes, each in the place of its index."""
+        if self._name:
+            self._names, self._index = names, names.index(self._name)
+            self._others = set(range(len(names))) - {self._index}
 
     def announce(
         self,
@@ -80,7 +90,7 @@ class ChunkSharing:
         place: Callable[[int, memoryview], None],
     ) -> bool:
         with self._guard:
-            if self._listener is None or not wanted:
+            if self._listener is None or not self._others or not wanted:
                 return False
             self._request, self._place = _Request(fingerprint, dict(wanted), alone), place
             # All connections are made before one is accepted: who has the request of this process
@@ -89,9 +99,9 @@ class ChunkSharing:
             hello = _NUMBER.pack(self._index)
             for index in self._others:
                 try:
-                    connection = self._peers.connect_locally(self._name(index), hello)
+                    connection = self._peers.connect_locally(self._names[index], hello)
                     connections.append((index, connection))
-                except OSError:  # it is on another machine, or has ended its restore, or itself
+                except OSError:  # it does not listen, or on another machine, or has ended
                     self._requests[index] = _NOTHING
             self._connected = {index for index, _ in connections}
             self._producers = set(self._connected)
@@ -146,9 +156,6 @@ class ChunkSharing:
         self._listener = None
         self._place = _ignore  # it refers to the shards
         self._slots.close()
-
-    def _name(self, index: int) -> str:
-        return f"perdure-{blake3(self._token + _NUMBER.pack(index)).hexdigest(32)}"
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer the request of a peer, and learn which chunks it has copied, until it closes."""

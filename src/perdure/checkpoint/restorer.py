@@ -6,7 +6,6 @@ one. A checkpoint that cannot be read now is not damaged, and nothing older take
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections.abc import Collection, Generator, Mapping
 from contextlib import closing
@@ -79,13 +78,13 @@ class Restorer:
         wanted = request.wanted()
         run, mirror = self._saver.run, self._saver.mirror
         needs = Needs(wanted, self._regions(like, request))
-        with closing(ChunkSharing(self._processes.index, self._processes.count)) as sharing:
+        with closing(ChunkSharing()) as sharing:
             call = GroupCall(self._processes, _call(step, request))
-            token = call.agree(secrets.token_bytes(32), lambda sent: sent[0])
-            if needs.regions is not None and mirror is None:
-                sharing.listen(token)
+            name = sharing.listen() if mirror is None and self._processes.count > 1 else ""
+            names = [other.decode() for other in call.gather(name.encode())]
+            if name:
+                sharing.meet(names)
                 needs = needs._replace(sharing=sharing)
-            call.barrier()
             self._saver.recipe.check_group("restore")
             source = load_good(run, step, needs, mirror, self._processes)
         for note in source.notes:

@@ -38,7 +38,7 @@ from perdure.store.run_log import LogView
 from perdure.store.run_marker import other_run
 from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.shard_plan import Region
-from perdure.store.shard_reader import SharedReads, load_shards
+from perdure.store.shard_reader import SharedReads, is_large, load_shards
 from perdure.store.storage import Storage, confirmed
 
 
@@ -126,11 +126,16 @@ def load_leaves(storage: Storage, manifest: Manifest, needs: Needs) -> Leaves:
             if wanted is None or wanted(path)
         }
     )
-    whole = [leaf for leaf in entries if leaf.path not in regions]
-    with gc_paused(len(whole)):
-        leaves.update(load_entries(storage, manifest, whole))
-    if len(whole) < len(entries):
-        parts = [leaf for leaf in entries if leaf.path in regions]
+    together: dict[str, LeafEntry] = {
+        leaf.path: leaf
+        for leaf in entries
+        if leaf.path in regions or (needs.sharing is not None and is_large(leaf))
+    }
+    alone = [leaf for leaf in entries if leaf.path not in together]
+    with gc_paused(len(alone)):
+        leaves.update(load_entries(storage, manifest, alone))
+    if together:
+        parts = list(together.values())
         loaded = load_shards(storage, manifest, parts, regions, needs.sharing) | leaves
         leaves.update({leaf.path: loaded[leaf.path] for leaf in entries})
     return leaves

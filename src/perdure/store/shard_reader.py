@@ -1,8 +1,8 @@
-"""Reads the shards of one process: only the chunks in which they have elements, each verified.
+"""Reads what one of several processes needs: only the chunks in which it has elements, each verified.
 
-A chunk that lies in one shard is read into it; others pass through the memory of a few chunks. Of
-those, the processes of one machine divide what several of them need (`SharedReads`). Without that, such
-chunks are read through the page cache.
+A chunk that lies in one shard is read into it; others pass through the memory of a few chunks. The
+processes of one machine divide what several of them need (`SharedReads`), of large arrays that each has
+whole, too. Without that, chunks that lie in several shards are read through the page cache.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class SharedReads(Protocol):
 
 
 class _Passing(NamedTuple):
-    """A chunk of `nbytes` bytes, by its number, of which some elements belong into shards."""
+    """A chunk of `nbytes` bytes, by its number, of which some elements belong into shards.
+
+    All belong into `target`, where there is one, of an array that each process has whole.
+    """
 
     number: int
     entry: LeafEntry
@@ -96,10 +99,14 @@ class _Passing(NamedTuple):
     nbytes: int
     shards: Shards
     slices: Sequence[Slice]
+    target: memoryview | None
 
     def is_shared(self) -> bool:
         """Whether other processes need elements of it, too, and it is large."""
-        return slices_size(self.slices, self.shards.itemsize) < self.nbytes >= SMALL_BYTES
+        is_needed = self.target is not None or (
+            slices_size(self.slices, self.shards.itemsize) < self.nbytes
+        )
+        return is_needed and self.nbytes >= SMALL_BYTES
 
 
 def load_shards(
@@ -109,7 +116,8 @@ def load_shards(
     regions: Regions,
     sharing: SharedReads | None = None,
 ) -> dict[str, Leaf]:
-    """Read and verify parts of some arrays of `manifest`; raises as `load_leaves` does."""
+    """Read and verify the `regions` of some arrays of `manifest`, and others whole; raises as
+    `load_leaves` does."""
     leaf_counts = [len(leaf.chunks) for leaf in manifest.leaves]
     paths = [leaf.path for leaf in manifest.leaves]
     firsts = dict(zip(paths, accumulate(leaf_counts, initial=0), strict=False))
@@ -118,33 +126,42 @@ def load_shards(
     passing: list[_Passing] = []
     require_packs(storage, manifest, entries)
     for entry in entries:
-        itemsize = entry.nbytes // max(1, math.prod(entry.shape))
-        wanted = tuple(dict.fromkeys(regions[entry.path]))
+        shape, itemsize = entry.shape, entry.nbytes // max(1, math.prod(entry.shape))
+        if is_whole := entry.path not in regions:
+            shape, itemsize = (entry.nbytes,), 1  # of any dtype
+        wanted = tuple(dict.fromkeys(regions.get(entry.path, (((0, entry.nbytes),),))))
         try:
             parts = tuple(leaf_memory(volume(region) * itemsize) for region in wanted)
         except (MemoryError, OSError) as error:
             raise no_memory(storage, manifest, entry, error) from error
-        shards = Shards(entry.shape, itemsize, wanted, parts)
-        leaves[entry.path] = Leaf(
-            entry.dtype, entry.shape, memoryview(b""), frozen=True, shards=shards
-        )
+        shards = Shards(shape, itemsize, wanted, parts)
+        data, inside = (parts[0], None) if is_whole else (memoryview(b""), shards)
+        leaves[entry.path] = Leaf(entry.dtype, entry.shape, data, frozen=True, shards=inside)
         index = RegionIndex(shards.shape, itemsize, wanted)
         for number, (start, stop) in enumerate(chunk_spans(entry.nbytes)):
             if not (slices := index.slices(start, stop)):
                 continue
             chunk = entry.chunks[number]
-            if (target := shards.inside(slices, start, stop)) is not None:
+            target = shards.inside(slices, start, stop)
+            if target is not None and not (is_whole and stop - start >= SMALL_BYTES):
                 in_place.append(wanted_chunk(manifest, entry, chunk, target))
             else:
                 place = firsts[entry.path] + number
-                passing.append(_Passing(place, entry, chunk, stop - start, shards, slices))
+                passing.append(_Passing(place, entry, chunk, stop - start, shards, slices, target))
     if sharing is not None:
         with closing(sharing):
             if _read_shared(storage, manifest, in_place, passing, sharing):
                 return leaves
+    whole = [item for item in passing if item.target is not None]
+    in_place += [wanted_chunk(manifest, item.entry, item.chunk, item.target) for item in whole]
     load_chunks(storage, manifest, in_place)
-    _pass_through(storage, manifest, passing)
+    _pass_through(storage, manifest, [item for item in passing if item.target is None])
     return leaves
+
+
+def is_large(entry: LeafEntry) -> bool:
+    """Whether to share an array that each process has whole: a small one costs more to hand out."""
+    return entry.text is None and entry.nbytes >= SMALL_BYTES
 
 
 def _read_shared(

@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from perdure import errors
 from perdure.checkpoint.address import find_step
+from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.runtime.heartbeats import beat
 from perdure.state.leaf_values import plain_value
@@ -26,6 +27,7 @@ from perdure.state.process_random import ProcessRandom
 from perdure.store import Storage
 from perdure.store.format import DCP_LAYOUT, SCALAR_PREFIX, WEAK_PREFIX, decode_json, steps_text
 from perdure.store.leaf import Leaf
+from perdure.store.loading import Needs
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.reader import load_entries
 
@@ -175,6 +177,7 @@ class Reader(StorageReader):
         self._manifest: Manifest | None = None
         self._entries: dict[Place, LeafEntry] = {}
         self._rank = DcpRank(0, 1)
+        self._sharing: ChunkSharing | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -220,26 +223,42 @@ class Reader(StorageReader):
         self._rank = DcpRank.of(kwargs)
 
     def prepare_local_plan(self, plan: planners.LoadPlan) -> planners.LoadPlan:
-        """Add which checkpoint this rank has found, for `prepare_global_plan`."""
+        """Add which checkpoint this rank has found, and where ranks of its machine reach it, for
+        `prepare_global_plan`."""
         assert self._manifest is not None, "DCP reads the metadata first"
-        plan.storage_data = (self._manifest.step, self._manifest.fingerprint)
+        name = ""
+        if self._rank.count > 1:
+            self._close_sharing()
+            self._sharing = ChunkSharing()
+            name = self._sharing.listen()
+        plan.storage_data = (self._manifest.step, self._manifest.fingerprint, name)
         return plan
 
     def prepare_global_plan(self, plans: list[planners.LoadPlan]) -> list[planners.LoadPlan]:
         """Raise `StateError` unless all ranks have found the same checkpoint."""
         found = [plan.storage_data for plan in plans]
-        if len(set(found)) > 1:
-            steps = ", ".join(f"rank {rank}: {step}" for rank, (step, _) in enumerate(found))
+        if len({checkpoint[:2] for checkpoint in found}) > 1:
+            steps = ", ".join(f"rank {rank}: {step}" for rank, (step, *_) in enumerate(found))
             raise errors.StateError(
                 f"{self._run.where}: the ranks found different checkpoints to load ({steps}); nothing "
                 f"was changed. Name the step, and use a directory that all ranks see."
             )
+        names = [name for *_, name in found]
+        for plan in plans:
+            plan.storage_data = names
         return plans
 
     def read_data(self, plan: planners.LoadPlan, planner: planners.LoadPlanner) -> Future[None]:
         """Fill the state with verified bytes; CorruptionError or MismatchError before that."""
-        wanted = [(item, self._record(item), self._target(item, planner)) for item in plan.items]
-        loaded, generators_of_ranks = self._load({leaf.path for _, leaf, _ in wanted})
+        if self._sharing is not None:
+            self._sharing.meet(plan.storage_data)
+        try:
+            wanted = [
+                (item, self._record(item), self._target(item, planner)) for item in plan.items
+            ]
+            loaded, generators_of_ranks = self._load({leaf.path for _, leaf, _ in wanted})
+        finally:
+            self._close_sharing()  # other ranks may wait for this one
         for item, entry, target in wanted:
             leaf = loaded[entry.path]
             if target is None:
@@ -254,6 +273,11 @@ class Reader(StorageReader):
                 errors.warn_caller(note)
         beat("compile", self.step)
         return done(None)
+
+    def _close_sharing(self) -> None:
+        if self._sharing is not None:
+            self._sharing.close()
+            self._sharing = None
 
     def _newest(self) -> Manifest:
         damaged: list[str] = []
@@ -300,7 +324,8 @@ class Reader(StorageReader):
         assert self._manifest is not None
         entries = [leaf for leaf in self._manifest.process_leaves if leaf.path != DCP_LAYOUT]
         try:
-            leaves = self._run.load(self.step, paths.__contains__).leaves if paths else {}
+            needs = Needs(paths.__contains__, sharing=self._sharing)
+            leaves = self._run.load(self.step, needs).leaves if paths else {}
             wanted = entries if self._random else []
             return leaves, load_entries(self._run.storage, self._manifest, wanted)
         except errors.CorruptionError as error:

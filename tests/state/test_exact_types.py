@@ -142,6 +142,7 @@ class Items(dict):  # type: ignore[type-arg]
 
 class Colour(enum.IntEnum):
     RED = 1
+    GREEN = 2
 
 
 class Text(str):
@@ -200,19 +201,19 @@ EXACT: dict[str, Callable[[int], Any]] = {
     "float": float,
     "-0j": lambda k: complex(-0.0, -0.0 if k == 1 else 1.0),
     "inf": lambda k: complex(-math.inf, k),
+    "range": range,
+    "IntEnum": Colour,
+    "Fraction": lambda k: fractions.Fraction(k, 3),
+    "Decimal": lambda k: decimal.Decimal(f"0.{k}"),
+    "datetime": lambda k: dt.datetime(2020, 1, k),
+    "Path": lambda k: pathlib.Path(f"{k}"),
 }
 REFUSED: dict[str, Callable[[], Any]] = {
     "partial": lambda: functools.partial(max, 1),
-    "range": lambda: range(3),
-    "IntEnum": lambda: Colour.RED,
     "str subclass": lambda: Text("a"),
     "np.str_": lambda: np.str_("a"),
     "np.bytes_": lambda: np.bytes_(b"a"),
     "datetime64": lambda: np.datetime64("2020-01-01"),
-    "Fraction": lambda: fractions.Fraction(1, 3),
-    "Decimal": lambda: decimal.Decimal("0.1"),
-    "datetime": lambda: dt.datetime(2020, 1, 1),
-    "Path": lambda: pathlib.Path("a"),
     "list with an attribute": tagged,
     "tuple of another constructor": lambda: Clever(1, 2),
     "dataclass that is a dict": lambda: Items(3),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+import csv
+import enum
+import logging
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -241,3 +247,231 @@ def test_a_failed_restore_gives_classes_dataclasses_and_slots_back(
         manager.restore_or_initialize(fresh)
     assert (Base.losses, Base.count, fresh["slots"].n) == ([], 0, 0)
     assert fresh["progress"].best == 9.0
+
+
+class Found:
+    def __init__(self, size: int) -> None:
+        self.genome, self.fit, self.tags = np.arange(float(size)), None, ["a"]
+
+
+class InSlots:
+    __slots__ = ("genome", "parts")
+
+    def __init__(self, size: int) -> None:
+        self.genome, self.parts = np.ones(size), [Found(1), {"k": Found(size)}]
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.best: Any = None
+        self.found: list[Any] = []
+
+
+def resumed(make: Callable[[], Any], change: Callable[[Any], object]) -> tuple[Any, Any, Any]:
+    """The state of a run, and the target and the state of the program that resumes it."""
+    where = MemoryStorage()
+    with CheckpointManager(where, recipe={}) as manager:
+        state = make()
+        manager.restore_or_initialize(state)
+        change(state)
+        manager.save(1, state)
+    with CheckpointManager(where, recipe={}) as manager:
+        fresh = make()
+        restored, _ = manager.restore_or_initialize(fresh)
+        manager.save(2, restored)
+    return state, fresh, restored
+
+
+def parts(value: Any) -> Any:
+    """All that a value has, with its classes."""
+    if isinstance(value, dict):
+        return {key: parts(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return type(value).__name__, [parts(part) for part in value]
+    if isinstance(value, np.ndarray):
+        return parts(value.tolist()) if value.dtype == object else value.tobytes()
+    if type(value).__module__ == __name__ and not isinstance(value, enum.Enum):
+        names = getattr(value, "__slots__", None) or sorted(vars(value))
+        return type(value).__name__, [(name, parts(getattr(value, name))) for name in names]
+    return value
+
+
+def add_found(state: Any) -> None:
+    state["found"] += [Found(3), InSlots(2), Progress(1.0, [2])]
+    state["found"][0].fit = 0.5
+    state["best"] = state["found"][1]
+    state["last"].extend(map(Found, range(5)))
+    state["owner"].best = Found(2)
+    state["owner"].found.append(state["owner"].best)
+
+
+def some() -> Any:
+    return {"found": [Found(2)], "best": None, "last": deque(maxlen=3), "owner": Owner()}
+
+
+def test_objects_that_a_run_makes_come_back_and_those_of_the_target_are_changed_in_place() -> None:
+    state, fresh, restored = resumed(some, add_found)
+    assert parts(restored) == parts(state)
+    assert restored["best"] is restored["found"][1]
+    assert restored["owner"].best is restored["owner"].found[0]
+    assert restored["found"][0] is fresh["found"][0], "others may have it"
+
+
+def test_objects_that_become_one_stay_one() -> None:
+    def change(state: Any) -> None:
+        state["found"][1] = state["found"][0]
+        state["found"][0].fit = 3.0
+
+    _, _, restored = resumed(lambda: {"found": [Found(2), Found(3)]}, change)
+    assert restored["found"][0] is restored["found"][1]
+    assert restored["found"][1].fit == 3.0
+
+
+def test_an_object_gets_and_loses_attributes_as_those_of_the_run() -> None:
+    def change(state: Any) -> None:
+        owner = state["owner"]
+        owner.hidden = np.ones(2)  # as in `forward`
+        owner.seen = {1: "x"}
+        owner.found = [1, 2]
+        del owner.best
+
+    state, fresh, restored = resumed(lambda: {"owner": Owner()}, change)
+    assert restored["owner"] is fresh["owner"]
+    assert parts(restored) == parts(state)
+    assert sorted(vars(restored["owner"])) == ["found", "hidden", "seen"]
+
+
+class Phase(enum.Enum):
+    COLD = 1
+    HOT = 2
+
+
+@dataclass
+class Config:
+    out: Any = Path("runs")
+    phase: Phase = Phase.COLD
+    layer: type = torch.nn.Linear
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    share: Any = Fraction(1, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    phase: Phase = Phase.COLD
+
+
+def test_a_dataclass_keeps_what_an_object_keeps() -> None:
+    def change(state: Any) -> None:
+        state["config"].out, state["config"].phase = Path("b"), Phase.HOT
+        state["config"].layer = torch.nn.Conv1d
+        state["frozen"] = Frozen(Phase.HOT)
+        state["owner"].best[1] = "x", np.ones(2)
+
+    def make() -> Any:
+        owner = Owner()
+        owner.best = np.zeros(3, object)
+        return {"config": Config(), "frozen": Frozen(), "owner": owner}
+
+    state, _, restored = resumed(make, change)
+    assert parts(restored) == parts(state)
+    assert type(restored["frozen"]) is Frozen
+
+
+class Loop:
+    """Knows its callback, which knows it, and has what belongs to the process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.callback = Owner()
+        self.callback.loop = self  # type: ignore[attr-defined]
+        self.log = logging.getLogger("loop")
+        self.lock = threading.Lock()
+        self.numpy = np
+        self.file = (directory / "log.csv").open("a")
+        self.rows = csv.writer(self.file)
+        self.step = 0
+
+
+def test_an_owner_that_its_part_knows_and_what_belongs_to_the_process(tmp_path: Path) -> None:
+    def change(state: Any) -> None:
+        state["loop"].step = 4
+        state["loop"].callback.best = 2.0
+
+    made = []
+
+    def make() -> Any:
+        made.append(Loop(tmp_path))
+        return {"loop": made[-1]}
+
+    _, fresh, restored = resumed(make, change)
+    loop = restored["loop"]
+    assert loop is fresh["loop"]
+    assert loop.callback.loop is loop
+    assert (loop.step, loop.callback.best) == (4, 2.0)
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:  # control
+        state = make()
+        manager.restore_or_initialize(state)
+        state["loop"].callback.loop = made[0]
+        with pytest.raises(UnsupportedLeafError, match="loop/callback/loop"):
+            manager.save(1, state)
+    for loop in made:
+        loop.file.close()
+
+
+@dataclass
+class Counted:
+    number: int = 0
+    made: ClassVar[int] = 0
+    SIZE = 3
+
+    def __post_init__(self) -> None:
+        Counted.made += 1
+
+
+class Net(torch.nn.Module):
+    calls = 0
+
+
+class Left(Net, Base):
+    pass
+
+
+class Right(Net):
+    pass
+
+
+def test_classes_of_any_object_keep_what_the_run_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def reset() -> None:
+        monkeypatch.setattr(Counted, "made", 0)
+        for kind in (Left, Right):
+            if "calls" in vars(kind):
+                delattr(kind, "calls")
+        reset_classes(monkeypatch)
+
+    def change(state: Any) -> None:
+        for _ in range(3):
+            type(state["left"]).calls += 1
+            state["list"].append(Counted())
+        type(state["right"]).calls += 5
+        type(state["agent"]).count += 2
+        Base.losses.append(1.5)
+
+    reset()
+    where = MemoryStorage()
+
+    def make() -> Any:
+        return {"left": Left(), "right": Right(), "list": [], "agent": Agent()}
+
+    with CheckpointManager(where, recipe={}) as manager:
+        manager.restore_or_initialize(state := make())
+        change(state)
+        manager.save(1, state)
+    reset()
+    with CheckpointManager(where, recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(make())
+    assert (Left.calls, Right.calls, Net.calls, Counted.made) == (3, 5, 0, 3)
+    assert (Agent.count, Base.count, Base.losses) == (2, 0, [1.5])
+    assert "count" not in vars(state["agent"]), "an attribute of its own would hide the class"
+    del Agent.count
+    reset()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import flax.core
@@ -107,9 +106,16 @@ def local_record() -> Any:
     return Local(3)
 
 
+def local_object() -> Any:
+    class Local:
+        pass
+
+    return Local()
+
+
 OBJECTS: dict[str, Callable[[], Any]] = {
     "generator": lambda: np.random.default_rng(3),
-    "object": lambda: SimpleNamespace(a=1),
+    "object": local_object,
     "local": local_record,
     "frozen": lambda: flax.core.freeze({"a": jnp.ones(2)}),
     "masked": lambda: np.ma.masked_array([1, 2], [False, True]),

@@ -185,23 +185,6 @@ def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
     return kind, id(value) if form is value else mark_of(form, is_fresh=is_fresh)
 
 
-@cache
-def values_of_classes(kind: type) -> dict[str, tuple[type, Any]]:
-    """The plain values and arrays that the program's classes among the bases of a class have at first:
-    by name the class and the mark of the value."""
-    found: dict[str, tuple[type, Any]] = {}
-    for base in filter(is_of_program, kind.__mro__):
-        for name, value in vars(base).items():
-            if not name.startswith("__") and is_of_class(value):
-                found.setdefault(name, (base, mark_of(value)))
-    return found
-
-
-def is_of_class(value: Any) -> bool:
-    """Whether a value in the body of a class is no code."""
-    return not callable(value) and kind_of(value) in (Kind.PLAIN, Kind.ARRAY)
-
-
 class _TensorMark:
     """A tensor by its identity and version; of a small one also by its bits."""
 
@@ -331,7 +314,7 @@ def static_owners(walk: Walk) -> Iterator[tuple[str, Any, list[str]]]:
         elif _is_registered(kind) and isinstance(branch.node, Node) and not branch.node.in_place:
             # What a class that is registered with JAX leaves out of its children.
             children = {key for key, _ in branch.node.children}
-            values = vars(branch.value)
+            values = getattr(branch.value, "__dict__", {})
             names = [name for name in values if name not in children]
             if static := [name for name in names if _is_plain_or_code(values[name])]:
                 yield branch.path, branch.value, static

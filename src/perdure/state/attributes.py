@@ -25,7 +25,6 @@ from perdure.state.attribute_values import (
     Kind,
     has_others,
     is_container_of_program,
-    is_of_class,
     is_position,
     items_of,
     kind_of,
@@ -36,7 +35,6 @@ from perdure.state.attribute_values import (
     static_owners,
     stored_form,
     untracked,
-    values_of_classes,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.leaf_spec import type_name
@@ -78,8 +76,6 @@ one: class, length, keys. Else the whole is stored."""
 _VIEW = "!view"
 """The key of which elements of a tensor of the state an attribute shows."""
 _SCALARS = "!scalars"
-_OF_CLASS = "!of class"
-"""The key of the plain attributes of the classes that a module or an optimizer has."""
 _LAMBDAS, _SCHEDULES = "lr_lambdas", "_schedulers"
 _COMPUTED = ("_orig", "_v")
 """The ends of the names of parameters from which a parametrization computes an attribute."""
@@ -297,7 +293,7 @@ def _scalars(owner: Owner, known: Known) -> list[Any] | None:
     """Everything that a module has beside its tensors and modules; None for one that has more than
     scalars."""
     held = vars(part := owner.value)
-    if "_parameters" not in held or values_of_classes(type(part)) or known.leaves_out(owner.root):
+    if "_parameters" not in held or known.leaves_out(owner.root):
         return None
     if any(vars(buffer) for buffer in held["_buffers"].values() if buffer is not None):
         return None
@@ -397,9 +393,6 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
             for place, function in enumerate(getattr(each, _LAMBDAS, ())):
                 yield from _of_function((*key, _LAMBDAS, place), function, known, owner)
         return
-    for name in sorted(values_of_classes(type(part))):
-        if is_of_class(value := getattr(type(part), name)):
-            yield (_OF_CLASS, name), value
     if is_module:
         if part is not owner.root:
             yield (_MODE,), (owner.root.training, part.training)
@@ -589,8 +582,6 @@ def _get(owner: Owner, key: Key) -> Any:
 
 
 def _child(value: Any, name: str | int) -> Any:
-    if name == _OF_CLASS:
-        return type(value)
     if name in ALL_HOOKS and isinstance(hooks := getattr(value, str(name), None), dict):
         return [*hooks.values()]
     if isinstance(value, FunctionType):  # what it keeps between calls
@@ -633,9 +624,6 @@ def _set(owner: Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
         parent[last] = result  # type: ignore[index]
     elif last in getattr(parent, "_buffers", ()):
         parent._buffers[last] = result
-    elif isinstance(parent, type):
-        base = next((each for each in parent.__mro__ if last in vars(each)), parent)
-        setattr(base, str(last), result)
     elif isinstance(parent, FunctionType):
         _cell_of(parent, last).cell_contents = result
     else:

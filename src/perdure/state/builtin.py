@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
@@ -17,11 +16,11 @@ from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
-from perdure.state.attribute_values import mark_of, put_value, values_of_classes
 from perdure.state.containers import (
     PLAIN_MAPPINGS,
     build_record,
     describe_container,
+    record_class,
 )
 from perdure.state.generators import (
     SEED_SEQUENCE,
@@ -44,19 +43,26 @@ from perdure.state.leaf_values import (
     scalar_leaf,
 )
 from perdure.state.paths import key_text
-from perdure.state.program_code import OF_CLASS, is_plain_object, slots_of
+from perdure.state.program_code import (
+    is_code,
+    is_of_process,
+    is_plain_object,
+    slot_names,
+    slots_of,
+)
 from perdure.state.value_forms import (
     Form,
     attributes_of,
+    form_of,
     is_named,
     listed_form,
     made_value,
     mapping_like,
     masked_array,
-    set_attributes,
     with_pairs,
 )
 from perdure.store.leaf import Leaf
+from perdure.store.manifest import Container
 
 _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 
@@ -147,7 +153,7 @@ class Builtin(Adapter):
         if isinstance(value, _COLLECTIONS):
             return _collection_node(value)
         if isinstance(value, AttributeState):
-            return _attributes_node(value, stored)
+            return _object_node(value, stored)
         if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
             return Stateful(value)
         if is_positioned(value):
@@ -164,68 +170,56 @@ class Builtin(Adapter):
             return Node([("", seed_text(value))], lambda new: seed_from(new[0]))
         if type(value) is np.ma.MaskedArray:
             return _masked_array_node(value, stored)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return _dataclass_node(value)
-        if is_plain_object(value):
-            return _attributes_node(value, stored)
+        is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if is_data or is_plain_object(value):
+            return _object_node(value, stored)
+        # Of a path, a date or a member of an enumeration.
+        form = None if callable(value) else with_pairs(value)
+        return _mapping_node(form) if type(form) is Form else None
+
+
+def _object_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> Node:
+    """An object whose attributes are its state, changed in place; a frozen dataclass is made again."""
+    kind, implied = type(value), dict[str, Any]()
+    own = (*getattr(value, "__dict__", ()), *slots_of(value))
+    names = [n for n in own if not n.startswith("__") and not _is_derived(kind, n)]
+    if dataclasses.is_dataclass(kind):  # a default may be stored on the class alone
+        fields = [field.name for field in dataclasses.fields(kind)]
+        names += [name for name in fields if name not in names and hasattr(value, name)]
+    if (now := getattr(stored, "attributes", None)) is not None:
+        names = [n for n in names if n in now or is_fixed(getattr(value, n))]
+        names += [n for n in now if n not in names]
+    if isinstance(value, AttributeState):
+        implied = value.implied_members()
+        if stored is not None and implied:
+            first = {path.partition("/")[0] for path in stored}
+            implied = {name: each for name, each in implied.items() if name in first}
+    children = [(name, with_pairs(getattr(value, name, None))) for name in names]
+    if is_frozen(kind):
+        typed = {n: each for n, each in attributes_of(value).items() if n.startswith("__")}
+        make = partial(build_record, kind)
+        return Node(children, lambda new: make(typed | dict(zip(names, new, strict=True))))
+    return attributes_in_place(value, names)._replace(children=[*children, *implied.items()])
+
+
+def _is_derived(kind: type, name: str) -> bool:
+    """Whether an attribute is only kept to not be computed again."""
+    return isinstance(getattr(kind, name, None), cached_property)
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether an attribute stays that of the target: code without a name, and what belongs to the
+    process."""
+    return is_of_process(value) or (is_code(value) and form_of(value) is None)
+
+
+def describe_object(value: Any) -> tuple[Container, list[tuple[str, Any]]] | None:
+    """As `describe_record`, of an object of the program."""
+    if not is_plain_object(value) or record_class(type_name(value)) is not type(value):
         return None
-
-
-def _attributes_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> Node:
-    """An object whose attributes are its state, changed in place."""
-    held, slots = getattr(value, "__dict__", {}), slots_of(value)
-    of_class = _changed_of_class(type(value), stored or {})
-    names = [*held, *slots]
-    names += [name for name in _defaults_of(type(value)) if name not in held]
-    implied = value.implied_members() if isinstance(value, AttributeState) else {}
-    if stored is not None and implied:
-        first = {path.partition("/")[0] for path in stored}
-        implied = {name: each for name, each in implied.items() if name in first}
-
-    before, in_slots = dict(held), {name: getattr(value, name) for name in slots}
-    in_classes: dict[str, Any] = {}
-
-    def rebuild(new: Sequence[Any]) -> None:
-        for name, each in zip(names, new, strict=False):  # implied ones are changed in place
-            if name in in_slots:
-                object.__setattr__(value, name, each)
-            elif name in held or each is not getattr(value, name):
-                held[name] = each
-        for name, base in of_class.items():
-            in_classes[name] = deepcopy(vars(base)[name])
-            setattr(base, name, put_value(vars(base)[name], new[-1][name][1]))
-
-    def undo() -> None:
-        held.clear()
-        held.update(before)
-        set_attributes(value, in_slots)
-        for name, first in in_classes.items():
-            setattr(of_class[name], name, put_value(vars(of_class[name])[name], first))
-
-    children = [*((name, with_pairs(getattr(value, name))) for name in names), *implied.items()]
-    if of_class:
-        # Beside each one a leaf, because a container may have become empty.
-        values = {name: [True, with_pairs(vars(base)[name])] for name, base in of_class.items()}
-        children.append((OF_CLASS, values))
-    return Node(children, rebuild, in_place=True, undo=undo)
-
-
-def _changed_of_class(kind: type, stored: Mapping[str, LeafSpec]) -> dict[str, type]:
-    """The classes by the names of their values that a run has changed there (`Agent.count += 1`,
-    `agent.losses.append(x)`), or that a checkpoint has."""
-    return {
-        name: base
-        for name, (base, mark) in values_of_classes(kind).items()
-        if f"{OF_CLASS}/{name}/0" in stored or mark != mark_of(vars(base).get(name), is_fresh=False)
-    }
-
-
-@cache
-def _defaults_of(kind: type) -> list[str]:
-    """The numbers and texts of a class of the program that an object may get as its own
-    (`count = 0`, and later `self.count += 1`): no constants."""
-    names = [name for name in values_of_classes(kind) if not name.isupper()]
-    return [name for name in names if type(getattr(kind, name)) in _DEFAULTS]
+    names = [*getattr(value, "__dict__", {}), *slots_of(value)]
+    entry = Container("object", keys=tuple(names), type=type_name(value))
+    return entry, [(name, with_pairs(getattr(value, name))) for name in names]
 
 
 def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:
@@ -325,43 +319,39 @@ def _masked_array_node(value: Any, stored: Mapping[str, LeafSpec] | None) -> Nod
     return Node(list(children.items()), lambda new: masked_array(*new))
 
 
-def _dataclass_node(value: Any) -> Node:
-    """Every attribute, also those that are no fields, but no cached properties. Runs no `__init__`."""
-    kind = type(value)
-    try:
-        object.__new__(kind)
-    except TypeError as error:
-        raise UnsupportedLeafError(
-            f"a dataclass {type_name(value)} cannot be made again without its "
-            f"`__init__` ({error}). Give it `state_dict` and `load_state_dict`."
-        ) from None
-    before = attributes_of(value)
-    values = dict(before)
-    for field in dataclasses.fields(value):  # a default may be stored on the class alone
-        if field.name not in values and hasattr(value, field.name):
-            values[field.name] = getattr(value, field.name)
-    dunders = {name: values[name] for name in values if name.startswith("__")}  # set by `typing`
-    names = [
-        name
-        for name in values
-        if name not in dunders and not isinstance(getattr(kind, name, None), cached_property)
-    ]
-    children = [(name, values[name]) for name in names]
-    if kind.__dataclass_params__.frozen:
-        make = partial(build_record, kind)
-        return Node(children, lambda new: make(dunders | dict(zip(names, new, strict=True))))
+def is_frozen(kind: type) -> bool:
+    """Whether objects of a class are exchanged and not changed."""
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return issubclass(kind, tuple) or (parameters is not None and parameters.frozen)
 
-    def rebuild(new: Sequence[Any]) -> None:  # others may have this object, and change it
-        set_attributes(value, dict(zip(names, new, strict=True)))
-        for name in values.keys() - dunders.keys() - {*names}:
-            object.__delattr__(value, name)
+
+def attributes_in_place(value: Any, names: Sequence[str]) -> Node:
+    """An object that is changed in place, because others may have it: it gets these attributes, and
+    loses others."""
+    held, before = getattr(value, "__dict__", {}), attributes_of(value)
+    in_slots = slot_names(type(value))
+
+    def put(attributes: Mapping[str, Any]) -> None:
+        for name, each in attributes.items():
+            if name in in_slots:
+                object.__setattr__(value, name, each)
+            else:
+                held[name] = each
+
+    def remove(gone: Iterable[str]) -> None:
+        for name in gone:
+            if not name.startswith("__"):  # set by `typing`
+                object.__delattr__(value, name)
 
     def undo() -> None:
-        for name in {*names} - before.keys():
-            object.__delattr__(value, name)
-        set_attributes(value, before)
+        remove(attributes_of(value).keys() - before.keys())
+        put(before)
 
-    return Node(children, rebuild, in_place=True, undo=undo)
+    def rebuild(new: Sequence[Any]) -> None:
+        put(dict(zip(names, new, strict=False)))  # implied ones are changed in place
+        remove(before.keys() - {*names})
+
+    return Node([], rebuild, in_place=True, undo=undo)
 
 
 ADAPTER = Builtin()

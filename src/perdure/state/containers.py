@@ -15,7 +15,15 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.leaf_spec import type_name
 from perdure.state.leaf_values import scalar_text
 from perdure.state.paths import key_text
-from perdure.state.value_forms import Form, class_named, is_named, listed_form, set_attributes
+from perdure.state.program_code import is_of_program
+from perdure.state.value_forms import (
+    Form,
+    class_named,
+    is_named,
+    listed_form,
+    set_attributes,
+    with_pairs,
+)
 from perdure.store.format import escape, unescape
 from perdure.store.manifest import MAPPINGS, OF_TARGET, Container
 
@@ -30,6 +38,7 @@ PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 """Those whose keys may be anything that has an exact form (`q[state, action]`)."""
 BYTEARRAY = "builtins.bytearray"
 """The class in the entry of a leaf of bytes that is a `bytearray`."""
+_NO_BASES = ("builtins", "abc", "typing")
 SORTED_DICT = Container("dict")
 """A dict whose keys are strings in code point order. It needs no entry."""
 
@@ -82,7 +91,7 @@ def describe_record(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] |
     if fields is None or record_class(type_name(value)) is not kind:
         return None
     entry = Container("object", keys=tuple(fields), type=type_name(value))
-    return entry, [(field, getattr(value, field)) for field in fields]
+    return entry, [(field, with_pairs(getattr(value, field))) for field in fields]
 
 
 def is_static(field: dataclasses.Field[Any]) -> bool:
@@ -91,15 +100,18 @@ def is_static(field: dataclasses.Field[Any]) -> bool:
 
 
 def record_class(name: str) -> type | None:
-    """The class of a named tuple or a dataclass among the modules that are imported."""
+    """The class of a named tuple or a dataclass among the modules that are imported, or of an object
+    of the program without other bases."""
     if (found := class_named(name)) is None:
         return None
-    is_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
-    return found if is_tuple or dataclasses.is_dataclass(found) else None
+    is_record = issubclass(found, tuple) and hasattr(found, "_fields")
+    is_record = is_record or dataclasses.is_dataclass(found)
+    bases = [base for base in found.__mro__ if base.__module__ not in _NO_BASES]
+    return found if is_record or (bases and all(map(is_of_program, bases))) else None
 
 
 def build_record(kind: type, values: Mapping[str, Any]) -> Any:
-    """A named tuple or a dataclass with these fields. No code of the class runs."""
+    """A named tuple, a dataclass or an object with these fields. No code of the class runs."""
     if issubclass(kind, tuple):
         return tuple.__new__(kind, values.values())
     instance = object.__new__(kind)

@@ -94,6 +94,7 @@ _MEMBERS = {
     "perdure.state.extra_members:EpochEnds": None,
     "perdure.state.extra_members:SharedMembers": None,
     "perdure.state.extra_members:MemoryOrders": None,
+    "perdure.state.class_values:ClassValues": None,
     "perdure.state.attributes:Attributes": None,
     "perdure.state.torch_gradients:Gradients": "torch",
     "perdure.state.keras_optimizers:LeftOutOptimizers": "keras",
@@ -347,9 +348,12 @@ def _extent(value: Any) -> tuple[int, int] | None:
 
 @cache
 def _is_mutable(kind: type) -> bool:
-    """Whether values of a class can be changed in place: of containers, records and arrays of NumPy."""
-    params = getattr(kind, "__dataclass_params__", None)
-    return issubclass(kind, _MUTABLE) or (params is not None and not params.frozen)
+    """Whether values of a class can be changed in place: of containers, objects of the program and
+    arrays of NumPy."""
+    if (params := getattr(kind, "__dataclass_params__", None)) is not None:
+        return not params.frozen
+    is_object = is_of_program(kind) and not hasattr(kind, "load_state_dict")
+    return issubclass(kind, _MUTABLE) or (is_object and not issubclass(kind, tuple))
 
 
 def shared_groups(restoring: Restoring) -> dict[str, int]:

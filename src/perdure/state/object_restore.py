@@ -211,7 +211,7 @@ class ObjectStates:
                 for name in map(str, self.containers[path].keys or self._parts.get(path, ())):
                     inside, present = join_part(path, escape(name)), getattr(like, name, _MISSING)
                     values[name] = self._part(inside, present, arrays)
-                return build_record(kind, values)
+                return self.record(kind, values, like, path)
             target = "nothing" if like is _MISSING else f"a {type_name(like)}"
             raise MismatchError(
                 f"{path}: the state that was stored has a {stored_type}, and the target has {target}; "
@@ -219,6 +219,10 @@ class ObjectStates:
                 f"object can rebuild it."
             )
         return self.rebuild(like, path)
+
+    def record(self, kind: type, values: dict[str, Any], like: Any, path: str) -> Any:
+        """A value of the class `kind` with these attributes, where the target has `like`."""
+        return build_record(kind, values)
 
     def load(self, target: Any, path: str) -> Any:
         """The leaf at `path` as an array such as `target`."""

@@ -6,6 +6,7 @@ import copyreg
 import dataclasses
 import dis
 import enum
+import io
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ import sysconfig
 from collections import deque
 from functools import cache, partial
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,18 @@ _SCALARS = tuple(SCALARS)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")
 """Packages whose objects, other than tuples, are functions with settings."""
-OF_CLASS = "!of class"
-"""The key of what a run has changed in the classes of an object of the program."""
+_OF_PROCESS = (
+    "logging.",
+    "_thread.",
+    "_csv.",
+    "tqdm.",
+    "rich.",
+    "torch.utils.tensorboard.",
+    "tensorboardX.",
+    "wandb.",
+    "mlflow.",
+)
+"""Packages whose objects belong to the process."""
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -67,8 +78,12 @@ def is_plain_object(value: Any) -> bool:
 
 def slots_of(value: Any) -> list[str]:
     """The names of the attributes that an object has in `__slots__`, of its bases too."""
-    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-    return [name for name in names if hasattr(value, name)]
+    return [name for name in slot_names(type(value)) if hasattr(value, name)]
+
+
+def slot_names(kind: type) -> list[str]:
+    """The names in the `__slots__` of a class and its bases."""
+    return copyreg._slotnames(kind)  # type: ignore[attr-defined]
 
 
 def is_program_module(name: str) -> bool:
@@ -94,6 +109,16 @@ def is_made(kind: type) -> bool:
     """Whether a class was made while the program runs, and no module has it."""
     module = sys.modules.get(kind.__module__)
     return "." not in kind.__qualname__ and not hasattr(module, kind.__qualname__)
+
+
+def is_of_process(value: Any) -> bool:
+    """Whether a value belongs to the process and decides no step: a module of Python, a logger, a lock,
+    a progress bar, a tracker of figures, a file that is only written."""
+    kind = type(value)
+    if f"{kind.__module__}.".startswith(_OF_PROCESS) or kind is ModuleType:
+        return True
+    is_file = isinstance(value, io.IOBase) and not value.closed
+    return is_file and value.writable() and not value.readable()
 
 
 def is_code(value: Any) -> bool:

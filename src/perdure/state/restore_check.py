@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError, warn_caller
@@ -29,6 +29,7 @@ from perdure.state.walk import (
     same_specs,
     template_of,
 )
+from perdure.store.format import unescape
 from perdure.store.leaf import Leaf, containers_of
 
 _LOOKS = 3
@@ -302,9 +303,18 @@ class RestoreCheck:
             for line in differences(template, leaves)
             if not described or nearest(line.path, described) is None
         ]
+        # What an object has lost since then.
+        names = {path: entry.keys for path, entry in containers.items() if entry.kind == "object"}
+        lines = [line for line in lines if _has_attribute(names, line.path)]
         if self._inner is not None and containers:
             lines += lost_objects(leaves, template.objects, self._inner)
         return lines
+
+
+def _has_attribute(names: Mapping[str, Sequence[Any] | None], path: str) -> bool:
+    owner = nearest(path, names) if names else None
+    kept = None if owner is None or owner == path else names[owner]
+    return kept is None or unescape(below(path, owner or "").partition("/")[0]) in kept
 
 
 def _mark(value: Any, saved: Collection[int]) -> Any:

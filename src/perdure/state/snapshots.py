@@ -27,6 +27,7 @@ from perdure.state.adapter import (
     leaf_adapter,
     loaded_adapters,
 )
+from perdure.state.builtin import describe_object
 from perdure.state.containers import (
     BYTEARRAY,
     SORTED_DICT,
@@ -46,9 +47,13 @@ from perdure.state.leaf_spec import (
 from perdure.state.leaf_values import SCALARS, is_plain, plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key, nearest, nested
 from perdure.state.per_rank import current_rank_context
-from perdure.state.program_code import OF_CLASS, is_of_program, is_plain_object
+from perdure.state.program_code import (
+    is_of_process,
+    is_of_program,
+    is_plain_object,
+)
 from perdure.state.snapshot_buffer import SnapshotBuffer
-from perdure.state.walk import ANY_LENGTH, MAPPINGS, Unwalked, Walk, gives_way, node_of
+from perdure.state.walk import ANY_LENGTH, MAPPINGS, Branch, Unwalked, Walk, gives_way, node_of
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
@@ -60,7 +65,8 @@ TakeLeaf = Callable[[Any], Leaf | None]
 
 class ObjectFlattener:
     """Adds the leaves and the container entries of objects to `leaves`. Live objects inside of a
-    state are in `live_paths` afterwards, and flattened too if it `enters` them."""
+    state are in `live_paths` afterwards, and flattened too if it `enters` them. With `makes_objects`
+    those of the program are described as a restore can make them."""
 
     def __init__(
         self,
@@ -68,12 +74,14 @@ class ObjectFlattener:
         adapters: Sequence[Adapter],
         *,
         enters: bool = False,
+        makes_objects: bool = False,
         takers: Sequence[TakeLeaf] | None = None,
     ) -> None:
         self._adapters = adapters
         self._takers = takers or [adapter.leaf for adapter in adapters]
         self._leaves = leaves
         self._enters = enters
+        self._makes_objects = makes_objects
         self._array_classes: dict[str, str] = {}
         self.live_paths: list[str] = []
         self.inside: list[tuple[str, Any]] = []
@@ -127,6 +135,8 @@ class ObjectFlattener:
                         self.inside.append((path, value))
                     return
             described = describe_container(value) or describe_record(value)
+            if described is None and self._makes_objects:
+                described = describe_object(value)
             if described is None:
                 self._add_live(value, path)
                 return
@@ -228,6 +238,7 @@ class FreshTarget:
                 self._others.add((path, type(value)))
             elif path or type(value) not in MAPPINGS:  # the root gains no keys
                 self._before[path] = _form(value)
+        self._attributes = {branch.path: _attribute_names(branch) for branch in _made(walk)}
         self._structures = {path for path, form in self._before.items() if form is not _SCALAR}
         objects = {b.path for b in walk.branches if is_of_program(type(b.value)) and b.path}
         self._shapes = {
@@ -242,7 +253,7 @@ class FreshTarget:
         for path, value in self._changed(walk, leaves):
             if nearest(path, containers) is None:
                 kind, size = self._before.get(path, _SCALAR)
-                found, live = described(value, path, [_without_bytes])
+                found, live = described(value, path, [_without_bytes], makes_objects=True)
                 is_filled = bool(size) and (kind is not type(value) or kind in MAPPINGS)
                 if live:
                     parts: Any = [*value] if isinstance(value, Mapping) else None
@@ -251,9 +262,13 @@ class FreshTarget:
                         self._refuse(walk, live[0])
                 # Only the target says the devices of the arrays of JAX in a container that it has.
                 elif not (is_filled and any(e.arrays == "jax" for e in found.containers.values())):
-                    entry = found.containers.get(path, Container("array"))  # of a number
-                    found.containers[path] = msgspec.structs.replace(entry, grown=True)
-                    containers |= found.containers
+                    containers |= _grown(found, path)
+        built = {path for path, entry in containers.items() if entry.grown}
+        for branch in _made(walk) if self._is_known else ():
+            if nearest(branch.path, built) is None:
+                found = self._new_attributes(branch, walk)
+                built |= {path for path, entry in found.items() if entry.grown}
+                containers |= found
         for path, before in self._shapes.items():
             now: Any = walk.by_path.get(path)
             is_array = hasattr(now, "dtype") and _may_change_shape(now)
@@ -278,9 +293,9 @@ class FreshTarget:
         for path in (self._code.keys() | walk.code.keys()) if self._is_known else ():
             if self._code.get(path) != walk.code.get(path):
                 raise UnsupportedLeafError(
-                    f"{path}: this was another function or model when the program gave the state to "
-                    f"the restore. It is code, which is in no checkpoint, so that a resumed program "
-                    f"would have the first one. Choose between functions by a number or a text."
+                    f"{path}: this was another function, model or owner when the program gave the "
+                    f"state to the restore. It is in no checkpoint, so that a resumed program would "
+                    f"have the first one. Choose between functions by a number or a text."
                 )
 
     def _require_same_objects(self, walk: Walk) -> None:
@@ -289,11 +304,11 @@ class FreshTarget:
         now = _first_paths(walk) if self._first else {}
         both = sorted(now.keys() & self._first.keys())
         moved = [path for path in both if now[path] != self._first[path]]  # nearly always none
-        records = {b.path for b in walk.branches if is_dataclass(b.value)} if moved else set()
+        records = {branch.path for branch in _made(walk)} if moved else set()
         for path in moved:
             one, before = now[path], self._first[path]
             if one != path and path in records:
-                continue  # of a dataclass a restore makes one object for both
+                continue  # a restore makes one object for both
             found = f"another object than {before}, and both were one"
             if one != path:
                 found = f"one object with {one}, and both were two objects"
@@ -312,18 +327,33 @@ class FreshTarget:
             last = path
             before = self._before.get(path)
             has_no_target = not self._is_known and kind in ANY_LENGTH
-            is_new = before is None and path.endswith(f"/{OF_CLASS}")
-            if (
-                is_new
-                or has_no_target
-                or (before and (kind in ANY_LENGTH or before != _form(value)))
-            ):
+            if has_no_target or (before and (kind in ANY_LENGTH or before != _form(value))):
                 yield path, value
         for path in self._before.keys() & walk.objects.keys():
             yield path, walk.objects[path].target
         gone = self._structures & leaves.keys()
         for path in gone.difference(branch.path for branch in walk.branches if gone):
             yield path, walk.by_path[path]
+
+    def _new_attributes(self, branch: Branch, walk: Walk) -> dict[str, Container]:
+        """The entries of an object that has got or lost attributes, and of those that it has got."""
+        node, path = branch.node, branch.path
+        assert isinstance(node, Node)
+        now, before = dict(node.children), self._attributes.get(path)
+        if before is None or now.keys() == before or not node.in_place:
+            return {}
+        names, containers = [*now], dict[str, Container]()
+        for name in now.keys() - before:
+            if is_of_process(now[name]):
+                names.remove(name)
+                continue
+            inside = join_key(path, name)
+            found, live = described(now[name], inside, [_without_bytes], makes_objects=True)
+            if live:
+                self._refuse(walk, live[0])
+            containers |= _grown(found, inside)
+        entry = Container("object", keys=tuple(names), type=type_name(branch.value))
+        return containers | {path: entry}
 
     def _refuse(self, walk: Walk, path: str) -> None:
         """Raise `UnsupportedLeafError` for a value that a restore could not put there."""
@@ -332,9 +362,9 @@ class FreshTarget:
         name = type_name(found.get(path))
         raise UnsupportedLeafError(
             f"{path}: there was no {name} here when the program gave the state to the restore, which "
-            f"makes plain values, arrays, containers, and named tuples and dataclasses without static "
-            f"fields whose class is at the top level of a module. Make the {name} where its owner is "
-            f"made, or store its values."
+            f"makes plain values, arrays, containers, named tuples, dataclasses without static fields, "
+            f"and objects of the program whose class is at the top level of a module. Make the {name} "
+            f"where its owner is made, or store its values."
         )
 
 
@@ -350,12 +380,18 @@ def _form(value: Any) -> tuple[type, Any]:
 
 
 def described(
-    value: Any, path: str, takers: Sequence[TakeLeaf] | None = None
+    value: Any,
+    path: str,
+    takers: Sequence[TakeLeaf] | None = None,
+    *,
+    makes_objects: bool = False,
 ) -> tuple[Leaves, list[str]]:
     """The leaves and the entries of a value and of all in it, and the paths of those in it that they
     cannot rebuild."""
     found = Leaves()
-    flattener = ObjectFlattener(found, loaded_adapters(), takers=takers)
+    flattener = ObjectFlattener(
+        found, loaded_adapters(), makes_objects=makes_objects, takers=takers
+    )
     flattener.add(Stateful(value), path, value)
     return found, flattener.live_paths
 
@@ -370,6 +406,24 @@ def _first_paths(walk: Walk) -> dict[str, str]:
     ]
     first: dict[int, str] = {}
     return {path: first.setdefault(id(value), path) for path, value in objects}
+
+
+def _grown(found: Leaves, path: str) -> dict[str, Container]:
+    """The entries of what is described at `path`, which a restore builds."""
+    entry = found.containers.get(path, Container("array"))  # of a number
+    return found.containers | {path: msgspec.structs.replace(entry, grown=True)}
+
+
+def _attribute_names(branch: Branch) -> Collection[str]:
+    assert isinstance(branch.node, Node)
+    return {name for name, _ in branch.node.children}
+
+
+def _made(walk: Walk) -> list[Branch]:
+    """The objects of the program and the dataclasses in a state."""
+    kinds = {kind for kind in walk.kinds if is_dataclass(kind) or is_of_program(kind)}
+    found = (branch for branch in walk.branches if kinds and type(branch.value) in kinds)
+    return [branch for branch in found if isinstance(branch.node, Node)] if kinds else []
 
 
 def _may_change_shape(value: Any) -> bool:

@@ -177,7 +177,8 @@ class TorchState(Adapter):
         if isinstance(value, torch.utils.data.DataLoader) and not hasattr(value, "state_dict"):
             raise UnsupportedLeafError(
                 "a DataLoader has no position. Save `perdure.torch.ResumableLoader(loader)`, and "
-                "iterate that instead of the loader."
+                "iterate that instead of the loader. One for an evaluation needs none: keep it out of "
+                "the object, and make or pass it where it is used."
             )
         return None
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.state.adapter import Node, Stateful, load_leaf
+from perdure.state.builtin import attributes_in_place, is_frozen
 from perdure.state.leaf_spec import (
     Difference,
     PathInErrors,
@@ -161,6 +162,8 @@ class _Restore(ObjectStates):
         self._replaced = replaced
         self._refused: tuple[str, Stateful] | None = None
         self._changes: list[_Change] = []
+        self._is_described = False
+        """Whether a value is built that is no part of the state of an object."""
 
     def run(self) -> Any:
         walk = self._plan.walk
@@ -218,7 +221,10 @@ class _Restore(ObjectStates):
         if node is None or path in self.keep:
             return like
         if isinstance(node, Described):
-            return self.value(path, like)
+            outer, self._is_described = self._is_described, True
+            value = self.value(path, like)
+            self._is_described = outer
+            return value
         if isinstance(node, Stateful):
             self._changes.append(_Change(path, node, self.state(node, path)))
             return like
@@ -265,6 +271,14 @@ class _Restore(ObjectStates):
         if lines := differences(template_of(walk), self._below(path)):
             raise mismatch_error(lines)
         return self._build(walk, walk.root)
+
+    def record(self, kind: type, values: dict[str, Any], like: Any, path: str) -> Any:
+        if not self._is_described or type(like) is not kind or is_frozen(kind):
+            return super().record(kind, values, like, path)
+        self._replaced.drop(path)
+        node = attributes_in_place(like, [*values])
+        self._changes.append(_Change(path, node, [*values.values()]))
+        return like
 
     def _below(self, path: str) -> dict[str, Leaf]:
         return {inside: self.leaves[inside] for inside in self.leaf_paths(path)}

@@ -247,7 +247,7 @@ def form_of(value: Any) -> str | None:
 
 def with_pairs(value: Any) -> Any:
     """A value with the forms of all in it that has no entry in a manifest."""
-    if type(value) in SCALARS:
+    if type(value) in SCALARS or type(value) is Form:
         return value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -257,6 +257,8 @@ def with_pairs(value: Any) -> Any:
         return Form({_LISTED: name, "in": type_name(value)})
     if (name := form_of(value)) is not None:
         return Form({_LISTED: with_pairs(_FORMS[name].parts(value)), "in": name})
+    if type(value) is np.ndarray and value.dtype.hasobject and not value.dtype.names:
+        return Form({_LISTED: with_pairs(_FORMS["objects"].parts(value)), "in": "objects"})
     if not isinstance(value, CONTAINERS) or not value:
         return value
     if isinstance(value, (set, frozenset)):

@@ -33,7 +33,13 @@ from perdure.state.leaf_spec import (
 from perdure.state.leaf_values import SCALARS
 from perdure.state.paths import LISTED, below, join_keys, join_part, nearest
 from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
-from perdure.state.program_code import changed_cells, is_code, is_of_program, is_plain_object
+from perdure.state.program_code import (
+    changed_cells,
+    is_code,
+    is_of_process,
+    is_of_program,
+    is_plain_object,
+)
 from perdure.state.value_forms import Form
 from perdure.store.format import blocks
 from perdure.store.leaf import Leaf, Leaves, containers_of
@@ -128,6 +134,9 @@ class Walk:
         self._grown = {path for path, entry in self._containers.items() if entry.grown}
         self._starts: list[int] = []  # of runs
         self._is_in_object = False
+        self._entered: dict[int, str] = {}
+        """The objects in which this is: one that has its owner as an attribute is no new part."""
+
         try:
             self.root = self._visit(state, path)
         except RecursionError:
@@ -224,10 +233,16 @@ class Walk:
                     return self._add((path,), (value,))
                 self.unselected.add(path)
                 return Branch(path, value, None)
+            if self._is_in_object and is_of_process(value):
+                return Branch(path, value, None)
             if self._is_in_object and is_code(value):
                 self.code[path] = value
                 return self._method_of_object(value, path)
-            node = node_of(value, path, self.adapters, self._stored)
+            if (first := self._entered.get(id(value))) is not None:
+                self.code[path] = f"the object at {first}"
+                return Branch(path, value, None)
+            attributes = None if entry is None or entry.kind != "object" else entry.keys
+            node = node_of(value, path, self.adapters, self._stored, attributes)
         except StateError as error:
             add_path(error, path)
             if is_selected or not isinstance(error, UnsupportedLeafError):
@@ -251,6 +266,8 @@ class Walk:
         self.kinds.add(kind := type(value))
         is_inside = self._is_in_object
         self._is_in_object = is_inside or is_of_program(kind)
+        if node.in_place:
+            self._entered[id(value)] = path or "the top"
         children, parts = node.children, branch.parts
         for block in [children] if len(children) <= TOGETHER else blocks(children, TOGETHER):
             if not block:
@@ -268,6 +285,7 @@ class Walk:
             else:
                 parts.extend(map(self._visit, values, paths))
         self._is_in_object = is_inside
+        self._entered.pop(id(value), None)
         return branch
 
     def _method_of_object(self, value: Any, path: str) -> Branch:
@@ -322,10 +340,15 @@ class Unwalked:
 
 
 def node_of(
-    value: Any, path: str, adapters: Sequence[Adapter], stored: Mapping[str, LeafSpec] | None
+    value: Any,
+    path: str,
+    adapters: Sequence[Adapter],
+    stored: Mapping[str, LeafSpec] | None,
+    attributes: Sequence[str] | None = None,
 ) -> Node | Stateful:
-    """The interior value at `path`; in a restore `stored` has the specs of the whole checkpoint."""
-    stored_below = None if stored is None else SpecsBelow(stored, path)
+    """The interior value at `path`; in a restore `stored` has the specs of the whole checkpoint, and
+    `attributes` names those of an object to which the run has given others."""
+    stored_below = None if stored is None else SpecsBelow(stored, path, attributes)
     if isinstance(value, PerRank):
         return per_rank_node(value, stored_below, path)
     # No framework takes plain containers, of which there may be very many.
@@ -355,8 +378,14 @@ def _remedy(value: Any) -> str:
 class SpecsBelow(Mapping[str, LeafSpec]):
     """The part of a mapping below one path. It is searched only if an adapter looks at it."""
 
-    def __init__(self, specs: Mapping[str, LeafSpec], path: str) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, LeafSpec],
+        path: str,
+        attributes: Sequence[str] | None = None,
+    ) -> None:
         self._specs = specs
+        self.attributes = attributes
         self._prefix = f"{path}/" if path else ""
 
     def __iter__(self) -> Iterator[str]:

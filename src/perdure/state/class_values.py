@@ -1,0 +1,134 @@
+"""What a run changes in the classes of the objects of a state: `Agent.count += 1`,
+`type(self).losses.append(x)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from perdure.errors import StateError
+from perdure.state.attribute_values import Kind, kind_of, mark_of, put_value, stored_form
+from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
+from perdure.state.object_restore import ObjectStates
+from perdure.state.paths import join_part
+from perdure.state.program_code import is_of_program
+from perdure.state.snapshots import described
+from perdure.state.value_forms import class_named
+from perdure.state.walk import Walk
+from perdure.store.format import escape
+from perdure.store.leaf import Leaf, Leaves
+from perdure.store.manifest import Container
+
+_first: WeakKeyDictionary[type, dict[str, Any] | None] = WeakKeyDictionary()
+"""The marks of the values of each class when a state that had it was first given to a manager; None for
+a class that only the run has brought in, of which nobody knows what was there at first."""
+
+_RESTORED = object()
+"""In place of the mark of a value that a restore has put: every later save stores it again."""
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """What `process/<n>/classes_index` says of the leaves of `process/<n>/classes`."""
+
+    keys: dict[str, tuple[str, str]]
+    """By the path of a value, its class and its name there."""
+
+    containers: dict[str, Container]
+
+
+_decoder = msgspec.json.Decoder(_Stored)
+
+
+class ClassValues(ExtraMember):
+    """See `perdure.state.extra_members.ExtraMember`."""
+
+    def __init__(self) -> None:
+        self._has_seen = False
+
+    def see(self, walk: Walk) -> None:
+        if self._has_seen:  # what comes later, the run has brought in
+            return
+        self._has_seen = True
+        for base in _classes(walk):
+            if base not in _first:
+                _first[base] = {name: mark_of(value) for name, value in _values(base)}
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        if not self._has_seen:
+            self.see(saving.walk)
+        leaves, top = Leaves(), f"process/{saving.process}/classes"
+        keys: dict[str, tuple[str, str]] = {}
+        for base in _classes(saving.walk):
+            first = _first.setdefault(base, None)
+            for name, value in _values(base):
+                if first is None:
+                    is_same = name.isupper()  # a constant
+                else:
+                    is_same = name in first and first[name] == mark_of(value, is_fresh=False)
+                if not is_same:
+                    path = join_part(join_part(top, escape(_name_of(base))), escape(name))
+                    found, _ = described(stored_form(value), path)
+                    leaves.update(found)
+                    leaves.containers.update(found.containers)
+                    keys[path] = _name_of(base), name
+        if not keys:
+            return {}
+        copies = {path: leaf if leaf.frozen else leaf.copy() for path, leaf in leaves.items()}
+        return {**copies, f"{top}_index": json_leaf(_Stored(keys, leaves.containers))}
+
+    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+        if (stored := restoring.stored("classes_index", _decoder)) is None:
+            return []
+        states = ObjectStates(Leaves(restoring.leaves, stored.containers))
+        bases = {_name_of(base): base for base in _classes(walk)}
+        for path, (owner, name) in stored.keys.items():
+            base = bases.get(owner) or class_named(owner)
+            if base is None or not is_of_program(base):
+                raise StateError(
+                    f"{restoring.where}: the run has changed {name} in the class {owner}, which the "
+                    f"program does not have. The rest of the state is restored. Resume with the code "
+                    f"that saved it."
+                )
+            present = vars(base).get(name)
+            setattr(base, name, put_value(present, states.value(path, present)))
+            if (first := _first.get(base)) is not None:
+                first[name] = _RESTORED
+        return []
+
+
+def _name_of(base: type) -> str:
+    return f"{base.__module__}.{base.__qualname__}"
+
+
+def _classes(walk: Walk) -> list[type]:
+    """The classes of the program of which a state has objects, with their bases, by name."""
+    kinds = walk.kinds | {type(node.target) for node in walk.objects.values()}
+    for _, module in walk.of_torch("nn.Module"):
+        kinds.update(map(type, module.modules()))
+    return sorted({base for kind in kinds for base in _bases(kind)}, key=_name_of)
+
+
+@cache
+def _bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if is_of_program(base)]
+
+
+def _values(base: type) -> Iterator[tuple[str, Any]]:
+    """The names and values of what is no code in a class. A run may add some."""
+    for name in _names(base, len(vars(base))):
+        if name in vars(base):
+            yield name, vars(base)[name]
+
+
+@cache
+def _names(base: type, _size: int) -> list[str]:
+    values = ((name, value) for name, value in vars(base).items() if not name.startswith("__"))
+    return [
+        name
+        for name, value in values
+        if not callable(value) and kind_of(value) in (Kind.PLAIN, Kind.ARRAY)
+    ]

@@ -241,7 +241,9 @@ class Walk:
             if (first := self._entered.get(id(value))) is not None:
                 self.code[path] = f"the object at {first}"
                 return Branch(path, value, None)
-            attributes = None if entry is None or entry.kind != "object" else entry.keys
+            attributes: list[str] | None = None
+            if entry is not None and entry.kind == "object" and entry.keys is not None:
+                attributes = [*map(str, entry.keys)]
             node = node_of(value, path, self.adapters, self._stored, attributes)
         except StateError as error:
             add_path(error, path)

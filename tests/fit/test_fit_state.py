@@ -6,9 +6,9 @@ import os
 import random
 import shutil
 import threading
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -220,6 +220,61 @@ def test_a_callback_attribute_that_cannot_be_saved_warns_once(tmp_path: Path) ->
         train(tmp_path / "run", callbacks=[Collecting()])
     (only,) = [str(warning.message) for warning in caught if "Collecting" in str(warning.message)]
     assert "unchanged" not in only
+
+
+class Best(NamedTuple):
+    loss: float
+    of: dict[int, bytes]
+
+
+class Keyed(keras.callbacks.Callback):
+    """Lets mappings with keys of any kind, and what they hold, decide the learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_batch: dict[Any, Any] = {}
+        self.mixed: dict[Any, Any] = {"perdure": 0}
+        self.counts: Counter[int] = Counter()
+        self.ordered: OrderedDict[Any, float] = OrderedDict()
+        self.lists: defaultdict[int, list[float]] = defaultdict(list)
+        self.best = Best(0.0, {})
+        self.phase, self.octets = 1 + 0j, b""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert logs is not None
+        loss = float(logs["loss"])
+        self.by_batch[len(self.by_batch)] = {batch: loss}
+        self.mixed[batch] = self.mixed[str(batch)] = self.mixed[b"x", batch] = loss
+        self.mixed["perdure"] += 1
+        self.counts[batch] += 1
+        self.ordered[batch] = loss
+        self.ordered.move_to_end(batch, last=False)
+        self.lists[batch].append(loss)
+        self.best = Best(self.best.loss + loss, {batch: self.octets})
+        self.phase *= 1j
+        self.octets += b"x"
+        rate = len(self.by_batch) + sum(self.mixed.values()) + len(self.octets) + self.best.loss
+        rate += sum(self.counts.values()) + next(iter(self.ordered.values())) + self.phase.real
+        rate += sum(map(len, self.lists.values())) + sum(map(len, self.best.of.values()))
+        model: Any = self.model
+        model.optimizer.learning_rate.assign(1e-3 * rate)
+
+
+@pytest.mark.filterwarnings("error:BackupAndRestore")
+def test_mappings_of_callbacks_come_back_with_keys_of_any_kind(tmp_path: Path) -> None:
+    held: list[Keyed] = []
+
+    def callbacks() -> list[Any]:
+        held.append(Keyed())
+        return held[-1:]
+
+    whole = train(None, callbacks=callbacks)
+    with pytest.raises(Fault):
+        train(tmp_path / "run", (1, 2), callbacks=callbacks)
+    assert same(train(tmp_path / "run", callbacks=callbacks), whole)
+    for name in ("by_batch", "mixed", "counts", "ordered", "lists", "best", "phase", "octets"):
+        first, resumed = getattr(held[0], name), getattr(held[2], name)
+        assert (type(resumed), repr(resumed)) == (type(first), repr(first))
 
 
 class Count:

@@ -27,7 +27,7 @@ from keras.callbacks import (
     SwapEMAWeights,
 )
 
-from perdure.errors import StateError, TrainError
+from perdure.errors import StateError, TrainError, UnsupportedLeafError
 from perdure.keras.fit_internals import (
     CALLBACK_ATTRIBUTES,
     has_direction,
@@ -36,9 +36,17 @@ from perdure.keras.fit_internals import (
 )
 from perdure.state import bits
 from perdure.state.attribute_values import put_value, untracked
+from perdure.state.containers import (
+    PLAIN_MAPPINGS,
+    build_container,
+    describe_container,
+    record_class,
+)
 from perdure.state.keras_state import attributes_of
+from perdure.state.leaf_spec import type_name
 from perdure.state.program_code import is_of_program, is_program_module
-from perdure.state.value_forms import Form, made_value, whole_form
+from perdure.state.value_forms import Form, made_value, mapping_like, whole_form
+from perdure.store.manifest import OF_TARGET, Container
 from perdure.text import few
 
 # Keras's callbacks that change what is trained: their settings belong to the recipe.
@@ -337,8 +345,8 @@ def copy_plain(value: Any, what: str) -> Any:
         return unpack(pack(value))
     except TypeError as error:
         raise TrainError(
-            f"{what}: expected numbers, strings, arrays, and lists, tuples and dicts (with strings as "
-            f"keys) of them, found a value of type {error}, which a backup cannot hold."
+            f"{what}: expected numbers, strings, arrays, and lists, tuples and dicts of them, found a "
+            f"value of type {error}, which a backup cannot hold."
         ) from None
 
 
@@ -349,6 +357,10 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
             return value
         if not isinstance(value, np.generic):
             raise TypeError(type(value).__name__)
+    if type(value) is bytes:
+        return {_TAG: "bytes", "of": value.hex()}
+    if type(value) is complex:
+        return {_TAG: "complex", "of": [value.real, value.imag]}
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.array(value)  # a copy, because the original may change in place
         if array.dtype.kind not in "biufc" and array.dtype.num < 256:
@@ -364,6 +376,16 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
         return {_TAG: "form", "of": {key: _encode(item, arrays) for key, item in value.items()}}
     if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
         return {key: _encode(item, arrays) for key, item in value.items()}
+    if type(value) in PLAIN_MAPPINGS:
+        described = describe_container(mapping_like(value, {}))
+        assert described is not None
+        kind, factory = described[0].kind, described[0].factory
+        if factory == OF_TARGET:
+            raise TypeError(f"{kind} with a factory of the program")
+        pairs = [[_encode(part, arrays) for part in item] for item in value.items()]
+        return {_TAG: kind, "of": pairs, "factory": factory}
+    if isinstance(value, tuple) and record_class(type_name(value)) is type(value):
+        return {_TAG: "record", "type": type_name(value), "of": [_encode(v, arrays) for v in value]}
     if type(value) in _SETS:
         return {_TAG: type(value).__name__, "of": [_encode(item, arrays) for item in value]}
     if type(value) is deque:
@@ -394,6 +416,19 @@ def _decode(value: Any, arrays: dict[str, Any]) -> Any:
             return _SETS[name == "frozenset"](_decode(item, arrays) for item in value["of"])
         case "deque":
             return deque((_decode(item, arrays) for item in value["of"]), value["most"])
+        case "bytes":
+            return bytes.fromhex(value["of"])
+        case "complex":
+            return complex(*value["of"])
+        case "dict" | "OrderedDict" | "defaultdict" | "Counter" as kind:
+            items = {_decode(key, arrays): _decode(part, arrays) for key, part in value["of"]}
+            entry = Container(kind, keys=tuple(items), factory=value["factory"])
+            return build_container(entry, (), lambda key, _: items[key])
+        case "record":
+            if (record := record_class(value["type"])) is None:
+                text = f"the program has no {value['type']}, of which the backup has a value"
+                raise UnsupportedLeafError(text)
+            return tuple.__new__(record, (_decode(item, arrays) for item in value["of"]))
         case "form":
             return made_value(_decode(value["of"], arrays))
     return {key: _decode(item, arrays) for key, item in value.items()}

@@ -77,6 +77,29 @@ def test_the_command_reproduces_a_run_and_records_that(home: Path, tmp_path: Pat
     assert "changed</span>" in report("runs/mine").html
 
 
+def test_a_rollback_sets_aside_what_a_replay_has_computed(home: Path, tmp_path: Path) -> None:
+    run = home / "runs" / "again"
+    shutil.copytree(home / "runs" / "mine", run, ignore=shutil.ignore_patterns("lock", "replays"))
+    program = [*PROGRAM, "run=again"]
+    perdure = CliRunner().invoke
+    assert perdure(main, ["replay", str(run), "--", *program]).exit_code == 0
+    assert "set aside</span>" not in report(run).html
+    (record,) = (run / "replays").iterdir()
+    (line,) = read_log(LocalStorage(run), f"replays/{record.stem}")
+    (part,) = line.decode(msgspec.json.Decoder(), "")["stretches"]
+    lines = {entry.step: entry.state for entry in read_journal(LocalStorage(run))}
+    saved = {step: Run(run).manifest(step).fingerprint for step in (4, 8, 12)}
+    wanted = [(4, None), *((step, lines[step]) for step in (8, 12, 13))]
+    assert part["seen"] == [[step, saved.get(step), state] for step, state in wanted]
+    assert perdure(main, ["rollback", f"{run}@8"]).exit_code == 0
+    subprocess.run([*program, "rate=0.2"], cwd=home, check=True)
+    assert "set aside</span>" in report(run).html
+    file = tmp_path / "c.json"
+    assert perdure(main, ["certify", f"{run}@12", "-o", str(file)]).exit_code == 0
+    (counted,) = json.loads(file.read_bytes())["replays"]
+    assert counted["stretches"] == [{"start": 4, "stop": 8, "verdict": "reproduced"}]
+
+
 def test_one_changed_line_differs_at_its_step(tmp_path: Path) -> None:
     ended = CliRunner().invoke(
         main, ["replay", "runs/mine", "--steps", "8:11", "--", *PROGRAM, "rate=0.10000001"]

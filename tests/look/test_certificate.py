@@ -19,9 +19,10 @@ from damage import flip
 from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.cli import main
 from perdure.drill.replay import ReplayOptions, StretchResult, replay_document, write_record
-from perdure.look.certificate import Certificate
+from perdure.look.certificate import Certificate, Replay
 from perdure.store import LocalStorage, Run
 from perdure.store.manifest_json import encode_manifest
+from perdure.store.run_log import read_journal
 
 HAS_SSH = shutil.which("ssh-keygen") is not None
 needs_ssh = pytest.mark.skipif(not HAS_SSH, reason="no ssh-keygen here: signatures are not tested")
@@ -35,8 +36,8 @@ RECIPE = {"engine": "numpy", "rate": 0.1, "seed": 7}
 ENVIRONMENT = {"platform": "cpu", "threads": 1}
 
 
-def trained(run: Path, factor: float = 1.0, steps: int = 4) -> Path:
-    options = ManagerOptions(journal_every=1)
+def trained(run: Path, factor: float = 1.0, steps: int = 4, every: int | None = 1) -> Path:
+    options = ManagerOptions(journal_every=every)
     with CheckpointManager(
         run,
         recipe=RECIPE | ENVIRONMENT,
@@ -51,9 +52,17 @@ def trained(run: Path, factor: float = 1.0, steps: int = 4) -> Path:
     return run
 
 
-def recorded(run: Path, start: int, stop: int) -> Path:
+def recorded(run: Path, start: int, stop: int, **result: Any) -> Path:
     """The record of a replay, as `perdure replay` writes it."""
-    results = [StretchResult(start or None, stop, steps=stop - start, checkpoints=1)]
+    entries = {entry.step: entry.state for entry in read_journal(LocalStorage(run))}
+    seen = tuple(
+        (step, Run(run).manifest(step).fingerprint, entries.get(step))
+        for step in Run(run).steps()
+        if start <= step <= stop
+    )
+    results = [
+        StretchResult(start or None, stop, steps=stop - start, checkpoints=1, seen=seen, **result)
+    ]
     document = replay_document(str(run), ["true"], ReplayOptions(workers=2), results)
     return run / write_record(LocalStorage(run), document)
 
@@ -328,6 +337,57 @@ def test_a_run_that_goes_on_keeps_its_certificates(case: Case) -> None:
     assert case.check() == (0, set())
     done = perdure("certify", "--check", case.file, "--run", case.run)
     assert "newer replays" in done.stdout
+
+
+def replays_of(run: Path, step: int, file: Path) -> list[tuple[int, int, str]]:
+    """Certify a step; the stretches of its replays."""
+    file.unlink(missing_ok=True)
+    done = perdure("certify", f"{run}@{step}", "-o", file)
+    assert done.exit_code == 0, done.output
+    replays = json.loads(file.read_bytes())["replays"]
+    parts = [p for r in replays for p in r["stretches"]]
+    return sorted((p["start"] or 0, p["stop"], p["verdict"]) for p in parts)
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_a_replay_counts_for_the_history_that_it_computed(
+    tmp_path: Path, every: int | None
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "c.json"
+    trained(run, steps=6, every=every)
+    recorded(run, 2, 6)
+    assert replays_of(run, 6, file) == [(2, 6, "reproduced")]
+    assert replays_of(run, 4, tmp_path / "4.json") == [(2, 4, "reproduced")]
+    assert perdure("rollback", f"{run}@4").exit_code == 0
+    trained(run, 2.0, steps=8, every=every)
+    check = "certify", "--run", run, "--check"
+    assert perdure(*check, file).exit_code == 1
+    assert perdure(*check, tmp_path / "4.json").exit_code == 0
+    assert replays_of(run, 8, file) == [(2, 4, "reproduced")]
+    recorded(run, 4, 8, verdict="differs", step=6, what="state")
+    assert replays_of(run, 8, file) == [(2, 4, "reproduced"), (4, 8, "differs")]
+    assert perdure("rollback", f"{run}@4").exit_code == 0
+    trained(run, steps=6, every=every)  # with the bits of the first history
+    assert replays_of(run, 6, file) == [(2, 6, "reproduced")]
+    assert perdure(*check, file).exit_code == 0
+    again = json.loads(file.read_bytes())
+    again["replays"][0]["stretches"][0]["stop"] = 5
+    forged(replays=msgspec.convert(again["replays"], tuple[Replay, ...]))(Case(tmp_path))
+    assert perdure(*check, file).exit_code == 1
+
+
+def test_a_deleted_checkpoint_leaves_what_its_replay_reached_to_the_journal(tmp_path: Path) -> None:
+    for every, result in ((1, "proved"), (None, "not checked")):
+        run, file = tmp_path / f"run-{every}", tmp_path / "c.json"
+        trained(run, every=every)
+        recorded(run, 0, 2)
+        assert replays_of(run, 4, file) == [(0, 2, "reproduced")]
+        assert perdure("prune", run, "--max-to-keep", 1).exit_code == 0
+        done = perdure("certify", "--check", file, "--run", run, "--json")
+        assert done.exit_code == 0, done.output
+        findings = {name: found for name, found, _ in json.loads(done.stdout)["findings"]}
+        assert findings["replays"] == result
+        assert bool(replays_of(run, 4, tmp_path / "new.json")) == (every == 1)
 
 
 def test_a_signature_that_is_no_file_is_not_waited_for(case: Case) -> None:

@@ -11,7 +11,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -183,7 +183,8 @@ class StretchResult:
     recipe).
 
     `what` differs first at `step`: "batch", "total", "state", or "end" if the program ended before
-    it.
+    it. `seen` tells the history of the run that was replayed from another one with the same steps,
+    which a rollback may begin: step, fingerprint, and digest in the journal of states of the run.
     """
 
     start: int | None
@@ -197,6 +198,7 @@ class StretchResult:
     found: str = ""
     leaves: tuple[LeafDifference, ...] = ()
     recipe: tuple[str, ...] = ()
+    seen: tuple[tuple[int, str | None, str | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -330,8 +332,11 @@ def compare_stretch(
         checkpoints=len(manifests),
         recipe=_other_fields(run, reference, found),
     )
+    compared = {*both, *manifests}
+    seen = {*compared.intersection(reference.checkpoints), *filter(None, [stretch.start])}
     if not parted:
-        return replace(result, stop=max([*both, *manifests]))
+        stop = max(compared)
+        return replace(result, stop=stop, seen=_seen(run, reference, {*seen, stop}))
     step, what, expected, digest = min(parted, key=lambda difference: difference[0])
     leaves: tuple[LeafDifference, ...] = ()
     if what != "end" and step in manifests:
@@ -345,7 +350,21 @@ def compare_stretch(
         expected=expected,
         found=digest,
         leaves=leaves,
+        seen=_seen(run, reference, {*seen, step}),
     )
+
+
+def _seen(
+    run: Run, reference: Reference, steps: Iterable[int]
+) -> tuple[tuple[int, str | None, str | None], ...]:
+    """The states of the run at these steps, as `StretchResult.seen` has them."""
+    seen = []
+    for step in sorted(steps):
+        fingerprint, entry = None, reference.entries.get(step)
+        with suppress(CorruptionError, StepNotFoundError):
+            fingerprint = run.manifest(step).fingerprint
+        seen.append((step, fingerprint, entry.state if entry else None))
+    return tuple(seen)
 
 
 def _other_fields(run: Run, reference: Reference, found: Recomputed) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,16 +20,20 @@ import msgspec
 from msgspec import Struct
 
 from perdure.checkpoint.address import StoredCheckpoint, checkpoint_at, open_run, with_advice
-from perdure.errors import ArgumentError, CorruptionError, StoreError
+from perdure.errors import ArgumentError, CorruptionError, StepNotFoundError, StoreError
 from perdure.look.leaf_reader import origin
 from perdure.look.tables import Shown, Table
+from perdure.store import Run
 from perdure.store.failures import read_error
 from perdure.store.format import Natural, hash_bytes, span_text, time_text
 from perdure.store.log import LineReference, log_place, read_log
 from perdure.store.manifest import Manifest, RecipeValue, fingerprint
-from perdure.store.storage import Storage
+from perdure.store.run_log import read_journal
 from perdure.store.verify import Packs
 from perdure.text import few
+
+States = Mapping[int, tuple[str | None, str | None]]
+"""By step the fingerprint of its checkpoint and the digest in its line of the journal."""
 
 Finding = tuple[str, str, str]
 """What was checked; `proved`, `FAILED` or `not checked`; the evidence."""
@@ -36,14 +41,34 @@ Finding = tuple[str, str, str]
 _SETTINGS = ("jax.", "tensorflow.", "torch.")  # of frameworks that the program has imported
 
 
-class ReplayedSteps(Struct, frozen=True):
-    """The steps after `start` (None: a fresh state) up to `stop`, and what their replay compared."""
+class ReplayedSteps(Struct, frozen=True, omit_defaults=True):
+    """The steps after `start` (None: a fresh state) up to `stop`, and the verdict of their replay.
+
+    A record has the first `step` that differs, too, and what was `seen` (`StretchResult.seen`).
+    """
 
     start: Natural | None
     stop: Natural
     verdict: str
-    steps: Natural
-    checkpoints: Natural
+    step: Natural | None = None
+    seen: tuple[tuple[Natural, str | None, str | None], ...] = ()
+
+    def in_history(self, states: States, last: int, *, trusted: bool) -> ReplayedSteps | None:
+        """The steps up to `last` that are of the history with these states: up to the last of them
+        that was seen, or, if `trusted`, up to the first that is another one; None for no step."""
+        stop = -1
+        for step, *seen in self.seen:
+            if step > last:
+                break
+            pairs = zip(states.get(step, ()), seen, strict=False)
+            are_equal = {one == other for one, other in pairs if None not in (one, other)}
+            if False in are_equal:
+                break
+            stop = step if trusted or are_equal else stop
+        if stop <= (self.start or 0):
+            return None
+        is_before = self.step is None or stop < self.step
+        return ReplayedSteps(self.start, stop, "reproduced" if is_before else self.verdict)
 
 
 class Replay(Struct, frozen=True):
@@ -123,18 +148,18 @@ def certificate_of(checkpoint: StoredCheckpoint) -> Certificate:
     """The certificate of a checkpoint, of which every byte is verified first; raises as `certify`."""
     run, manifest = checkpoint.run, checkpoint.manifest
     run.require_finished()
+    run.log.view.require({} if manifest.log is None else {manifest.step: manifest.log})
     packs = Packs(run)
     try:
         packs.require(manifest)
         for pack in manifest.packs:
             if why := packs.damaged.get(pack.name):
                 raise CorruptionError(why)
-        replays = tuple(_replays(run.storage, manifest.step))
+        replays = tuple(_replays(run, manifest.step))
     except CorruptionError as error:
         raise CorruptionError(with_advice(error, run)) from error
     except OSError as error:
         raise read_error(error, run.where) from error
-    run.log.view.require({} if manifest.log is None else {manifest.step: manifest.log})
     recipe, environment = split_recipe(manifest)
     # A compaction changes the places of chunks, and a copy has no line of the log.
     rest = msgspec.structs.replace(manifest, packs=(), leaves=(), process_leaves=(), log=None)
@@ -164,8 +189,12 @@ def split_recipe(manifest: Manifest) -> tuple[dict[str, RecipeValue], dict[str, 
     return recipe, environment
 
 
-def _replays(storage: Storage, step: int) -> Iterator[Replay]:
-    """The records of replays that computed steps up to `step`, the oldest first."""
+def _replays(run: Run, step: int, known: Iterable[Replay] | None = None) -> Iterator[Replay]:
+    """The records of replays with the steps that led to the checkpoint of `step`, the oldest first.
+
+    Of `known` ones, those steps of which nothing in the run says that they are of another history.
+    """
+    records, storage = list[Replay](), run.storage
     names = {re.sub(r"(/\d+\.json|\.jsonl)$", "", name) for name in storage.list("replays/")}
     for name in sorted(names):
         place, lines = f"{storage.where}/{log_place(storage, name)}", [*read_log(storage, name)]
@@ -173,8 +202,30 @@ def _replays(storage: Storage, step: int) -> Iterator[Replay]:
             found = f"expected one line, the record of a replay, found {len(lines)}"
             raise CorruptionError(f"{place}: {found}. Bring it back from a copy, or remove it.")
         replay = lines[0].decode(msgspec.json.Decoder(Replay), place)
-        if any((part.start or 0) < step for part in replay.stretches):
-            yield msgspec.structs.replace(replay, name=name, hash=lines[0].hash)
+        records.append(msgspec.structs.replace(replay, name=name, hash=lines[0].hash))
+    states = states_seen(run, (part for replay in records for part in replay.stretches))
+    stops = {(r.name, part.start): part.stop for r in known or () for part in r.stretches}
+    for replay in records:
+        parts = [
+            part.in_history(states, min(step, stop), trusted=known is not None)
+            for part in replay.stretches
+            if (stop := stops.get((replay.name, part.start), -1 if known is not None else step)) > 0
+        ]
+        if stretches := tuple(filter(None, parts)):
+            yield msgspec.structs.replace(replay, stretches=stretches)
+
+
+def states_seen(run: Run, stretches: Iterable[ReplayedSteps]) -> States:
+    """What the run has now of the states that replays have seen; raises as `read_journal`."""
+    steps = {step for part in stretches for step, *_ in part.seen}
+    fingerprints, digests = dict[int, str](), dict[int, str]()
+    for step in steps.intersection(run.steps()):
+        with suppress(CorruptionError, StepNotFoundError):  # `perdure verify` reports damage
+            fingerprints[step] = run.manifest(step).fingerprint
+    for entry in read_journal(run.storage) if steps else ():
+        if entry.step in steps:
+            digests[entry.step] = entry.state
+    return {step: (fingerprints.get(step), digests.get(step)) for step in steps}
 
 
 def check_certificate(
@@ -249,6 +300,7 @@ def _compared(certificate: Certificate, where: str) -> Iterator[Finding]:
     run = open_run(where)
     try:
         now = certificate_of(checkpoint_at(run, certificate.step))
+        trusted = tuple(_replays(run, certificate.step, certificate.replays))
     except StoreError as error:
         yield "run", "FAILED", str(error)
         return
@@ -265,6 +317,9 @@ def _compared(certificate: Certificate, where: str) -> Iterator[Finding]:
         ours, theirs = (_json(getattr(side, name)).decode() for side in (certificate, now))
         if ours == theirs:
             yield name, "proved", evidence.get(name, "as in the run")
+        elif name == "replays" and certificate.replays == trusted:
+            text = "as recorded; the run has no checkpoint or line any more of a state they reached"
+            yield name, "not checked", text
         else:
             text = f"{where}: expected {ours}, found {theirs}. It was changed, or is another run."
             yield name, "FAILED", text

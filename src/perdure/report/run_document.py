@@ -16,6 +16,7 @@ import msgspec
 
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import PerdureError, PruneError, UnreachableError
+from perdure.look.certificate import Replay, States, states_seen
 from perdure.look.listing import listed
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
@@ -24,7 +25,6 @@ from perdure.store.format import Metric
 from perdure.store.local import LocalStorage
 from perdure.store.log import log_place, read_log
 from perdure.store.manifest import Manifest
-from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
 from perdure.store.view import View
 from perdure.supervise.attempts_log import DEFAULT_LOGS, RunHistory, read_runs, runs_at
@@ -38,6 +38,7 @@ _REPLAYS = "replays/"
 
 
 _RECORD = msgspec.json.Decoder(dict[str, Any])
+_REPLAY = msgspec.json.Decoder(Replay)
 
 
 def read_run(
@@ -74,7 +75,7 @@ def read_run(
         "unread_metric_lines": unread_lines,
         "life": find_life(run, logs),
         "changes": changes,
-        "replays": replay_rows(run.storage),
+        "replays": replay_rows(run),
         "verify": None if verified is None else dict(verified),
     }, manifests
 
@@ -195,16 +196,27 @@ def metric_series(run: Run, manifests: Iterable[Manifest]) -> tuple[dict[str, Se
     return {name: sorted(values[name].items()) for name in sorted(values, key=natural_key)}, unread
 
 
-def replay_rows(storage: Storage) -> list[dict[str, Any]]:
-    """One row for each record of a replay, the newest last; one that was changed has no `verdict`."""
-    rows = []
+def replay_rows(run: Run) -> list[dict[str, Any]]:
+    """One row for each record of a replay, the newest last; one that was changed has no `verdict`, and
+    `set_aside` says whether the run has other states at steps of the replay now."""
+    rows, storage, replays = [], run.storage, dict[int, Replay]()
     names = {re.sub(r"(/\d+\.json|\.jsonl)$", "", name) for name in storage.list(_REPLAYS)}
-    for name in sorted(names)[-_MOST_REPLAYS:]:
+    for number, name in enumerate(sorted(names)[-_MOST_REPLAYS:]):
         row: dict[str, Any] = {"name": log_place(storage, name), "verdict": None}
         with suppress(OSError, PerdureError):
             for line in read_log(storage, name):
+                replays[number] = line.decode(_REPLAY, row["name"])
                 row |= line.decode(_RECORD, row["name"])
         rows.append(row)
+    states: States = {}
+    with suppress(OSError, PerdureError):
+        states = states_seen(run, [part for each in replays.values() for part in each.stretches])
+    for number, row in enumerate(rows):
+        parts = [part for part in replays[number].stretches if part.seen] if row["verdict"] else []
+        ends = [part.in_history(states, part.stop, trusted=True) for part in parts]
+        row["set_aside"] = [end and end.stop for end in ends] != [
+            part.seen[-1][0] for part in parts
+        ]
     return rows
 
 

@@ -259,6 +259,17 @@ def test_undo_restores_everything_that_was_rolled_back(place: Path | MemoryStora
         assert verify_run(run).problems == ()
 
 
+def test_undo_continues_a_step_that_was_saved_again_with_the_same_bits(
+    place: Path | MemoryStorage,
+) -> None:
+    with filled(place, 10, 20, 30) as run:
+        run.rollback(10)
+        run.save(20, make_leaves(20))
+        assert run.undo_rollback() == [30]
+        assert run.steps() == [10, 20, 30]
+        assert verify_run(run).ok
+
+
 def test_undo_is_refused_once_something_newer_was_saved(place: Path | MemoryStorage) -> None:
     with filled(place, 10, 20, 30) as run:
         run.rollback(10)

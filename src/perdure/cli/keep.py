@@ -203,7 +203,7 @@ def rollback(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
     """Make RUN@STEP the newest checkpoint of its run; newer ones are set aside.
 
     They move to quarantine, and later lines of the journal do not count any more. --undo brings both
-    back as long as nothing newer was saved since; `perdure prune RUN --rolled-back` removes them.
+    back as long as nothing else was saved since; `perdure prune RUN --rolled-back` removes them.
 
     \b
     Example:

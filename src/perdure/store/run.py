@@ -386,7 +386,7 @@ class Run:
             return roll_back(self.storage, self.log, step, when=self._now(), dry_run=dry_run)
 
     def undo_rollback(self, *, dry_run: bool = False) -> list[int]:
-        """Bring back the checkpoints that rollbacks set aside, as long as nothing newer was saved.
+        """Bring back the checkpoints that rollbacks set aside, as long as nothing else was saved.
 
         A checkpoint returns only after the one that it followed. So two rollbacks in a row are both
         undone, and a line that was left for another one stays where it is. Everything is durable on

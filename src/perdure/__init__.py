@@ -10,8 +10,6 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from perdure.tensorflow_names import missing
-
 if TYPE_CHECKING:
     from perdure.checkpoint import (
         EXIT_PREEMPTED,
@@ -77,6 +75,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES.get(name, "perdure.checkpoint")), name)
     if name in _MODULES:  # as `tf.keras`, without an import of its own
         return import_module(f"perdure.{name}")
+    from perdure.tensorflow_names import missing  # takes long, and few programs need it
+
     raise missing("perdure", name)
 
 

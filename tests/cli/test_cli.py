@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from click.testing import CliRunner, Result
 from perdure import CheckpointManager, ManagerOptions, Retention
 from perdure.cli import main
 from perdure.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[2]
 
 
 def perdure(*arguments: object) -> Result:
@@ -95,6 +98,46 @@ def test_a_full_standard_output_is_one_line_and_no_traceback(
     assert done.stderr == (
         "perdure: the standard output cannot be written: [Errno 28] No space left on device\n"
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["ls", "show", "diff RUN@10", "prune --max-to-keep 1 --dry-run", "report --plot --norms"],
+)
+def test_a_closed_standard_output_is_no_error(run: Path, words: str) -> None:
+    name, *rest = words.replace("RUN", str(run)).split()
+    for module in ("perdure", "perdure.cli"):
+        line = [sys.executable, "-m", module, name, str(run), *rest]
+        closed = ["sh", "-c", 'exec "$@" >&-', "sh", *line]
+        assert subprocess.run(closed, stderr=subprocess.PIPE, text=True).stderr == ""
+        usual = subprocess.run(line, capture_output=True)
+        assert subprocess.run(closed, capture_output=True).returncode == usual.returncode
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rollback RUN",
+        "certify --check nowhere.json",
+        "prune RUN --max-to-keep x",
+        "ls",
+        "show RUN --no-such-option",
+        "no-such-command",
+        "rollback RUN@99",
+        "verify RUN/nowhere",
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_json_document(run: Path, words: str) -> None:
+    result = perdure(*words.replace("RUN", str(run)).split(), "--json")
+    assert result.exit_code == 2
+    error = json.loads(result.stdout)
+    assert error.keys() == {"error", "kind"}
+    assert error["error"] in result.stderr
+
+
+def test_the_json_of_a_program_is_its_own(run: Path) -> None:
+    result = perdure("replay", run, "--workers", "x", "--", "true", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
 
 
 def test_ls_reports_a_damaged_manifest(run: Path) -> None:
@@ -323,6 +366,24 @@ def test_ctrl_c_is_no_verdict(run: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("perdure.store.verify_run", interrupted)
     result = perdure("verify", run)
     assert (result.exit_code, result.output) == (130, "perdure: interrupted\n")
+
+
+@pytest.mark.parametrize("module", ["click", "perdure.errors", "perdure.cli.look", "perdure.store"])
+def test_ctrl_c_during_the_imports_is_no_traceback(run: Path, module: str) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    entry, _, name = scripts["perdure"].partition(":")
+    code = f"""
+import importlib, signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.exit(importlib.import_module({entry!r}).{name}())
+"""
+    line = [sys.executable, "-c", code, "ls", str(run)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "perdure: interrupted\n")
 
 
 @pytest.mark.parametrize("command", ["run", "drill", "doctor", "replay RUN"])

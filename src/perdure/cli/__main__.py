@@ -1,5 +1,6 @@
 """`python -m perdure.cli`."""
 
-from perdure.cli import main
+from perdure.__main__ import main
 
-main()
+if __name__ == "__main__":
+    main("python -m perdure.cli")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import takewhile
 from typing import Any
 
 import click
 
 from perdure import __version__
-from perdure.cli.output import discard_unwritten, is_output_error, report
+from perdure.cli.output import discard_unwritten, is_output_error, print_error, report
 from perdure.errors import ArgumentError, NotARunError, PerdureError, StepNotFoundError
 from perdure.runtime import heartbeats
 
@@ -109,9 +109,6 @@ class _Commands(click.Group):
             # click ends a command whose reader has gone (`| head`) by itself.
             if error.errno == errno.EPIPE:
                 raise
-            if not is_output_error(error):
-                report(f"{error.filename or 'the system'}: {error.strerror or error}")
-                ctx.exit(1)
             discard_unwritten()
             report(f"the standard output cannot be written: {error}")
             ctx.exit(1)
@@ -121,13 +118,22 @@ class _Commands(click.Group):
             ctx.exit(130)
 
     def _invoke(self, ctx: click.Context) -> Any:
-        as_json = "--json" in ctx.args
+        as_json = "--json" in takewhile("--".__ne__, ctx.args)  # after `--` it is the program's
         try:
             ctx.exit(int(super().invoke(ctx) or 0))
-        except PerdureError as error:
+        except click.UsageError as error:  # click prints it
             if as_json:
-                click.echo(json.dumps({"error": str(error), "kind": type(error).__name__}))
-            report(str(error))
+                print_error(error.format_message(), ArgumentError.__name__)
+            raise
+        except (PerdureError, OSError) as error:
+            text = str(error)
+            if isinstance(error, OSError):
+                if error.errno == errno.EPIPE or is_output_error(error):
+                    raise
+                text = f"{error.filename or 'the system'}: {error.strerror or error}"
+            if as_json:
+                print_error(text, type(error).__name__)
+            report(text)
             usage = (ArgumentError, NotARunError, StepNotFoundError)
             ctx.exit(2 if isinstance(error, usage) else 1)
 

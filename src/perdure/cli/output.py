@@ -60,6 +60,11 @@ def print_leaves(leaves: Sequence[Mapping[str, Any]], form: str, most: int = 8) 
         click.echo(f"    and {len(leaves) - most} more leaves")
 
 
+def print_error(text: str, kind: str) -> None:
+    """Print an error as the one JSON document of a command."""
+    click.echo(json.dumps({"error": text, "kind": kind}))
+
+
 def report(text: str) -> None:
     """Print a message on the standard error, which nobody may be able to read."""
     with suppress(OSError):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from full_disk import FullDisk
-from supervised import HOLDS, Run, cli, environment, held, loop
+from supervised import HOLDS, Run, cli, held, loop
 
 from perdure.cli import main
 from perdure.errors import LaunchError
@@ -105,7 +105,7 @@ def test_steps_are_logged_now_and_then_only() -> None:
 
 SAVES = """
 from perdure.runtime import heartbeats
-assert heartbeats.saved_before("runs/a") == (None if ATTEMPT == 1 else 9)
+assert heartbeats.saved_before() == ({} if ATTEMPT == 1 else {"runs/a": 9})
 def fault(step):
     if step == 10:
         heartbeats.committed("runs/a", 9)
@@ -113,24 +113,37 @@ def fault(step):
 """
 
 
-@pytest.mark.parametrize(("status", "known"), [(1, {"runs/a": 9}), (0, {})])
-def test_what_was_saved_is_known_to_later_attempts_and_runs(
-    status: int, known: dict[str, int]
-) -> None:
-    """Not to one after a run that has finished, which may begin again."""
-    code = loop(SAVES.replace("STATUS", str(status)))
-    first = Run(code, max_restarts=0)
+@pytest.mark.parametrize("status", [1, 0])
+def test_what_was_saved_is_known_to_later_attempts_and_to_every_later_run(status: int) -> None:
+    first = Run(loop(SAVES.replace("STATUS", str(status))), max_restarts=0)
     assert [attempt.saved for attempt in first.summary.attempts] == [{"runs/a": 9}] * 2
+    known = "from perdure.runtime import heartbeats; print(heartbeats.saved_before())"
+    for _ in range(2):  # one that saves nothing changes nothing
+        assert "{'runs/a': 9}" in Run(known).out.getvalue()
+
+
+SAVES_LATE = """
+from perdure.runtime import heartbeats
+def fault(step):
+    if step == 10:
+        heartbeats.committed("runs/a", 9)
+    if step in (5, 11):
+        await_observer()
+"""
+
+
+def test_the_first_save_of_an_attempt_is_logged_at_once() -> None:
+    """A supervisor that is killed then logs nothing any more."""
 
     class Looks(Observer):
-        def started(self, worker: Worker) -> None:
-            found.append(json.loads(environment(worker)["PERDURE_SAVED"]))
-            raise LaunchError("seen")
+        def beat(self, worker: Worker, beat: Beat) -> None:
+            if beat.step in (4, 10):
+                found.append(only_run().saved)
+                worker.send(signal.SIGUSR1)
 
-    found: list[dict[str, int]] = []
-    with pytest.raises(LaunchError, match="seen"):
-        Run(code, Looks())
-    assert found == [known]
+    found: list[dict[str, int | None]] = []
+    assert Run(loop(SAVES_LATE), Looks()).kinds == ["done"]
+    assert found == [{}, {"runs/a": 9}]
 
 
 TRAINS = """
@@ -144,40 +157,48 @@ def damage_all():
     with Run("run") as run:
         repair(run)
 ATTEMPT = int(os.environ["PERDURE_ATTEMPT"])
-with perdure.CheckpointManager("run") as manager:
-    state, start = manager.restore_or_initialize({"n": 0})
+with perdure.CheckpointManager("run", mirror=MIRROR) as manager:
+    state, start = manager.restore_or_initialize({"n": 0}, start_over=False)
     for step in range(start, 4):
         state["n"] += 1
         manager.save(step + 1, state, force=True)
         if ATTEMPT == 1 and step == 2:
-            manager.wait_until_finished()
+            manager.wait_until_finished(mirror=True)
             FAULT
             os._exit(1)
 """
 
 
 @pytest.mark.parametrize(
-    ("fault", "kinds"),
+    ("fault", "mirror", "kinds"),
     [
-        ("os.rename('run', 'elsewhere')", ["failed", "refused"]),  # as if it were not mounted
-        ("manager.close(); damage_all()", ["failed", "refused"]),  # nothing can be restored
-        ("pass", ["failed", "done"]),  # the control
+        ("os.rename('run', 'elsewhere')", None, ["failed", "refused"]),  # as if it were not mounted
+        ("os.rename('run', 'elsewhere')", "mirror", ["failed", "done"]),
+        ("manager.close(); damage_all()", None, ["failed", "refused"]),  # nothing can be restored
+        ("pass", None, ["failed", "done"]),  # the control
     ],
 )
-def test_a_run_that_lost_its_directory_does_not_begin_again(fault: str, kinds: list[str]) -> None:
-    code = TRAINS.replace("FAULT", fault)
+def test_a_run_that_lost_its_directory_does_not_begin_again(
+    fault: str, mirror: str | None, kinds: list[str]
+) -> None:
+    code = TRAINS.replace("FAULT", fault).replace("MIRROR", repr(mirror))
     run = Run(code)
     assert run.kinds == kinds
     if kinds[-1] == "refused":
         assert run.summary.status == 1
         assert "start_over=True" in run.summary.reason
         assert not any(Path("run").glob("checkpoints/*"))
-    if Path("elsewhere").exists():
+    if Path("elsewhere").exists() and mirror is None:
         assert "step 3 was saved" in run.summary.reason
-        assert Run(code).kinds == ["refused"], "a later run of the command knows it, too"
-        shutil.rmtree("run")
+        again = code.replace("2:", "-1:")
+        for later in (code, code, again):  # a refusal does not erase it, nor does another command
+            assert Run(later).kinds == ["refused"]
+            assert not Path("run").exists(), "a refused start leaves nothing"
         Path("elsewhere").rename("run")
-        assert Run(code).kinds == ["done"]
+        assert Run(again).kinds == ["done"]
+        shutil.rmtree("run")
+        assert "step 4 was saved" in Run(again).summary.reason, "a run that has finished is no less"
+        assert Run(again.replace("start_over=False", "start_over=True")).kinds == ["done"]
 
 
 def test_an_error_of_the_supervisor_is_an_end() -> None:

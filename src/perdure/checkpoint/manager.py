@@ -46,7 +46,7 @@ from perdure.checkpoint.recipe import RecipeCheck
 from perdure.checkpoint.restorer import Restorer
 from perdure.checkpoint.saver import Saver, abandon
 from perdure.errors import StepNotFoundError, StoreError, WorkerLostError, warn_caller
-from perdure.runtime.heartbeats import beat, committed, reporting_refusal, require_never_saved
+from perdure.runtime.heartbeats import beat, committed, reporting_refusal
 from perdure.runtime.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
 from perdure.state.walk import Unwalked
@@ -339,7 +339,8 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
             if not start_over:
                 with reporting_refusal():
                     together(self._processes, self._require_new, by_chief=NoneType)
-                    require_never_saved(self.directory)
+            else:
+                committed(self.directory, None)
             self._restorer.begin(like)
             self._interval.record(0)
             restored = Restored(like, 0)

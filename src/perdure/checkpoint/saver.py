@@ -35,7 +35,7 @@ from perdure.errors import (
     UnsupportedLeafError,
     warn_caller,
 )
-from perdure.runtime.heartbeats import committed, saving
+from perdure.runtime.heartbeats import committed, lost, saved_before, saving
 from perdure.runtime.process_group import Processes
 from perdure.state import snapshot
 from perdure.state.extra_members import ExtraMembers
@@ -100,13 +100,23 @@ class Saver:
             return
         self.recipe.warn_if_missing(self.run.where)
         try:
-            begin, call = self.run.begin_writing, "restore_or_initialize"
-            together(self.processes, begin, by_chief=NoneType, call=call)
+            call = "restore_or_initialize"
+            together(self.processes, self._begin_writing, by_chief=NoneType, call=call)
         except LockedError as error:
             raise LockedError(f"{error} To read beside it, call `restore`.") from None
         except SaveError as error:
             self._tolerate(error)
         self._has_begun = True
+
+    def _begin_writing(self) -> None:
+        """Become the writer, unless the run would begin again by accident: then write nothing."""
+        run, mirror = self.run, self.mirror
+        step = None if run.session.starts_over else saved_before().get(run.where)
+        is_gone = step is not None and run.newest_step() is None
+        if is_gone and (mirror is None or not mirror.readable_steps()[1]):
+            run.require_new()  # which may know more
+            raise lost(run.where, step)
+        run.begin_writing()
 
     def begin_save(self, state: Any) -> None:
         """What every call of `save` begins with, even if it is not due: errors, the writer's lock,

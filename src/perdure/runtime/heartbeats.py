@@ -26,8 +26,8 @@ from perdure.runtime.process_stat import PARENT, STATE, stat_fields
 from perdure.runtime.system import IS_LINUX, at_fork, has_ended
 
 VARIABLE = "PERDURE_HEARTBEAT_FILE"
-SAVED = "PERDURE_SAVED"
-"""What was saved before this attempt: the newest step of each run directory, as JSON."""
+SAVED_BEFORE = "saved-before"
+"""The document that `perdure run` leaves for each worker: see `saved_before`."""
 PHASES = ("start", "restore", "compile", "step", "save", "evaluate", "end")
 LENGTH = 256
 
@@ -84,28 +84,28 @@ def saving(step: int | None) -> None:
         _writer.write()
 
 
-def committed(directory: str, step: int) -> None:
-    """Report that `step` is durable in a run directory, where a later attempt has to find it."""
+def committed(directory: str, step: int | None) -> None:
+    """Report that `step` is durable in a run directory, where every later start has to find it; None
+    if the run begins there again on purpose."""
     path = os.environ.get(VARIABLE)
     if path:
         with suppress(OSError):  # a full memory, for instance, must not end the training
             report("saved", {**(read_report(path, "saved") or {}), directory: step})
 
 
-def saved_before(directory: str) -> int | None:
-    """The step that an earlier attempt under `perdure run` saved in a run directory, or None."""
-    return json.loads(os.environ.get(SAVED, "{}")).get(directory)
+def saved_before() -> dict[str, int | None]:
+    """The newest step that earlier attempts under `perdure run` saved, by run directory."""
+    return read_report(os.environ.get(VARIABLE, ""), SAVED_BEFORE) or {}
 
 
-def require_never_saved(directory: str) -> None:
-    """Raise `HistoryError` if an earlier attempt saved in a run directory without a checkpoint."""
-    if (step := saved_before(directory)) is not None:
-        raise HistoryError(
-            f"{directory}: no checkpoint is there; `perdure run` knows that step {step} was saved. It "
-            f"may be not mounted, moved or set aside. A start at step 0 was refused, and nothing was "
-            f"changed. Bring it back; to begin again on purpose, call `restore_or_initialize(..., "
-            f"start_over=True)`, or give `perdure run` another --log-dir."
-        )
+def lost(directory: str, step: int | None) -> HistoryError:
+    """The error for a run directory without a checkpoint, where an earlier attempt saved `step`."""
+    return HistoryError(
+        f"{directory}: no checkpoint is there; `perdure run` knows that step {step} was saved. It "
+        f"may be not mounted, moved or set aside. A start at step 0 was refused, and nothing was "
+        f"changed. Bring it back; to begin again on purpose, call `restore_or_initialize(..., "
+        f"start_over=True)`, or give `perdure run` another --log-dir."
+    )
 
 
 @contextmanager
@@ -119,9 +119,10 @@ def reporting_refusal() -> Iterator[None]:
         raise
 
 
-def report(name: str, document: dict[str, Any]) -> bool:
-    """Leave a document for `perdure run`, whole or not at all; False outside of it."""
-    path = os.environ.get(VARIABLE)
+def report(name: str, document: dict[str, Any], path: str | None = None) -> bool:
+    """Leave a document for `perdure run`, whole or not at all; False outside of it. `perdure run`
+    leaves one for a worker beside the `path` of its heartbeat file."""
+    path = path or os.environ.get(VARIABLE)
     if path:
         new = Path(f"{path}.{name}.{os.getpid()}")
         new.write_text(json.dumps(document))

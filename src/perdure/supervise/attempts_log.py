@@ -68,7 +68,7 @@ class AttemptRecord:
     "corrupt": an audit found a wrong device; "refused": it must not begin again), `cause` the same
     for people. `place` and `last_step` are of the worker that failed first, if one did.
     `first_time` and `last_time` are when heartbeats reported `first_step` and `end`; `saved` the
-    newest step by run directory.
+    newest step by run directory, None if it was begun again on purpose.
     """
 
     number: int
@@ -91,7 +91,7 @@ class AttemptRecord:
     first_step: int | None = None
     corrupt_devices: tuple[int, ...] = ()
     devices_left: int | None = None
-    saved: dict[str, int] = field(default_factory=dict)
+    saved: dict[str, int | None] = field(default_factory=dict)
 
     @property
     def stepped(self) -> bool:
@@ -140,7 +140,9 @@ class RunHistory:
             case "start":
                 self.start = event
             case "attempt" | "progress":
-                self.running |= event
+                # Each worker reports its own.
+                saved = self.running.get("saved", {}) | fields.get("saved", {})
+                self.running |= event | {"saved": saved}
             case "attempt_end":
                 self.attempts.append(msgspec.convert(fields["attempt"], AttemptRecord))
                 self.longest, self.running = fields["longest"], {}
@@ -197,8 +199,8 @@ class RunHistory:
         return "running" if is_alive else "lost"
 
     @property
-    def saved(self) -> dict[str, int]:
-        """The newest step that was saved, by run directory."""
+    def saved(self) -> dict[str, int | None]:
+        """The newest step that was saved, by run directory; see `AttemptRecord`."""
         parts = [*(attempt.saved for attempt in self.attempts), self.running.get("saved", {})]
         return {path: step for part in parts for path, step in part.items()}
 

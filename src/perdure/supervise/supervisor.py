@@ -7,7 +7,6 @@ killed, the orphan reaper ends them.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
@@ -61,6 +60,8 @@ ASKING = signals("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 """The signals that ask for a save and the end of the run."""
 PROGRESS_S = 30.0
 """Seconds between two lines of the log about the step of a run."""
+SAVES_AT_ONCE = 4
+"""So many lines of an attempt about a save or a restore do not wait for that."""
 
 
 class Observer:
@@ -124,7 +125,8 @@ class Supervisor:
         self._log: AttemptsLog
         self._logged_step: int | None = None
         self._next_log = -math.inf
-        self._saved: dict[str, int] = json.loads(os.environ.get(heartbeats.SAVED, "{}"))
+        self._saves_at_once = 0
+        self._saved = heartbeats.saved_before()
         self._all_places = list(range(self._options.workers))
         self._places = list(self._all_places)
         self._excluded: dict[int, set[int]] = {}  # by place, the devices that compute wrong numbers
@@ -201,11 +203,14 @@ class Supervisor:
         environments: dict[int, dict[str, str]] = {}
         self._log.add("attempt", attempt=number, workers=len(places))
         self._logged_step, self._next_log = None, -math.inf
+        self._saves_at_once = SAVES_AT_ONCE
         with Attempt(self._options, ports, self._silence, self._clock, self._beat) as attempt:
             for index, place in enumerate(places):
                 heartbeat = beats / f"{number}-{index}"
                 environment = self._environment(number, index, place, len(places), ports, heartbeat)
+                saved = self._saved | self._log.run.saved
                 try:
+                    heartbeats.report(heartbeats.SAVED_BEFORE, saved, str(heartbeat))
                     worker = Worker(
                         self._command,
                         environment,
@@ -232,10 +237,16 @@ class Supervisor:
         return attempt.record(end, number)
 
     def _beat(self, worker: Worker, beat: Beat) -> None:
-        if beat.step not in (None, self._logged_step) and self._clock() >= self._next_log:
-            self._logged_step, self._next_log = beat.step, self._clock() + PROGRESS_S
-            fields = {"step": beat.step, "phase": beat.phase, "saved": worker.reported("saved")}
-            self._log.add("progress", attempt=worker.attempt, **fields)
+        is_due = beat.step not in (None, self._logged_step) and self._clock() >= self._next_log
+        if is_due or (self._saves_at_once and beat.step is not None):
+            saved = worker.reported("saved")
+            # If this process is killed, what it did not log is not known to a later start.
+            is_new = bool(saved.items() - self._log.run.running["saved"].items())
+            if is_due or is_new:
+                self._saves_at_once -= is_new and self._saves_at_once > 0
+                self._logged_step, self._next_log = beat.step, self._clock() + PROGRESS_S
+                fields = {"step": beat.step, "phase": beat.phase, "saved": saved}
+                self._log.add("progress", attempt=worker.attempt, **fields)
         self._observer.beat(worker, beat)
 
     def _environment(
@@ -251,7 +262,6 @@ class Supervisor:
             **excluded_variables(self._excluded.get(place, ())),
             ATTEMPT: str(attempt),
             heartbeats.VARIABLE: str(heartbeat),
-            heartbeats.SAVED: json.dumps(self._saved | self._log.run.saved),
             MARK: f"{mark}:{self._mark}" if mark else self._mark,
         }
         if options.compilation_cache is not None:
@@ -352,16 +362,18 @@ class Supervisor:
             self._log.add("end", status=1, reason=reason, seconds=0.0)
 
     def _begin_log(self, logs: Path) -> None:
-        """Write the first line, and take over what earlier runs of the same command have logged."""
+        """Write the first line, and take over what earlier runs have logged: of all, what was saved;
+        of those of the same command, the silence to expect."""
         directory = self._options.log_directory or Path(DEFAULT_LOGS)
         program = encodable([list(self._command), os.getcwd()])
         runs: list[RunHistory] = []
         with suppress(OSError):
-            runs = [run for run in read_runs(directory) if [*run.program] == program]
+            runs = read_runs(directory)
+        for run in runs:
+            self._saved |= run.saved
+        runs = [run for run in runs if [*run.program] == program]
         for run in runs:
             self._silence.learn(run.longest)
-        if runs and runs[-1].status != 0:  # one that has finished may begin again
-            self._saved |= runs[-1].saved
         self._log.add(
             "start",
             command=list(self._command),

@@ -119,7 +119,7 @@ class WarmWorkers:
 
 def _persistent(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that stay the same from one attempt to the next; without the heartbeat file."""
-    changing = {*DESCRIPTIONS, ATTEMPT, heartbeats.VARIABLE, heartbeats.SAVED}
+    changing = {*DESCRIPTIONS, ATTEMPT, heartbeats.VARIABLE}
     return {name: value for name, value in environment.items() if name not in changing}
 
 

@@ -74,10 +74,77 @@ def test_damage_that_all_need_is_reported_and_nothing_is_deleted(tmp_path: Path)
     with run_on(tmp_path) as run:
         done = repair(run)
     assert done.report.good == ()
-    assert done.report.ok
+    assert not done.report.ok
     names = [path.name for path in (tmp_path / "quarantine").iterdir()]
     assert len([name for name in names if name.endswith("-0.json")]) == 4
     assert len(list((tmp_path / "packs").iterdir())) == 3
+
+
+@pytest.mark.parametrize("lost", ["packs", "checkpoints"])
+def test_a_run_without_a_checkpoint_left_never_looks_well(tmp_path: Path, lost: str) -> None:
+    filled(tmp_path)
+    if lost == "packs":
+        pack(tmp_path, 1).unlink()
+        done = CliRunner().invoke(main, ["verify", str(tmp_path), "--repair"])
+        assert done.exit_code == 1
+        assert "no checkpoint can be restored" in done.output
+    else:
+        shutil.rmtree(tmp_path / "checkpoints")
+    word = "no checkpoint is left" if lost == "packs" else "may be moved or not mounted"
+    for command in ("verify", "ls", "show"):
+        result = CliRunner().invoke(main, [command, str(tmp_path)])
+        assert result.exit_code != 0, command
+        assert word in result.output, command
+        assert "sets aside what is damaged" not in result.output, "a repair brings nothing back"
+    checked = json.loads(CliRunner().invoke(main, ["verify", str(tmp_path), "--json"]).output)
+    assert (checked["ok"], checked["good"]) == (False, [])
+
+
+def test_what_was_set_aside_returns_once_it_is_whole_again(tmp_path: Path) -> None:
+    filled(tmp_path)
+    everything, one = pack(tmp_path, 1), pack(tmp_path, 1).read_bytes()
+    everything.unlink()
+    with run_on(tmp_path) as run:
+        assert repair(run).report.good == ()
+    everything.write_bytes(one)
+    checked = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert checked.exit_code == 1
+    assert "whole again: `perdure verify --repair` returns it" in checked.output
+    assert mended(tmp_path) == (1, 2, 3, 4)
+
+
+def test_an_older_checkpoint_returns_below_those_that_were_saved_before_it_was_set_aside(
+    tmp_path: Path,
+) -> None:
+    filled(tmp_path)
+    bad, data = pack(tmp_path, 1), pack(tmp_path, 1).read_bytes()
+    flip(bad, 40_000)
+    with run_on(tmp_path) as run:
+        assert repair(run).report.good == (2, 3, 4)
+    bad.write_bytes(data)
+    assert mended(tmp_path) == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("since", ["saves", "rollback"])
+def test_what_the_run_went_on_without_stays_aside(tmp_path: Path, since: str) -> None:
+    """Or two histories would be mixed, and what a rollback undid would be the newest again."""
+    filled(tmp_path)
+    lost, data = pack(tmp_path, 3), pack(tmp_path, 3).read_bytes()
+    lost.unlink()
+    with run_on(tmp_path) as run:
+        assert repair(run).report.good == (1, 2)
+        if since == "saves":
+            run.save(4, make_leaves(9))
+        else:
+            run.rollback(1)
+    lost.write_bytes(data)
+    kept = Run(tmp_path).steps()
+    report = verify_run(Run(tmp_path))
+    assert report.ok
+    assert "the run went on without" in " ".join(problem.what for problem in report.problems)
+    with run_on(tmp_path) as run:
+        done = repair(run)
+    assert (done.actions, list(done.report.good)) == ((), kept)
 
 
 @pytest.mark.parametrize("part", ["index", "length", "magic"])

@@ -61,6 +61,7 @@ class Address(NamedTuple):
             return [int(step) for step in self.which.split(",")]
         steps = self.run.steps()
         if not steps:
+            self.run.require_not_lost()
             raise StepNotFoundError(f"{self.run.where}: expected a checkpoint, found none yet.")
         return steps[-1:] if self.which in (None, "latest") else [_best(self.run, str(self.which))]
 
@@ -97,6 +98,7 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
     Raises:
         NotARunError: There is no run directory.
         StepNotFoundError: It holds no such checkpoint; the text names the nearest step.
+        HistoryError: It has none any more: they were lost or set aside.
         CorruptionError: The manifest of the checkpoint is damaged; with `@best` any manifest,
             because the best checkpoint may be the damaged one.
         UnreachableError: It cannot be read; with `@best` any manifest.

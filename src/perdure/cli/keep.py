@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 def verify(run: str, repair: bool, as_json: bool) -> bool:
     """Read and hash everything in the run directory RUN, and report damage.
 
-    Nothing changes without --repair. With it, damaged checkpoints and packs move to quarantine,
-    leftovers of crashes are removed, and a missing or damaged perdure.json is written again. What
-    cannot be read is reported as UNREAD and stays. Exits with 1 if anything is damaged or unread.
+    Nothing changes without --repair. With it, damaged checkpoints and packs move to quarantine, those
+    that are whole again return, leftovers of crashes are removed, and a missing or damaged perdure.json
+    is written again. What cannot be read is reported as UNREAD and stays. Exits with 1 if anything is
+    damaged or unread, or no checkpoint is left.
 
     \b
     Example:
@@ -69,6 +70,8 @@ def _open(where: str, repair: bool) -> Run:
 
 
 def _print_report(report: VerifyReport, repaired: bool) -> None:
+    from perdure.store.format import MANIFESTS
+
     for problem in report.problems:
         kind = "UNREAD" if problem.unread else "DAMAGED" if problem.harmful else "note"
         say(f"{kind}  {problem.name}: {problem.what}")
@@ -87,11 +90,13 @@ def _print_report(report: VerifyReport, repaired: bool) -> None:
         say(f"a restore takes nothing before step {max(report.unread)} can be read")
     elif report.good and (report.bad or report.unread or repaired):
         say(f"a restore takes step {max(report.good)}, the newest good one")
-    elif report.bad or report.unread or repaired:
+    elif repaired or not report.ok:
         say("no checkpoint can be restored")
     if any(problem.unread for problem in report.problems):
         say("the state of unread files is unknown; remove the cause and verify again")
-    if any(problem.harmful and not problem.unread for problem in report.problems) and not repaired:
+    # Only whoever has the folder of the checkpoints can bring it back.
+    faults = {each.name for each in report.problems if each.harmful and not each.unread}
+    if faults - {MANIFESTS} and not repaired:
         say("`perdure verify --repair` sets aside what is damaged")
 
 

@@ -1,26 +1,26 @@
 """Repairing a damaged run directory without losing a byte that can still be restored.
 
-Invariant: nothing that was committed is deleted. What is damaged moves to quarantine with the reason;
-only leftovers of crashes and packs that no manifest names are removed. What cannot be read stays
-where it is.
+Invariant: nothing that was committed is deleted. What is damaged moves to quarantine with the reason,
+and returns once it is whole; only leftovers of crashes and packs that no manifest names are removed.
+What cannot be read stays where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from perdure.errors import PruneError, SaveError, UnreachableError
-from perdure.store.format import MARKER, MAX_STEP, PACKS
+from perdure.store.format import MARKER, MAX_STEP, PACKS, manifest_name
 from perdure.store.garbage_collection import PruneRequest
 from perdure.store.log import log_place
 from perdure.store.names import leftovers
-from perdure.store.rollback import forget_lines
+from perdure.store.rollback import forget_lines, moving
 from perdure.store.run import Run
 from perdure.store.run_log import LOG, REPAIR_ADVICE, line_references
-from perdure.store.verify import VerifyReport, examine
+from perdure.store.verify import VerifyReport, examine, fits
 from perdure.text import counted
 
 
@@ -56,7 +56,7 @@ def repair(run: Run) -> Repaired:
                 f"was moved."
             )
         actions += _repair_log(run)  # first: every other repair writes a line
-        _, bad, damaged = examine(run)
+        _, bad, damaged, whole = examine(run)
         if bad and not run.contents().packs:
             raise PruneError(
                 f"{run.where}: no pack is in {PACKS}, which may be moved or not mounted, and "
@@ -65,6 +65,7 @@ def repair(run: Run) -> Repaired:
             )
         for step, reason in bad.items():
             actions.append(f"moved step {step} to {run.quarantine(step, reason)}: {reason}")
+        actions += _return(run, whole)
         actions += _salvage(run, damaged)
         newest = run.newest_step()
         plan = run.plan(PruneRequest(orphans_to=MAX_STEP if newest is None else newest))
@@ -96,6 +97,19 @@ def _repair_log(run: Run) -> list[str]:
     if aside is None:
         return [f"accepted that lines of {place} are lost: {why}"]
     return [f"moved {place} to {aside}, for you to look at, and kept its good lines: {why}"]
+
+
+def _return(run: Run, whole: Sequence[str]) -> list[str]:
+    """Return the checkpoints in quarantine that are whole again and continue the run."""
+    actions = []
+    for name in whole:
+        held = run.contents()
+        if fits(held, name):
+            step = held.quarantined[name].step
+            with moving(run.directory, "the repair", dry_run=False):
+                run.storage.move(name, manifest_name(step))
+            actions.append(f"returned step {step} from {name}: it is whole again")
+    return actions
 
 
 def _salvage(run: Run, damaged: Mapping[str, str]) -> list[str]:

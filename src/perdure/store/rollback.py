@@ -185,7 +185,7 @@ def _returning(
     """What continues `newest`, oldest first (of several, what was last set aside), and the names of
     those of the same line that are no candidates."""
     following: dict[tuple[int, str] | None, AsideCheckpoint] = {}
-    for candidate in sorted(candidates, key=lambda candidate: candidate.why.rollback):
+    for candidate in sorted(candidates, key=lambda candidate: candidate.why.line):
         following[candidate.why.after] = candidate
     others = {name: why for name, why in log.aside.items() if log.is_rolled_back(name)}
     for candidate in candidates:
@@ -203,8 +203,8 @@ def _returning(
             break
         # The log says what followed the one that is not there.
         gone.append(names[-1])
-        step, rollback = step_aside(names[-1]), others.pop(names[-1]).rollback
-        after = (why.after for why in log.aside.values() if why.rollback == rollback)
+        step, line_number = step_aside(names[-1]), others.pop(names[-1]).line
+        after = (why.after for why in log.aside.values() if why.line == line_number)
         newest = next((place for place in after if place is not None and place[0] == step), None)
     return line, gone
 

@@ -275,11 +275,11 @@ class Run:
             self.require_new()
 
     def require_not_lost(self) -> None:
-        """Raise `HistoryError` if no checkpoint is there because the run has lost them."""
+        """Raise `HistoryError` if no checkpoint is there because they were lost or set aside."""
         with reading(self.where):
-            why = View(self.storage, self.log).lost_checkpoints()
+            why = View(self.storage, self.log).nothing_left()
         if why is not None:
-            raise HistoryError(f"{why}. Bring it back; `perdure verify {self.where}` says more.")
+            raise HistoryError(f"{why} `perdure verify {self.where}` says more.")
 
     def contents(self, *, whole: bool = True) -> View:
         """A view of what is there now. Every manifest that changed is read, and no pack.

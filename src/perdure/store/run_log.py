@@ -71,15 +71,15 @@ _STEP = b'"kind":"step","step":'
 class Aside:
     """Why an object lies in quarantine, and since when.
 
-    A rollback adds the step it went back to, step and fingerprint of the checkpoint before, and a
-    growing number.
+    `line` is the number of the line that says so. A rollback adds the step it went back to, and
+    step and fingerprint of the checkpoint before.
     """
 
     reason: str
     time: str
+    line: int
     rolled_back_to: int | None = None
     after: tuple[int, str] | None = None
-    rollback: int = 0
 
 
 class LogView:
@@ -155,14 +155,14 @@ class LogView:
             case Pinned():
                 (self.pinned.add if event.pinned else self.pinned.discard)(event.step)
             case SetAside():
-                self.aside[event.to] = Aside(event.reason, event.time)
+                self.aside[event.to] = Aside(event.reason, event.time, number)
             case Damaged():
                 self.damaged[event.pack] = event.reason
             case RolledBack():
                 reason = f"rolled back to step {event.step}"
                 for moved in event.checkpoints:
                     self.aside[moved.to] = Aside(
-                        reason, event.time, event.step, moved.after, number
+                        reason, event.time, number, event.step, moved.after
                     )
             case Cut():
                 self.journal.cut(event.step, number)

@@ -7,6 +7,7 @@ cannot be read is reported as such and not as damaged.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from perdure.errors import (
@@ -38,6 +39,7 @@ from perdure.store.run import Run
 from perdure.store.run_log import LOG, REPAIR_ADVICE, line_references, read_journal
 from perdure.store.run_marker import FOLDER_MARK, folder_problem, other_run
 from perdure.store.storage import confirmed
+from perdure.store.view import View
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True when nothing harmful was found."""
+        """True when nothing harmful was found; a run without any checkpoint left is harmed."""
         return not any(problem.harmful for problem in self.problems)
 
 
@@ -198,8 +200,9 @@ def verify_run(run: Run) -> VerifyReport:
         raise UnreachableError(f"{run.where}: the check stopped: {error}.") from error
 
 
-def examine(run: Run) -> tuple[VerifyReport, dict[int, str], dict[str, str]]:
-    """`verify_run`, and what a repair needs: why steps are bad, and why packs are damaged."""
+def examine(run: Run) -> tuple[VerifyReport, dict[int, str], dict[str, str], list[str]]:
+    """`verify_run`, and what a repair needs: why steps are bad, why packs are damaged, and which
+    checkpoints in quarantine are whole again, the last ones first."""
     packs = Packs(run)
     before = run.steps()
     packs.read_all()
@@ -234,14 +237,22 @@ def examine(run: Run) -> tuple[VerifyReport, dict[int, str], dict[str, str]]:
         Problem(name, str(error), unread=isinstance(error, UnreachableError))
         for name, error in aside.items()
     ]
-    if why := folder_problem(run.storage, run.log.run) or held.lost_checkpoints():
+    if why := folder_problem(run.storage, run.log.run) or held.nothing_left():
         problems.append(Problem(MANIFESTS, why))
+    whole = _whole_again(packs, held)
+    for name in whole:
+        what = (
+            "`perdure verify --repair` returns it"
+            if fits(held, name)
+            else "the run went on without"
+        )
+        problems.append(Problem(name, f"set aside as damaged, and whole again: {what}", False))
     if not unreadable and not held.unknown:
         for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys()):
             step = pack_step(name)
             lost = f"if step {step} should be there, bring its manifest back before a later save"
             problems.append(Problem(PACKS + name, f"no checkpoint needs this pack; {lost}", False))
-    problems += _notes(run, frozenset({*good, *bad, *unread}), aside)
+    problems += _notes(run, frozenset({*good, *bad, *unread}), {*aside, *whole})
     report = VerifyReport(
         where=run.where,
         good=tuple(good),
@@ -253,7 +264,37 @@ def examine(run: Run) -> tuple[VerifyReport, dict[int, str], dict[str, str]]:
         unread=tuple(unread),
         foreign=held.foreign is not None,
     )
-    return report, bad, damaged
+    return report, bad, damaged, whole
+
+
+def _whole_again(packs: Packs, held: View) -> list[str]:
+    """The names of checkpoints that were set aside as damaged and are whole, the last ones first."""
+    whole: dict[str, int] = {}
+    for name, manifest in held.quarantined.items():
+        if (why := held.log.aside.get(name)) is not None and why.rolled_back_to is None:
+            with suppress(CorruptionError, UnreachableError):
+                packs.require(manifest)
+                whole[name] = why.line
+    return sorted(whole, key=lambda name: -whole[name])
+
+
+def fits(held: View, name: str) -> bool:
+    """Whether a checkpoint that was set aside as damaged still is of the one line of steps.
+
+    Then all that is there from its step on was saved before, and no rollback went below it since.
+    """
+    log, manifest = held.log, held.quarantined[name]
+    step, line = manifest.step, log.aside[name].line
+    for other in held.steps:
+        if other >= step:
+            there = held.manifests.get(other)
+            reference = None if there is None else there.log
+            if other == step or reference is None or reference.number >= line:
+                return False
+    rollbacks = (why.rolled_back_to for why in log.aside.values() if why.line > line)
+    is_cut = any(last >= step for _, last in log.journal.steps_aside())
+    is_below = any(target is not None and target < step for target in rollbacks)
+    return not (is_cut or is_below or log.lost(line_references([manifest])))
 
 
 def _judge(run: Run, step: int, packs: Packs) -> tuple[Manifest | None, StoreError | None]:

@@ -261,6 +261,20 @@ class View:
             f"steps."
         )
 
+    def nothing_left(self, *, for_start: bool = False) -> str | None:
+        """Why the run has no checkpoint although it had some; None if it has one, or need not have
+        had any."""
+        if self.steps:
+            return None
+        if (lost := self.lost_checkpoints(for_start=for_start)) is not None:
+            return f"{lost}. Bring it back."
+        if not self._aside_names:
+            return None
+        return (
+            f"{self._storage.where}: no checkpoint is left, and {few(self._aside_names)} are set "
+            f"aside. Bring what they need back from a copy, and `perdure verify --repair` returns them."
+        )
+
     def refusal_to_begin(self) -> str | None:
         """Why no training may begin here: the run has lost its checkpoints, or is not made whole."""
         where = self._storage.where
@@ -270,16 +284,10 @@ class View:
                 f"Repeat that command, or use another run directory. To go on from what is there, "
                 f"call `restore_or_initialize(..., start_over=True)`."
             )
-        if self.steps:
-            return None
-        if (lost := self.lost_checkpoints(for_start=True)) is not None:
-            why = lost
-        elif self._aside_names:
-            why = f"{where}: no checkpoint is left, and {few(self._aside_names)} are set aside"
-        else:
+        if (why := self.nothing_left(for_start=True)) is None:
             return None
         return (
-            f"{why}. A start at step 0 was refused, and nothing was changed. `perdure verify {where}` "
+            f"{why} A start at step 0 was refused, and nothing was changed. `perdure verify {where}` "
             f"shows what is there; `perdure rollback {where} --undo` returns what a rollback set "
             f"aside. {START_OVER}"
         )

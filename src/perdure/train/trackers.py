@@ -30,7 +30,8 @@ def tracking_id(directory: str | os.PathLike[str] | Storage) -> str:
     Raises `NotARunError` if there is no run directory, and `CorruptionError` for a damaged one.
     """
     run = Run(directory)
-    number = max((why.rollback for why in run.log.view.aside.values()), default=0)
+    aside = run.log.view.aside.values()
+    number = max((why.line for why in aside if why.rolled_back_to is not None), default=0)
     return f"{run.log.run}-{number}" if number else f"{run.log.run}"
 
 

@@ -180,7 +180,7 @@ def test_a_rollback_of_lines_alone_is_reported_and_undone(run: Path) -> None:
         output = command("rollback", run, "--undo", *options)
         assert "bring back  lines of the journal, of steps 17 to 18" in output
     assert recorded(run) == before
-    assert "nothing is set aside" in command("rollback", run, "--undo")
+    assert "no rollback has set anything aside" in command("rollback", run, "--undo")
     # Two in a row, of lines and then of checkpoints.
     command("rollback", f"{run}@16")
     command("rollback", f"{run}@8")

@@ -252,7 +252,7 @@ def rollback(run: str, undo: bool, dry_run: bool, as_json: bool) -> None:
         if span is not None:
             say(f"{done}  lines of the journal, of {span_text(*span)}")
     if not steps and not lines:
-        say("nothing is set aside" if undo else f"step {step} is the newest already")
+        say("no rollback has set anything aside" if undo else f"step {step} is the newest already")
     if dry_run:
         say("nothing was changed (--dry-run)")
     elif steps or lines:

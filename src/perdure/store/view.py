@@ -271,8 +271,9 @@ class View:
         if not self._aside_names:
             return None
         return (
-            f"{self._storage.where}: no checkpoint is left, and {few(self._aside_names)} are set "
-            f"aside. Bring what they need back from a copy, and `perdure verify --repair` returns them."
+            f"{self._storage.where}: no checkpoint is left in {MANIFESTS}, and "
+            f"{few(self._aside_names)} are set aside. Bring that folder, or what these need, back from "
+            f"a copy; `perdure verify --repair` then returns what is whole again."
         )
 
     def refusal_to_begin(self) -> str | None:

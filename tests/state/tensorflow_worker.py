@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import perdure
 from perdure.errors import StateError
-from perdure.state import flatten
+from perdure.store import Run
 
 
 class Net(tf.Module):
@@ -75,14 +75,37 @@ def train(where: Path, last: int, *, with_iterator: bool = True) -> Any:
 
 def refusal(dataset: Any, *, is_numpy: bool = False) -> str:
     """What is said of the iterator when it is fresh and after some elements."""
-    iterator = dataset.as_numpy_iterator() if is_numpy else iter(dataset)
-    for _ in range(3):
-        try:
-            flatten({"data": iterator})
-        except StateError as error:
-            return str(error)
-        next(iterator)
+    state = {"data": dataset.as_numpy_iterator() if is_numpy else iter(dataset)}
+    try:
+        with perdure.CheckpointManager(perdure.MemoryStorage(), recipe={}) as manager:
+            manager.restore_or_initialize(state)
+            for step in (1, 2):
+                next(state["data"])
+                manager.save(step, state)
+    except StateError as error:
+        return str(error)
     return ""
+
+
+def places() -> list[Any]:
+    """The fingerprints of one place, with as much read ahead as it happens, and the next elements after
+    a restore from each."""
+    found = []
+    for _ in range(8):
+        keras.utils.set_random_seed(0)
+        storage, iterator = perdure.MemoryStorage(), iter(data())
+        for _ in range(7):
+            next(iterator)
+        with perdure.CheckpointManager(storage, recipe={}) as manager:
+            manager.restore_or_initialize({"data": iterator})
+            manager.save(1, {"data": iterator})
+        keras.utils.set_random_seed(0)
+        fresh = {"data": iter(data())}
+        with perdure.CheckpointManager(storage, recipe={}) as manager:
+            manager.restore(1, fresh)
+        elements = [next(fresh["data"]).numpy().tolist() for _ in range(9)]
+        found.append([Run(storage).manifest(1).fingerprint, elements])
+    return found
 
 
 if __name__ == "__main__":
@@ -92,6 +115,7 @@ if __name__ == "__main__":
         train(root / name, 3, **options)
         found[name] = train(root / name, 6, **options) == whole
     found["calls"] = whole[1]
+    found["places"] = places()
     numbers = tf.data.Dataset.range(20)
     found["refused"] = [
         refusal(numbers.map(lambda _: tf.random.uniform((2,)))),

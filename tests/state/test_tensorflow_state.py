@@ -20,6 +20,8 @@ def test_the_loop_of_tensorflows_guide_resumes_with_the_same_bits(tmp_path: Path
     assert found["resumed"] is True
     assert found["control"] is False
     assert found["calls"] == 6
+    # TensorFlow reads ahead, so that the bytes of one place differ with the timing.
+    assert all(place == found["places"][0] for place in found["places"])
     operation, order, state, *kept = found["refused"]
     assert operation.startswith("data: TensorFlow cannot save this iterator: RandomUniform")
     assert "order of later epochs of a pipeline with `map` between `shuffle` and `repeat`" in order

@@ -226,6 +226,11 @@ class Checkpoint(AttributeState, TensorFlowNames):
         with kept_members(self):
             restore_state(self, taken)
         found = loaded.manifest.step
+        if any(path.endswith("/iterators_index") for path in loaded.process_leaves):
+            warn_caller(
+                f"{run.where}: step {found}: the iterators of tf.data are where they were. A restore "
+                f"by a manager brings them to their place: CheckpointManager(checkpoint, directory)."
+            )
         return RestoreStatus.of(
             name_at_step(run.where, found), found, loaded.leaves.keys() - taken.keys()
         )

@@ -98,6 +98,7 @@ _MEMBERS = {
     "perdure.state.attributes:Attributes": None,
     "perdure.state.torch_gradients:Gradients": "torch",
     "perdure.state.keras_optimizers:LeftOutOptimizers": "keras",
+    "perdure.state.tensorflow_state:Iterators": "tensorflow",
     "perdure.state.process_random:ProcessRandom": None,
 }
 """The class of each member, and the framework without which it has nothing to store. The attributes

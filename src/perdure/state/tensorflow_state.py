@@ -4,21 +4,24 @@ place; and tensors."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
 import numpy as np
 import tensorflow as tf
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful
+from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.generators import is_generator
-from perdure.state.leaf_spec import LeafSpec
+from perdure.state.leaf_spec import LeafSpec, PathInErrors
 from perdure.state.leaf_values import SCALARS, array_leaf, array_spec, leaf_array
 from perdure.state.value_forms import CONTAINERS, form_of, with_pairs
+from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 
 _OF_KERAS = ("Layer", "Variable", "Optimizer", "Metric")
@@ -48,19 +51,69 @@ class TensorFlowState(Adapter):
 
 
 class _IteratorState(Stateful):
-    """An iterator of `tf.data`: its place, what its shuffles hold, and the seeds of those. TensorFlow
-    writes and reads it as files of a `tf.train.Checkpoint`, which loses a part of some pipelines: these
-    are refused at the first looks."""
+    """An iterator of `tf.data`, whose place `Iterators` keeps."""
 
     def read(self) -> dict[str, Any]:
-        state, looks = _files_of(self.target), _looked_at.get(self.target, 0)
-        if looks < _LOOKS:
-            _looked_at[self.target] = looks + 1
-            _require_kept(self.target, state)
-        return state
+        return {}
 
     def load(self, state: Any) -> None:
-        _put_files(self.target, state)
+        pass
+
+
+_numbers = msgspec.json.Decoder(dict[str, int])
+
+
+class Iterators(ExtraMember):
+    """The places of iterators of `tf.data`, what their shuffles hold, and the seeds of those.
+
+    They are no part of the fingerprint: TensorFlow reads ahead, and writes as many elements as it has
+    read, so that at one place the bytes differ with the timing. It writes and reads files of a
+    `tf.train.Checkpoint`, which lose a part of some pipelines: these are refused at the first looks.
+    """
+
+    def see(self, walk: Walk) -> None:
+        for path, iterator in _iterators(walk):
+            with PathInErrors(path):
+                _looked_at_files(iterator)
+
+    def take(self, saving: Saving) -> dict[str, Leaf]:
+        top = f"process/{saving.process}/iterators"
+        found, numbers = dict[str, Leaf](), dict[str, int]()
+        for number, (path, iterator) in enumerate(_iterators(saving.walk)):
+            numbers[path] = number
+            with PathInErrors(path):
+                files = _looked_at_files(iterator)
+            for name, octets in files.items():
+                found[f"{top}/{number}/{name}"] = array_leaf(octets)
+        return {**found, f"{top}_index": json_leaf(numbers)} if numbers else {}
+
+    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+        iterators = dict(_iterators(walk))
+        top = restoring.path("iterators_index").removesuffix("_index")
+        for path, number in restoring.by_path("iterators_index", _numbers).items():
+            start = f"{top}/{number}/"
+            files = {
+                name.removeprefix(start): leaf_array(leaf)
+                for name, leaf in restoring.leaves.items()
+                if name.startswith(start)
+            }
+            if path in iterators:
+                _put_files(iterators[path], files)
+        return []
+
+
+def _iterators(walk: Walk) -> Iterator[tuple[str, Any]]:
+    for path, node in walk.objects.items():
+        if isinstance(node, _IteratorState):
+            yield path, node.target
+
+
+def _looked_at_files(iterator: Any) -> dict[str, Any]:
+    files, looks = _files_of(iterator), _looked_at.get(iterator, 0)
+    if looks < _LOOKS:
+        _looked_at[iterator] = looks + 1
+        _require_kept(iterator, files)
+    return files
 
 
 _looked_at: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

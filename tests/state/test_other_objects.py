@@ -15,12 +15,15 @@ from perdure.errors import StateError, UnsupportedLeafError
 
 
 def test_one_object_of_the_target_that_becomes_two_is_refused() -> None:
-    one = SimpleNamespace(n=0)
+    class Local:  # of which a restore can make none
+        n = 0
+
+    one = Local()
     state = {"a": one, "best": one}
     with CheckpointManager(MemoryStorage()) as manager:
         manager.restore_or_initialize(state)
         manager.save(1, state)
-        state["best"] = SimpleNamespace(n=1)
+        state["best"] = Local()
         with pytest.raises(UnsupportedLeafError, match="another object than a"):
             manager.save(2, state)
 

@@ -475,3 +475,19 @@ def test_classes_of_any_object_keep_what_the_run_has_changed(
     assert "count" not in vars(state["agent"]), "an attribute of its own would hide the class"
     del Agent.count
     reset()
+
+
+def test_an_object_that_becomes_two_stays_two() -> None:
+    def make() -> Any:
+        first = Found(2)
+        return {"found": [first, Found(3)], "best": first, "owner": Owner()}
+
+    def change(state: Any) -> None:
+        state["best"] = copy.deepcopy(state["found"][1])  # no longer the first one
+        state["best"].fit = 1.0
+        state["found"][0].fit = 2.0
+
+    state, fresh, restored = resumed(make, change)
+    assert parts(restored) == parts(state)
+    assert restored["found"][0] is fresh["found"][0]
+    assert restored["best"] is not restored["found"][0]

@@ -141,7 +141,7 @@ class ExtraMembers:
     def _members(self) -> list[ExtraMember]:
         for place in self._places:
             framework = _MEMBERS[place]
-            if place not in self._made and (framework is None or framework in sys.modules):
+            if place not in self._made and (framework is None or sys.modules.get(framework)):
                 module, _, name = place.partition(":")
                 self._made[place] = getattr(import_module(module), name)()
         return [self._made[place] for place in self._places if place in self._made]

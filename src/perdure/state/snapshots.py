@@ -263,6 +263,7 @@ class FreshTarget:
                 # Only the target says the devices of the arrays of JAX in a container that it has.
                 elif not (is_filled and any(e.arrays == "jax" for e in found.containers.values())):
                     containers |= _grown(found, path)
+        containers |= self._require_same_objects(walk)
         built = {path for path, entry in containers.items() if entry.grown}
         for branch in _made(walk) if self._is_known else ():
             if nearest(branch.path, built) is None:
@@ -275,7 +276,6 @@ class FreshTarget:
             if is_array and (now.dtype, now.shape) != before:
                 grown = Container("array", arrays=_class_of(now), grown=True)
                 containers.setdefault(path, grown)
-        self._require_same_objects(walk)
         self._require_same_code(walk)
         for path in self._none & leaves.keys():
             if leaves[path].dtype[:3] != SCALAR_PREFIX and path not in containers:
@@ -298,17 +298,24 @@ class FreshTarget:
                     f"have the first one. Choose between functions by a number or a text."
                 )
 
-    def _require_same_objects(self, walk: Walk) -> None:
-        """Refuse two paths of which the target has one object and the run two, or the other way round:
-        a restore changes objects in place, so that both would get the values of one."""
+    def _require_same_objects(self, walk: Walk) -> dict[str, Container]:
+        """Refuse two paths of which the target has one object and the run two, or the other way round,
+        unless a restore can make such an object: it changes others in place, so that both would get the
+        values of one. Returns the entries of those to be made."""
         now = _first_paths(walk) if self._first else {}
         both = sorted(now.keys() & self._first.keys())
         moved = [path for path in both if now[path] != self._first[path]]  # nearly always none
-        records = {branch.path for branch in _made(walk)} if moved else set()
+        records = {branch.path: branch.value for branch in _made(walk)} if moved else {}
+        made: dict[str, Container] = {}
         for path in moved:
             one, before = now[path], self._first[path]
             if one != path and path in records:
                 continue  # a restore makes one object for both
+            if one == path and path in records:
+                found, live = described(records[path], path, [_without_bytes], makes_objects=True)
+                if not live:
+                    made |= _grown(found, path)
+                    continue
             found = f"another object than {before}, and both were one"
             if one != path:
                 found = f"one object with {one}, and both were two objects"
@@ -317,6 +324,7 @@ class FreshTarget:
                 f"objects in place. Copy the values from one object into the other, or keep which of "
                 f"them is meant as a number."
             )
+        return made
 
     def _changed(self, walk: Walk, leaves: Leaves) -> Iterator[tuple[str, Any]]:
         last = None

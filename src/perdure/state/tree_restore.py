@@ -162,6 +162,9 @@ class _Restore(ObjectStates):
         self._replaced = replaced
         self._refused: tuple[str, Stateful] | None = None
         self._changes: list[_Change] = []
+        self._taken = {id(b.value) for b in plan.walk.branches if isinstance(b.node, Node)}
+        """The objects that are restored at a path of their own."""
+
         self._is_described = False
         """Whether a value is built that is no part of the state of an object."""
 
@@ -273,8 +276,10 @@ class _Restore(ObjectStates):
         return self._build(walk, walk.root)
 
     def record(self, kind: type, values: dict[str, Any], like: Any, path: str) -> Any:
-        if not self._is_described or type(like) is not kind or is_frozen(kind):
+        is_exchanged = type(like) is not kind or is_frozen(kind) or id(like) in self._taken
+        if not self._is_described or is_exchanged:
             return super().record(kind, values, like, path)
+        self._taken.add(id(like))
         self._replaced.drop(path)
         node = attributes_in_place(like, [*values])
         self._changes.append(_Change(path, node, [*values.values()]))

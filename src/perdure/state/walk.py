@@ -220,7 +220,11 @@ class Walk:
             is_selected
             and entry is not None
             and entry.grown
-            and (gives_way(value) or (entry.kind == "array" and hasattr(value, "shape")))
+            and (
+                gives_way(value)
+                or (entry.kind == "array" and hasattr(value, "shape"))
+                or (entry.kind == "object" and is_plain_object(value))
+            )
         ):
             self.objects[path] = described = Described(value)
             return Branch(path, value, described)

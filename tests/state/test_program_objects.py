@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -491,3 +492,107 @@ def test_an_object_that_becomes_two_stays_two() -> None:
     assert parts(restored) == parts(state)
     assert restored["found"][0] is fresh["found"][0]
     assert restored["best"] is not restored["found"][0]
+
+
+class Warm:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class Main(Warm):
+    pass
+
+
+@dataclass(slots=True)
+class Slotted:
+    total: float = 0.0
+
+
+def test_an_object_that_is_exchanged_for_another_one_comes_back_as_that() -> None:
+    def make() -> Any:
+        return {"phase": Warm(), "list": [Warm(), Warm()], "owner": Owner(), "made": []}
+
+    def change(state: Any) -> None:
+        state["phase"] = Main()
+        state["list"][1] = Owner()
+        state["owner"].best = Warm()
+        state["owner"].found = None
+        state["made"] += [Slotted(2.0)]
+
+    state, _, restored = resumed(make, change)
+    assert parts(restored) == parts(state)
+    state, _, restored = resumed(make, lambda state: state.update(phase=None))
+    assert parts(restored) == parts(state)
+
+
+def test_attributes_without_a_leaf_do_not_keep_others_from_coming() -> None:
+    """An empty container, a logger and an owner have no leaf: a checkpoint with them is whole."""
+
+    def make() -> Any:
+        loop = Owner()
+        loop.best = Owner()
+        loop.best.owner, loop.log, loop.none = loop, logging.getLogger("x"), {}  # type: ignore[attr-defined]
+        return {"loop": loop}
+
+    def change(state: Any) -> None:
+        state["loop"].rate = 0.1
+        del state["loop"].best.found
+
+    _, fresh, restored = resumed(make, change)
+    loop = restored["loop"]
+    assert loop is fresh["loop"]
+    assert (loop.rate, loop.found, loop.none) == (0.1, [], {})
+    assert sorted(vars(loop.best)) == ["best", "owner"]
+
+
+def test_what_would_work_on_an_old_container_is_refused_at_once() -> None:
+    words: Any = defaultdict()
+    words.default_factory = words.__len__
+    closed: Any = defaultdict(lambda: len(closed))
+    owner = Owner()
+    owner.best = owner.found.append
+    for state in ({"words": words}, {"words": closed}, {"words": owner}):
+        with (
+            CheckpointManager(MemoryStorage(), recipe={}) as manager,
+            pytest.raises(UnsupportedLeafError, match=r"words.*a method of a list"),
+        ):
+            manager.restore_or_initialize(state)
+
+
+def test_a_graph_with_very_many_paths_is_refused_and_does_not_hang() -> None:
+    layers = [[Owner() for _ in range(3)] for _ in range(30)]
+    for one, other in pairwise(layers):
+        for node in one:
+            node.found = list(other)
+    with (
+        CheckpointManager(MemoryStorage(), recipe={}) as manager,
+        pytest.raises(UnsupportedLeafError, match="more than 50 paths"),
+    ):
+        manager.restore_or_initialize({"layers": layers})
+
+
+class Track:
+    ROWS = np.eye(2)
+    rows = [np.zeros(1)]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.x = 1.0
+
+
+def test_classes_of_which_the_first_state_has_no_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Track, "ROWS", np.eye(2))
+    monkeypatch.setattr(Track, "rows", [np.zeros(1)])
+    where = MemoryStorage()
+    with CheckpointManager(where, recipe={}) as manager:
+        state: Any = {"tracks": []}
+        manager.restore_or_initialize(state)
+        for step in (1, 2):
+            Track.ROWS = Track.ROWS * 0.5
+            Track.rows.append(np.ones(1))
+            state["tracks"] = [Track()] if step == 1 else []  # none at the last save
+            manager.save(step, state)
+    Track.ROWS, Track.rows = np.eye(2), [np.zeros(1)]
+    with CheckpointManager(where, recipe={}) as manager:
+        manager.restore_or_initialize({"tracks": []})
+    assert Track.ROWS[0, 0] == 0.25
+    assert len(Track.rows) == 3

@@ -20,6 +20,7 @@ from perdure.state.containers import (
     PLAIN_MAPPINGS,
     build_record,
     describe_container,
+    is_static,
     record_class,
 )
 from perdure.state.generators import (
@@ -214,8 +215,12 @@ def is_fixed(value: Any) -> bool:
 
 
 def describe_object(value: Any) -> tuple[Container, list[tuple[str, Any]]] | None:
-    """As `describe_record`, of an object of the program."""
-    if not is_plain_object(value) or record_class(type_name(value)) is not type(value):
+    """As `describe_record`, of an object of the program or a dataclass with slots."""
+    is_data = dataclasses.is_dataclass(value) and bool(slots_of(value))
+    is_data = is_data and not any(map(is_static, dataclasses.fields(value)))
+    if not (is_data or is_plain_object(value)):
+        return None
+    if record_class(type_name(value)) is not type(value):
         return None
     names = [*getattr(value, "__dict__", {}), *slots_of(value)]
     entry = Container("object", keys=tuple(names), type=type_name(value))

@@ -17,7 +17,7 @@ from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_part
 from perdure.state.program_code import is_of_program
 from perdure.state.snapshots import described
-from perdure.state.value_forms import class_named
+from perdure.state.value_forms import CONTAINERS, class_named
 from perdure.state.walk import Walk
 from perdure.store.format import escape
 from perdure.store.leaf import Leaf, Leaves
@@ -48,12 +48,15 @@ class ClassValues(ExtraMember):
 
     def __init__(self) -> None:
         self._has_seen = False
+        self._met: set[type] = set()
+        """The classes of which a state had objects: it may have none at a save."""
 
     def see(self, walk: Walk) -> None:
         if self._has_seen:  # what comes later, the run has brought in
             return
         self._has_seen = True
-        for base in _classes(walk):
+        self._met.update(_classes(walk))
+        for base in self._met:
             if base not in _first:
                 _first[base] = {name: mark_of(value) for name, value in _values(base)}
 
@@ -62,14 +65,12 @@ class ClassValues(ExtraMember):
             self.see(saving.walk)
         leaves, top = Leaves(), f"process/{saving.process}/classes"
         keys: dict[str, tuple[str, str]] = {}
-        for base in _classes(saving.walk):
+        self._met.update(_classes(saving.walk))
+        for base in sorted(self._met, key=_name_of):
             first = _first.setdefault(base, None)
             for name, value in _values(base):
-                if first is None:
-                    is_same = name.isupper()  # a constant
-                else:
-                    is_same = name in first and first[name] == mark_of(value, is_fresh=False)
-                if not is_same:
+                is_known = first is not None and name in first
+                if not is_known or first[name] != mark_of(value, is_fresh=False):
                     path = join_part(join_part(top, escape(_name_of(base))), escape(name))
                     found, _ = described(stored_form(value), path)
                     leaves.update(found)
@@ -93,6 +94,7 @@ class ClassValues(ExtraMember):
                     f"program does not have. The rest of the state is restored. Resume with the code "
                     f"that saved it."
                 )
+            self._met.add(base)
             present = vars(base).get(name)
             setattr(base, name, put_value(present, states.value(path, present)))
             if (first := _first.get(base)) is not None:
@@ -127,8 +129,11 @@ def _values(base: type) -> Iterator[tuple[str, Any]]:
 @cache
 def _names(base: type, _size: int) -> list[str]:
     values = ((name, value) for name, value in vars(base).items() if not name.startswith("__"))
-    return [
-        name
-        for name, value in values
-        if not callable(value) and kind_of(value) in (Kind.PLAIN, Kind.ARRAY)
-    ]
+    return [name for name, value in values if not callable(value) and _is_value(value)]
+
+
+def _is_value(value: Any) -> bool:
+    if type(value) in CONTAINERS:
+        return all(map(_is_value, value.values() if isinstance(value, dict) else value))
+    is_array = hasattr(value, "dtype") and hasattr(value, "shape")
+    return is_array or kind_of(value) in (Kind.PLAIN, Kind.ARRAY, Kind.GENERATOR)

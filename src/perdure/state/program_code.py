@@ -6,15 +6,23 @@ import copyreg
 import dataclasses
 import dis
 import enum
+import inspect
 import io
 import os
 import re
 import sys
 import sysconfig
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from functools import cache, partial
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -37,6 +45,7 @@ _SCALARS = tuple(SCALARS)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")
 """Packages whose objects, other than tuples, are functions with settings."""
+_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 _OF_PROCESS = (
     "logging.",
     "_thread.",
@@ -119,6 +128,14 @@ def is_of_process(value: Any) -> bool:
         return True
     is_file = isinstance(value, io.IOBase) and not value.closed
     return is_file and value.writable() and not value.readable()
+
+
+def is_of_container(value: Any, owner: Any = None) -> bool:
+    """Whether a value is a method of a container (`self.log.append`), or closes over its `owner`."""
+    if isinstance(value, FunctionType) and owner is not None:
+        return any(found is owner for found in inspect.getclosurevars(value).nonlocals.values())
+    is_method = isinstance(value, (BuiltinFunctionType, MethodWrapperType))
+    return is_method and type(value.__self__) in _CONTAINERS
 
 
 def is_code(value: Any) -> bool:

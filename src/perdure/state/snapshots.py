@@ -238,7 +238,7 @@ class FreshTarget:
                 self._others.add((path, type(value)))
             elif path or type(value) not in MAPPINGS:  # the root gains no keys
                 self._before[path] = _form(value)
-        self._attributes = {branch.path: _attribute_names(branch) for branch in _made(walk)}
+        self._attributes = {b.path: (type(b.value), _attribute_names(b)) for b in _made(walk)}
         self._structures = {path for path, form in self._before.items() if form is not _SCALAR}
         objects = {b.path for b in walk.branches if is_of_program(type(b.value)) and b.path}
         self._shapes = {
@@ -265,11 +265,20 @@ class FreshTarget:
                     containers |= _grown(found, path)
         containers |= self._require_same_objects(walk)
         built = {path for path, entry in containers.items() if entry.grown}
-        for branch in _made(walk) if self._is_known else ():
-            if nearest(branch.path, built) is None:
-                found = self._new_attributes(branch, walk)
-                built |= {path for path, entry in found.items() if entry.grown}
-                containers |= found
+        branches = {branch.path: branch for branch in walk.branches if self._attributes}
+        for path, (kind, names) in self._attributes.items():
+            branch = branches.get(path)
+            value = walk.by_path.get(path) if branch is None else branch.value
+            is_there = branch is not None or path in leaves or path in walk.objects
+            if not is_there or nearest(path, built) is not None:
+                continue
+            if branch is None or type(value) is not kind:  # exchanged for another one
+                value = walk.objects[path].target if path in walk.objects else value
+                found = _grown(self._described(walk, value, path), path)
+            else:
+                found = self._new_attributes(branch, names, walk)
+            built |= {inside for inside, entry in found.items() if entry.grown}
+            containers |= found
         for path, before in self._shapes.items():
             now: Any = walk.by_path.get(path)
             is_array = hasattr(now, "dtype") and _may_change_shape(now)
@@ -343,12 +352,21 @@ class FreshTarget:
         for path in gone.difference(branch.path for branch in walk.branches if gone):
             yield path, walk.by_path[path]
 
-    def _new_attributes(self, branch: Branch, walk: Walk) -> dict[str, Container]:
+    def _described(self, walk: Walk, value: Any, path: str) -> Leaves:
+        found, live = described(value, path, [_without_bytes], makes_objects=True)
+        if live:
+            self._refuse(walk, live[0])
+        return found
+
+    def _new_attributes(
+        self, branch: Branch, before: Collection[str], walk: Walk
+    ) -> dict[str, Container]:
         """The entries of an object that has got or lost attributes, and of those that it has got."""
         node, path = branch.node, branch.path
-        assert isinstance(node, Node)
-        now, before = dict(node.children), self._attributes.get(path)
-        if before is None or now.keys() == before or not node.in_place:
+        if not isinstance(node, Node) or not node.in_place:
+            return {}
+        now = dict(node.children)
+        if now.keys() == before:
             return {}
         names, containers = [*now], dict[str, Container]()
         for name in now.keys() - before:
@@ -356,10 +374,7 @@ class FreshTarget:
                 names.remove(name)
                 continue
             inside = join_key(path, name)
-            found, live = described(now[name], inside, [_without_bytes], makes_objects=True)
-            if live:
-                self._refuse(walk, live[0])
-            containers |= _grown(found, inside)
+            containers |= _grown(self._described(walk, now[name], inside), inside)
         entry = Container("object", keys=tuple(names), type=type_name(branch.value))
         return containers | {path: entry}
 

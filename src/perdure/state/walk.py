@@ -36,6 +36,7 @@ from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
 from perdure.state.program_code import (
     changed_cells,
     is_code,
+    is_of_container,
     is_of_process,
     is_of_program,
     is_plain_object,
@@ -48,6 +49,9 @@ from perdure.store.selection import Selection
 
 TOGETHER = 128
 """So many children of a container are looked at in few calls, if they are leaves of one type."""
+
+_MOST_VISITS, _MOST_PATHS = 20_000, 50
+"""A graph of objects is refused if it has more paths than both: a walk goes along each."""
 
 _FEW = 4
 """Fewer leaves are asked for one by one."""
@@ -64,6 +68,12 @@ def gives_way(value: Any) -> bool:
     """Whether a run may put a plain value of another kind in the place of this one of its target."""
     kind = type(value)
     return kind in SCALARS or kind in GROWING or kind is bytearray or bool(describe_record(value))
+
+
+_OF_CONTAINER = (
+    "a method of a list, a dict, a set or a deque. A restore makes a new one, on which it would not "
+    "work. Write a function that looks it up (`lambda: len(self.words)`)."
+)
 
 
 class Described(Stateful):
@@ -134,6 +144,8 @@ class Walk:
         self._grown = {path for path, entry in self._containers.items() if entry.grown}
         self._starts: list[int] = []  # of runs
         self._is_in_object = False
+        self._seen: set[int] = set()
+        self._visits = 0
         self._entered: dict[int, str] = {}
         """The objects in which this is: one that has its owner as an attribute is no new part."""
 
@@ -223,7 +235,7 @@ class Walk:
             and (
                 gives_way(value)
                 or (entry.kind == "array" and hasattr(value, "shape"))
-                or (entry.kind == "object" and is_plain_object(value))
+                or is_plain_object(value)
             )
         ):
             self.objects[path] = described = Described(value)
@@ -239,6 +251,8 @@ class Walk:
                 return Branch(path, value, None)
             if self._is_in_object and is_of_process(value):
                 return Branch(path, value, None)
+            if self._is_in_object and is_of_container(value):
+                raise UnsupportedLeafError(_OF_CONTAINER)
             if self._is_in_object and is_code(value):
                 self.code[path] = value
                 return self._method_of_object(value, path)
@@ -248,6 +262,8 @@ class Walk:
             attributes: list[str] | None = None
             if entry is not None and entry.kind == "object" and entry.keys is not None:
                 attributes = [*map(str, entry.keys)]
+            if is_of_container(getattr(value, "default_factory", None), value):
+                raise UnsupportedLeafError(_OF_CONTAINER)
             node = node_of(value, path, self.adapters, self._stored, attributes)
         except StateError as error:
             add_path(error, path)
@@ -274,6 +290,14 @@ class Walk:
         self._is_in_object = is_inside or is_of_program(kind)
         if node.in_place:
             self._entered[id(value)] = path or "the top"
+            self._seen.add(id(value))
+            self._visits += 1
+            if self._visits > _MOST_VISITS and self._visits > _MOST_PATHS * len(self._seen):
+                raise UnsupportedLeafError(
+                    f"{path}: the objects here refer to each other in so many ways that there are "
+                    f"more than {_MOST_PATHS} paths to each. Keep them in one list or dict, and in "
+                    f"the objects their numbers or names."
+                )
         children, parts = node.children, branch.parts
         for block in [children] if len(children) <= TOGETHER else blocks(children, TOGETHER):
             if not block:

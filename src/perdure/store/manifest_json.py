@@ -394,7 +394,8 @@ def _is_sound(container: Container, is_leaf: bool, below: Collection[str]) -> bo
         return is_leaf and (keys, container.factory, container.maxlen) == (None,) * 3
     if kind == "object":
         named = container.type is not None and (container.factory, container.maxlen) == (None,) * 2
-        return named and (keys is None or {escape(str(key)) for key in keys} == set(below))
+        # An attribute with an empty container or a logger has no leaf.
+        return named and (keys is None or {escape(str(key)) for key in keys} >= set(below))
     if (
         is_leaf
         or (keys is not None and kind not in MAPPINGS)

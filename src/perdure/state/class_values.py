@@ -69,8 +69,8 @@ class ClassValues(ExtraMember):
         for base in sorted(self._met, key=_name_of):
             first = _first.setdefault(base, None)
             for name, value in _values(base):
-                is_known = first is not None and name in first
-                if not is_known or first[name] != mark_of(value, is_fresh=False):
+                mark = None if first is None else first.get(name)
+                if mark is None or mark != mark_of(value, is_fresh=False):
                     path = join_part(join_part(top, escape(_name_of(base))), escape(name))
                     found, _ = described(stored_form(value), path)
                     leaves.update(found)

@@ -12,7 +12,7 @@ from helpers import run_on
 from perdure.errors import CorruptionError
 from perdure.store import Leaf, MemoryStorage, Run, pack_writer
 from perdure.store.format import PACKS, chunk_spans, hash_bytes
-from perdure.store.manifest import Chunk, LeafEntry, Manifest, PackEntry, fingerprint
+from perdure.store.manifest import Chunk, Container, LeafEntry, Manifest, PackEntry, fingerprint
 from perdure.store.manifest_json import (
     checked_fingerprint,
     decode_manifest,
@@ -94,6 +94,9 @@ def test_a_leaf_that_cannot_be_read_back_is_refused_in_any_block(
         encode_checked(broken, "here")
     with pytest.raises(CorruptionError, match="here"):
         encode_checked(msgspec.structs.replace(manifest, created="today"), "here")
+    lost = {"gone": Container("array")}
+    with pytest.raises(CorruptionError, match="do not fit the leaves"):
+        encode_checked(msgspec.structs.replace(manifest, containers=lost), "here")
 
 
 def mixed_state(seed: int) -> dict[str, Leaf]:

@@ -111,7 +111,13 @@ def _classes(walk: Walk) -> list[type]:
     kinds = walk.kinds | {type(node.target) for node in walk.objects.values()}
     for _, module in walk.of_torch("nn.Module"):
         kinds.update(map(type, module.modules()))
-    return sorted({base for kind in kinds for base in _bases(kind)}, key=_name_of)
+    owners = [branch.value for branch in walk.branches if is_of_program(type(branch.value))]
+    owners += [node.target for node in walk.objects.values()]
+    held = (part for owner in owners for part in getattr(owner, "__dict__", {}).values())
+    kinds.update(part for part in held if isinstance(part, type))  # `self.config = Config`
+    found = {base for kind in kinds for base in _bases(kind)}
+    inside = (part for base in found for part in vars(base).values() if isinstance(part, type))
+    return sorted(found.union(*map(_bases, [*inside])), key=_name_of)
 
 
 @cache

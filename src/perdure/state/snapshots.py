@@ -265,18 +265,22 @@ class FreshTarget:
                     containers |= _grown(found, path)
         containers |= self._require_same_objects(walk)
         built = {path for path, entry in containers.items() if entry.grown}
-        branches = {branch.path: branch for branch in walk.branches if self._attributes}
+        branches: dict[str, list[Branch]] = {path: [] for path in self._attributes}
+        for branch in walk.branches if branches else ():
+            if branch.path in branches:  # a wrapper has the path of what it wraps
+                branches[branch.path].append(branch)
         for path, (kind, names) in self._attributes.items():
-            branch = branches.get(path)
-            value = walk.by_path.get(path) if branch is None else branch.value
-            is_there = branch is not None or path in leaves or path in walk.objects
+            at = branches[path]
+            is_there = bool(at) or path in leaves or path in walk.objects
             if not is_there or nearest(path, built) is not None:
                 continue
-            if branch is None or type(value) is not kind:  # exchanged for another one
+            same = next((branch for branch in at if type(branch.value) is kind), None)
+            if same is not None:
+                found = self._new_attributes(same, names, walk)
+            else:  # exchanged for another one
+                value = at[0].value if at else walk.by_path.get(path)
                 value = walk.objects[path].target if path in walk.objects else value
                 found = _grown(self._described(walk, value, path), path)
-            else:
-                found = self._new_attributes(branch, names, walk)
             built |= {inside for inside, entry in found.items() if entry.grown}
             containers |= found
         for path, before in self._shapes.items():

@@ -73,6 +73,8 @@ def encode_checked(manifest: Manifest, where: str) -> list[bytes | memoryview]:
 
     The digests are not checked again, because they were made from these values.
     """
+    if manifest.containers:  # a reader would take it for damaged
+        check_containers(manifest, where)
 
     def checked(leaves: list[LeafEntry]) -> bytes:
         text = _encoder.encode(leaves)

@@ -254,6 +254,10 @@ class Found:
     def __init__(self, size: int) -> None:
         self.genome, self.fit, self.tags = np.arange(float(size)), None, ["a"]
 
+    @cached_property
+    def size(self) -> int:
+        return len(self.genome)
+
 
 class InSlots:
     __slots__ = ("genome", "parts")
@@ -301,6 +305,8 @@ def add_found(state: Any) -> None:
     state["found"] += [Found(3), InSlots(2), Progress(1.0, [2])]
     state["found"][0].fit = 0.5
     state["best"] = state["found"][1]
+    sizes = [state["best"].size, state["found"][0].size]  # kept in the objects
+    assert sizes == [3, 2]
     state["last"].extend(map(Found, range(5)))
     state["owner"].best = Found(2)
     state["owner"].found.append(state["owner"].best)
@@ -312,6 +318,8 @@ def some() -> Any:
 
 def test_objects_that_a_run_makes_come_back_and_those_of_the_target_are_changed_in_place() -> None:
     state, fresh, restored = resumed(some, add_found)
+    sizes = [restored["best"].size, restored["found"][0].size]
+    assert sizes == [3, 2], "computed again"
     assert parts(restored) == parts(state)
     assert restored["best"] is restored["found"][1]
     assert restored["owner"].best is restored["owner"].found[0]

@@ -182,8 +182,7 @@ class Builtin(Adapter):
 def _object_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> Node:
     """An object whose attributes are its state, changed in place; a frozen dataclass is made again."""
     kind, implied = type(value), dict[str, Any]()
-    own = (*getattr(value, "__dict__", ()), *slots_of(value))
-    names = [n for n in own if not n.startswith("__") and not _is_derived(kind, n)]
+    names = _own_names(value)
     if dataclasses.is_dataclass(kind):  # a default may be stored on the class alone
         fields = [field.name for field in dataclasses.fields(kind)]
         names += [name for name in fields if name not in names and hasattr(value, name)]
@@ -203,9 +202,15 @@ def _object_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> No
     return attributes_in_place(value, names)._replace(children=[*children, *implied.items()])
 
 
-def _is_derived(kind: type, name: str) -> bool:
-    """Whether an attribute is only kept to not be computed again."""
-    return isinstance(getattr(kind, name, None), cached_property)
+def _own_names(value: Any) -> list[str]:
+    """The attributes of an object, without those that are only kept to not be computed again."""
+    names = [*getattr(value, "__dict__", ()), *slots_of(value)]
+    return [
+        name
+        for name in names
+        if not name.startswith("__")
+        and not isinstance(getattr(type(value), name, None), cached_property)
+    ]
 
 
 def is_fixed(value: Any) -> bool:
@@ -222,7 +227,7 @@ def describe_object(value: Any) -> tuple[Container, list[tuple[str, Any]]] | Non
         return None
     if record_class(type_name(value)) is not type(value):
         return None
-    names = [*getattr(value, "__dict__", {}), *slots_of(value)]
+    names = _own_names(value)
     entry = Container("object", keys=tuple(names), type=type_name(value))
     return entry, [(name, with_pairs(getattr(value, name))) for name in names]
 

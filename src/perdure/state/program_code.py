@@ -6,7 +6,6 @@ import copyreg
 import dataclasses
 import dis
 import enum
-import inspect
 import io
 import os
 import re
@@ -17,6 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MethodType,
@@ -133,9 +133,16 @@ def is_of_process(value: Any) -> bool:
 def is_of_container(value: Any, owner: Any = None) -> bool:
     """Whether a value is a method of a container (`self.log.append`), or closes over its `owner`."""
     if isinstance(value, FunctionType) and owner is not None:
-        return any(found is owner for found in inspect.getclosurevars(value).nonlocals.values())
+        return any(_contents(cell) is owner for cell in value.__closure__ or ())
     is_method = isinstance(value, (BuiltinFunctionType, MethodWrapperType))
     return is_method and type(value.__self__) in _CONTAINERS
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has no value yet
+        return None
 
 
 def is_code(value: Any) -> bool:

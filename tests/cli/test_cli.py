@@ -374,6 +374,7 @@ def test_ctrl_c_during_the_imports_is_no_traceback(run: Path, module: str) -> No
     entry, _, name = scripts["perdure"].partition(":")
     code = f"""
 import importlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has none
 class Interrupting:
     def find_spec(self, name, *_):
         if name == {module!r}:

@@ -95,7 +95,8 @@ def committed(directory: str, step: int | None) -> None:
 
 def saved_before() -> dict[str, int | None]:
     """The newest step that earlier attempts under `perdure run` saved, by run directory."""
-    return read_report(os.environ.get(VARIABLE, ""), SAVED_BEFORE) or {}
+    path = os.environ.get(VARIABLE)
+    return {} if not path else read_report(path, SAVED_BEFORE) or {}
 
 
 def lost(directory: str, step: int | None) -> HistoryError:
@@ -125,7 +126,7 @@ def report(name: str, document: dict[str, Any], path: str | None = None) -> bool
     path = path or os.environ.get(VARIABLE)
     if path:
         new = Path(f"{path}.{name}.{os.getpid()}")
-        new.write_text(json.dumps(document))
+        new.write_text(json.dumps(document), "utf-8")
         new.replace(f"{path}.{name}")
     return bool(path)
 
@@ -133,7 +134,7 @@ def report(name: str, document: dict[str, Any], path: str | None = None) -> bool
 def read_report(path: str, name: str) -> dict[str, Any] | None:
     """The newest report `name` of the process with this heartbeat file; None if it left none."""
     try:
-        return json.loads(Path(f"{path}.{name}").read_text())
+        return json.loads(Path(f"{path}.{name}").read_text("utf-8"))
     except FileNotFoundError:
         return None
 

@@ -23,7 +23,7 @@ from perdure.checkpoint.address import StoredCheckpoint, checkpoint_at, open_run
 from perdure.errors import ArgumentError, CorruptionError, StepNotFoundError, StoreError
 from perdure.look.leaf_reader import origin
 from perdure.look.tables import Shown, Table
-from perdure.store import Run
+from perdure.store import Run, Storage
 from perdure.store.failures import read_error
 from perdure.store.format import Natural, hash_bytes, span_text, time_text
 from perdure.store.log import LineReference, log_place, read_log
@@ -195,8 +195,7 @@ def _replays(run: Run, step: int, known: Iterable[Replay] | None = None) -> Iter
     Of `known` ones, those steps of which nothing in the run says that they are of another history.
     """
     records, storage = list[Replay](), run.storage
-    names = {re.sub(r"(/\d+\.json|\.jsonl)$", "", name) for name in storage.list("replays/")}
-    for name in sorted(names):
+    for name in replay_names(storage):
         place, lines = f"{storage.where}/{log_place(storage, name)}", [*read_log(storage, name)]
         if len(lines) != 1:
             found = f"expected one line, the record of a replay, found {len(lines)}"
@@ -213,6 +212,12 @@ def _replays(run: Run, step: int, known: Iterable[Replay] | None = None) -> Iter
         ]
         if stretches := tuple(filter(None, parts)):
             yield msgspec.structs.replace(replay, stretches=stretches)
+
+
+def replay_names(storage: Storage) -> list[str]:
+    """The names of the records of replays, the oldest first."""
+    names = {re.sub(r"(/\d+\.json|\.jsonl)$", "", name) for name in storage.list("replays/")}
+    return sorted(names)
 
 
 def states_seen(run: Run, stretches: Iterable[ReplayedSteps]) -> States:

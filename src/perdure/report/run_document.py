@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,7 +15,7 @@ import msgspec
 
 from perdure.checkpoint.address import StoredCheckpoint
 from perdure.errors import PerdureError, PruneError, UnreachableError
-from perdure.look.certificate import Replay, States, states_seen
+from perdure.look.certificate import Replay, States, replay_names, states_seen
 from perdure.look.listing import listed
 from perdure.look.tables import natural_key
 from perdure.report.layer_changes import DAMAGED, UNREAD, Problems, changes_document
@@ -34,7 +33,6 @@ Series = list[tuple[int, float | None]]
 
 _MOST_LEAVES = 8
 _MOST_REPLAYS = 100
-_REPLAYS = "replays/"
 
 
 _RECORD = msgspec.json.Decoder(dict[str, Any])
@@ -200,8 +198,7 @@ def replay_rows(run: Run) -> list[dict[str, Any]]:
     """One row for each record of a replay, the newest last; one that was changed has no `verdict`, and
     `set_aside` says whether the run has other states at steps of the replay now."""
     rows, storage, replays = [], run.storage, dict[int, Replay]()
-    names = {re.sub(r"(/\d+\.json|\.jsonl)$", "", name) for name in storage.list(_REPLAYS)}
-    for number, name in enumerate(sorted(names)[-_MOST_REPLAYS:]):
+    for number, name in enumerate(replay_names(storage)[-_MOST_REPLAYS:]):
         row: dict[str, Any] = {"name": log_place(storage, name), "verdict": None}
         with suppress(OSError, PerdureError):
             for line in read_log(storage, name):

@@ -27,11 +27,8 @@ _first: WeakKeyDictionary[type, dict[str, Any] | None] = WeakKeyDictionary()
 """The marks of the values of each class when a state that had it was first given to a manager; None for
 a class that only the run has brought in, of which nobody knows what was there at first."""
 
-_RESTORED = object()
-"""In place of the mark of a value that a restore has put: every later save stores it again."""
 
-
-class _Stored(msgspec.Struct, frozen=True):
+class _Index(msgspec.Struct, frozen=True):
     """What `process/<n>/classes_index` says of the leaves of `process/<n>/classes`."""
 
     keys: dict[str, tuple[str, str]]
@@ -40,7 +37,7 @@ class _Stored(msgspec.Struct, frozen=True):
     containers: dict[str, Container]
 
 
-_decoder = msgspec.json.Decoder(_Stored)
+_decoder = msgspec.json.Decoder(_Index)
 
 
 class ClassValues(ExtraMember):
@@ -79,7 +76,7 @@ class ClassValues(ExtraMember):
         if not keys:
             return {}
         copies = {path: leaf if leaf.frozen else leaf.copy() for path, leaf in leaves.items()}
-        return {**copies, f"{top}_index": json_leaf(_Stored(keys, leaves.containers))}
+        return {**copies, f"{top}_index": json_leaf(_Index(keys, leaves.containers))}
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
         if (stored := restoring.stored("classes_index", _decoder)) is None:
@@ -98,7 +95,7 @@ class ClassValues(ExtraMember):
             present = vars(base).get(name)
             setattr(base, name, put_value(present, states.value(path, present)))
             if (first := _first.get(base)) is not None:
-                first[name] = _RESTORED
+                first.pop(name, None)  # every later save stores it again
         return []
 
 
@@ -111,7 +108,7 @@ def _classes(walk: Walk) -> list[type]:
     kinds = walk.kinds | {type(node.target) for node in walk.objects.values()}
     for _, module in walk.of_torch("nn.Module"):
         kinds.update(map(type, module.modules()))
-    owners = [branch.value for branch in walk.branches if is_of_program(type(branch.value))]
+    owners = [each.value for each in walk.of_program() if is_of_program(type(each.value))]
     owners += [node.target for node in walk.objects.values()]
     held = (part for owner in owners for part in getattr(owner, "__dict__", {}).values())
     kinds.update(part for part in held if isinstance(part, type))  # `self.config = Config`

@@ -9,6 +9,7 @@ import re
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
@@ -20,6 +21,7 @@ import numpy as np
 
 from perdure.errors import CorruptionError, MismatchError, UnsupportedLeafError
 from perdure.runtime.process_group import Processes
+from perdure.state.builtin import is_frozen
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import is_of_program
@@ -351,10 +353,9 @@ def _extent(value: Any) -> tuple[int, int] | None:
 def _is_mutable(kind: type) -> bool:
     """Whether values of a class can be changed in place: of containers, objects of the program and
     arrays of NumPy."""
-    if (params := getattr(kind, "__dataclass_params__", None)) is not None:
-        return not params.frozen
     is_object = is_of_program(kind) and not hasattr(kind, "load_state_dict")
-    return issubclass(kind, _MUTABLE) or (is_object and not issubclass(kind, tuple))
+    is_kept = issubclass(kind, _MUTABLE) or is_dataclass(kind) or is_object
+    return is_kept and not is_frozen(kind)
 
 
 def shared_groups(restoring: Restoring) -> dict[str, int]:

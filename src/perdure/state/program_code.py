@@ -45,6 +45,7 @@ _SCALARS = tuple(SCALARS)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")
 """Packages whose objects, other than tuples, are functions with settings."""
+_NOTHING = object()
 _CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 _OF_PROCESS = (
     "logging.",
@@ -133,16 +134,17 @@ def is_of_process(value: Any) -> bool:
 def is_of_container(value: Any, owner: Any = None) -> bool:
     """Whether a value is a method of a container (`self.log.append`), or closes over its `owner`."""
     if isinstance(value, FunctionType) and owner is not None:
-        return any(_contents(cell) is owner for cell in value.__closure__ or ())
+        return any(contents_of(cell) is owner for cell in value.__closure__ or ())
     is_method = isinstance(value, (BuiltinFunctionType, MethodWrapperType))
     return is_method and type(value.__self__) in _CONTAINERS
 
 
-def _contents(cell: CellType) -> Any:
+def contents_of(cell: CellType) -> Any:
+    """The value of a variable that a function closes over; an object of its own if it has none yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # it has no value yet
-        return None
+    except ValueError:
+        return _NOTHING
 
 
 def is_code(value: Any) -> bool:
@@ -160,10 +162,7 @@ def changed_cells(function: Any) -> dict[str, Any]:
         return {}
     names, found = _stored_names(function.__code__), dict[str, Any]()
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            contents = cell.cell_contents
-        except ValueError:  # it has no value yet
-            continue
+        contents = contents_of(cell)
         if isinstance(contents, (list, dict, deque, set)):
             parts = contents.values() if isinstance(contents, dict) else contents
             if all(isinstance(part, _SCALARS) for part in parts):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from types import NoneType
 from typing import Any
 
@@ -238,7 +237,11 @@ class FreshTarget:
                 self._others.add((path, type(value)))
             elif path or type(value) not in MAPPINGS:  # the root gains no keys
                 self._before[path] = _form(value)
-        self._attributes = {b.path: (type(b.value), _attribute_names(b)) for b in _made(walk)}
+        self._attributes = {
+            branch.path: (type(branch.value), {name for name, _ in branch.node.children})
+            for branch in walk.of_program()
+            if isinstance(branch.node, Node)
+        }
         self._structures = {path for path, form in self._before.items() if form is not _SCALAR}
         objects = {b.path for b in walk.branches if is_of_program(type(b.value)) and b.path}
         self._shapes = {
@@ -253,7 +256,7 @@ class FreshTarget:
         for path, value in self._changed(walk, leaves):
             if nearest(path, containers) is None:
                 kind, size = self._before.get(path, _SCALAR)
-                found, live = described(value, path, [_without_bytes], makes_objects=True)
+                found, live = _made(value, path)
                 is_filled = bool(size) and (kind is not type(value) or kind in MAPPINGS)
                 if live:
                     parts: Any = [*value] if isinstance(value, Mapping) else None
@@ -318,14 +321,14 @@ class FreshTarget:
         now = _first_paths(walk) if self._first else {}
         both = sorted(now.keys() & self._first.keys())
         moved = [path for path in both if now[path] != self._first[path]]  # nearly always none
-        records = {branch.path: branch.value for branch in _made(walk)} if moved else {}
+        records = {b.path: b.value for b in walk.of_program()} if moved else {}
         made: dict[str, Container] = {}
         for path in moved:
             one, before = now[path], self._first[path]
             if one != path and path in records:
                 continue  # a restore makes one object for both
             if one == path and path in records:
-                found, live = described(records[path], path, [_without_bytes], makes_objects=True)
+                found, live = _made(records[path], path)
                 if not live:
                     made |= _grown(found, path)
                     continue
@@ -357,7 +360,7 @@ class FreshTarget:
             yield path, walk.by_path[path]
 
     def _described(self, walk: Walk, value: Any, path: str) -> Leaves:
-        found, live = described(value, path, [_without_bytes], makes_objects=True)
+        found, live = _made(value, path)
         if live:
             self._refuse(walk, live[0])
         return found
@@ -435,22 +438,15 @@ def _first_paths(walk: Walk) -> dict[str, str]:
     return {path: first.setdefault(id(value), path) for path, value in objects}
 
 
+def _made(value: Any, path: str) -> tuple[Leaves, list[str]]:
+    """As `described`, without bytes, of what a restore makes, objects of the program too."""
+    return described(value, path, [_without_bytes], makes_objects=True)
+
+
 def _grown(found: Leaves, path: str) -> dict[str, Container]:
     """The entries of what is described at `path`, which a restore builds."""
     entry = found.containers.get(path, Container("array"))  # of a number
     return found.containers | {path: msgspec.structs.replace(entry, grown=True)}
-
-
-def _attribute_names(branch: Branch) -> Collection[str]:
-    assert isinstance(branch.node, Node)
-    return {name for name, _ in branch.node.children}
-
-
-def _made(walk: Walk) -> list[Branch]:
-    """The objects of the program and the dataclasses in a state."""
-    kinds = {kind for kind in walk.kinds if is_dataclass(kind) or is_of_program(kind)}
-    found = (branch for branch in walk.branches if kinds and type(branch.value) in kinds)
-    return [branch for branch in found if isinstance(branch.node, Node)] if kinds else []
 
 
 def _may_change_shape(value: Any) -> bool:

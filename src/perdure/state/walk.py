@@ -7,9 +7,9 @@ a value is looked at once. Whoever needs the same state again is given the `Walk
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter, eq
@@ -182,6 +182,11 @@ class Walk:
         """The leaves by path."""
         return dict(self.pairs())
 
+    def of_program(self) -> list[Branch]:
+        """The objects of the program and the dataclasses."""
+        kinds = {kind for kind in self.kinds if is_dataclass(kind) or is_of_program(kind)}
+        return [each for each in self.branches if type(each.value) in kinds] if kinds else []
+
     def of_torch(self, name: str) -> list[tuple[str, Any]]:
         """Path and object of each of a class of PyTorch, such as `nn.Module`; none without PyTorch."""
         torch = sys.modules.get("torch")
@@ -262,7 +267,7 @@ class Walk:
             attributes: list[str] | None = None
             if entry is not None and entry.kind == "object" and entry.keys is not None:
                 attributes = [*map(str, entry.keys)]
-            if is_of_container(getattr(value, "default_factory", None), value):
+            if isinstance(value, defaultdict) and is_of_container(value.default_factory, value):
                 raise UnsupportedLeafError(_OF_CONTAINER)
             node = node_of(value, path, self.adapters, self._stored, attributes)
         except StateError as error:

@@ -2,6 +2,7 @@
 
 HOW: `plugin` or `fit` (`perdure.plugins.lightning.fit`); with `-SIGKILL` or `-SIGTERM` for that signal
 in the eighth step, in the second epoch of four steps.
+`large RANK` loads a large checkpoint as one of two processes, `large-late` in process 0 alone first.
 The last line of the output is JSON.
 """
 
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import perdure.plugins.lightning
+from perdure.store import reader
 
 KILLED_AT = 8
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
@@ -55,8 +57,31 @@ class Killer(Callback):
             os.kill(os.getpid(), self._signal)
 
 
+def load_large(how: str, directory: str) -> None:
+    """Load 12 MiB, in chunks of 4 MiB; the answer is how many of them this process has read."""
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory}-group", rank=rank, world_size=2
+    )
+    read: list[int] = []
+    fault = reader.first_fault
+    reader.first_fault = lambda one, *rest: read.append(one.nbytes) or fault(one, *rest)
+    plugin = perdure.plugins.lightning.CheckpointIO()
+    if how == "large-late" and rank == 0:
+        plugin.load_checkpoint(directory)
+    torch.distributed.barrier()
+    loaded = plugin.load_checkpoint(directory)
+    expected = torch.arange(3 * 2**20, dtype=torch.int32)
+    is_equal = torch.equal(loaded["state_dict"]["w"], expected)
+    torch.distributed.destroy_process_group()
+    print(json.dumps({"read": sum(nbytes >= 2**20 for nbytes in read), "equal": is_equal}))
+
+
 def main() -> None:
     how, directory = sys.argv[1:]
+    if how.startswith("large"):
+        load_large(how, directory)
+        return
     seed_everything(0)
     model = Model()
     source = torch.Generator().manual_seed(1)

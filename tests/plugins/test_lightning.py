@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,33 @@ def test_checkpoints_are_exact_verified_and_replaced(tmp_path: Path) -> None:
     assert not path.exists()
     torch.save({"global_step": 1}, tmp_path / "file.ckpt")
     assert plugin.load_checkpoint(tmp_path / "file.ckpt") == {"global_step": 1}
+
+
+@pytest.mark.parametrize(("how", "most"), [("large", 3), ("large-late", 9)])
+def test_of_two_processes_of_a_machine_one_reads_each_chunk(
+    tmp_path: Path, how: str, most: int
+) -> None:
+    from perdure.plugins.lightning import CheckpointIO
+
+    path = tmp_path / "last.ckpt"
+    w = torch.arange(3 * 2**20, dtype=torch.int32)
+    CheckpointIO().save_checkpoint({"global_step": 1, "state_dict": {"w": w}}, path)
+
+    def load(rank: int) -> Any:
+        return subprocess.run(
+            [sys.executable, WORKER, how, path],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "RANK": str(rank)},
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(load, range(2)))
+    answers = [json.loads(process.stdout.splitlines()[-1]) for process in ended]
+    assert all(answer["equal"] for answer in answers), ended
+    # Process 0 has read alone before: then each reads all by itself, and none waits for ever.
+    assert sum(answer["read"] for answer in answers) == most
 
 
 def test_a_checkpoint_of_a_manager_is_refused_with_the_way_out(tmp_path: Path) -> None:

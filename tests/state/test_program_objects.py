@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import datetime as dt
 import enum
 import logging
 import threading
@@ -14,6 +15,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -604,3 +606,92 @@ def test_classes_of_which_the_first_state_has_no_object(monkeypatch: pytest.Monk
         manager.restore_or_initialize({"tracks": []})
     assert Track.ROWS[0, 0] == 0.25
     assert len(Track.rows) == 3
+
+
+class Name(str):
+    pass
+
+
+class Words(dict[str, int]):
+    pass
+
+
+class Stop(Exception):
+    pass
+
+
+class Settings(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Name("a"),
+        lambda: Words(a=1),
+        lambda: Stop("a"),
+        lambda: Settings(a=1),
+        lambda: SimpleNamespace(a=1),
+    ],
+)
+def test_an_object_with_a_part_that_no_class_of_python_has_is_not_made(
+    make: Callable[[], Any],
+) -> None:
+    """It is kept where the target has one, and refused by the save where a run makes it."""
+    owner = Owner()
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize({"owner": owner})
+        owner.best = make()
+        with pytest.raises(UnsupportedLeafError, match="owner/best: there was no"):
+            manager.save(1, state)
+    owner, other = Owner(), Owner()
+    owner.best, other.best = make(), make()
+    with CheckpointManager(where, recipe={}) as manager:
+        manager.save(2, {"owner": owner})
+    with CheckpointManager(where, recipe={}) as manager:
+        _, step = manager.restore_or_initialize({"owner": other})
+    assert step == 2
+    assert type(other.best) is type(make())
+
+
+class ByKey:
+    def __init__(self) -> None:
+        self.values = {"a": 1}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["values"][name]
+
+
+def test_a_class_whose_attributes_raise_a_key_error_is_named() -> None:
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        with pytest.raises(UnsupportedLeafError, match=r"x/0: a .*ByKey raises KeyError"):
+            manager.restore_or_initialize({"x": [ByKey()]})
+        state, _ = manager.restore_or_initialize({"owner": (owner := Owner())})
+        owner.best = ByKey()
+        with pytest.raises(UnsupportedLeafError, match=r"owner/best: a .*ByKey raises KeyError"):
+            manager.save(1, state)
+
+
+class Stored:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize(
+    "value", [slice(1, 2), range(3), Fraction(1, 3), Path("a"), dt.date(2020, 1, 2), Phase.HOT]
+)
+def test_a_value_of_a_state_dict_that_the_target_has_not_comes_back(value: Any) -> None:
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        manager.restore_or_initialize({"stored": (stored := Stored(None))})
+        stored.value = [value, {"inside": value}]
+        manager.save(1, {"stored": stored})
+    with CheckpointManager(where, recipe={}) as manager:
+        manager.restore_or_initialize({"stored": (fresh := Stored(None))})
+    assert fresh.value == [value, {"inside": value}]
+    assert type(fresh.value[0]) is type(value)

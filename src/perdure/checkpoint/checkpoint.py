@@ -18,6 +18,7 @@ import numpy as np
 
 from perdure.checkpoint.address import find_step, refuse_checkpoint_name
 from perdure.checkpoint.arguments import shown, step_number
+from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.manager_options import ManagerOptions
 from perdure.checkpoint.restorer import load_good, warn_of_skipped
 from perdure.checkpoint.retention import Retention
@@ -362,16 +363,17 @@ def load_verified(
     directory: str | os.PathLike[str] | Storage,
     step: int | None = None,
     wanted: Callable[[str], bool] | None = None,
+    sharing: ChunkSharing | None = None,
 ) -> Loaded:
     """Load `step`, or the newest good checkpoint, and warn about each newer one that is damaged.
-    Only leaves whose path `wanted` accepts are read."""
+    Only leaves whose path `wanted` accepts are read. Processes with `sharing` read it together."""
     if directory is None:
         raise ArgumentError(
             "directory: expected a run directory, found None. `latest_checkpoint` is None before the "
             "first save; `CheckpointManager.restore_or_initialize` then starts from a fresh state."
         )
     run, step = find_step(directory, step)
-    loaded = load_good(run, step, Needs(wanted)).loaded
+    loaded = load_good(run, step, Needs(wanted, sharing=sharing)).loaded
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     warn_of_skipped(run.where, loaded)

@@ -11,8 +11,10 @@ import io
 import os
 import threading
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy as np
 
 from perdure import errors
 from perdure.checkpoint.checkpoint import load_verified
+from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
 from perdure.plugins import host
 from perdure.runtime.heartbeats import beat
@@ -188,7 +191,9 @@ class CheckpointIO(TorchCheckpointIO):
         """
         if os.path.isfile(path):
             return super().load_checkpoint(os.fspath(path), map_location, weights_only)
-        leaves = load_verified(os.fspath(path)).leaves
+        with closing(ChunkSharing()) as sharing:
+            _meet(sharing, os.fspath(path))
+            leaves = load_verified(os.fspath(path), sharing=sharing).leaves
         if others := {path.partition("/")[0] for path in leaves} - {"exact", "pickled", "order"}:
             raise errors.StateError(
                 f"{os.fspath(path)}: expected a checkpoint of CheckpointIO, found one with the members "
@@ -205,6 +210,30 @@ class CheckpointIO(TorchCheckpointIO):
         """Delete the checkpoint at `path`, after a save of it that is under way."""
         with _locks[os.fspath(path)]:
             super().remove_checkpoint(path)
+
+
+_loads: Counter[str] = Counter()
+"""How often this process has loaded each path."""
+
+_MEET_S = 1.0
+"""So long a process waits for the others to load the same checkpoint, before it reads all by itself."""
+
+
+def _meet(sharing: ChunkSharing, path: str) -> None:
+    """Let the processes of this machine read `path` together. No collective, because a program may
+    load a checkpoint in one process alone."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    _loads[path] += 1
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    place = f"perdure/load/{path}/{_loads[path]}"
+    keys = [f"{place}/{rank}" for rank in range(torch.distributed.get_world_size())]
+    store.set(keys[torch.distributed.get_rank()], sharing.listen())
+    try:
+        store.wait(keys, timedelta(seconds=_MEET_S))
+        sharing.meet([store.get(key).decode() for key in keys])
+    except RuntimeError:  # another process did not come, or the store is gone
+        sharing.close()  # who comes later does not wait for this process
 
 
 class _State:

@@ -221,11 +221,11 @@ def is_fixed(value: Any) -> bool:
 
 def describe_object(value: Any) -> tuple[Container, list[tuple[str, Any]]] | None:
     """As `describe_record`, of an object of the program or a dataclass with slots."""
+    if record_class(type_name(value)) is not type(value):
+        return None
     is_data = dataclasses.is_dataclass(value) and bool(slots_of(value))
     is_data = is_data and not any(map(is_static, dataclasses.fields(value)))
     if not (is_data or is_plain_object(value)):
-        return None
-    if record_class(type_name(value)) is not type(value):
         return None
     names = _own_names(value)
     entry = Container("object", keys=tuple(names), type=type_name(value))

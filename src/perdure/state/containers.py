@@ -39,6 +39,8 @@ PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 BYTEARRAY = "builtins.bytearray"
 """The class in the entry of a leaf of bytes that is a `bytearray`."""
 _NO_BASES = ("builtins", "abc", "typing")
+_OF_PYTHON = 1 << 9
+"""The flag of a class that a `class` statement has made (Py_TPFLAGS_HEAPTYPE)."""
 SORTED_DICT = Container("dict")
 """A dict whose keys are strings in code point order. It needs no entry."""
 
@@ -104,8 +106,11 @@ def record_class(name: str) -> type | None:
     of the program without other bases."""
     if (found := class_named(name)) is None:
         return None
-    is_record = issubclass(found, tuple) and hasattr(found, "_fields")
-    is_record = is_record or dataclasses.is_dataclass(found)
+    if issubclass(found, tuple) and hasattr(found, "_fields"):
+        return found
+    if any(base is not object and not base.__flags__ & _OF_PYTHON for base in found.__mro__):
+        return None  # `build_record` has no value for the part that is in C: `class Name(str)`
+    is_record = dataclasses.is_dataclass(found)
     bases = [base for base in found.__mro__ if base.__module__ not in _NO_BASES]
     return found if is_record or (bases and all(map(is_of_program, bases))) else None
 

@@ -184,6 +184,26 @@ class PathInErrors:
             raise failure from error
 
 
+class AttributeErrors:
+    """Names the class of `value` if its `__getattr__` does not know an attribute, and raises what
+    Python does not expect of it: `KeyError`, where a dict has the attributes."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        has_own = error is not None and hasattr(type(self._value), "__getattr__")
+        if has_own and isinstance(error, LookupError) and not isinstance(error, StateError):
+            raise UnsupportedLeafError(
+                f"a {type_name(self._value)} raises {type(error).__name__} for an attribute that it "
+                f"does not have ({error}). Let its `__getattr__` raise AttributeError, which `hasattr` "
+                f"and `copy` need, too."
+            ) from error
+
+
 def nested_too_deeply() -> UnsupportedLeafError:
     """The error for a state that exceeds Python's recursion limit."""
     return UnsupportedLeafError(

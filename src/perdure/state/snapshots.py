@@ -35,6 +35,7 @@ from perdure.state.containers import (
     describe_record,
 )
 from perdure.state.leaf_spec import (
+    AttributeErrors,
     Difference,
     LeafSpec,
     PathInErrors,
@@ -52,6 +53,7 @@ from perdure.state.program_code import (
     is_plain_object,
 )
 from perdure.state.snapshot_buffer import SnapshotBuffer
+from perdure.state.value_forms import Form, is_form
 from perdure.state.walk import ANY_LENGTH, MAPPINGS, Branch, Unwalked, Walk, gives_way, node_of
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
 from perdure.store.gc_pause import gc_paused
@@ -135,7 +137,8 @@ class ObjectFlattener:
                     return
             described = describe_container(value) or describe_record(value)
             if described is None and self._makes_objects:
-                described = describe_object(value)
+                with AttributeErrors(value):
+                    described = describe_object(value)
             if described is None:
                 self._add_live(value, path)
                 return
@@ -155,7 +158,10 @@ class ObjectFlattener:
         self._leaves[path] = leaf
 
     def _add_live(self, value: Any, path: str) -> None:
-        node_of(value, path, self._adapters, None)  # refuses what is no object of a framework
+        node = node_of(value, path, self._adapters, None)  # refuses what is no object
+        if isinstance(node, Node) and is_form(parts := dict(node.children)):
+            self._add(Form(parts), path)  # a restore makes it anew
+            return
         if type(value) is bytearray:
             self._add_leaf(scalar_leaf(bytes(value)), path)
             self._leaves.containers[path] = Container("object", type=BYTEARRAY)

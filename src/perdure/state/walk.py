@@ -20,6 +20,7 @@ from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful, leaf_adapter, loaded_adapters
 from perdure.state.containers import PLAIN_MAPPINGS, describe_record
 from perdure.state.leaf_spec import (
+    AttributeErrors,
     Check,
     Difference,
     LeafSpec,
@@ -387,9 +388,10 @@ def node_of(
     if isinstance(value, PerRank):
         return per_rank_node(value, stored_below, path)
     # No framework takes plain containers, of which there may be very many.
-    for candidate in adapters[-1:] if type(value) in _BUILTIN else adapters:
-        if (node := candidate.node(value, stored_below)) is not None:
-            return node
+    with AttributeErrors(value):
+        for candidate in adapters[-1:] if type(value) in _BUILTIN else adapters:
+            if (node := candidate.node(value, stored_below)) is not None:
+                return node
     raise UnsupportedLeafError(
         f"a value of type {type_name(value)} has no exact form in a checkpoint. {_remedy(value)}"
     )

@@ -521,6 +521,7 @@ def as_closure_of_a_hook(net: Net) -> Any:
 def as_hidden_state(net: Net) -> Any:
     def use() -> None:
         net.value = net.one(torch.ones(1, 2) if net.value is None else net.value.detach())
+        (net.value**2).sum().backward()
 
     return use, lambda: None if net.value is None else net.value.tolist()
 

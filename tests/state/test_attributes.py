@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import itertools
+import queue
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from perdure import CheckpointManager, MemoryStorage
-from perdure.errors import MismatchError
+from perdure.errors import MismatchError, UnsupportedLeafError
 from perdure.state import snapshot
 from perdure.state.attributes import Attributes
 from pretend import Pretend, play
@@ -232,7 +233,32 @@ def run(
     return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}
 
 
-KINDS = [Codebook, Queue, Forgetful, Recurrent, Agent, Staged, parametrized]
+class Borrowed(torch.nn.Module):
+    """Objects of libraries, which the run changes in place, exchanges, or gives other attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.prior = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+        self.choice = torch.distributions.Categorical(torch.ones(2))
+        self.curve = np.polynomial.Polynomial([1.0, 0.5])
+        self.waiting: queue.Queue[float] = queue.Queue()
+
+    def forward(self, x: Any) -> Any:
+        out = self.layer(x)
+        mean = out.detach().mean()
+        self.waiting.put(float(mean))
+        late = self.waiting.get() if self.waiting.qsize() > 2 else 0.0
+        scale = self.prior.loc.sum() + self.choice.probs[0] + self.curve(0.5) + late
+        self.prior = torch.distributions.Normal(self.prior.loc + 0.1 * mean, self.prior.scale)
+        logits = self.choice.logits + mean * torch.tensor([1.0, 0.0])
+        self.choice = torch.distributions.Categorical(logits=logits)  # has no `probs` at first
+        self.curve = self.curve * np.polynomial.Polynomial([1.0, float(mean)])
+        self.of_this_step = torch.distributions.Normal(mean, 1.0)  # which the target has not
+        return out * scale
+
+
+KINDS = [Borrowed, Codebook, Queue, Forgetful, Recurrent, Agent, Staged, parametrized]
 
 
 @pytest.mark.parametrize("interval", [1, 2])
@@ -323,6 +349,49 @@ def test_optimizers_that_share_their_groups_share_them_after_a_restore(members: 
         manager.restore(like=state)
     assert optimizer.param_groups is groups is optimizer.base_optimizer.param_groups
     assert groups[0] is group
+
+
+class Frozen(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.ao.nn.intrinsic.ConvReLU1d(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU())
+        self.layer.frozen = False  # as `freeze_bn` of the layers that are trained for quantization
+
+
+def test_a_flag_of_a_layer_for_quantization_comes_back() -> None:
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        manager.restore_or_initialize({"net": (net := Frozen())})
+        net.layer.frozen = True
+        manager.save(1, {"net": net})
+    with CheckpointManager(where, recipe={}) as manager:
+        manager.restore_or_initialize({"net": (net := Frozen())})
+    assert net.layer.frozen
+
+
+class Holder:
+    value: Any = None
+
+
+@pytest.mark.parametrize("place", ["member", "list", "object", "module"])
+def test_a_graph_that_waits_for_its_backward_pass_is_refused(place: str) -> None:
+    """Negative control: after that pass the number is saved without the graph."""
+    owner = Holder() if place == "object" else torch.nn.Linear(1, 1)
+    loss = torch.nn.Parameter(torch.ones(2)).square().sum()
+    state: State = {"owner": owner}
+    if place in ("member", "list"):
+        state["losses"] = loss if place == "member" else [loss]
+    else:
+        owner.value = loss
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        for _ in range(2):
+            with pytest.raises(
+                UnsupportedLeafError, match=r"(losses|owner).*a tensor with a graph"
+            ):
+                manager.save(1, state)
+        loss.backward()
+        manager.save(1, state)
+        manager.wait_until_finished()
+        assert manager.latest_step() == 1
 
 
 def shared() -> State:

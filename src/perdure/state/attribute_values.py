@@ -27,7 +27,7 @@ from perdure.state.generators import (
 )
 from perdure.state.leaf_spec import type_name
 from perdure.state.paths import join_key
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import is_made_of_attributes, is_of_process, is_of_program
 from perdure.state.value_forms import (
     CONTAINERS,
     SCALARS,
@@ -90,7 +90,36 @@ def kind_of(value: Any) -> Kind:
         if torch is not None and any(isinstance(p, torch.nn.Module) for p in parts.values()):
             return Kind.OTHER
         return Kind.MIXED
-    return Kind.OTHER
+    return Kind.MIXED if is_value_of_library(value) else Kind.OTHER
+
+
+_MOST_PARTS = 100
+"""An object of a library with more is taken for code or data: settings, a tokenizer, a table."""
+
+
+def is_value_of_library(value: Any) -> bool:
+    """Whether an object of a library is a few values and nothing else (a distribution, a scaler, a
+    sparse matrix of SciPy), so that it is what its attributes are."""
+    torch = sys.modules.get("torch")
+    pending, seen = [value], set[int]()
+    while pending:
+        part = pending.pop()
+        if id(part) in seen or _is_plain(part) or (seen and is_of_process(part)):
+            continue
+        seen.add(id(part))
+        if isinstance(part, CONTAINERS):
+            pending += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, np.ndarray) or (torch is not None and isinstance(part, torch.Tensor)):
+            if kind_of(part) is not Kind.ARRAY:
+                return False
+        elif not is_generator(part):
+            if not is_made_of_attributes(type(part)) or is_of_process(part):
+                return False
+            pending += attributes_of(part).values()
+        if len(seen) + len(pending) > _MOST_PARTS:
+            return False
+    kind = type(value)
+    return is_made_of_attributes(kind) and not is_of_program(kind) and bool(attributes_of(value))
 
 
 def _call_may_change(call: Any) -> bool:

@@ -13,11 +13,12 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from types import FunctionType, MethodType
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.attribute_values import (
@@ -26,6 +27,7 @@ from perdure.state.attribute_values import (
     has_others,
     is_container_of_program,
     is_position,
+    is_value_of_library,
     items_of,
     kind_of,
     mark_of,
@@ -37,7 +39,7 @@ from perdure.state.attribute_values import (
     untracked,
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
-from perdure.state.leaf_spec import type_name
+from perdure.state.leaf_spec import PathInErrors, type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_part
 from perdure.state.program_code import is_owner, is_program_module
@@ -62,7 +64,7 @@ from perdure.state.structure import (
     stepped,
     structure_of,
 )
-from perdure.state.value_forms import SCALARS, whole_form
+from perdure.state.value_forms import SCALARS, attributes_of, refuse_pending, whole_form
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container
@@ -73,6 +75,8 @@ _MODE, _TRAINED = "training", "requires_grad"
 _SHAPE = "!shape"
 """The key of what has to be equal so that the parts of a container or an object are stored one by
 one: class, length, keys. Else the whole is stored."""
+_NAMES = "!names"
+"""The key of the names of the attributes of an object of a library, which restores in place."""
 _VIEW = "!view"
 """The key of which elements of a tensor of the state an attribute shows."""
 _SCALARS = "!scalars"
@@ -178,6 +182,9 @@ class Attributes(ExtraMember):
                 if is_whole:
                     key = key[:-1]
                     value = _get(owner, known.real(key))
+                    if (*key, _SHAPE) not in fresh and is_value_of_library(value):
+                        whole.add(key)  # of this step; nothing may make an object of any class
+                        continue
                     if (form := _form_of_whole(value, known, path_of(owner.path, key))) is None:
                         continue
                 elif key not in fresh and _is_beside_others(owner, known.real(key), others):
@@ -244,7 +251,9 @@ class Attributes(ExtraMember):
         for path, name in stored.deleted:
             if (owner := owners.get(restoring.renamed(path))) is not None:
                 vars(owner.value).pop(name, None)
-        for path, (first, *key) in stored.keys.items():
+        # Names last: an attribute may be computed from one that has gone.
+        in_order = sorted(stored.keys.items(), key=lambda item: item[1][-1] == _NAMES)
+        for path, (first, *key) in in_order:
             owner_path = restoring.renamed(str(first))
             if (owner := owners.get(owner_path)) is None:
                 if (value := static.get(owner_path)) is not None:
@@ -481,6 +490,9 @@ def _inside(
     if kind is Kind.OTHER and its_type is FunctionType and len(key) <= _DEEPEST:
         yield from _of_function(key, value, known, owner)
         return
+    if kind is Kind.ARRAY and getattr(value, "grad_fn", None) is not None:
+        with PathInErrors(path_of(owner.path, key)):
+            refuse_pending(value)
     if kind is Kind.ARRAY and known.is_view(value):
         shown = value.storage_offset(), value.shape, value.stride()
         yield (*key, _VIEW), (memory_of(value), *shown)
@@ -492,11 +504,13 @@ def _inside(
         return
     if id(value) in seen or value is owner.value or len(key) > _DEEPEST:
         return
-    if is_container_of_program(value) or hasattr(value, "dtype") or is_method:
+    if is_container_of_program(value) or isinstance(value, np.ndarray) or is_method:
         yield from _whole(key, value, known)
         return
     seen = seen | {id(value)}
     parts = list(items_of(value, known.name_of))
+    if is_value_of_library(value):
+        parts = [(name, part) for name, part in parts if not _is_computed(value, str(name))]
     has_keys = isinstance(value, dict) and all(kind_of(each) is Kind.PLAIN for each in value)
     if has_keys and len(parts) < len(value):  # keys without a name in a path, such as tuples
         parts = list(enumerate(value.values()))
@@ -508,13 +522,22 @@ def _inside(
     is_whole = has_keys or (isinstance(value, CONTAINERS) and not isinstance(value, dict))
     is_whole = is_whole and len(parts) == len(value)
     is_whole = is_whole and [name for name, _ in inside] == [(*key, name) for name, _ in parts]
-    if is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
+    if is_value_of_library(value):
+        yield (*key, _SHAPE), _shape_of(value, known)
+        yield from inside
+        yield (*key, _NAMES), [name for name, _ in parts]
+    elif is_whole and all(kind_of(each) in _WHOLE for _, each in inside):
         yield key, value
     elif not has_keys or all(type(each) in (str, int) for each in value):
         yield (*key, _SHAPE), _shape_of(value, known)
         yield from inside
     else:
         yield from _whole(key, value, known)
+
+
+def _is_computed(value: Any, name: str) -> bool:
+    """Whether an attribute is only kept to not be computed again."""
+    return isinstance(getattr(type(value), name, None), cached_property)
 
 
 def _whole(key: Key, value: Any, known: Known) -> Iterator[tuple[Key, Any]]:
@@ -613,6 +636,10 @@ def _set(owner: Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
     parent = _get(owner, tuple(above))
     if parent is None:
         raise KeyError(".".join(map(str, above)))
+    if last == _NAMES:
+        for name in attributes_of(parent).keys() - set(value):
+            object.__delattr__(parent, name)
+        return value
     try:
         present = _child(parent, last)
     except (KeyError, IndexError, AttributeError):

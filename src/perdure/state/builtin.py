@@ -194,7 +194,7 @@ def _object_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> No
         if stored is not None and implied:
             first = {path.partition("/")[0] for path in stored}
             implied = {name: each for name, each in implied.items() if name in first}
-    children = [(name, with_pairs(getattr(value, name, None))) for name in names]
+    children = [(name, _attribute_of(value, name)) for name in names]
     if is_frozen(kind):
         typed = {n: each for n, each in attributes_of(value).items() if n.startswith("__")}
         make = partial(build_record, kind)
@@ -229,7 +229,15 @@ def describe_object(value: Any) -> tuple[Container, list[tuple[str, Any]]] | Non
         return None
     names = _own_names(value)
     entry = Container("object", keys=tuple(names), type=type_name(value))
-    return entry, [(name, with_pairs(getattr(value, name))) for name in names]
+    return entry, [(name, _attribute_of(value, name)) for name in names]
+
+
+def _attribute_of(value: Any, name: str) -> Any:
+    try:
+        return with_pairs(getattr(value, name, None))
+    except UnsupportedLeafError as error:
+        error.args = (f"its attribute {name!r}: {error}",)
+        raise
 
 
 def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:

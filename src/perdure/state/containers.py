@@ -15,7 +15,7 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.leaf_spec import type_name
 from perdure.state.leaf_values import scalar_text
 from perdure.state.paths import key_text
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import is_made_of_attributes, is_of_program
 from perdure.state.value_forms import (
     Form,
     class_named,
@@ -39,8 +39,6 @@ PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 BYTEARRAY = "builtins.bytearray"
 """The class in the entry of a leaf of bytes that is a `bytearray`."""
 _NO_BASES = ("builtins", "abc", "typing")
-_OF_PYTHON = 1 << 9
-"""The flag of a class that a `class` statement has made (Py_TPFLAGS_HEAPTYPE)."""
 SORTED_DICT = Container("dict")
 """A dict whose keys are strings in code point order. It needs no entry."""
 
@@ -108,8 +106,8 @@ def record_class(name: str) -> type | None:
         return None
     if issubclass(found, tuple) and hasattr(found, "_fields"):
         return found
-    if any(base is not object and not base.__flags__ & _OF_PYTHON for base in found.__mro__):
-        return None  # `build_record` has no value for the part that is in C: `class Name(str)`
+    if not is_made_of_attributes(found):
+        return None
     is_record = dataclasses.is_dataclass(found)
     bases = [base for base in found.__mro__ if base.__module__ not in _NO_BASES]
     return found if is_record or (bases and all(map(is_of_program, bases))) else None

@@ -45,11 +45,15 @@ _SCALARS = tuple(SCALARS)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")
 """Packages whose objects, other than tuples, are functions with settings."""
+_LAYERS = ("torch.nn.modules.", "torch.ao.nn.", "torch.ao.quantization.")
+_OF_PYTHON = 1 << 9
+"""The flag of a class that a `class` statement has made (Py_TPFLAGS_HEAPTYPE)."""
 _NOTHING = object()
 _CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 _OF_PROCESS = (
     "logging.",
     "_thread.",
+    "threading.",
     "_csv.",
     "tqdm.",
     "rich.",
@@ -86,6 +90,14 @@ def is_plain_object(value: Any) -> bool:
     return is_of_program(type(value)) and (hasattr(value, "__dict__") or bool(slots_of(value)))
 
 
+@cache
+def is_made_of_attributes(kind: type) -> bool:
+    """Whether `object.__new__` and attributes make an instance: no part of it is in C, as that of a
+    `class Name(str)`, and it has no state of another form."""
+    in_python = all(base is object or base.__flags__ & _OF_PYTHON for base in kind.__mro__)
+    return in_python and kind is not object and not hasattr(kind, "load_state_dict")
+
+
 def slots_of(value: Any) -> list[str]:
     """The names of the attributes that an object has in `__slots__`, of its bases too."""
     return [name for name in slot_names(type(value)) if hasattr(value, name)]
@@ -112,7 +124,7 @@ def is_owner(kind: type) -> bool:
     a library makes of another one (`fully_shard`) counts as that one."""
     if is_made(kind) and not is_of_program(kind):
         return any(is_owner(base) for base in kind.__bases__)
-    return is_of_program(kind) or kind.__module__.startswith("torch.nn.modules.")
+    return is_of_program(kind) or kind.__module__.startswith(_LAYERS)
 
 
 def is_made(kind: type) -> bool:

@@ -30,6 +30,7 @@ from perdure.state.torch_tensors import (
     shard_of,
     tensor_spec,
 )
+from perdure.state.value_forms import refuse_pending
 from perdure.store.leaf import Leaf
 from perdure.store.shard_plan import Region, Shards
 
@@ -81,6 +82,8 @@ class TorchState(Adapter):
             return None
         if value.is_meta:
             raise UnsupportedLeafError("a tensor on the meta device has no data.")
+        if value.grad_fn is not None:
+            refuse_pending(value)
         part, compares_shards = None, False
         if is_dtensor(value):
             compares_shards = current_rank_context().compares_shards

@@ -251,7 +251,8 @@ def with_pairs(value: Any) -> Any:
         return value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.grad_fn is not None:
-        return value.detach()  # the graph is of this process
+        refuse_pending(value)
+        return value.detach()
     if isinstance(value, enum.Enum) and class_named(type_name(value)) is type(value):
         name = value.value if isinstance(value, enum.Flag) else value.name
         return Form({_LISTED: name, "in": type_name(value)})
@@ -269,6 +270,33 @@ def with_pairs(value: Any) -> Any:
     if not isinstance(value, dict):
         return sequence_like(value, [with_pairs(part) for part in value])
     return _with_named_keys(value, list(map(with_pairs, value.values())))
+
+
+def refuse_pending(tensor: Any) -> None:
+    """Refuse a tensor through whose graph a backward pass can still go: no checkpoint has a graph, so
+    that a resumed program would lack its gradients. One that was used is freed, and not missed."""
+    pending, seen = [tensor.grad_fn], set[Any]()
+    while pending and len(seen) < _MOST_NODES:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [above for above, _ in node.next_functions]
+        for name in dir(type(node)):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                try:
+                    getattr(node, name)
+                except RuntimeError:  # a backward pass has freed it
+                    return
+    raise UnsupportedLeafError(
+        "a tensor with a graph, and no backward pass has gone through it yet. A checkpoint has no "
+        "graphs, so that a resumed program would lack these gradients. Save after the backward pass, "
+        "or keep `tensor.detach()` if none follows."
+    )
+
+
+_MOST_NODES = 10_000
+"""So much of a graph is looked at."""
 
 
 def generator_form(generator: Any) -> Any:

@@ -463,7 +463,7 @@ def _of_hooks(
             if isinstance(hook, FunctionType) and is_program_module(hook.__module__):
                 yield (*at, _SHAPE), hook.__qualname__
                 yield from _of_function(at, hook, known, owner)
-            else:
+            elif not is_value_of_library(hook):  # code, such as that of a pruning
                 yield from _inside(at, hook, known, owner)
 
 

@@ -109,7 +109,9 @@ class ObjectFlattener:
         except RecursionError:
             raise UnsupportedLeafError(
                 f"{path}: the state of a {type_name(stateful.target)} contains itself, or is nested "
-                f"too deeply."
+                f"too deeply. Of objects that refer to each other (a node to its parent) keep the "
+                f"number of the other one, or make them in an object with `state_dict` and "
+                f"`load_state_dict`."
             ) from None
         for array_path, array_class in self._array_classes.items():
             if array_class != common_class:

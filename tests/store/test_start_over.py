@@ -367,6 +367,10 @@ def test_a_copy_that_shares_its_packs_by_a_link_changes_nothing_of_them(tmp_path
     train(run, 3)
     shutil.copytree(run, copy, symlinks=True, ignore=shutil.ignore_patterns("lock"))
     before = packs(run)
+    shown = CliRunner().invoke(main, ["verify", str(copy)])
+    assert shown.exit_code == 1
+    assert "2 checkpoints good" in shown.output
+    assert "restore" not in shown.output, "no training starts here, and each can be restored"
     assert prune(copy) != 0
     with pytest.raises(CorruptionError, match="of the run at"):
         train(copy, 6)

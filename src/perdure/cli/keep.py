@@ -83,19 +83,19 @@ def _print_report(report: VerifyReport, repaired: bool) -> None:
         f"{good} good, {len(report.bad)} damaged{unread}; "
         f"{counted(report.chunks, 'chunk')}, {size_text(report.nbytes)} read{decoded}"
     )
+    # Only whoever has the folder of the checkpoints can bring it back.
+    faults = {each.name for each in report.problems if each.harmful and not each.unread}
     if report.foreign:
         say("nothing is repaired or pruned here before the file of the other run is gone")
         return
     if report.good and max(report.unread, default=-1) > max(report.good):
         say(f"a restore takes nothing before step {max(report.unread)} can be read")
-    elif report.good and (report.bad or report.unread or repaired):
+    elif report.good and MANIFESTS not in faults and (repaired or not report.ok):
         say(f"a restore takes step {max(report.good)}, the newest good one")
-    elif repaired or not report.ok:
+    elif not report.good and (repaired or not report.ok):
         say("no checkpoint can be restored")
     if any(problem.unread for problem in report.problems):
         say("the state of unread files is unknown; remove the cause and verify again")
-    # Only whoever has the folder of the checkpoints can bring it back.
-    faults = {each.name for each in report.problems if each.harmful and not each.unread}
     if faults - {MANIFESTS} and not repaired:
         say("`perdure verify --repair` sets aside what is damaged")
 

@@ -222,6 +222,54 @@ def test_a_copy_follows_a_concurrent_compaction_and_skips_pruned_steps(origin: P
     assert check_run(repaired).good == (3,)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_step_that_is_pruned_during_a_copy_of_the_run_is_skipped_and_named(
+    origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, named: bool
+) -> None:
+    read_into, reads = LocalStorage.read_into, list[str]()
+
+    def prunes(self: LocalStorage, name: str, offset: int, target: memoryview) -> int:
+        if name.startswith("packs/") and not reads:
+            reads.append(name)
+            squeeze(origin, 2)
+        return read_into(self, name, offset, target)
+
+    monkeypatch.setattr(LocalStorage, "read_into", prunes)
+    source = f"{origin}@1,2,3" if named else str(origin)
+    done = CliRunner().invoke(main, ["copy", source, str(tmp_path / "there")])
+    assert reads
+    if named:  # the control: the user asked for this one
+        assert done.exit_code == 1
+        assert "step 2  gone" in done.output
+        assert "2 of 3 checkpoints" in done.output
+        return
+    assert done.exit_code == 0, done.output
+    assert "step 2  skipped: " in done.output
+    assert "3 of 3 checkpoints" in done.output
+    assert check_run(tmp_path / "there").good == (1, 3, 4)
+
+
+def test_a_step_that_is_pruned_before_its_copy_begins_is_skipped(origin: Path) -> None:
+    class Pruned(LocalStorage):
+        asked = 0
+
+        def list(self, prefix: str) -> list[str]:
+            names = super().list(prefix)
+            if prefix == "checkpoints/":
+                self.asked += 1
+                if self.asked == 2:  # after the list of what is copied
+                    squeeze(origin, 1)
+            return names
+
+    assert outcomes(copy_run(source := Pruned(origin), MemoryStorage())) == {
+        1: "gone",
+        2: "copied",
+        3: "copied",
+        4: "copied",
+    }
+    assert source.asked
+
+
 def test_read_errors_of_the_source_are_not_damage(origin: Path) -> None:
     class Failing(LocalStorage):
         error: OSError = OSError(errno.EMFILE, "too many open files")

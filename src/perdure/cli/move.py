@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 def copy(run: str, target: str, dry_run: bool, as_json: bool) -> bool:
     """Copy checkpoints of the run directory RUN into the run directory TARGET, oldest first.
 
-    Both are paths or URLs (s3://...). RUN@100,200 copies only these steps. Every byte is verified, and
-    steps that TARGET holds already are skipped. Exits with 1 if TARGET has other bits or a newer step.
+    Both are paths or URLs (s3://...). RUN@100,200 copies only these steps. Every byte is verified.
+    Steps that TARGET holds already are skipped, as are those that RUN deletes meanwhile. Exits with 1
+    if TARGET has other bits or a newer step, if a checkpoint is damaged, or if a step that you named
+    is gone.
 
     \b
     Example:
@@ -40,8 +42,11 @@ def copy(run: str, target: str, dry_run: bool, as_json: bool) -> bool:
     source = find_run(run)
     steps = None if source.which is None else [each.step for each in open_checkpoints(run)]
 
+    def is_skipped(copied: Copied) -> bool:
+        return copied.outcome == "gone" and steps is None
+
     def progress(copied: Copied) -> None:
-        line = f"step {copied.step}  {copied.outcome}"
+        line = f"step {copied.step}  {'skipped' if is_skipped(copied) else copied.outcome}"
         if copied.outcome == "copied":
             line += f"  {size_text(copied.nbytes)}"
         say(f"{line}: {copied.reason}" if copied.reason else line)
@@ -49,15 +54,16 @@ def copy(run: str, target: str, dry_run: bool, as_json: bool) -> bool:
     outcomes = copy_run(
         source.given, target, steps, dry_run=dry_run, progress=None if as_json else progress
     )
-    missing = [copied.step for copied in outcomes if copied.outcome not in ("copied", "present")]
+    wanted = [copied for copied in outcomes if not is_skipped(copied)]
+    done = [copied for copied in wanted if copied.outcome in ("copied", "present")]
     if as_json:
         rows = [asdict(copied) for copied in outcomes]
         document({"executed": not dry_run, "run": target, "checkpoints": rows})
     elif dry_run:
         say("nothing was changed (--dry-run)")
     else:
-        say(f"{len(outcomes) - len(missing)} of {counted(len(outcomes), 'checkpoint')} in {target}")
-    return bool(missing)
+        say(f"{len(done)} of {counted(len(wanted), 'checkpoint')} in {target}")
+    return len(done) < len(wanted)
 
 
 @cli.command("fork", epilog=cli.EXIT_STATUS)

@@ -107,7 +107,7 @@ def copy_run(
     if steps is None:
         reader.require_finished()
     wanted = sorted(set(reader.steps() if steps is None else steps))
-    for step in set(wanted) - set(reader.steps()):
+    for step in () if steps is None else set(wanted) - set(reader.steps()):
         reader.manifest(step)  # raises, and names the steps that are there
     if wanted:
         lines_to_carry(reader, wanted[-1], writer)  # raises before anything is copied
@@ -312,7 +312,9 @@ def _copy(source: Run, step: int, target: Run, planned: set[str] | None) -> Copi
     except StepExistsError as error:
         return Copied(step, "refused", reason=str(error))
     except StepNotFoundError as error:
-        return Copied(step, "gone", reason=str(error))
+        if step in source.steps():  # deleted, and saved again with other bits
+            return Copied(step, "refused", reason=str(error))
+        return Copied(step, "gone", reason=f"{source.where} has deleted it meanwhile")
     except CorruptionError as error:
         advice = f"`perdure verify {source.where}` lists what is damaged."
         return Copied(step, "damaged", reason=f"{error} {advice}")

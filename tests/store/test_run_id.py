@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -105,6 +106,18 @@ def test_beside_a_manifest_of_another_run_nothing_is_moved_or_deleted(
     shown = CliRunner().invoke(main, ["verify", str(mine)]).output
     assert "a restore takes" not in shown
     assert "--repair` sets aside" not in shown
+    listed = CliRunner().invoke(main, ["ls", str(mine), "--json"])
+    assert listed.exit_code == 1
+    found = json.loads(listed.stdout)
+    assert [row["step"] for row in found["checkpoints"]] == [1, 3]
+    (damaged,) = found["damaged"]
+    assert damaged["step"] == 2
+    assert "is a checkpoint of run" in damaged["error"]
+    assert CliRunner().invoke(main, ["show", f"{mine}@3"]).exit_code == 0
+    best = CliRunner().invoke(main, ["show", f"{mine}@best:max:loss"])
+    assert best.exit_code == 1
+    assert "is a checkpoint of run" in best.output
+    assert "--repair" not in best.output
     with Run(mine) as run:
         with pytest.raises(PruneError, match="One of the two does not belong here"):
             repair(run)
@@ -116,6 +129,7 @@ def test_beside_a_manifest_of_another_run_nothing_is_moved_or_deleted(
     assert files(mine) == before
     (mine / manifest_name(2)).write_bytes(good)  # the control
     assert verify_run(Run(mine)).ok
+    assert CliRunner().invoke(main, ["ls", str(mine)]).exit_code == 0
     with Run(mine) as run:
         assert run.delete([1]) == [1]
 

@@ -13,6 +13,7 @@ from perdure.checkpoint.retention import candidates, ranked, recorded_retention
 from perdure.errors import (
     ArgumentError,
     CorruptionError,
+    HistoryError,
     NotARunError,
     StepNotFoundError,
     UnreachableError,
@@ -221,7 +222,8 @@ def step_or_name(step: Any, run: Run) -> int | None:
 
 
 def read_manifests(run: Run) -> tuple[dict[int, Manifest], dict[int, str], dict[int, str]]:
-    """The manifests of a run by step, and the errors of damaged and of unreadable ones."""
+    """The manifests of a run by step, and the errors of damaged ones (or another run's) and of
+    unreadable ones."""
     manifests: dict[int, Manifest] = {}
     damaged: dict[int, str] = {}
     unread: dict[int, str] = {}
@@ -230,7 +232,7 @@ def read_manifests(run: Run) -> tuple[dict[int, Manifest], dict[int, str], dict[
             manifests[step] = run.manifest(step)
         except StepNotFoundError:  # deleted since it was listed
             continue
-        except CorruptionError as error:
+        except (CorruptionError, HistoryError) as error:  # or another run's
             damaged[step] = str(error)
         except UnreachableError as error:
             unread[step] = str(error)
@@ -257,11 +259,9 @@ def _best(run: Run, which: str) -> int:
     mode, metric = parts
     if damaged or unread:
         names = [manifest_name(step) for step in sorted(damaged | unread)]
-        what_next = (
-            f"or set the damaged ones aside: `perdure verify {run.where} --repair`."
-            if damaged
-            else f"or remove the cause: {next(iter(unread.values()))}"
-        )
+        what_next = f"or set the damaged ones aside: `perdure verify {run.where} --repair`."
+        if cause := run.contents().foreign or (None if damaged else next(iter(unread.values()))):
+            what_next = f"or remove the cause: {cause}"
         raise (CorruptionError if damaged else UnreachableError)(
             f"{run.where}: expected to compare the metrics of all checkpoints, found manifests that "
             f"cannot be read, of which one may be the best: {few(names)}. "

@@ -121,6 +121,20 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(tmp_path: Pat
     assert target.read_text() == "mine"
 
 
+@pytest.mark.parametrize(("make", "what"), [(os.mkdir, "directory"), (os.mkfifo, "named pipe")])
+def test_what_has_the_place_of_the_lock_is_named_with_what_to_do(
+    tmp_path: Path, make: Callable[[Path], None], what: str
+) -> None:
+    with run_on(tmp_path) as run:
+        run.save(1, make_leaves(1))
+    lock = tmp_path / "lock"
+    lock.unlink()
+    make(lock)
+    with pytest.raises(SaveError, match=rf"found a {what}; remove it: .*lock"):
+        run_on(tmp_path).begin_writing()
+    assert verify_run(Run(tmp_path)).ok, "readers take no lock"
+
+
 def test_a_temporary_file_that_is_a_link_is_refused_and_its_target_untouched(
     tmp_path: Path,
 ) -> None:

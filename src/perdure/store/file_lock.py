@@ -16,7 +16,7 @@ import weakref
 
 from perdure.runtime.system import IS_LINUX, at_fork, fcntl
 from perdure.store.failures import naming
-from perdure.store.regular_file import open_regular
+from perdure.store.regular_file import NotAFile, open_regular
 from perdure.store.storage import LostLock
 
 _ATTEMPTS = 3
@@ -98,6 +98,8 @@ def _open_locked(path: str) -> FileLock:
             if error.errno == errno.ELOOP:
                 reason = "the lock file is a symbolic link; remove it"
                 raise OSError(errno.ELOOP, reason, path) from None
+            if isinstance(error, NotAFile):
+                raise OSError(error.errno, f"{error.strerror}; remove it", path) from None
             raise
         try:
             with naming("lock", path):

@@ -33,7 +33,8 @@ def open_regular(path: str, flags: int = os.O_RDONLY) -> int:
     try:
         descriptor = os.open(path, flags | _ALWAYS, 0o644)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
+        # A directory that is opened to write, a socket, or a pipe that nobody reads.
+        if error.errno in (errno.EISDIR, errno.ENXIO):
             raise _other(path, os.stat(path).st_mode) from error
         raise
     found = os.fstat(descriptor).st_mode

@@ -26,6 +26,8 @@ from perdure.errors import (
 )
 from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
 from perdure.store.format import manifest_name
+from perdure.store.repair import repair
+from perdure.store.run_events import JournalEntry
 from perdure.store.run_log import LOG_FILE
 
 
@@ -423,6 +425,108 @@ def test_lines_do_not_return_without_their_checkpoints(tmp_path: Path, damage: s
             run.undo_rollback()
         aside.write_bytes(held)
         assert run.undo_rollback() == [2]  # the control
+
+
+def cut_log(run: Path, lost: int) -> bytes:
+    """Cut the log by so many bytes, or (0) by its last line; returns the whole one."""
+    log = run / LOG_FILE
+    whole = log.read_bytes()
+    log.write_bytes(whole[: -lost or whole[:-1].rindex(b"\n") + 1])
+    return whole
+
+
+def shown_by(*arguments: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(main, [*map(str, arguments)])
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize("lost", [1, 150, 0])
+def test_a_checkpoint_in_quarantine_without_a_line_shows_that_lines_are_missing(
+    tmp_path: Path, lost: int
+) -> None:
+    with filled(tmp_path, 10, 20, 30) as run:
+        run.rollback(10)
+    quarantine = tmp_path / "quarantine"
+    (quarantine / "000000000020-0.json.bak").write_bytes(b"a copy by hand")
+    (quarantine / "log-0.jsonl").write_bytes(b"set aside by a repair")
+    assert verify_run(Run(tmp_path)).ok, "the control"
+    whole = cut_log(tmp_path, lost)
+    held = {path: path.read_bytes() for path in tmp_path.rglob("0*")}
+    code, shown = shown_by("verify", tmp_path)
+    assert code == 1
+    assert "found none for quarantine/000000000020-0.json, quarantine/000000000030-0.json:" in shown
+    assert "a restore takes step 10, the newest good one" in shown
+    assert "no checkpoint can be restored" not in shown
+    loaded = load_good(Run(tmp_path)).loaded
+    assert loaded.manifest.step == 10, "as the check says"
+    for dry_run in (["--dry-run"], []):
+        code, shown = shown_by("rollback", tmp_path, "--undo", *dry_run)
+        assert code == 1
+        assert "quarantine/000000000020-0.json" in shown
+    with Run(tmp_path) as run:
+        run.save(20, make_leaves(20))
+        with pytest.raises(CorruptionError, match="lines are missing"):
+            run.delete([10])
+    assert {path: path.read_bytes() for path in held} == held
+    (tmp_path / manifest_name(20)).unlink()
+    (tmp_path / LOG_FILE).write_bytes(whole)  # the control
+    assert verify_run(Run(tmp_path)).ok
+    with Run(tmp_path) as run:
+        assert run.undo_rollback() == [20, 30]
+
+
+def test_a_lost_object_of_the_log_in_a_bucket_is_found_by_what_is_in_quarantine() -> None:
+    storage = MemoryStorage()
+    with filled(storage, 10, 20) as run:
+        run.rollback(10)
+    assert verify_run(Run(storage)).ok, "the control"
+    storage.delete(max(storage.list("log/")))
+    (problem,) = [each for each in verify_run(Run(storage)).problems if each.harmful]
+    assert "none for quarantine/000000000020-0.json" in problem.what
+
+
+def test_a_log_that_is_read_during_a_rollback_lacks_no_line(tmp_path: Path) -> None:
+    class Meanwhile(LocalStorage):
+        asked = False
+
+        def list(self, prefix: str) -> list[str]:
+            if prefix == "quarantine/" and not self.asked:
+                self.asked = True
+                with Run(tmp_path) as writer:
+                    writer.rollback(10)
+            return super().list(prefix)
+
+    with filled(tmp_path, 10, 20):
+        pass
+    storage = Meanwhile(tmp_path)
+    assert Run(storage).log.view.problem is None
+    assert storage.asked
+
+
+def test_after_a_repair_of_a_cut_log_a_checkpoint_in_quarantine_returns_by_hand(
+    tmp_path: Path,
+) -> None:
+    with filled(tmp_path, 10, 20, 30) as run:
+        for step in (10, 20, 30):
+            run.log.append(JournalEntry(step=step, state=f"{step:032x}", attempt=1))
+        run.rollback(10)
+    log = tmp_path / LOG_FILE
+    lines = log.read_bytes().splitlines(keepends=True)
+    steps = [line for line in lines if b'"kind":"step"' in line]
+    # Only lines of steps are damaged, and no line says what lies in quarantine.
+    last = lines.index(steps[-1])
+    log.write_bytes(b"".join([*lines[: last - 1], lines[last - 1].replace(b"0", b"1"), steps[-1]]))
+    with Run(tmp_path) as run:
+        assert repair(run).report.ok
+        assert repair(run).actions == ()
+    assert shown_by("verify", tmp_path)[0] == 0
+    code, shown = shown_by("rollback", tmp_path, "--undo")
+    assert code == 1
+    assert "lost before a repair" in shown
+    (tmp_path / "quarantine/000000000020-0.json").rename(tmp_path / manifest_name(20))
+    report = verify_run(Run(tmp_path))
+    assert (report.ok, report.good) == (True, (10, 20))
+    assert contents(Run(tmp_path).load(20).leaves) == contents(make_leaves(20))
 
 
 def test_a_log_that_is_a_link_is_an_error_that_says_so(tmp_path: Path) -> None:

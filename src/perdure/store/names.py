@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from perdure.store.format import (
     MANIFESTS,
     PACKS,
@@ -13,6 +15,11 @@ from perdure.store.format import (
     step_of,
 )
 from perdure.store.storage import Storage
+
+# What users copy to other names there has no line.
+_MOVED = re.compile(
+    re.escape(QUARANTINE) + r"[0-9]{12}(-[0-9]+\.json|-[0-9]{5}-[0-9a-f]{8}-[0-9]+\.pack)"
+)
 
 
 def committed_steps(storage: Storage) -> list[int]:
@@ -40,6 +47,11 @@ def pinned_steps(storage: Storage) -> frozenset[int]:
 def quarantined(storage: Storage) -> list[str]:
     """Names of what is in quarantine: manifests, packs and logs that a repair set aside."""
     return sorted(name for name in storage.list(QUARANTINE) if not name.endswith(TEMP_SUFFIX))
+
+
+def moved_aside(storage: Storage) -> list[str]:
+    """Names of the manifests and packs in quarantine. The log has a line before one moves there."""
+    return sorted(filter(_MOVED.fullmatch, storage.list(QUARANTINE)))
 
 
 def step_aside(name: str) -> int | None:

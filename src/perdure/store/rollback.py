@@ -15,12 +15,12 @@ import msgspec
 
 from perdure.errors import CorruptionError, HistoryError, SaveError, UnreachableError
 from perdure.store.directory import Directory
-from perdure.store.format import manifest_name, steps_text
+from perdure.store.format import MANIFESTS, manifest_name, steps_text
 from perdure.store.journal_lines import ReturningLines
 from perdure.store.loading import list_pins, list_steps, read_manifest
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest, encode_manifest
-from perdure.store.names import committed_steps, quarantined, step_aside
+from perdure.store.names import committed_steps, moved_aside, quarantined, step_aside
 from perdure.store.reader import verify_leaves
 from perdure.store.run_events import Cut, Returned, RolledBack, RolledBackCheckpoint
 from perdure.store.run_log import Aside, LogView, RunLog, free_name, line_references
@@ -175,6 +175,13 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
             f"{refused} {now}, and the lines of steps "
             f"{', '.join(f'{first} to {last}' for first, last in aside)}, which are set aside, do not "
             f"continue it."
+        )
+    names = [name for name in moved_aside(storage) if step_aside(name) is not None]
+    if unexplained := view.log.unexplained(names):
+        raise HistoryError(
+            f"{refused} the lines of the log about {few(unexplained)} were lost before a repair. To "
+            f"bring such a checkpoint back, move its file to {MANIFESTS}, under the name "
+            f"{manifest_name(0).removeprefix(MANIFESTS)} with the digits of its step."
         )
     return UndoPlan(newest)
 

@@ -2,7 +2,8 @@
 
 The writer appends to it; `perdure verify` checks it. Invariants: what is deleted, and what a rollback
 brings back, is not decided by a log that has a `problem`: a damaged line, or a missing one to which a
-checkpoint refers. The line that says why an object lies in quarantine is durable before it moves there.
+checkpoint refers. The line that says why an object lies in quarantine is durable before it moves there,
+so that an object there of which no line says so shows that lines are missing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from perdure.store.log import (
 )
 from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest
-from perdure.store.names import committed_steps, newest_step
+from perdure.store.names import committed_steps, moved_aside, newest_step
 from perdure.store.run_events import (
     Cut,
     Damaged,
@@ -53,6 +54,7 @@ from perdure.store.run_events import (
     entry_decoder,
 )
 from perdure.store.storage import Storage
+from perdure.text import few
 
 LOG = "log"
 LOG_FILE = f"{LOG}.jsonl"
@@ -104,6 +106,8 @@ class LogView:
         """The pinned steps, as far as no line that pins one was lost in a repair."""
         self.aside: dict[str, Aside] = {}
         """What the log knows of objects in quarantine, by name. Not all need be there."""
+        self.knows_aside = True
+        """Whether no line that says so was lost in a repair."""
         self.damaged: dict[str, str] = {}
         """Packs that are damaged, with the reason."""
         self._hashes = bytearray()
@@ -113,6 +117,8 @@ class LogView:
     def read(cls, storage: Storage, run: str | None = None) -> LogView:
         """Read the log of the run with the id `run` (None: any); its damage becomes the `problem`."""
         view = cls(f"{storage.where}/{log_place(storage, LOG)}")
+        with reading(f"{storage.where}: the list of its quarantine"):
+            aside = moved_aside(storage)  # before the log, which may grow meanwhile
         try:
             for line in read_log(storage, LOG):
                 view.add(line)
@@ -123,6 +129,11 @@ class LogView:
             if view.last is None and _holds_data(storage):
                 raise CorruptionError(
                     f"{view.where}: expected a log beside the checkpoints, found none, or an empty one."
+                )
+            if view.knows_aside and (unexplained := view.unexplained(aside)):
+                raise CorruptionError(
+                    f"{view.where}: expected a line for each checkpoint and pack in {QUARANTINE}, "
+                    f"found none for {few(unexplained)}: the last lines are missing."
                 )
         except CorruptionError as error:
             view.problem = f"{error}{REPAIR_ADVICE}"
@@ -173,6 +184,7 @@ class LogView:
             case Lost():
                 self.knows_rules = self.knows_rules and not event.rules
                 self.knows_saves = self.knows_saves and not event.rules
+                self.knows_aside = self.knows_aside and not event.rules
 
     def require(self, references: Mapping[int, LineReference] | None = None) -> None:
         """Raise `CorruptionError` for a problem, or a line of `references` that is missing."""
@@ -194,6 +206,10 @@ class LogView:
     def lost(self, references: Mapping[int, LineReference]) -> list[int]:
         """The steps of the checkpoints that refer to lines which are not there."""
         return [step for step, line in sorted(references.items()) if not self._has(line)]
+
+    def unexplained(self, names: Iterable[str]) -> list[str]:
+        """Those of the `names` in quarantine of which no line says why they lie there."""
+        return [name for name in names if name not in self.aside]
 
     def is_rolled_back(self, name: str) -> bool:
         """Whether a rollback put the object `name` into quarantine."""
@@ -332,6 +348,7 @@ class RunLog:
             events += filter(None, salvaged.values())
             others = set(range(len(texts) - kept)) - salvaged.keys()
             rules = any(b'","kind":"step","step":' not in texts[kept + each] for each in others)
+            rules = rules or bool(view.unexplained(moved_aside(storage)))
         previous = view.last.hash if view.last is not None and kept else FIRST_HASH
         renewed = texts[:kept]
         for event in [*events, Lost(reason=why, rules=rules)]:

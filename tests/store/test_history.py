@@ -23,8 +23,17 @@ from perdure.errors import (
     SaveError,
     StepExistsError,
     StepNotFoundError,
+    UnreachableError,
 )
-from perdure.store import Leaf, LocalStorage, MemoryStorage, PruneRequest, Run, verify_run
+from perdure.store import (
+    Leaf,
+    LocalStorage,
+    MemoryStorage,
+    PruneRequest,
+    Run,
+    copy_run,
+    verify_run,
+)
 from perdure.store.format import manifest_name
 from perdure.store.repair import repair
 from perdure.store.run_events import JournalEntry
@@ -452,6 +461,7 @@ def test_a_checkpoint_in_quarantine_without_a_line_shows_that_lines_are_missing(
     assert verify_run(Run(tmp_path)).ok, "the control"
     whole = cut_log(tmp_path, lost)
     held = {path: path.read_bytes() for path in tmp_path.rglob("0*")}
+    copy = tmp_path.with_name(f"{tmp_path.name}-copy")
     code, shown = shown_by("verify", tmp_path)
     assert code == 1
     assert "found none for quarantine/000000000020-0.json, quarantine/000000000030-0.json:" in shown
@@ -468,6 +478,7 @@ def test_a_checkpoint_in_quarantine_without_a_line_shows_that_lines_are_missing(
         with pytest.raises(CorruptionError, match="lines are missing"):
             run.delete([10])
     assert {path: path.read_bytes() for path in held} == held
+    assert [each.outcome for each in copy_run(tmp_path, copy, [10])] == ["copied"]
     (tmp_path / manifest_name(20)).unlink()
     (tmp_path / LOG_FILE).write_bytes(whole)  # the control
     assert verify_run(Run(tmp_path)).ok
@@ -485,6 +496,24 @@ def test_a_lost_object_of_the_log_in_a_bucket_is_found_by_what_is_in_quarantine(
     assert "none for quarantine/000000000020-0.json" in problem.what
 
 
+def test_where_the_quarantine_is_away_checkpoints_can_be_copied_and_nothing_is_deleted(
+    tmp_path: Path,
+) -> None:
+    here = tmp_path / "here"
+    with filled(here, 10, 20, 30) as run:
+        run.rollback(20)
+    (here / "quarantine").rename(tmp_path / "away")
+    (here / "quarantine").symlink_to(tmp_path / "unmounted")
+    held = {path: path.read_bytes() for path in here.rglob("0*")}
+    assert [each.outcome for each in copy_run(here, tmp_path / "copy")] == ["copied", "copied"]
+    assert shown_by("show", f"{here}@20")[0] == 0
+    with pytest.raises(UnreachableError, match="quarantine"):
+        verify_run(Run(here))
+    with pytest.raises((UnreachableError, SaveError), match="quarantine"), Run(here) as run:
+        run.delete([10])
+    assert {path: path.read_bytes() for path in held} == held
+
+
 def test_a_log_that_is_read_during_a_rollback_lacks_no_line(tmp_path: Path) -> None:
     class Meanwhile(LocalStorage):
         asked = False
@@ -499,7 +528,7 @@ def test_a_log_that_is_read_during_a_rollback_lacks_no_line(tmp_path: Path) -> N
     with filled(tmp_path, 10, 20):
         pass
     storage = Meanwhile(tmp_path)
-    assert Run(storage).log.view.problem is None
+    assert Run(storage).log.view.problem_with({}) is None
     assert storage.asked
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -87,8 +87,9 @@ class Aside:
 class LogView:
     """What the lines of a log say together, up to the first damaged one."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, list_quarantine: Callable[[], list[str]]) -> None:
         self.where = where
+        self._list_quarantine = list_quarantine
         self.problem: str | None = None
         """Why nothing may be decided by the log; None if all is well."""
         self.last: Line | None = None
@@ -116,9 +117,11 @@ class LogView:
     @classmethod
     def read(cls, storage: Storage, run: str | None = None) -> LogView:
         """Read the log of the run with the id `run` (None: any); its damage becomes the `problem`."""
-        view = cls(f"{storage.where}/{log_place(storage, LOG)}")
-        with reading(f"{storage.where}: the list of its quarantine"):
-            aside = moved_aside(storage)  # before the log, which may grow meanwhile
+        where = f"{storage.where}/{log_place(storage, LOG)}"
+        view = cls(where, lambda: moved_aside(storage))
+        with suppress(OSError):  # whoever asks for a problem with it lists it then
+            names = moved_aside(storage)  # before the log, which may grow meanwhile
+            view._list_quarantine = lambda: names
         try:
             for line in read_log(storage, LOG):
                 view.add(line)
@@ -129,11 +132,6 @@ class LogView:
             if view.last is None and _holds_data(storage):
                 raise CorruptionError(
                     f"{view.where}: expected a log beside the checkpoints, found none, or an empty one."
-                )
-            if view.knows_aside and (unexplained := view.unexplained(aside)):
-                raise CorruptionError(
-                    f"{view.where}: expected a line for each checkpoint and pack in {QUARANTINE}, "
-                    f"found none for {few(unexplained)}: the last lines are missing."
                 )
         except CorruptionError as error:
             view.problem = f"{error}{REPAIR_ADVICE}"
@@ -187,14 +185,22 @@ class LogView:
                 self.knows_aside = self.knows_aside and not event.rules
 
     def require(self, references: Mapping[int, LineReference] | None = None) -> None:
-        """Raise `CorruptionError` for a problem, or a line of `references` that is missing."""
+        """Raise `CorruptionError` for a problem, or a line of `references` that is missing.
+
+        Raises `OSError` if the quarantine cannot be listed.
+        """
         if problem := self.problem_with(references or {}):
             raise CorruptionError(problem)
 
     def problem_with(self, references: Mapping[int, LineReference]) -> str | None:
-        """The problem of the log beside these checkpoints, None for none; see `require`."""
-        if self.problem is not None or not (lost := self.lost(references)):
+        """The problem of the log beside these checkpoints, None for none; see `require`.
+
+        Raises `OSError` if the quarantine cannot be listed.
+        """
+        if self.problem is not None:
             return self.problem
+        if not (lost := self.lost(references)):
+            return self._problem_with_quarantine()
         number, found = references[lost[0]].number, "ends before it"
         if self.last is not None and number <= self.last.number:
             found = "has another line there: it is the log of another run"
@@ -206,6 +212,15 @@ class LogView:
     def lost(self, references: Mapping[int, LineReference]) -> list[int]:
         """The steps of the checkpoints that refer to lines which are not there."""
         return [step for step, line in sorted(references.items()) if not self._has(line)]
+
+    def _problem_with_quarantine(self) -> str | None:
+        unexplained = self.unexplained(self._list_quarantine())
+        if not self.knows_aside or not unexplained:
+            return None
+        return (
+            f"{self.where}: expected a line for each checkpoint and pack in {QUARANTINE}, found none "
+            f"for {few(unexplained)}: the last lines are missing.{REPAIR_ADVICE}"
+        )
 
     def unexplained(self, names: Iterable[str]) -> list[str]:
         """Those of the `names` in quarantine of which no line says why they lie there."""
@@ -386,7 +401,8 @@ def read_journal(
     lines that are there. Raises CorruptionError or UnreachableError.
     """
     view = LogView.read(storage)
-    view.require(references)
+    with reading(f"{storage.where}: the list of its quarantine"):
+        view.require(references)
     yield from view.entries(storage)
 
 

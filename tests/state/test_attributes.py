@@ -377,12 +377,13 @@ def test_a_graph_that_waits_for_its_backward_pass_is_refused(place: str) -> None
     """Negative control: after that pass the number is saved without the graph."""
     owner = Holder() if place == "object" else torch.nn.Linear(1, 1)
     loss = torch.nn.Parameter(torch.ones(2)).square().sum()
-    state: State = {"owner": owner}
-    if place in ("member", "list"):
-        state["losses"] = loss if place == "member" else [loss]
-    else:
-        owner.value = loss
     with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        state: State
+        state, _ = manager.restore_or_initialize({"owner": owner, "losses": None})
+        if place in ("member", "list"):
+            state["losses"] = loss if place == "member" else [loss]
+        else:
+            owner.value = loss
         for _ in range(2):
             with pytest.raises(
                 UnsupportedLeafError, match=r"(losses|owner).*a tensor with a graph"
@@ -455,3 +456,21 @@ def test_each_process_of_a_group_has_its_own_attributes(tmp_path: Path) -> None:
     assert play(2, counts) == [(0, None), (0, None)]
     assert play(2, counts) == [(1, [1.0]), (2, [2.0])]
     assert play(1, counts) == [(2, [2.0])]  # that of process 0
+
+
+class Shown(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.ones(2, 2))
+        self.row = self.table[0]
+
+
+def test_a_graph_of_what_is_not_stored_stops_no_save() -> None:
+    """A view of a parameter, and an object that each forward pass makes anew."""
+    net = Shown()
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        manager.restore_or_initialize({"net": net})
+        net.made = torch.distributions.Normal(net.table.square().sum(), 1.0)
+        manager.save(1, {"net": net})
+        manager.wait_until_finished()
+        assert manager.latest_step() == 1

@@ -194,6 +194,10 @@ class Attributes(ExtraMember):
                 refuse_addresses(value, path_of(owner.path, key), known)
                 if not is_plain:
                     _require_present(value, fresh.get(key), path_of(owner.path, key))
+                    with PathInErrors(path_of(owner.path, key)):
+                        for part in parts_inside(value):
+                            if kind_of(part) is Kind.ARRAY and hasattr(part, "grad_fn"):
+                                refuse_pending(part)
                 if not is_plain and id(value) in first:
                     same[path] = first[id(value)][0]
                 elif not _add(leaves, value, path, form or _form_by_names(value, known)):
@@ -490,9 +494,6 @@ def _inside(
     if kind is Kind.OTHER and its_type is FunctionType and len(key) <= _DEEPEST:
         yield from _of_function(key, value, known, owner)
         return
-    if kind is Kind.ARRAY and getattr(value, "grad_fn", None) is not None:
-        with PathInErrors(path_of(owner.path, key)):
-            refuse_pending(value)
     if kind is Kind.ARRAY and known.is_view(value):
         shown = value.storage_offset(), value.shape, value.stride()
         yield (*key, _VIEW), (memory_of(value), *shown)

@@ -82,8 +82,7 @@ class TorchState(Adapter):
             return None
         if value.is_meta:
             raise UnsupportedLeafError("a tensor on the meta device has no data.")
-        if value.grad_fn is not None:
-            refuse_pending(value)
+        refuse_pending(value)
         part, compares_shards = None, False
         if is_dtensor(value):
             compares_shards = current_rank_context().compares_shards

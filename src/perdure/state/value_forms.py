@@ -252,7 +252,7 @@ def with_pairs(value: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.grad_fn is not None:
         refuse_pending(value)
-        return value.detach()
+        return value.detach()  # the graph is of this process
     if isinstance(value, enum.Enum) and class_named(type_name(value)) is type(value):
         name = value.value if isinstance(value, enum.Flag) else value.name
         return Form({_LISTED: name, "in": type_name(value)})
@@ -275,6 +275,8 @@ def with_pairs(value: Any) -> Any:
 def refuse_pending(tensor: Any) -> None:
     """Refuse a tensor through whose graph a backward pass can still go: no checkpoint has a graph, so
     that a resumed program would lack its gradients. One that was used is freed, and not missed."""
+    if tensor.grad_fn is None:
+        return
     pending, seen = [tensor.grad_fn], set[Any]()
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop()

@@ -70,11 +70,17 @@ def killed_and_resumed(work: Path) -> dict[str, Any]:
     }
 
 
-def augmented(cached: bool = False) -> Any:
-    """A pipeline whose function changes two variables, in batches that are read ahead."""
+def augmented(cached: bool = False, is_resumed: bool = False) -> Any:
+    """A pipeline whose function changes variables, in batches that are read ahead. A resumed process
+    has made the layers in another order, so that they are elsewhere in memory."""
     import tensorflow as tf
 
-    noise, generator = keras.layers.GaussianNoise(0.5), tf.random.Generator.from_seed(1)
+    generator = tf.random.Generator.from_seed(1)
+    seeds = [*range(6)]
+    made = {
+        n: keras.layers.GaussianNoise(0.2, seed=n) for n in (seeds[::-1] if is_resumed else seeds)
+    }
+    noise = keras.Sequential([made[n] for n in seeds])
     pipeline = tf.data.Dataset.from_tensor_slices(arrays()).shuffle(9, seed=3)
     pipeline = (pipeline.cache() if cached else pipeline).batch(BATCH)
 
@@ -84,8 +90,8 @@ def augmented(cached: bool = False) -> Any:
     return pipeline.map(changed).prefetch(2)
 
 
-def unbuilt() -> Any:
-    model = keras.Sequential([keras.layers.Dropout(0.3), keras.layers.Dense(3)])
+def unbuilt(*layers: Any) -> Any:
+    model = keras.Sequential([*layers, keras.layers.Dropout(0.3), keras.layers.Dense(3)])
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
@@ -95,9 +101,9 @@ def augmented_and_resumed(work: Path) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def run(
-        name: str, cached: bool, fault_at: tuple[int, int] | None = None
+        name: str, cached: bool, fault_at: tuple[int, int] | None = None, *, resumed: bool = False
     ) -> tuple[int, End | None]:
-        data = partial(augmented, cached)
+        data = partial(augmented, cached, resumed)
         options: dict[str, Any] = {"model": unbuilt, "x": data, "fault": kill}
         return forked(work / "end", lambda: train(work / name, fault_at, **options))
 
@@ -105,7 +111,7 @@ def augmented_and_resumed(work: Path) -> dict[str, Any]:
     for cached, at in ((False, (1, 2)), (True, (2, 0))):
         _, whole = run(f"augmented-{cached}", cached)
         killed, _ = run(f"killed-{cached}", cached, at)
-        _, again = run(f"killed-{cached}", cached)
+        _, again = run(f"killed-{cached}", cached, resumed=True)
         assert whole is not None and again is not None  # noqa: PT018
         report[str(at)] = killed == -9 and same(again, whole)
     return report
@@ -131,10 +137,20 @@ def unsound(work: Path) -> list[str]:
         context._seed = seed
     sets = [pipeline, seeded, unseeded, pipeline.map(of_python), shuffled.skip(6), kept.skip(6)]
     sets.append(shuffled.cache().shuffle(9, seed=2))
+    noise = keras.layers.GaussianNoise(0.1)
+    noisy = pipeline.map(lambda x, y: (noise(x, training=True), y))
+    sets += [noisy, noisy, pipeline]
+
+    def of_global_seed() -> Any:
+        keras.random.normal(())  # makes it
+        normal: Any = keras.random.normal
+        return pipeline.map(lambda x, y: (x + normal((5,)), y)).batch(6)
+
     said = []
     for number, data in enumerate(sets):
         source = {4: shuffled, 5: kept}.get(number, pipeline)
         options = {"x": data.batch(6), "validation_data": source.take(6).batch(6), "epochs": 1}
+        options |= {8: {"model": partial(unbuilt, noise)}, 9: {"x": of_global_seed}}.get(number, {})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train(work / f"unsound{number}", **options)

@@ -61,8 +61,9 @@ def test_what_a_pipeline_draws_from_variables_is_a_part_of_the_position(report: 
 def test_a_pipeline_that_returns_other_batches_is_named(report: Any) -> None:
     if report["backend"] != "tensorflow":
         pytest.skip("it needs TensorFlow")
-    plain, seeded, unseeded, python, shared, kept, twice = report["unsound"]
-    assert [plain, seeded, kept] == ["", "", ""], "controls"
+    plain, seeded, unseeded, python, shared, kept, twice, noisy, *one_seed = report["unsound"]
+    assert [plain, seeded, kept, noisy] == ["", "", "", ""], "controls"
+    assert [text.count("from which the model draws, too") for text in one_seed] == [1, 1]
     assert "draws without a seed (RandomUniform)" in unseeded
     assert "calls Python" in python
     assert "parts of one shuffled" in shared

@@ -379,7 +379,7 @@ def loader_generators(data: fit_internals.FitData) -> list[Any]:
     return list({id(generator): generator for generator in generators if generator}.values())
 
 
-def position_warning(data: fit_internals.FitData, validation: Any) -> str | None:
+def position_warning(data: fit_internals.FitData, validation: Any, model: Any) -> str | None:
     """Why the position in the data may not be restored exactly, and what to do; None if it is."""
     if data.kind == "generator":
         return (
@@ -401,7 +401,7 @@ def position_warning(data: fit_internals.FitData, validation: Any) -> str | None
                     f"backup. Give it `state_dict` and `load_state_dict`."
                 )
     if data.kind == "tf.data":
-        return tf_pipeline.warning(data.tf_dataset(), validation)
+        return tf_pipeline.warning(data.tf_dataset(), validation, fit_internals.seeds_of(model))
     if data.kind == "DataLoader":
         from torch.utils import data as torch_data
 

@@ -17,7 +17,9 @@ from typing import Any, Literal
 from weakref import ref
 
 import keras
+from keras.src.backend.common import global_state
 from keras.src.callbacks.monitor_callback import MonitorCallback
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -26,6 +28,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchData
 from keras.src.utils.io_utils import print_msg
 
 from perdure.errors import TrainError
+from perdure.state.keras_state import SEED
 
 __all__ = ["MonitorCallback", "print_msg"]
 
@@ -256,6 +259,13 @@ def compiled_metrics(model: Any) -> Any:
 def layers_of(model: Any) -> list[Any]:
     """The layers of a model and those inside of them, in Keras's order."""
     return model._flatten_layers(include_self=False)
+
+
+def seeds_of(model: Any) -> list[Any]:
+    """The seeds of a model, and the one from which layers and functions without a seed draw."""
+    shared = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    seeds = [variable for variable in model.variables if variable.name == SEED]
+    return seeds if shared is None else [*seeds, shared.state]
 
 
 def has_direction(callback: Any) -> bool:

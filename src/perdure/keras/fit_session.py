@@ -50,7 +50,8 @@ class FitSession(Callback):
         allow: tuple[str, ...],
     ) -> None:
         super().__init__()
-        if problem := position_warning(fit.iterator.data, fit.arguments["validation_data"]):
+        validation = fit.arguments["validation_data"]
+        if problem := position_warning(fit.iterator.data, validation, fit.model):
             warnings.warn(f"BackupAndRestore: {problem}", stacklevel=4)
         self._fit = fit
         self._manager = manager

@@ -39,11 +39,15 @@ def reordering(dataset: Any) -> list[Any]:
 
 
 def variables(dataset: Any) -> list[Any]:
-    """The variables that functions of a pipeline may change, each one once, in a fixed order."""
+    """The variables that functions of a pipeline may change, each one once, in the order in which the
+    functions use them first."""
     found = {}
     for graph in _graphs(dataset):
         if any(node.op.startswith(_CHANGES) for node in _operations(graph)):
-            found |= {id(variable): variable for variable in graph.variables}
+            # TensorFlow keeps the variables of a graph in the order of their addresses in memory.
+            by_handle = {id(variable.handle): variable for variable in graph.variables}
+            handles = [id(value) for value in graph.external_captures if id(value) in by_handle]
+            found |= {id(by_handle[each]): by_handle[each] for each in handles}
     return list(found.values())
 
 
@@ -56,8 +60,9 @@ def restore(held: list[Any], saved: list[Any]) -> None:
         variable.assign(value)
 
 
-def warning(dataset: Any, validation: Any) -> str | None:
-    """Why a pipeline may return other batches when it is read again, and what to do; None if not."""
+def warning(dataset: Any, validation: Any, others: list[Any]) -> str | None:
+    """Why a pipeline may return other batches when it is read again, and what to do; None if not.
+    `others` are the seeds of all else."""
     import tensorflow as tf
 
     for node in shuffles(dataset):
@@ -84,6 +89,12 @@ def warning(dataset: Any, validation: Any) -> str | None:
         return (
             "the data are a tf.data.Dataset with `deterministic=False`: a resumed run gets "
             "another order."
+        )
+    if not {id(seed.value) for seed in others}.isdisjoint(map(id, variables(dataset))):
+        return (
+            "the data are a tf.data.Dataset that draws from a seed from which the model draws, too: a "
+            "resumed run draws other numbers. Give the pipeline layers of its own, and a "
+            "`keras.random.SeedGenerator` to each function of `keras.random`."
         )
     for node in (each for graph in _graphs(dataset) for each in _operations(graph)):
         if node.op in _PYTHON:

@@ -25,7 +25,18 @@ else:
 
 import keras
 import numpy as np
-from cases import BATCH, End, arrays, network, same, train
+from cases import (
+    BATCH,
+    End,
+    Fault,
+    OfAttributes,
+    OfVariable,
+    arrays,
+    compiled,
+    network,
+    same,
+    train,
+)
 from keras_behaviours import check_behaviours
 
 from perdure import CheckpointManager
@@ -114,6 +125,33 @@ def augmented_and_resumed(work: Path) -> dict[str, Any]:
         _, again = run(f"killed-{cached}", cached, resumed=True)
         assert whole is not None and again is not None  # noqa: PT018
         report[str(at)] = killed == -9 and same(again, whole)
+    return report
+
+
+def losses_resumed(work: Path) -> dict[str, Any]:
+    """Whether losses that change something resume, and what a `fit` says about them."""
+    report = {}
+    for name, kind, eagerly in (
+        ("variable", OfVariable, False),
+        ("attribute", OfAttributes, True),
+        ("compiled", OfAttributes, False),
+    ):
+
+        def model(kind: Any = kind, eagerly: bool = eagerly) -> Any:
+            return compiled(kind(), run_eagerly=eagerly)
+
+        x, y = arrays(4 * BATCH - 2)
+        options: dict[str, Any] = {"model": model, "x": x, "y": y, "batch_size": BATCH}
+        whole = train(work / f"{name}-whole", **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                train(work / name, (1, 2), **options)
+            except Fault:
+                again = train(work / name, **options)
+        texts = [str(each.message) for each in caught]
+        said = "".join(text for text in texts if text.startswith("BackupAndRestore"))
+        report[name] = [same(again, whole), said]
     return report
 
 
@@ -247,6 +285,7 @@ def main(work: Path) -> None:
     if backend == "tensorflow":
         report["resumed"] = killed_and_resumed(work)
         report["augmented"] = augmented_and_resumed(work)
+        report["losses"] = losses_resumed(work)
     report["behaviours"] = check_behaviours(work)
     if backend == "tensorflow":
         report["unsound"] = unsound(work)

@@ -83,6 +83,40 @@ def network(units: int = 6, rate: float = 1e-2, mc_dropout: bool = False, **comp
     return model
 
 
+class OfVariable(keras.losses.Loss):
+    """Divides the loss by its moving mean, a variable in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = {"means": [keras.Variable(1.0, trainable=False)]}
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        ops: Any = keras.ops
+        loss, mean = ops.mean(ops.square(y_pred - 1), -1), self.parts["means"][0]
+        mean.assign(0.9 * mean + 0.1 * ops.mean(loss))
+        return loss / ops.stop_gradient(mean.value)
+
+
+class OfAttributes(keras.losses.Loss):
+    """Anneals the loss by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        ops: Any = keras.ops
+        self.calls += 1
+        return ops.mean(ops.square(y_pred - 1), -1) / self.calls
+
+
+def compiled(loss: Any = None, rate: Any = 0.02, kind: Any = keras.Sequential, **named: Any) -> Any:
+    model = kind([keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(3)])
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(rate), loss, **named)
+    return model
+
+
 def train(
     backup: Path | None,
     fault_at: tuple[int, int] | None = None,

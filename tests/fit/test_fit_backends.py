@@ -58,6 +58,13 @@ def test_what_a_pipeline_draws_from_variables_is_a_part_of_the_position(report: 
     assert report["augmented"] == {"(1, 2)": True, "(2, 0)": True}
 
 
+def test_what_a_loss_changes_comes_back(report: Any) -> None:
+    if report["backend"] != "tensorflow":
+        pytest.skip("test_fit_state.py has PyTorch; on JAX a loss changes nothing")
+    names = ("variable", "attribute", "compiled")
+    assert report["losses"] == {name: [True, ""] for name in names}
+
+
 def test_a_pipeline_that_returns_other_batches_is_named(report: Any) -> None:
     if report["backend"] != "tensorflow":
         pytest.skip("it needs TensorFlow")

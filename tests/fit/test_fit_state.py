@@ -14,7 +14,19 @@ import keras
 import numpy as np
 import pytest
 import torch
-from cases import BATCH, BATCHES, EPOCHS, Fault, arrays, network, same, train
+from cases import (
+    BATCH,
+    BATCHES,
+    EPOCHS,
+    Fault,
+    OfAttributes,
+    OfVariable,
+    arrays,
+    compiled,
+    network,
+    same,
+    train,
+)
 
 from perdure import CheckpointManager
 from perdure.errors import RecipeMismatchError, TrainError
@@ -209,10 +221,10 @@ def test_what_the_functions_of_callbacks_use_comes_back(
 class Collecting(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
-        self.unchanged, self.epochs = {1, 2}, [torch.zeros(1)]
+        self.unchanged, self.epochs = {1, 2}, [object()]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.epochs.append(torch.zeros(1))
+        self.epochs.append(object())
 
 
 def test_a_callback_attribute_that_cannot_be_saved_warns_once(tmp_path: Path) -> None:
@@ -370,6 +382,100 @@ def test_attributes_of_a_model_that_training_changes_come_back(tmp_path: Path) -
             train(tmp_path / "run", fault_at, callbacks=lambda: [Changing()], model=weighted)
         end = train(tmp_path / "run", callbacks=lambda: [Changing()], model=weighted)
         assert same(end, whole)
+
+
+def of_closure() -> Any:
+    calls, recent = 0, list[int]()
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        recent.append(calls)
+        return (y_pred**2).mean(-1) * (sum(recent[-3:]) + calls)
+
+    return loss
+
+
+CALLS = 0
+
+
+def of_program(y_true: Any, y_pred: Any) -> Any:
+    global CALLS
+    CALLS += 1
+    return (y_pred**2).mean(-1) * (1 + 0.1 * CALLS)
+
+
+def of_new_process() -> Any:
+    global CALLS
+    CALLS = 0
+    return of_program
+
+
+class OfCalls(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: Any) -> Any:
+        self.calls += 1
+        return 0.1 / self.calls
+
+
+class Total(keras.metrics.Metric):
+    """Counts in attributes, over all epochs."""
+
+    def __init__(self) -> None:
+        super().__init__(name="total")
+        self.sum, self.calls = 0.0, np.float64(0)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.sum += float((y_pred.detach() ** 2).mean())
+        self.calls += 1
+
+    def result(self) -> Any:
+        return self.sum / max(1, self.calls)
+
+    def reset_state(self) -> None:
+        pass
+
+
+class Noisy(keras.Sequential):
+    """Draws from a generator of PyTorch; its loss has a further loss, whose scale is a tensor."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.noise = torch.Generator().manual_seed(3)
+        self.more, self.scale = [OfAttributes()], torch.ones(())
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.scale = self.scale * 0.9
+        return super().train_step((x + torch.randn(x.shape, generator=self.noise), y))
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *given: Any, **named: Any) -> Any:
+        more = self.more[0](y, y_pred) * float(self.scale)
+        return super().compute_loss(x, y, y_pred, *given, **named) + more
+
+
+@pytest.mark.filterwarnings("error:BackupAndRestore")
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: compiled(OfVariable()),
+        lambda: compiled([OfAttributes()]),
+        lambda: compiled(of_closure()),
+        lambda: compiled(of_new_process()),
+        lambda: compiled(rate=OfCalls()),
+        lambda: compiled(metrics=[Total()]),
+        lambda: compiled(kind=Noisy),
+    ],
+    ids=["variable", "attributes", "closure", "global", "schedule", "metric", "model"],
+)
+def test_what_the_parts_of_a_model_change_comes_back(model: Any, tmp_path: Path) -> None:
+    whole = train(None, model=model)
+    for fault_at in ((1, 2), (1, -1)):
+        with pytest.raises(Fault):
+            train(tmp_path / "run", fault_at, model=model)
+        assert same(train(tmp_path / "run", model=model), whole)
 
 
 def test_a_model_checkpoint_is_durable_before_the_next_backup(

@@ -1,20 +1,23 @@
-"""What a `fit` holds outside of variables: attributes of its callbacks, and of its model, that changed
-since training began.
+"""What a `fit` holds outside of variables: attributes of its callbacks, of its model and of what that
+was compiled with, that changed since training began.
 
 A callback with `state_dict` defines its own. Of others every value that has an exact form and has
 changed is saved; a warning names those that have none. They are packed into one text and arrays,
-because they grow and have no template. Attributes of layers and optimizers count where the step reads
-them (PyTorch, `run_eagerly`). A compiled step has read them once: a later change is only warned about.
+because they grow and have no template. What layers, optimizers, schedules, losses and metrics hold
+counts where the step reads it (PyTorch, `run_eagerly`). A compiled step has read it once: a later
+change is only warned about. Variables that a step changes are saved in both cases.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
-from types import CellType, CodeType, FunctionType, ModuleType
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import keras
@@ -30,12 +33,13 @@ from keras.callbacks import (
 from perdure.errors import StateError, TrainError, UnsupportedLeafError
 from perdure.keras.fit_internals import (
     CALLBACK_ATTRIBUTES,
+    compiled_with,
     has_direction,
     layers_of,
     set_direction,
 )
 from perdure.state import bits
-from perdure.state.attribute_values import put_value, untracked
+from perdure.state.attribute_values import Kind, kind_of, put_value, untracked
 from perdure.state.containers import (
     PLAIN_MAPPINGS,
     build_container,
@@ -44,7 +48,7 @@ from perdure.state.containers import (
 )
 from perdure.state.keras_state import attributes_of
 from perdure.state.leaf_spec import type_name
-from perdure.state.program_code import is_of_program, is_program_module
+from perdure.state.program_code import changed_cells, is_of_program, is_program_module
 from perdure.state.value_forms import Form, made_value, mapping_like, whole_form
 from perdure.store.manifest import OF_TARGET, Container
 from perdure.text import few
@@ -62,15 +66,22 @@ _MEMBERS = (
     keras.optimizers.Optimizer,
     keras.metrics.Metric,
 )
+_COMPILED = (
+    keras.losses.Loss,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+)
 
 
 class CallbackState:
-    """The callbacks of a `fit` except `excluded`, its `model` and its optimizer. Made after
-    `on_train_begin` of all callbacks."""
+    """The callbacks of a `fit` except `excluded`, its `model` and what that was compiled with. Made
+    after `on_train_begin` of all callbacks."""
 
     def __init__(self, callbacks: list[Any], excluded: tuple[Any, ...], model: Any) -> None:
         self._named: dict[str, Any] = {}
         self._warned = False
+        self._model = model
         self._owners = _owners(model)
         self._is_read = keras.backend.backend() == "torch" or bool(model.run_eagerly)
         self._traced: dict[str, Any] | None = None
@@ -80,12 +91,12 @@ class CallbackState:
                 kind = type(callback).__name__
                 count[kind] += 1
                 name = kind if count[kind] == 1 else f"{kind}_{count[kind]}"
-                self._named |= {name: callback, **_code_of(name, callback)}
+                self._named |= {name: callback, **_code_of(name, callback, of_step=False)}
         if self._is_read:
             self._named |= self._owners
         self._before = {
-            name: {} if self._is_stateful(name) else _packed(callback)
-            for name, callback in self._named.items()
+            name: {} if self._is_stateful(name) else _packed(owner)
+            for name, owner in (self._named | self._owners).items()
         }
         self._containers_before = {
             name: _containers(callback) for name, callback in self._named.items()
@@ -97,20 +108,24 @@ class CallbackState:
             self._traced = {name: _packed(owner) for name, owner in self._owners.items()}
 
     def _is_stateful(self, name: str) -> bool:
-        owner = self._named[name]
-        return name not in self._owners and not isinstance(owner, type) and is_stateful(owner)
+        owner = (self._named | self._owners)[name]
+        is_owner = isinstance(owner, (type, keras.Layer, keras.optimizers.Optimizer))
+        return not is_owner and is_stateful(owner)
 
     def members(self) -> dict[str, Any]:
-        """The variables, models, optimizers and seeds that callbacks hold, for the state."""
+        """The variables, models, optimizers and seeds that callbacks, losses and schedules hold."""
+        model = self._model
+        seen = {id(owner) for owner in self._owners.values() if isinstance(owner, _MEMBERS)}
+        optimizer = [] if model.optimizer is None else model.optimizer.variables
+        variables = [*model.variables, *optimizer, *model.metrics_variables]
+        seen |= set(map(id, variables))
         found: dict[str, Any] = {}
-        for name, callback in self._named.items():
-            is_users = name not in self._owners and is_of_program(type(callback))
-            if is_users and not self._is_stateful(name):
-                for attribute, value in _attributes(callback).items():
-                    if isinstance(value, _MEMBERS) and getattr(value, "built", True):
-                        found[f"{name}.{attribute}"] = value
-        counted = set(map(id, self._owners.values()))
-        return {name: value for name, value in found.items() if id(value) not in counted}
+        for name, owner in (self._named | self._owners).items():
+            is_part = is_of_program(type(owner)) and not isinstance(owner, keras.Layer)
+            if is_part and not self._is_stateful(name):
+                for attribute, value in _attributes(owner).items():
+                    found |= _members_in(value, f"{name}.{attribute}", seen)
+        return found
 
     def state(self) -> dict[str, Any]:
         """Plain values by callback; callbacks that have not changed are left out."""
@@ -124,6 +139,17 @@ class CallbackState:
         self._warn_of_lost()
         return states
 
+    def reset(self) -> None:
+        """Undo what has changed since training began: building a model calls its losses once more."""
+        for name, owner in (self._named | self._owners).items():
+            self._put_back(name, owner)
+
+    def _put_back(self, name: str, owner: Any) -> None:
+        for attribute, packed in self._before[name].items():
+            value = untracked(_attributes(owner).get(attribute))
+            if not is_plain(value) or not bits.same(pack(value), packed):
+                _set(owner, attribute, put_value(value, unpack(packed)))
+
     def restore(self, states: dict[str, Any]) -> None:
         """Restore the callbacks, whatever they have done since training began."""
         for name, callback in self._named.items():
@@ -135,10 +161,7 @@ class CallbackState:
             if "own" in state:
                 continue
             # Unchanged attributes are not stored, and may have changed when the epoch began again.
-            for attribute, packed in self._before[name].items():
-                value = untracked(_attributes(callback).get(attribute))
-                if not is_plain(value) or not bits.same(pack(value), packed):
-                    _set(callback, attribute, put_value(value, unpack(packed)))
+            self._put_back(name, callback)
             if state["operator"] and not has_direction(callback):
                 set_direction(callback)
             for attribute, value in state["changed"].items():
@@ -195,13 +218,17 @@ class CallbackState:
 
 
 class _Variables:
-    """The variables that functions of a callback use outside of it: those that they close over, and
-    those of the program's modules. Not lists and arrays, which are logs and data."""
+    """The variables that functions use outside of themselves: those that they close over, and those of
+    the program's modules. Not lists and arrays, which are logs and data, except those that a function
+    `of_step` closes over and may change."""
 
-    def __init__(self, functions: list[FunctionType]) -> None:
+    def __init__(self, functions: list[FunctionType], *, of_step: bool) -> None:
         self._cells: dict[str, CellType] = {}
         self._globals: dict[str, dict[str, Any]] = {}
+        self._changed: set[str] = set()
         for number, function in enumerate(functions):
+            if of_step:
+                self._changed |= {f"{number}.{name}" for name in changed_cells(function)}
             names = function.__code__.co_freevars
             for name, cell in zip(names, function.__closure__ or (), strict=True):
                 if name != "__class__":
@@ -217,7 +244,7 @@ class _Variables:
                 found[name] = cell.cell_contents
         for name, variables in self._globals.items():
             found[name] = variables.get(name.rpartition(".")[2])
-        return {name: value for name, value in found.items() if _is_counted(value)}
+        return {n: v for n, v in found.items() if n in self._changed or _is_counted(v)}
 
     def set(self, name: str, value: Any) -> None:
         if name in self._cells:
@@ -236,23 +263,30 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _is_counted(value: Any) -> bool:
     parts = value.values() if isinstance(value, dict) else value
-    has_arrays = isinstance(value, _CONTAINERS) and any(hasattr(part, "shape") for part in parts)
+    has_arrays = isinstance(value, _CONTAINERS) and any(map(_is_array, parts))
     is_other = callable(value) or isinstance(value, (list, ModuleType, *_MEMBERS))
-    return not (has_arrays or is_other or hasattr(value, "shape"))
+    return not (has_arrays or is_other or _is_array(value))
 
 
-def _code_of(name: str, callback: Any) -> dict[str, Any]:
-    """The program's classes of a callback, whose attributes may count for all of its objects, and the
-    variables that its functions use."""
-    classes = {base.__qualname__: base for base in type(callback).__mro__ if is_of_program(base)}
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and not isinstance(value, np.generic)
+
+
+def _code_of(name: str, owner: Any, *, of_step: bool) -> dict[str, Any]:
+    """The program's classes of a callback or a part of the model, whose attributes may count for all of
+    its objects, and the variables that its functions use; `of_step`: the step calls them."""
+    classes = {base.__qualname__: base for base in type(owner).__mro__ if is_of_program(base)}
     held = [
-        *vars(callback).values(),
+        owner,
+        *getattr(owner, "__dict__", {}).values(),
         *(v for base in classes.values() for v in vars(base).values()),
     ]
     functions = [each for each in held if isinstance(each, FunctionType)]
     functions = [each for each in functions if is_program_module(each.__module__)]
     named: dict[str, Any] = {f"class {each}": base for each, base in classes.items()}
-    return named | {f"variables of {name}": _Variables(functions)}
+    if functions:
+        named[f"variables of {name}"] = _Variables(functions, of_step=of_step)
+    return named
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
@@ -263,10 +297,60 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 def _owners(model: Any) -> dict[str, Any]:
-    """The model, its layers and its optimizer by a name that does not depend on Keras's numbers."""
+    """The model, its layers, its optimizer, and the losses, metrics, schedules and functions of the
+    program that it holds or was compiled with, by a name that does not depend on Keras's numbers; with
+    the code of each."""
     layers = {f"layer {number}": layer for number, layer in enumerate(layers_of(model))}
     optimizer = {} if model.optimizer is None else {"optimizer": model.optimizer}
-    return {"model": model, **optimizer, **layers}
+    owners = {"model": model, **optimizer, **layers}
+    seen: set[int] = set()
+    for name, value in {**compiled_with(model), **optimizer, **layers, "model": model}.items():
+        owners |= {path: part for path, part in _parts(value, name, seen) if path not in owners}
+    for name, owner in list(owners.items()):
+        owners |= _code_of(name, owner, of_step=True)
+    return owners
+
+
+def _parts(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The parts of the program, by path, that a step of the model calls: losses, metrics, optimizers,
+    schedules, functions and other objects that can be called."""
+    value = value.__self__ if isinstance(value, MethodType) else value
+    is_users = is_of_program(type(value)) and callable(value)
+    is_part = is_users or isinstance(value, (*_COMPILED, FunctionType, keras.Layer, partial))
+    if id(value) in seen or not (is_part or isinstance(value, (dict, list, tuple))):
+        return
+    seen.add(id(value))
+    if isinstance(value, FunctionType):
+        is_users = is_program_module(value.__module__)
+    if is_users and not isinstance(value, keras.Layer):
+        yield path, value
+    for name, child in _children(value).items():
+        yield from _parts(child, f"{path}.{name}", seen)
+
+
+def _children(value: Any) -> dict[Any, Any]:
+    if isinstance(value, partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return dict(value if isinstance(value, dict) else getattr(value, "__dict__", {}))
+
+
+def _members_in(value: Any, path: str, seen: set[int]) -> dict[str, Any]:
+    """The members that a value is or holds, by path, without those in `seen`."""
+    is_tensorflow = keras.backend.backend() == "tensorflow"
+    tensorflow = sys.modules["tensorflow"] if is_tensorflow else None
+    kinds = (tensorflow.Variable, tensorflow.random.Generator) if tensorflow is not None else ()
+    is_holder = isinstance(value, (dict, list, tuple)) or _is_object(value)
+    if id(value) in seen or not (is_holder or isinstance(value, (*_MEMBERS, *kinds))):
+        return {}
+    seen.add(id(value))
+    if isinstance(value, (*_MEMBERS, *kinds)):
+        return {path: value} if getattr(value, "built", True) else {}
+    found: dict[str, Any] = {}
+    for name, child in _children(value).items():
+        found |= _members_in(child, f"{path}.{name}", seen)
+    return found
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -274,9 +358,10 @@ def _attributes(owner: Any) -> dict[str, Any]:
         return owner.values()
     if isinstance(owner, type):
         return {n: v for n, v in vars(owner).items() if not n.startswith("__") and _is_counted(v)}
-    if not isinstance(owner, (keras.Layer, keras.optimizers.Optimizer)):
-        return {n: v for n, v in vars(owner).items() if n not in CALLBACK_ATTRIBUTES}
-    return attributes_of(owner)
+    if isinstance(owner, (keras.Layer, *_COMPILED)):
+        return attributes_of(owner)
+    held = getattr(owner, "__dict__", {})
+    return {n: v for n, v in held.items() if n not in CALLBACK_ATTRIBUTES}
 
 
 def _packed(callback: Any) -> dict[str, Any]:
@@ -391,6 +476,8 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
     if type(value) is deque:
         items = [_encode(item, arrays) for item in value]
         return {_TAG: "deque", "of": items, "most": value.maxlen}
+    if f"{type(value).__module__}.{type(value).__name__}" == "torch.Tensor":
+        return _encode_tensor(value, arrays)
     try:
         form = whole_form(value, lambda _: None)
     except (StateError, RecursionError) as error:  # it may contain itself
@@ -398,6 +485,26 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
     if form is value:
         raise TypeError(type(value).__name__)
     return _encode(form, arrays)
+
+
+def _encode_tensor(tensor: Any, arrays: dict[str, Any]) -> Any:
+    if kind_of(tensor) is not Kind.ARRAY:
+        raise TypeError("torch.Tensor")
+    import torch
+
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    name = str(len(arrays))
+    arrays[name] = plain.view(torch.uint8).numpy().copy()
+    dtype, device = str(tensor.dtype).rpartition(".")[2], str(tensor.device)
+    is_leaf = tensor.is_leaf and tensor.requires_grad
+    return {_TAG: "tensor", "at": name, "is": [dtype, [*tensor.shape], device, is_leaf]}
+
+
+def _decode_tensor(octets: Any, dtype: str, shape: list[int], device: str, is_leaf: bool) -> Any:
+    import torch
+
+    flat = torch.from_numpy(np.array(octets)).view(getattr(torch, dtype))
+    return flat.reshape(shape).to(device).requires_grad_(is_leaf)
 
 
 def _decode(value: Any, arrays: dict[str, Any]) -> Any:
@@ -408,6 +515,8 @@ def _decode(value: Any, arrays: dict[str, Any]) -> Any:
     match value.get(_TAG):
         case "array":
             return np.array(arrays[value["at"]])
+        case "tensor":
+            return _decode_tensor(arrays[value["at"]], *value["is"])
         case "scalar":
             return np.asarray(arrays[value["at"]])[()]
         case "tuple":

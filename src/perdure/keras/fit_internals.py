@@ -256,6 +256,16 @@ def compiled_metrics(model: Any) -> Any:
     return getattr(model, "_compile_metrics", None)
 
 
+def compiled_with(model: Any) -> dict[str, Any]:
+    """What `compile` was given as the loss and the metrics, in the containers of the program."""
+    loss, metrics = getattr(model, "_compile_loss", None), compiled_metrics(model)
+    return {
+        "loss": getattr(loss, "_user_loss", None),
+        "metrics": getattr(metrics, "_user_metrics", None),
+        "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
+    }
+
+
 def layers_of(model: Any) -> list[Any]:
     """The layers of a model and those inside of them, in Keras's order."""
     return model._flatten_layers(include_self=False)

@@ -172,6 +172,7 @@ class FitSession(Callback):
                 f"fit with epochs={begun} or more, or give BackupAndRestore another directory."
             )
         fit.build()
+        self._callback_state.reset()
         self._restore_members(tree)
         self._epoch, self._logs = position["epoch"], position["logs"]
         if in_epoch:

@@ -32,13 +32,15 @@ def generator_name(value: Any) -> str:
     """What `new_generator` makes a generator of the same kind from."""
     if isinstance(value, np.random.Generator):
         return f"numpy.random.{type(value.bit_generator).__name__}"
-    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+    name = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+    device = getattr(value, "device", None)
+    return name if device is None or device.type == "cpu" else f"{name} {device.type}"
 
 
 def new_generator(name: str) -> Any:
     """A generator of the kind that `generator_name` has named; raises `StateError` for others."""
-    if name == "torch.Generator":
-        return sys.modules["torch"].Generator()
+    if name.startswith("torch.Generator"):
+        return sys.modules["torch"].Generator(name.partition(" ")[2] or "cpu")
     if name == "random.Random":
         return random.Random()
     if name == "numpy.RandomState":

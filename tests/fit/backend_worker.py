@@ -13,6 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,9 @@ def losses_resumed(work: Path) -> dict[str, Any]:
         whole = train(work / f"{name}-whole", **options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
+            with suppress(Fault):
                 train(work / name, (1, 2), **options)
-            except Fault:
-                again = train(work / name, **options)
+            again = train(work / name, **options)
         texts = [str(each.message) for each in caught]
         said = "".join(text for text in texts if text.startswith("BackupAndRestore"))
         report[name] = [same(again, whole), said]

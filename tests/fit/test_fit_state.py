@@ -31,6 +31,8 @@ from cases import (
 from perdure import CheckpointManager
 from perdure.errors import RecipeMismatchError, TrainError
 from perdure.keras import BackupAndRestore, ModelCheckpoint, fit_saving
+from perdure.keras.callback_state import pack, unpack
+from perdure.state import bits
 from perdure.store import Run
 
 
@@ -452,8 +454,28 @@ class Noisy(keras.Sequential):
         return super().train_step((x + torch.randn(x.shape, generator=self.noise), y))
 
     def compute_loss(self, x: Any, y: Any, y_pred: Any, *given: Any, **named: Any) -> Any:
-        more = self.more[0](y, y_pred) * float(self.scale)
-        return super().compute_loss(x, y, y_pred, *given, **named) + more
+        more: Any = self.more[0](y, y_pred)
+        loss: Any = super().compute_loss(x, y, y_pred, *given, **named)
+        return loss + more * float(self.scale)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(()),
+        torch.empty((0, 3)),
+        torch.arange(6.0).reshape(2, 3).T,
+        torch.tensor([True, False]),
+        torch.tensor([-0.0, float("nan")], dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]).conj(),
+        torch.ones(2, requires_grad=True),
+    ],
+)
+def test_a_tensor_in_an_attribute_keeps_its_bits(tensor: Any) -> None:
+    made = unpack(pack([tensor]))[0]
+    assert bits.same(made, tensor)
+    assert (made.shape, made.device) == (tensor.shape, tensor.device)
+    assert made.requires_grad == tensor.requires_grad
 
 
 @pytest.mark.filterwarnings("error:BackupAndRestore")

@@ -503,8 +503,10 @@ def _encode_tensor(tensor: Any, arrays: dict[str, Any]) -> Any:
 def _decode_tensor(octets: Any, dtype: str, shape: list[int], device: str, is_leaf: bool) -> Any:
     import torch
 
-    flat = torch.from_numpy(np.array(octets)).view(getattr(torch, dtype))
-    return flat.reshape(shape).to(device).requires_grad_(is_leaf)
+    made = torch.empty(shape, dtype=getattr(torch, dtype))
+    if made.numel():
+        made.reshape(-1).view(torch.uint8)[:] = torch.from_numpy(np.array(octets))
+    return made.to(device).requires_grad_(is_leaf)
 
 
 def _decode(value: Any, arrays: dict[str, Any]) -> Any:

@@ -108,7 +108,7 @@ class CallbackState:
             self._traced = {name: _packed(owner) for name, owner in self._owners.items()}
 
     def _is_stateful(self, name: str) -> bool:
-        owner = (self._named | self._owners)[name]
+        owner = self._owners[name] if name in self._owners else self._named[name]
         is_owner = isinstance(owner, (type, keras.Layer, keras.optimizers.Optimizer))
         return not is_owner and is_stateful(owner)
 

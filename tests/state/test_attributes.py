@@ -354,7 +354,8 @@ def test_optimizers_that_share_their_groups_share_them_after_a_restore(members: 
 class Frozen(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.ao.nn.intrinsic.ConvReLU1d(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU())
+        conv, relu = torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU()
+        self.layer: Any = torch.ao.nn.intrinsic.ConvReLU1d(conv, relu)
         self.layer.frozen = False  # as `freeze_bn` of the layers that are trained for quantization
 
 
@@ -467,7 +468,7 @@ class Shown(torch.nn.Module):
 
 def test_a_graph_of_what_is_not_stored_stops_no_save() -> None:
     """A view of a parameter, and an object that each forward pass makes anew."""
-    net = Shown()
+    net: Any = Shown()
     with CheckpointManager(MemoryStorage(), recipe={}) as manager:
         manager.restore_or_initialize({"net": net})
         net.made = torch.distributions.Normal(net.table.square().sum(), 1.0)

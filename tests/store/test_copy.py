@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def test_a_step_that_is_pruned_before_its_copy_begins_is_skipped(origin: Path) -
     class Pruned(LocalStorage):
         asked = 0
 
-        def list(self, prefix: str) -> list[str]:
+        def list(self, prefix: str) -> Iterator[str]:
             names = super().list(prefix)
             if prefix == "checkpoints/":
                 self.asked += 1

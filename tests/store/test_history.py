@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +469,7 @@ def test_a_checkpoint_in_quarantine_without_a_line_shows_that_lines_are_missing(
     assert "a restore takes step 10, the newest good one" in shown
     assert "no checkpoint can be restored" not in shown
     loaded = load_good(Run(tmp_path)).loaded
+    assert loaded is not None
     assert loaded.manifest.step == 10, "as the check says"
     for dry_run in (["--dry-run"], []):
         code, shown = shown_by("rollback", tmp_path, "--undo", *dry_run)
@@ -518,7 +520,7 @@ def test_a_log_that_is_read_during_a_rollback_lacks_no_line(tmp_path: Path) -> N
     class Meanwhile(LocalStorage):
         asked = False
 
-        def list(self, prefix: str) -> list[str]:
+        def list(self, prefix: str) -> Iterator[str]:
             if prefix == "quarantine/" and not self.asked:
                 self.asked = True
                 with Run(tmp_path) as writer:

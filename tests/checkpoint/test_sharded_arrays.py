@@ -545,17 +545,23 @@ SHARED: dict[str, Any] = {
 """Six chunks and one of which each process has a half if they are cut along axis 1."""
 
 
-def load_shared(directory: Path, count: int, storage: Any = LocalStorage) -> list[Any]:
-    """Whether each process has its elements of SHARED, or its error; process 1 reads by `storage`."""
+def load_shared(
+    directory: Path, count: int, storage: Any = LocalStorage, *, is_whole: bool = False
+) -> list[Any]:
+    """Whether each process has its elements of SHARED, or all (`is_whole`); process 1 reads by
+    `storage`."""
 
     def program(processes: Pretend) -> Any:
         source = storage(directory) if processes.index == 1 else directory
-        like = {name: np.zeros_like(value) for name, value in SHARED.items()}
+        like = None
+        if not is_whole:
+            like = {name: np.zeros_like(value) for name, value in SHARED.items()}
         with CheckpointManager(source, processes=processes) as manager:
             restored, _ = manager.restore(1, like)
         same = []
         for name, value in SHARED.items():
             own = tuple(slice(*axis) for axis in region(value.shape, processes.index, count))
+            own = (slice(None),) if is_whole else own
             same.append(np.array_equal(restored[name][own], value[own]))
         return all(same)
 
@@ -653,9 +659,10 @@ def test_processes_that_do_not_find_each_other_read_through_the_page_cache(
     assert direct_reads == []
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("verifies", [True, False])
 def test_only_verified_bytes_are_handed_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verifies: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verifies: bool, is_whole: bool
 ) -> None:
     """One process reads a flipped bit. Without verification, the control, it would hand it out."""
     play(1, saver(tmp_path, SHARED, 1))
@@ -672,7 +679,7 @@ def test_only_verified_bytes_are_handed_out(
     class Flipping(LocalStorage):
         def read_into(self, name: str, offset: int, target: memoryview) -> int:
             got = super().read_into(name, offset, target)
-            if len(target) == CHUNK_BYTES and not flipped:
+            if len(target) > 2**20 and not flipped:
                 flipped.append(offset)
                 target[7] ^= 1
             return got
@@ -681,33 +688,35 @@ def test_only_verified_bytes_are_handed_out(
     if not verifies:
         monkeypatch.setattr(reader, "first_fault", lambda *_: None)
     CUTS.update(axis=1)
-    same = load_shared(tmp_path, 3, Flipping)
+    same = load_shared(tmp_path, 3, Flipping, is_whole=is_whole)
     assert len(flipped) == 1
-    assert right
-    assert all(right) == verifies
+    assert is_whole or right
+    assert is_whole or all(right) == verifies
     assert (same == [True] * 3) == verifies  # by a second try, in which each reads by itself
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_gone_leaves_no_other_without_its_elements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, reads: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, reads: list[str], is_whole: bool
 ) -> None:
     """Its connections are closed in the middle, as those of a killed process."""
-    ends, real = [], chunk_sharing.ChunkSharing.give
+    name = "give_whole" if is_whole else "give"
+    ends, real = [], getattr(chunk_sharing.ChunkSharing, name)
 
-    def give(sharing: Any, slot: int, chunks: Any) -> None:
+    def give(sharing: Any, *chunks: Any) -> None:
         if sharing._index == victim and not ends:
             ends.append(chunks)
             for connection in [*sharing._peers._open]:
                 with suppress(OSError):  # the listener
                     connection.shutdown(socket.SHUT_RDWR)
-        real(sharing, slot, chunks)
+        real(sharing, *chunks)
 
-    monkeypatch.setattr(chunk_sharing.ChunkSharing, "give", give)
+    monkeypatch.setattr(chunk_sharing.ChunkSharing, name, give)
     play(1, saver(tmp_path, SHARED, 1))
     CUTS.update(axis=1)
     reads.clear()
-    assert load_shared(tmp_path, 3) == [True] * 3
+    assert load_shared(tmp_path, 3, is_whole=is_whole) == [True] * 3
     assert len(ends) == 1
     assert len(reads) > 7, "the others read what it did not hand out"
 

@@ -1,21 +1,32 @@
-"""Divides the chunks that several processes of one machine need: one reads and verifies each, and
-the others copy their elements out of the very bytes that were verified.
+"""Divides the chunks and the whole arrays that several processes of one machine need: one reads and
+verifies each, and the others copy their elements out of the very bytes that were verified, or map them.
 
 Invariant: no restore depends on another process: each reads by itself what it did not get.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from mmap import ALLOCATIONGRANULARITY
 
 import msgspec
 from msgspec import Struct
 
-from perdure.checkpoint.connections import Connections, Slots, exactly, hello_of, received_memory
+from perdure.checkpoint.connections import (
+    Connections,
+    SharedPages,
+    Slots,
+    exactly,
+    hello_of,
+    own_pages,
+    received_file,
+    received_memory,
+)
 from perdure.store.format import CHUNK_BYTES
 
 SLOTS = 6
@@ -23,13 +34,14 @@ SLOTS = 6
 
 _NUMBER = struct.Struct("!I")
 """The number of a process, the bytes of a request, or a slot whose elements were copied."""
-_CHUNK = struct.Struct("!QIII")
-"""A verified chunk: its number, and slot, place in the slot, and bytes."""
-_END = _CHUNK.pack(0, SLOTS, 0, 0)
+_DONE = struct.Struct("!qQQ")
+"""A verified chunk: its number, its place in the memory of the slots, and its bytes; or a whole array:
+its number below 0, its place in the shared pages, and its bytes."""
+_END = _DONE.pack(0, 2**64 - 1, 0)
 
 
 class _Request(Struct, frozen=True, array_like=True):
-    """The chunks that a process wants to share, with their bytes, and bytes that it reads `alone`."""
+    """The numbers of what a process wants to share, with their bytes, and what it reads `alone`."""
 
     fingerprint: str
     wanted: dict[int, int]
@@ -50,6 +62,11 @@ class ChunkSharing:
         self._peers = Connections("perdure-share")
         self._guard = self._peers.guard
         self._slots = Slots(SLOTS)
+        self._pages = SharedPages()
+        self._places: dict[int, tuple[int, int]] = {}
+        """Place and bytes of the whole arrays that this process reads."""
+        self._whole: dict[int, memoryview] = {}
+        """The whole arrays that are there, by number."""
         self._listener: socket.socket | None = None
         self._request, self._place = _NOTHING, _ignore
         self._connected: set[int] = set()
@@ -62,7 +79,7 @@ class ChunkSharing:
         """The peers that may still hand chunks to this process."""
         self._requests: dict[int, _Request] = {}
         self._takers: dict[int, list[int]] = {}
-        """By the number of a chunk that this process reads, who else needs it."""
+        """By the number of what this process reads, who else needs it."""
         self._held: dict[int, list[int]] = {}
         """By the slot, for each chunk in it the peers that have not copied their elements yet."""
         self._received: set[int] = set()
@@ -71,7 +88,7 @@ class ChunkSharing:
         """Let others of this machine connect that know the name that this returns; empty where that
         is forbidden. All listen before one reads."""
         name = f"perdure-{secrets.token_hex(16)}"
-        if self._slots.file is not None:
+        if self._slots.file is not None and self._pages.file is not None:
             self._listener = self._peers.listen_locally(name)
         self._name = "" if self._listener is None else name
         return self._name
@@ -134,7 +151,7 @@ class ChunkSharing:
     def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
         with self._guard:
             messages = [
-                (index, _CHUNK.pack(number, slot, start, nbytes))
+                (index, _DONE.pack(number, slot * CHUNK_BYTES + start, nbytes))
                 for number, start, nbytes in chunks
                 for index in self._takers.get(number, ())
                 if index in self._consumers
@@ -143,6 +160,26 @@ class ChunkSharing:
             for index, message in messages:
                 self._send(index, message)
             self._free()
+
+    def room(self, sizes: Mapping[int, int]) -> dict[int, memoryview]:
+        total = 0
+        for number, nbytes in sizes.items():
+            self._places[number] = total, nbytes
+            total += -(-nbytes // ALLOCATIONGRANULARITY) * ALLOCATIONGRANULARITY
+        memory = self._pages.grow(total) if total else memoryview(b"")
+        return {n: memory[start : start + nbytes] for n, (start, nbytes) in self._places.items()}
+
+    def give_whole(self) -> None:
+        assert self._pages.file is not None
+        with self._guard:
+            for number, (start, nbytes) in self._places.items():
+                self._whole[number] = own_pages(self._pages.file, start, nbytes)
+                for index in self._takers.get(number, ()):
+                    if index in self._consumers:
+                        self._send(index, _DONE.pack(number, start, nbytes))
+
+    def whole(self, number: int) -> memoryview:
+        return self._whole[number]
 
     def finish(self) -> set[int]:
         with self._guard:
@@ -156,6 +193,7 @@ class ChunkSharing:
         self._listener = None
         self._place = _ignore  # it refers to the shards
         self._slots.close()
+        self._pages.close()
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer the request of a peer, and learn which chunks it has copied, until it closes."""
@@ -170,6 +208,7 @@ class ChunkSharing:
                     self._request if index in self._connected else _NOTHING
                 )
                 self._slots.share(connection)
+                self._pages.share(connection)
                 connection.sendall(_NUMBER.pack(len(body)) + body)
                 self._consumers[index] = connection
                 self._accepted.add(index)
@@ -187,23 +226,30 @@ class ChunkSharing:
         connection.close()
 
     def _take(self, index: int, connection: socket.socket) -> None:
-        """Copy elements of the chunks that a peer hands out, until it ends."""
-        with suppress(OSError, ValueError, struct.error):
+        """Copy elements of the chunks that a peer hands out, and map whole arrays, until it ends."""
+        with suppress(OSError, ValueError, struct.error), ExitStack() as at_end:
             memory = received_memory(connection, SLOTS * CHUNK_BYTES)
+            pages = received_file(connection)
+            at_end.callback(os.close, pages)
             (size,) = _NUMBER.unpack(exactly(connection, _NUMBER.size))
             request = msgspec.msgpack.decode(exactly(connection, size), type=_Request)
             is_same = request.fingerprint == self._request.fingerprint
             with self._guard:
                 self._requests[index] = request if is_same else _NOTHING
                 self._guard.notify_all()
-            while (message := exactly(connection, _CHUNK.size)) != _END:
-                number, slot, start, nbytes = _CHUNK.unpack(message)
-                data = memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES][start : start + nbytes]
-                if len(data) != nbytes or self._request.wanted.get(number) != nbytes:
+            while (message := exactly(connection, _DONE.size)) != _END:
+                number, start, nbytes = _DONE.unpack(message)
+                if self._request.wanted.get(number) != nbytes:
                     raise ConnectionAbortedError
-                self._place(number, data)
-                # If this fails, the peer may have used the memory again: then the chunk did not come.
-                connection.sendall(_NUMBER.pack(slot))
+                if number < 0:
+                    self._whole[number] = own_pages(pages, start, nbytes)
+                else:
+                    data = memory[start : start + nbytes]
+                    if len(data) != nbytes:
+                        raise ConnectionAbortedError
+                    self._place(number, data)
+                    # If this fails, the peer may have used the memory again: then it did not come.
+                    connection.sendall(_NUMBER.pack(start // CHUNK_BYTES))
                 with self._guard:
                     self._received.add(number)
         with self._guard:
@@ -224,7 +270,7 @@ class ChunkSharing:
 
 
 def _readers(requests: Mapping[int, _Request]) -> Iterator[tuple[int, list[int]]]:
-    """Each chunk that several processes want, and these, first the one with the least to read,
+    """The number of what several processes want, and these, first the one with the least to read,
     which reads it."""
     wanting: dict[int, list[int]] = {}
     for index in sorted(requests):

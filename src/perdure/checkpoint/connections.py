@@ -135,17 +135,59 @@ class Slots:
             self.file = None
 
 
-def received_memory(connection: socket.socket, size: int) -> memoryview:
-    """The memory of `size` bytes that the process at the other end shares; others may not change it."""
+class SharedPages:
+    """Memory for what several processes of this machine need whole. It is written once; then each
+    process, this one too, has pages of it that become its own when it changes them."""
+
+    def __init__(self) -> None:
+        self.file: int | None = None
+        if HAS_SHARED_MEMORY:
+            with suppress(OSError):  # forbidden
+                self.file = os.memfd_create("perdure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+
+    def grow(self, size: int) -> memoryview:
+        """The memory to be written, of `size` bytes; raises `OSError` if there is none."""
+        assert self.file is not None
+        os.ftruncate(self.file, size)
+        return memoryview(mmap.mmap(self.file, size))
+
+    def share(self, connection: socket.socket) -> None:
+        """Let the process at the other end map the memory."""
+        if self.file is None:
+            raise ConnectionRefusedError("there is no memory to share")
+        socket.send_fds(connection, [_FILE], [self.file])
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+def own_pages(file: int, start: int, size: int) -> memoryview:
+    """Pages of a file of `SharedPages`; `start` is a multiple of the size of a page."""
+    return memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, offset=start))
+
+
+def received_file(connection: socket.socket) -> int:
+    """The file of the memory that the process at the other end shares, to be closed by the caller."""
     _, files, _, _ = socket.recv_fds(connection, len(_FILE), 1)
     if not files:
         raise ConnectionResetError("the connection was closed")
-    try:
-        if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise OSError("its shared memory could be cut while it is read")
-        return memoryview(mmap.mmap(files[0], size, prot=mmap.PROT_READ))
-    finally:
+    if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         os.close(files[0])
+        raise OSError("its shared memory could be cut while it is read")
+    return files[0]
+
+
+def received_memory(connection: socket.socket, size: int) -> memoryview:
+    """The memory of `size` bytes that the process at the other end shares; others may not change it."""
+    file = received_file(connection)
+    try:
+        return memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
+    finally:
+        os.close(file)
 
 
 def hello_of(connection: socket.socket, size: int) -> memoryview:

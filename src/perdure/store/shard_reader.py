@@ -1,14 +1,14 @@
 """Reads what one of several processes needs: only the chunks in which it has elements, each verified.
 
 A chunk that lies in one shard is read into it; others pass through the memory of a few chunks. The
-processes of one machine divide what several of them need (`SharedReads`), of large arrays that each has
-whole, too. Without that, chunks that lie in several shards are read through the page cache.
+processes of one machine divide what several of them need (`SharedReads`), and large arrays that each
+has whole. Without that, chunks that lie in several shards are read through the page cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import accumulate, pairwise
@@ -49,7 +49,8 @@ Regions = Mapping[str, tuple[Region, ...]]
 
 
 class SharedReads(Protocol):
-    """Divides chunks of which several processes of this machine need elements."""
+    """Divides chunks of which several processes of this machine need elements, and arrays that they
+    need whole, whose numbers are below 0."""
 
     def announce(
         self,
@@ -58,8 +59,8 @@ class SharedReads(Protocol):
         alone: int,
         place: Callable[[int, memoryview], None],
     ) -> bool:
-        """Ask the other processes to share the `wanted` chunks (bytes by number); False if there
-        are none.
+        """Ask the other processes to share what is `wanted` (bytes by number); False if there are
+        none.
 
         `place` is called in any thread with number and verified bytes of a chunk that another
         process has read; `alone` are bytes that this process reads besides.
@@ -67,7 +68,7 @@ class SharedReads(Protocol):
         ...
 
     def divide(self) -> set[int]:
-        """The numbers of the chunks that others read; waits until all have announced theirs."""
+        """The numbers of what others read; waits until all have announced theirs."""
         ...
 
     def take(self) -> tuple[int, memoryview]:
@@ -78,8 +79,22 @@ class SharedReads(Protocol):
         """Hand verified chunks in a slot to the others: (number, place in the slot, bytes)."""
         ...
 
+    def room(self, sizes: Mapping[int, int]) -> dict[int, memoryview]:
+        """Memory for the whole arrays that this process reads (bytes by number). Called once; raises
+        `OSError` if there is none."""
+        ...
+
+    def give_whole(self) -> None:
+        """Hand out the arrays in that memory, which are verified and not written again."""
+        ...
+
+    def whole(self, number: int) -> memoryview:
+        """The memory of a whole array that this or another process has read. Its changes are seen by
+        nobody else."""
+        ...
+
     def finish(self) -> set[int]:
-        """Wait until all have what they share; returns the numbers of the chunks that came."""
+        """Wait until all have what they share; returns the numbers of what came."""
         ...
 
     def close(self) -> None:
@@ -88,10 +103,7 @@ class SharedReads(Protocol):
 
 
 class _Passing(NamedTuple):
-    """A chunk of `nbytes` bytes, by its number, of which some elements belong into shards.
-
-    All belong into `target`, where there is one, of an array that each process has whole.
-    """
+    """A chunk of `nbytes` bytes, by its number, of which some elements belong into shards."""
 
     number: int
     entry: LeafEntry
@@ -99,13 +111,10 @@ class _Passing(NamedTuple):
     nbytes: int
     shards: Shards
     slices: Sequence[Slice]
-    target: memoryview | None
 
     def is_shared(self) -> bool:
         """Whether other processes need elements of it, too, and it is large."""
-        is_needed = self.target is not None or (
-            slices_size(self.slices, self.shards.itemsize) < self.nbytes
-        )
+        is_needed = slices_size(self.slices, self.shards.itemsize) < self.nbytes
         return is_needed and self.nbytes >= SMALL_BYTES
 
 
@@ -124,39 +133,65 @@ def load_shards(
     leaves: dict[str, Leaf] = {}
     in_place: list[Wanted] = []
     passing: list[_Passing] = []
+    whole: dict[int, LeafEntry] = {}
     require_packs(storage, manifest, entries)
+    places = {path: place for place, path in enumerate(paths)}
     for entry in entries:
+        if entry.path not in regions:
+            whole[-1 - places[entry.path]] = entry
+            continue
         shape, itemsize = entry.shape, entry.nbytes // max(1, math.prod(entry.shape))
-        if is_whole := entry.path not in regions:
-            shape, itemsize = (entry.nbytes,), 1  # of any dtype
-        wanted = tuple(dict.fromkeys(regions.get(entry.path, (((0, entry.nbytes),),))))
-        try:
-            parts = tuple(leaf_memory(volume(region) * itemsize) for region in wanted)
-        except (MemoryError, OSError) as error:
-            raise no_memory(storage, manifest, entry, error) from error
+        wanted = tuple(dict.fromkeys(regions[entry.path]))
+        parts = tuple(
+            _memory(storage, manifest, entry, volume(region) * itemsize) for region in wanted
+        )
         shards = Shards(shape, itemsize, wanted, parts)
-        data, inside = (parts[0], None) if is_whole else (memoryview(b""), shards)
-        leaves[entry.path] = Leaf(entry.dtype, entry.shape, data, frozen=True, shards=inside)
+        leaves[entry.path] = Leaf(
+            entry.dtype, entry.shape, memoryview(b""), frozen=True, shards=shards
+        )
         index = RegionIndex(shards.shape, itemsize, wanted)
         for number, (start, stop) in enumerate(chunk_spans(entry.nbytes)):
             if not (slices := index.slices(start, stop)):
                 continue
             chunk = entry.chunks[number]
-            target = shards.inside(slices, start, stop)
-            if target is not None and not (is_whole and stop - start >= SMALL_BYTES):
+            if (target := shards.inside(slices, start, stop)) is not None:
                 in_place.append(wanted_chunk(manifest, entry, chunk, target))
             else:
                 place = firsts[entry.path] + number
-                passing.append(_Passing(place, entry, chunk, stop - start, shards, slices, target))
+                passing.append(_Passing(place, entry, chunk, stop - start, shards, slices))
     if sharing is not None:
         with closing(sharing):
-            if _read_shared(storage, manifest, in_place, passing, sharing):
-                return leaves
-    whole = [item for item in passing if item.target is not None]
-    in_place += [wanted_chunk(manifest, item.entry, item.chunk, item.target) for item in whole]
-    load_chunks(storage, manifest, in_place)
-    _pass_through(storage, manifest, [item for item in passing if item.target is None])
+            shared = _read_shared(storage, manifest, in_place, passing, whole, sharing)
+        if shared is not None:
+            return leaves | shared
+    leaves |= _read_whole(storage, manifest, whole.values(), in_place)
+    _pass_through(storage, manifest, passing)
     return leaves
+
+
+def _memory(storage: Storage, manifest: Manifest, entry: LeafEntry, nbytes: int) -> memoryview:
+    try:
+        return leaf_memory(nbytes)
+    except (MemoryError, OSError) as error:
+        raise no_memory(storage, manifest, entry, error) from error
+
+
+def _read_whole(
+    storage: Storage, manifest: Manifest, entries: Iterable[LeafEntry], in_place: list[Wanted]
+) -> dict[str, Leaf]:
+    """Read and verify arrays that this process needs whole, with the chunks of `in_place`."""
+    leaves: dict[str, Leaf] = {}
+    for entry in entries:
+        data = _memory(storage, manifest, entry, entry.nbytes)
+        in_place += _chunks_of(manifest, entry, data)
+        leaves[entry.path] = Leaf(entry.dtype, entry.shape, data, frozen=True)
+    load_chunks(storage, manifest, in_place)
+    return leaves
+
+
+def _chunks_of(manifest: Manifest, entry: LeafEntry, data: memoryview) -> Iterator[Wanted]:
+    for chunk, (start, stop) in zip(entry.chunks, chunk_spans(entry.nbytes), strict=True):
+        yield wanted_chunk(manifest, entry, chunk, data[start:stop])
 
 
 def is_large(entry: LeafEntry) -> bool:
@@ -169,9 +204,11 @@ def _read_shared(
     manifest: Manifest,
     in_place: list[Wanted],
     passing: Sequence[_Passing],
+    whole: Mapping[int, LeafEntry],
     sharing: SharedReads,
-) -> bool:
-    """Read what this process needs, a part in others; False, without a read, if none share."""
+) -> dict[str, Leaf] | None:
+    """Read what this process needs, a part in others, and return the arrays that it needs whole; None,
+    without a read, if none share."""
     shared = {item.number: item for item in passing if item.is_shared()}
     alone = sum(chunk.size for chunk in in_place)
     alone += sum(item.nbytes for item in passing if item.number not in shared)
@@ -180,15 +217,33 @@ def _read_shared(
         place_elements(data, shared[number].shards, shared[number].slices)
 
     wanted = {number: item.nbytes for number, item in shared.items()}
+    wanted |= {number: entry.nbytes for number, entry in whole.items()}
     if not sharing.announce(manifest.fingerprint, wanted, alone, place):
-        return False
+        return None
     load_chunks(storage, manifest, in_place)
     theirs = sharing.divide()
-    mine = [item for item in passing if item.number not in theirs]
-    _pass_through(storage, manifest, mine, sharing)
+    mine = {number: entry for number, entry in whole.items() if number not in theirs}
+    if mine:
+        try:
+            room = sharing.room({number: entry.nbytes for number, entry in mine.items()})
+        except (MemoryError, OSError) as error:
+            raise no_memory(storage, manifest, next(iter(mine.values())), error) from error
+        chunks = [
+            chunk for n, entry in mine.items() for chunk in _chunks_of(manifest, entry, room[n])
+        ]
+        load_chunks(storage, manifest, chunks)
+        sharing.give_whole()
+    chunks_of_mine = [item for item in passing if item.number not in theirs]
+    _pass_through(storage, manifest, chunks_of_mine, sharing)
     missing = theirs - sharing.finish()
-    _pass_through(storage, manifest, [shared[number] for number in missing])
-    return True
+    _pass_through(storage, manifest, [shared[number] for number in missing if number >= 0])
+    lost = [whole[number] for number in missing if number < 0]
+    leaves = _read_whole(storage, manifest, lost, [])
+    for number, entry in whole.items():
+        if entry.path not in leaves:
+            data = sharing.whole(number)
+            leaves[entry.path] = Leaf(entry.dtype, entry.shape, data, frozen=True)
+    return leaves
 
 
 def _pass_through(

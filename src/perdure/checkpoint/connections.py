@@ -94,33 +94,23 @@ class Connections:
             connection.close()
 
 
-class Slots:
-    """Memory for a few chunks, which other processes of this machine may map through `file`, if
-    there is one. No process can cut the file, which would kill its readers."""
+class SharedFile:
+    """A `file` in memory that other processes of this machine may map, None where that is forbidden. No
+    process can cut it, which would kill its readers."""
 
-    def __init__(self, count: int) -> None:
-        size = count * CHUNK_BYTES
+    def __init__(self, size: int, seals: int = 0) -> None:
         self.file: int | None = None
-        self.free: SimpleQueue[int] = SimpleQueue()
-        for slot in range(count):
-            self.free.put(slot)
-        if HAS_SHARED_MEMORY:
-            with suppress(OSError):  # forbidden
-                file = os.memfd_create("perdure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                try:
-                    os.ftruncate(file, size)
-                    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-                    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-                    self._memory = memoryview(mmap.mmap(file, size))
-                    self.file = file
-                except OSError:
-                    os.close(file)
-        if self.file is None:
-            self._memory = memoryview(mmap.mmap(-1, size))
-
-    def memory(self, slot: int) -> memoryview:
-        """The memory of a slot."""
-        return self._memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+        if not HAS_SHARED_MEMORY:
+            return
+        with suppress(OSError):
+            file = os.memfd_create("perdure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(file, size)
+                seals |= fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+                self.file = file
+            except OSError:
+                os.close(file)
 
     def share(self, connection: socket.socket) -> None:
         """Let the process at the other end map the memory."""
@@ -135,34 +125,34 @@ class Slots:
             self.file = None
 
 
-class SharedPages:
+class Slots(SharedFile):
+    """Memory for a few chunks, which others may map if there is a file."""
+
+    def __init__(self, count: int) -> None:
+        size = count * CHUNK_BYTES
+        super().__init__(size, getattr(fcntl, "F_SEAL_GROW", 0))
+        self.free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(count):
+            self.free.put(slot)
+        self._memory = memoryview(mmap.mmap(-1 if self.file is None else self.file, size))
+
+    def memory(self, slot: int) -> memoryview:
+        """The memory of a slot."""
+        return self._memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+
+
+class SharedPages(SharedFile):
     """Memory for what several processes of this machine need whole. It is written once; then each
     process, this one too, has pages of it that become its own when it changes them."""
 
     def __init__(self) -> None:
-        self.file: int | None = None
-        if HAS_SHARED_MEMORY:
-            with suppress(OSError):  # forbidden
-                self.file = os.memfd_create("perdure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        super().__init__(0)
 
     def grow(self, size: int) -> memoryview:
         """The memory to be written, of `size` bytes; raises `OSError` if there is none."""
         assert self.file is not None
         os.ftruncate(self.file, size)
         return memoryview(mmap.mmap(self.file, size))
-
-    def share(self, connection: socket.socket) -> None:
-        """Let the process at the other end map the memory."""
-        if self.file is None:
-            raise ConnectionRefusedError("there is no memory to share")
-        socket.send_fds(connection, [_FILE], [self.file])
-
-    def close(self) -> None:
-        """Close the file. May be called twice."""
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
 
 
 def own_pages(file: int, start: int, size: int) -> memoryview:

@@ -7,6 +7,7 @@ import csv
 import datetime as dt
 import enum
 import logging
+import random
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -695,3 +696,65 @@ def test_a_value_of_a_state_dict_that_the_target_has_not_comes_back(value: Any) 
         manager.restore_or_initialize({"stored": (fresh := Stored(None))})
     assert fresh.value == [value, {"inside": value}]
     assert type(fresh.value[0]) is type(value)
+
+
+class Link:
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.other: Any = None
+
+
+def aliased(draw: random.Random) -> Any:
+    links = [Link(float(place)) for place in range(4)]
+    return {
+        "list": [draw.choice(links) for _ in range(4)],
+        "by name": {"a": draw.choice(links), "b": draw.choice(links)},
+        "one": draw.choice([None, *links]),
+        "made": [],
+    }
+
+
+def exchange(state: Any, draw: random.Random) -> None:
+    for number in range(draw.randrange(1, 7)):
+        new = Link(10.0 + number)
+        known = [*state["list"], *state["by name"].values(), new]
+        value, place = draw.choice(known), draw.randrange(4)
+        match draw.randrange(5):
+            case 0:
+                state["list"][place] = value
+            case 1:
+                state["by name"][draw.choice("ab")] = value
+            case 2:
+                state["one"] = draw.choice([None, value])
+            case 3:
+                state["made"].append(value)
+            case _:
+                target = state["list"][place]
+                if all(each is not target for each in chain(value)):  # else a circle
+                    target.other = value
+    for number, each in enumerate(state["list"]):
+        each.value += number
+
+
+def chain(link: Any) -> list[Any]:
+    return [] if link is None else [link, *chain(link.other)]
+
+
+def identities(state: Any) -> Any:
+    """The values, with a number for each object in place of its identity."""
+    numbers: dict[int, int] = {}
+
+    def shown(link: Any) -> Any:
+        return [(numbers.setdefault(id(each), len(numbers)), each.value) for each in chain(link)]
+
+    found = [shown(each) for each in [*state["list"], *state["by name"].values(), state["one"]]]
+    return [*found, *map(shown, state["made"])]
+
+
+def test_objects_that_share_and_exchange_objects_come_back_with_the_same_identities() -> None:
+    for seed in range(25):
+        state, _, restored = resumed(
+            lambda: aliased(random.Random(seed)),  # noqa: B023 (called in the same pass)
+            lambda state: exchange(state, random.Random(seed + 1)),  # noqa: B023
+        )
+        assert identities(restored) == identities(state), seed

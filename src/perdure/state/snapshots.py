@@ -326,16 +326,19 @@ class FreshTarget:
         """Refuse two paths of which the target has one object and the run two, or the other way round,
         unless a restore can make such an object: it changes others in place, so that both would get the
         values of one. Returns the entries of those to be made."""
-        now = _first_paths(walk) if self._first else {}
-        both = sorted(now.keys() & self._first.keys())
-        moved = [path for path in both if now[path] != self._first[path]]  # nearly always none
-        records = {b.path: b.value for b in walk.of_program()} if moved else {}
-        made: dict[str, Container] = {}
-        for path in moved:
-            one, before = now[path], self._first[path]
-            if one != path and path in records:
-                continue  # a restore makes one object for both
-            if one == path and path in records:
+        now, first = (_first_paths(walk) if self._first else {}), self._first
+        both = sorted(now.keys() & first.keys())
+        if all(now[path] == first[path] for path in both):  # nearly always
+            return {}
+        records = {b.path: b.value for b in walk.of_program()}
+        made, taken = dict[str, Container](), dict[str, str]()
+        # An object of the target becomes that at the first of its paths; others there are made.
+        for path in sorted(both, key=lambda path: first[path] != path):
+            one, before = now[path], first[path]
+            is_in_place = taken.setdefault(before, one) == one
+            if one == before or (is_in_place and path in records):
+                continue  # a restore makes one object for all paths that have it
+            if path in records:
                 found, live = _made(records[path], path)
                 if not live:
                     made |= _grown(found, path)

@@ -166,7 +166,7 @@ class ChunkSharing:
         for number, nbytes in sizes.items():
             self._places[number] = total, nbytes
             total += -(-nbytes // ALLOCATIONGRANULARITY) * ALLOCATIONGRANULARITY
-        memory = self._pages.grow(total) if total else memoryview(b"")
+        memory = self._pages.grow(total)
         return {n: memory[start : start + nbytes] for n, (start, nbytes) in self._places.items()}
 
     def give_whole(self) -> None:

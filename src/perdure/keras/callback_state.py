@@ -16,7 +16,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -336,16 +336,22 @@ def _children(value: Any) -> dict[Any, Any]:
     return dict(value if isinstance(value, dict) else getattr(value, "__dict__", {}))
 
 
+@cache
+def _member_kinds() -> tuple[type, ...]:
+    if keras.backend.backend() != "tensorflow":
+        return _MEMBERS
+    tensorflow = sys.modules["tensorflow"]
+    return (*_MEMBERS, tensorflow.Variable, tensorflow.random.Generator)
+
+
 def _members_in(value: Any, path: str, seen: set[int]) -> dict[str, Any]:
     """The members that a value is or holds, by path, without those in `seen`."""
-    is_tensorflow = keras.backend.backend() == "tensorflow"
-    tensorflow = sys.modules["tensorflow"] if is_tensorflow else None
-    kinds = (tensorflow.Variable, tensorflow.random.Generator) if tensorflow is not None else ()
+    is_member = isinstance(value, _member_kinds())
     is_holder = isinstance(value, (dict, list, tuple)) or _is_object(value)
-    if id(value) in seen or not (is_holder or isinstance(value, (*_MEMBERS, *kinds))):
+    if id(value) in seen or not (is_holder or is_member):
         return {}
     seen.add(id(value))
-    if isinstance(value, (*_MEMBERS, *kinds)):
+    if is_member:
         return {path: value} if getattr(value, "built", True) else {}
     found: dict[str, Any] = {}
     for name, child in _children(value).items():
@@ -490,11 +496,8 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
 def _encode_tensor(tensor: Any, arrays: dict[str, Any]) -> Any:
     if kind_of(tensor) is not Kind.ARRAY:
         raise TypeError("torch.Tensor")
-    import torch
-
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     name = str(len(arrays))
-    arrays[name] = plain.view(torch.uint8).numpy().copy()
+    arrays[name] = np.frombuffer(bits.octets(tensor), np.uint8).copy()
     dtype, device = str(tensor.dtype).rpartition(".")[2], str(tensor.device)
     is_leaf = tensor.is_leaf and tensor.requires_grad
     return {_TAG: "tensor", "at": name, "is": [dtype, [*tensor.shape], device, is_leaf]}

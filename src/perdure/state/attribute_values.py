@@ -100,7 +100,9 @@ _MOST_PARTS = 100
 def is_value_of_library(value: Any) -> bool:
     """Whether an object of a library is a few values and nothing else (a distribution, a scaler, a
     sparse matrix of SciPy), so that it is what its attributes are."""
-    torch = sys.modules.get("torch")
+    kind, torch = type(value), sys.modules.get("torch")
+    if not is_made_of_attributes(kind) or is_of_program(kind) or not attributes_of(value):
+        return False
     pending, seen = [value], set[int]()
     while pending:
         part = pending.pop()
@@ -118,8 +120,7 @@ def is_value_of_library(value: Any) -> bool:
             pending += attributes_of(part).values()
         if len(seen) + len(pending) > _MOST_PARTS:
             return False
-    kind = type(value)
-    return is_made_of_attributes(kind) and not is_of_program(kind) and bool(attributes_of(value))
+    return True
 
 
 def _call_may_change(call: Any) -> bool:

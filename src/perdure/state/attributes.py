@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -42,7 +42,7 @@ from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_lea
 from perdure.state.leaf_spec import PathInErrors, type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_part
-from perdure.state.program_code import is_owner, is_program_module
+from perdure.state.program_code import is_computed, is_owner, is_program_module
 from perdure.state.snapshots import described
 from perdure.state.structure import (
     ALL_HOOKS,
@@ -510,8 +510,8 @@ def _inside(
         return
     seen = seen | {id(value)}
     parts = list(items_of(value, known.name_of))
-    if is_value_of_library(value):
-        parts = [(name, part) for name, part in parts if not _is_computed(value, str(name))]
+    if of_library := is_value_of_library(value):
+        parts = [(name, part) for name, part in parts if not is_computed(value, str(name))]
     has_keys = isinstance(value, dict) and all(kind_of(each) is Kind.PLAIN for each in value)
     if has_keys and len(parts) < len(value):  # keys without a name in a path, such as tuples
         parts = list(enumerate(value.values()))
@@ -523,7 +523,7 @@ def _inside(
     is_whole = has_keys or (isinstance(value, CONTAINERS) and not isinstance(value, dict))
     is_whole = is_whole and len(parts) == len(value)
     is_whole = is_whole and [name for name, _ in inside] == [(*key, name) for name, _ in parts]
-    if is_value_of_library(value):
+    if of_library:
         yield (*key, _SHAPE), _shape_of(value, known)
         yield from inside
         yield (*key, _NAMES), [name for name, _ in parts]
@@ -534,11 +534,6 @@ def _inside(
         yield from inside
     else:
         yield from _whole(key, value, known)
-
-
-def _is_computed(value: Any, name: str) -> bool:
-    """Whether an attribute is only kept to not be computed again."""
-    return isinstance(getattr(type(value), name, None), cached_property)
 
 
 def _whole(key: Key, value: Any, known: Known) -> Iterator[tuple[Key, Any]]:

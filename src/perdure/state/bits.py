@@ -20,6 +20,14 @@ def hash_of(value: Any) -> int:
     return hash(b"".join(_bytes_of(value)))
 
 
+def octets(tensor: Any) -> bytes:
+    """The elements of a dense tensor, in row-major order."""
+    import torch
+
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
 def _bytes_of(value: Any) -> Iterator[bytes]:
     yield type(value).__name__.encode()
     if isinstance(value, (np.ndarray, np.generic)):
@@ -30,11 +38,8 @@ def _bytes_of(value: Any) -> Iterator[bytes]:
     elif getattr(value, "is_sparse", False):
         yield from _bytes_of((tuple(value.shape), value._indices(), value._values()))
     elif hasattr(value, "untyped_storage"):
-        import torch
-
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        yield octets(value)
     elif isinstance(value, float):
         yield struct.pack("<d", value)
     elif isinstance(value, complex):

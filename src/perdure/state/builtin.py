@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
@@ -46,6 +46,7 @@ from perdure.state.leaf_values import (
 from perdure.state.paths import key_text
 from perdure.state.program_code import (
     is_code,
+    is_computed,
     is_of_process,
     is_plain_object,
     slot_names,
@@ -205,12 +206,7 @@ def _object_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> No
 def _own_names(value: Any) -> list[str]:
     """The attributes of an object, without those that are only kept to not be computed again."""
     names = [*getattr(value, "__dict__", ()), *slots_of(value)]
-    return [
-        name
-        for name in names
-        if not name.startswith("__")
-        and not isinstance(getattr(type(value), name, None), cached_property)
-    ]
+    return [name for name in names if not (name.startswith("__") or is_computed(value, name))]
 
 
 def is_fixed(value: Any) -> bool:

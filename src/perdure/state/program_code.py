@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -96,6 +96,11 @@ def is_made_of_attributes(kind: type) -> bool:
     `class Name(str)`, and it has no state of another form."""
     in_python = all(base is object or base.__flags__ & _OF_PYTHON for base in kind.__mro__)
     return in_python and kind is not object and not hasattr(kind, "load_state_dict")
+
+
+def is_computed(value: Any, name: str) -> bool:
+    """Whether an attribute of an object is only kept to not be computed again."""
+    return isinstance(getattr(type(value), name, None), cached_property)
 
 
 def slots_of(value: Any) -> list[str]:

@@ -162,7 +162,7 @@ class ObjectFlattener:
     def _add_live(self, value: Any, path: str) -> None:
         node = node_of(value, path, self._adapters, None)  # refuses what is no object
         if isinstance(node, Node) and is_form(parts := dict(node.children)):
-            self._add(Form(parts), path)  # a restore makes it anew
+            self._add(Form(parts), path)  # a restore makes another one
             return
         if type(value) is bytearray:
             self._add_leaf(scalar_leaf(bytes(value)), path)

@@ -8,7 +8,7 @@ has whole. Without that, chunks that lie in several shards are read through the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import accumulate, pairwise
@@ -24,6 +24,7 @@ from perdure.store.reader import (
     Wanted,
     grouped,
     load_chunks,
+    load_entries,
     no_memory,
     of_step,
     require_packs,
@@ -142,9 +143,10 @@ def load_shards(
             continue
         shape, itemsize = entry.shape, entry.nbytes // max(1, math.prod(entry.shape))
         wanted = tuple(dict.fromkeys(regions[entry.path]))
-        parts = tuple(
-            _memory(storage, manifest, entry, volume(region) * itemsize) for region in wanted
-        )
+        try:
+            parts = tuple(leaf_memory(volume(region) * itemsize) for region in wanted)
+        except (MemoryError, OSError) as error:
+            raise no_memory(storage, manifest, entry, error) from error
         shards = Shards(shape, itemsize, wanted, parts)
         leaves[entry.path] = Leaf(
             entry.dtype, entry.shape, memoryview(b""), frozen=True, shards=shards
@@ -164,28 +166,9 @@ def load_shards(
             shared = _read_shared(storage, manifest, in_place, passing, whole, sharing)
         if shared is not None:
             return leaves | shared
-    leaves |= _read_whole(storage, manifest, whole.values(), in_place)
-    _pass_through(storage, manifest, passing)
-    return leaves
-
-
-def _memory(storage: Storage, manifest: Manifest, entry: LeafEntry, nbytes: int) -> memoryview:
-    try:
-        return leaf_memory(nbytes)
-    except (MemoryError, OSError) as error:
-        raise no_memory(storage, manifest, entry, error) from error
-
-
-def _read_whole(
-    storage: Storage, manifest: Manifest, entries: Iterable[LeafEntry], in_place: list[Wanted]
-) -> dict[str, Leaf]:
-    """Read and verify arrays that this process needs whole, with the chunks of `in_place`."""
-    leaves: dict[str, Leaf] = {}
-    for entry in entries:
-        data = _memory(storage, manifest, entry, entry.nbytes)
-        in_place += _chunks_of(manifest, entry, data)
-        leaves[entry.path] = Leaf(entry.dtype, entry.shape, data, frozen=True)
+    leaves |= load_entries(storage, manifest, [*whole.values()])
     load_chunks(storage, manifest, in_place)
+    _pass_through(storage, manifest, passing)
     return leaves
 
 
@@ -238,7 +221,7 @@ def _read_shared(
     missing = theirs - sharing.finish()
     _pass_through(storage, manifest, [shared[number] for number in missing if number >= 0])
     lost = [whole[number] for number in missing if number < 0]
-    leaves = _read_whole(storage, manifest, lost, [])
+    leaves = load_entries(storage, manifest, lost)
     for number, entry in whole.items():
         if entry.path not in leaves:
             data = sharing.whole(number)

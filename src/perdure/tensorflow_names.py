@@ -61,8 +61,7 @@ FORMS: dict[str, dict[str, str]] = {
             ("CheckpointSaverHook", "LoggingTensorHook", "SummarySaverHook", "StepCounterHook"),
             _SAVES,
         ),
-        "PreemptionCheckpointHandler": "`CheckpointManager.save` in each step: after SIGTERM it saves, "
-        "and the program exits with status 75.",
+        "PreemptionCheckpointHandler": "perdure.PreemptionCheckpointHandler",
         **dict.fromkeys(
             (
                 *("Variable", "Module", "GradientTape", "function", "io", "random", "summary"),

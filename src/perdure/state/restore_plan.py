@@ -75,10 +75,11 @@ class RestorePlan:
         if ranks.members:  # of a `PerRank` member, only the leaves of this process are restored
             own = {path: leaf for path, leaf in own.items() if not ranks.leaves_out(path)}
         self.leaves = Leaves(own, stored.containers)
+        in_shards = {path for path, leaf in own.items() if leaf.shards is not None}
         self.sharded: dict[str, Any] = {}
-        if any(leaf.shards is not None for leaf in own.values()):
-            targets = sharded_targets(self.walk, stored.specs)
-            self.sharded = {path: like for path, (like, _) in targets.items()}
+        if in_shards:
+            values = _sharded_values(self.walk, stored.specs)
+            self.sharded = {path: values[path] for path in in_shards & values.keys()}
         self._moved = sorted(
             new for path in (leaves if renaming else ()) if (new := renaming(path)) != path
         )
@@ -324,39 +325,33 @@ def needed_regions(
 ) -> dict[str, tuple[Region, ...]]:
     """The elements that this process needs of arrays that it does not need whole, by path in the
     checkpoint. Empty if the target does not fit: the restore then says why."""
+    adapters = [each for each in loaded_adapters() if type(each).regions is not Adapter.regions]
+    if not adapters:
+        return {}
     specs = request.renaming.rename(stored)
     context = current_rank_context()
     try:
         with rank_context(context.index, context.count):
-            walk = Walk(like, specs, selection=request.selection)
-        targets = sharded_targets(walk, specs)
+            values = _sharded_values(Walk(like, specs, selection=request.selection), specs)
+        found = {}
+        for path, spec in stored.items():
+            target = values.get(request.renaming(path))
+            if target is not None and tuple(getattr(target, "shape", ())) == spec.shape:
+                for adapter in adapters:
+                    if (regions := adapter.regions(target)) is not None:
+                        found[path] = regions
     except StateError:
         return {}
-    found = {}
-    for path, spec in stored.items():
-        target, regions = targets.get(request.renaming(path), (None, ()))
-        if target is not None and tuple(target.shape) == spec.shape:
-            found[path] = regions
     return found
 
 
-def sharded_targets(
-    walk: Walk, specs: Mapping[str, LeafSpec]
-) -> dict[str, tuple[Any, tuple[Region, ...]]]:
-    """The sharded arrays of a target by path, with the elements of each that this process has."""
-    adapters = [each for each in loaded_adapters() if type(each).regions is not Adapter.regions]
-    if not adapters:
-        return {}
+def _sharded_values(walk: Walk, specs: Mapping[str, LeafSpec]) -> dict[str, Any]:
+    """The values of a target by path, and of those inside of its objects the sharded arrays."""
     values = dict(walk.by_path)
     for path, node in walk.objects.items():
         inside = node.sharded_values(SpecsBelow(specs, path))
         values |= {join_part(path, part): value for part, value in inside.items()}
-    return {
-        path: (value, regions)
-        for path, value in values.items()
-        for adapter in adapters
-        if (regions := adapter.regions(value)) is not None
-    }
+    return values
 
 
 def _misplaced(values: Mapping[str, Any]) -> Iterator[Difference]:

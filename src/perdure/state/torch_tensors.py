@@ -120,9 +120,11 @@ def region(value: Any) -> Region:
     spans = [(0, size) for size in value.shape]
     coordinate = value.device_mesh.get_coordinate()
     sharded = [
-        (placement, number, value.device_mesh.size(number))
-        for number, placement in enumerate(value.placements)
-        if _shards(value)[number] > 1
+        (placement, number, count)
+        for number, (placement, count) in enumerate(
+            zip(value.placements, _shards(value), strict=True)
+        )
+        if count
     ]
     # FSDP over tensor parallelism: the dimension of the mesh that is listed first cuts last.
     sharded.sort(key=lambda entry: getattr(entry[0], "split_factor", 1) > 1)
@@ -134,10 +136,10 @@ def region(value: Any) -> Region:
         first = min(start + coordinate[number] * size, stop)
         spans[axis] = first, min(first + size, stop)
     shape = tuple(stop - start for start, stop in spans)
-    if shape != tuple(local_tensor(value).shape):
+    if shape != (present := tuple(local_tensor(value).shape)):
         raise UnsupportedLeafError(
             f"a DTensor with the placements {_shown(value)}: expected a shard of the shape "
-            f"{list(shape)} in this process, found {list(local_tensor(value).shape)}. Save and restore "
+            f"{list(shape)} in this process, found {list(present)}. Save and restore "
             f"its `full_tensor()`."
         )
     return tuple(spans)

@@ -7,7 +7,6 @@ created. The two run directories share no file name and no lock; the source does
 from __future__ import annotations
 
 import os
-import secrets
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
@@ -433,7 +432,7 @@ def _link(
     if not (isinstance(origin, LocalStorage) and isinstance(storage, LocalStorage)):
         return places
     for pack, chunks in live.items():
-        name = pack_name(step, 0, secrets.token_hex(4))
+        name = pack_name(step, 0, os.urandom(4).hex())
         try:
             size = origin.size(PACKS + pack)
             needed = sum(length for _, length, _ in chunks.values())

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -309,7 +308,7 @@ class LocalSink(Sink):
         self._storage = storage
         self._name = name
         # Unique, because two writers of one name must not share a temporary file.
-        self._temporary = f"{storage.path(name)}.{secrets.token_hex(4)}{TEMP_SUFFIX}"
+        self._temporary = f"{storage.path(name)}.{os.urandom(4).hex()}{TEMP_SUFFIX}"
         self._small = bytearray()
         self._staged: StagedWriter | None = None
         if size >= STAGED_FROM:

@@ -8,7 +8,7 @@ readable even if the program changes an array during the save.
 from __future__ import annotations
 
 import mmap
-import secrets
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -189,7 +189,7 @@ def new_pack(
     storage: Storage, step: int, process: int, known: Mapping[str, StoredChunk], left: int
 ) -> Iterator[NewPack]:
     """The pack to fill in the block, at whose end it is durable; see `NewPack`."""
-    pack = NewPack(storage, pack_name(step, process, secrets.token_hex(4)), known, left)
+    pack = NewPack(storage, pack_name(step, process, os.urandom(4).hex()), known, left)
     try:
         yield pack
         pack.finish()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 
 import msgspec
 from msgspec import Struct
@@ -67,7 +66,7 @@ class FolderMark(Struct, frozen=True):
 
 def new_marker(created: str, run: str | None, made_from: str | None) -> Marker:
     """The marker of a new run, or of one whose id is known."""
-    return Marker(FORMAT, created, run or secrets.token_hex(8), made_from)
+    return Marker(FORMAT, created, run or os.urandom(8).hex(), made_from)
 
 
 def write_marker(storage: Storage, marker: Marker) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import secrets
-import socket
 import sys
 import threading
 import traceback
@@ -142,7 +140,7 @@ class WriterSession:
             return
         require_saving(self._storage.where)
         owner = {
-            "host": socket.gethostname(),
+            "host": os.uname().nodename,
             "pid": os.getpid(),
             "since": self.now(),
             "process": _process_token(),
@@ -211,7 +209,7 @@ def _process_token() -> str:
     """A random text that no other process has, forked children included."""
     global _token
     if _token[0] != os.getpid():
-        _token = os.getpid(), secrets.token_hex(8)
+        _token = os.getpid(), os.urandom(8).hex()
     return _token[1]
 
 

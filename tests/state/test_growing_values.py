@@ -326,3 +326,30 @@ def test_mappings_with_any_keys_come_back() -> None:
         state = learn(storage, 6)
         assert repr(state) == repr(whole), stop  # keys in their order, and their classes
     assert len(whole["q"]) == 7
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_dict_of_objects_in_another_order(stop: int) -> None:
+    """As `jit` returns dicts: with sorted keys."""
+
+    def fresh() -> State:
+        torch.manual_seed(0)
+        return {"models": {name: torch.nn.Linear(2, 1) for name in "bca"}, "order": []}
+
+    def train(where: MemoryStorage, stop: int) -> State:
+        with CheckpointManager(where) as manager:
+            state, start = manager.restore_or_initialize(fresh())
+            for step in range(start, stop):
+                for place, model in enumerate(state["models"].values()):
+                    torch.nn.init.constant_(model.weight, place + step * model.bias.item())
+                state["order"].append("".join(state["models"]))
+                state = state | {"models": dict(sorted(state["models"].items()))}
+                manager.save(step + 1, state)
+        return state
+
+    whole = train(MemoryStorage(), 3)
+    train(where := MemoryStorage(), stop)
+    again = train(where, 3)
+    assert again["order"] == whole["order"] == ["bca", "abc", "abc"]
+    for name, model in whole["models"].items():
+        assert torch.equal(again["models"][name].weight, model.weight)

@@ -1,4 +1,4 @@
-"""NumPy arrays come back in the memory order that they had: the order of additions depends on it."""
+"""Arrays come back in the memory order that they had: the order of additions depends on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from perdure import CheckpointManager, MemoryStorage
 
@@ -72,3 +73,97 @@ def test_the_order_decides_the_bits() -> None:
     """Negative control: a sum in the other order has other bits."""
     rows = np.random.default_rng(1).normal(size=(300, 400)).astype(np.float32)
     assert rows.sum() != np.asfortranarray(rows).sum()
+
+
+class Whitened(torch.nn.Module):
+    """Keeps what `torch.linalg` and NumPy return column-major, in each kind of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+        self.register_buffer("inverse", torch.eye(6))
+        self.kept: Any = None
+        self.array = np.zeros((3, 4), np.float32)
+        self.kernel = torch.nn.Parameter(torch.ones(2, 3, 4, 4))
+
+
+class Rotated(torch.optim.Optimizer):
+    """Keeps the vectors of a decomposition in its state, as SOAP does, and their order in turn."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["count"] = state.get("count", 0) + 1
+            vectors = torch.linalg.qr(parameter.detach() + state["count"])[0].mT
+            state["vectors"] = vectors.contiguous() if state["count"] == 3 else vectors
+
+
+def tensors() -> State:
+    torch.manual_seed(0)
+    model = Whitened()
+    made = {"model": model, "own": Rotated([model.linear.weight]), "memory": Memory(), "held": {}}
+    return {**made, "adam": torch.optim.Adam(model.parameters()), "plain": torch.zeros(6, 6)}
+
+
+def change_tensors(state: State, step: int) -> None:
+    model, noise = state["model"], torch.arange(36.0).reshape(6, 6).cos() + step
+    if step == 2:
+        model.kernel.data = model.kernel.data.to(memory_format=torch.channels_last)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().cos() * step
+    state["adam"].step()
+    state["own"].step()
+    model.inverse = noise.mT if step != 3 else noise
+    model.kept, model.array = (
+        torch.linalg.inv(noise + torch.eye(6)),
+        np.asfortranarray(model.array + step),
+    )
+    state["memory"].last, state["plain"] = noise.exp().mT, noise.sin().mT
+    state["held"] = {"deep": [noise.mT, noise.tanh().mT[:4]]}
+
+
+def layouts(state: State) -> list[Any]:
+    model, adam, own = (state[name] for name in ("model", "adam", "own"))
+    held = [
+        *(
+            model.inverse,
+            model.kept,
+            model.kernel,
+            model.linear.weight,
+            adam.state[model.kernel]["exp_avg"],
+        ),
+        *(own.state[model.linear.weight]["vectors"], state["memory"].last, state["plain"]),
+        *state["held"]["deep"],
+    ]
+    orders = [sorted(range(t.ndim), key=lambda axis, t=t: -t.stride(axis)) for t in held]
+    values = [t.detach().contiguous().numpy().tobytes() for t in held]
+    return [orders, values, model.array.strides, model.array.tobytes()]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_tensors_keep_their_memory_order(stop: int) -> None:
+    def train(where: MemoryStorage, stop: int) -> State:
+        with CheckpointManager(where) as manager:
+            state, start = manager.restore_or_initialize(tensors())
+            for step in range(start, stop):
+                change_tensors(state, step + 1)
+                manager.save(step + 1, state)
+        return state
+
+    whole = train(MemoryStorage(), 5)
+    train(where := MemoryStorage(), stop)
+    with CheckpointManager(where) as manager:
+        saved = layouts(manager.restore_or_initialize(tensors())[0])
+    assert saved == layouts(train(MemoryStorage(), stop))
+    assert saved[0][0] == ([0, 1] if stop == 3 else [1, 0])
+    assert layouts(train(where, 5)) == layouts(whole)
+
+
+def test_a_product_depends_on_the_order() -> None:
+    """Negative control."""
+    torch.manual_seed(0)
+    one, other = torch.randn(64, 64).mT, torch.randn(64)
+    assert not torch.equal(one @ other, one.contiguous() @ other)

@@ -39,7 +39,7 @@ from perdure.errors import (
     warn_caller,
 )
 from perdure.runtime.process_group import Processes, group_of
-from perdure.state.extra_members import Restoring, load_epoch_ends, memory_orders, shared_groups
+from perdure.state.extra_members import Restoring, in_saved_order, load_epoch_ends, shared_groups
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import processes_of
@@ -50,6 +50,7 @@ from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.state.walk import Walk
 from perdure.store import Loaded, Manifest, Run
 from perdure.store.format import DCP_LAYOUT
+from perdure.store.leaf import Leaves
 from perdure.store.loading import EVERYTHING, Needs
 from perdure.store.shard_plan import Region
 from perdure.text import counted, few
@@ -96,6 +97,11 @@ class Restorer:
         step = loaded.manifest.step
         where = f"{run.where}: step {step}"
         load_epoch_ends(loaded.leaves, loaded.manifest.process_leaves, where)
+        if request.is_strict:
+            restoring = self._restoring(where, loaded, request)
+            leaves = Leaves(in_saved_order(loaded.leaves, restoring), loaded.leaves.containers)
+            own = in_saved_order(loaded.process_leaves, restoring)
+            loaded = replace(loaded, leaves=leaves, process_leaves=own)
         replaced = ReplacedMembers()
         state, report, has_shards = together(
             self._processes, lambda: self._rebuild(where, loaded, like, request, replaced)
@@ -170,7 +176,6 @@ class Restorer:
                     takes=True,
                     replaced=replaced,
                     shared=shared_groups(restoring),
-                    orders=memory_orders(restoring),
                 )
             except MismatchError as error:
                 if any(leaf.path == DCP_LAYOUT for leaf in manifest.process_leaves):

@@ -26,6 +26,7 @@ from perdure.state.generators import (
     write_generator,
 )
 from perdure.state.leaf_spec import type_name
+from perdure.state.leaf_values import memory_axes
 from perdure.state.paths import join_key
 from perdure.state.program_code import is_made_of_attributes, is_of_process, is_of_program
 from perdure.state.value_forms import (
@@ -283,7 +284,8 @@ def _put_array(present: Any, stored: Any) -> Any:
     if not is_alike or present.dtype != stored.dtype:
         return stored
     if isinstance(present, np.ndarray):
-        if not present.flags.writeable:
+        orders = [memory_axes(each.shape, each.strides) for each in (present, stored)]
+        if not present.flags.writeable or orders[0] != orders[1]:
             return stored
         np.copyto(present, stored)
         return present

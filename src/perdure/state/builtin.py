@@ -40,6 +40,7 @@ from perdure.state.leaf_values import (
     array_leaf,
     array_spec,
     leaf_array,
+    memory_axes,
     plain_value,
     scalar_leaf,
 )
@@ -66,6 +67,7 @@ from perdure.state.value_forms import (
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Container
 
+_is_row_major = attrgetter("flags.c_contiguous")
 _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 
 _COLLECTIONS = (deque, set, frozenset)
@@ -104,12 +106,16 @@ class Builtin(Adapter):
 
     def leaf(self, value: Any) -> Leaf | None:
         if type(value) is ndarray:  # nearly every leaf, so in line
-            if (name := BUFFER_DTYPES.get(value.dtype)) is not None and (size := value.nbytes):
-                if size <= COPIED_BYTES:
-                    return Leaf(name, value.shape, value.tobytes(), True)
-                if value.flags.c_contiguous:
-                    return Leaf(name, value.shape, value.data.cast("B"), False)
-            return array_leaf(value)
+            name, size = BUFFER_DTYPES.get(value.dtype), value.nbytes
+            is_row_major = value.flags.c_contiguous
+            if name is None or not size:
+                return array_leaf(value)
+            if size <= COPIED_BYTES:
+                axes = None if is_row_major else memory_axes(value.shape, value.strides)
+                return Leaf(name, value.shape, value.tobytes(), True, axes=axes)
+            return (
+                Leaf(name, value.shape, value.data.cast("B")) if is_row_major else array_leaf(value)
+            )
         if type(value) in SCALARS:
             return scalar_leaf(value)
         if isinstance(value, (np.ndarray, np.generic)) and type(value) is not np.ma.MaskedArray:
@@ -125,7 +131,7 @@ class Builtin(Adapter):
         if names is None:
             return None
         sizes = list(map(_NBYTES, values))
-        if not 0 < min(sizes) <= max(sizes) <= COPIED_BYTES:
+        if not 0 < min(sizes) <= max(sizes) <= COPIED_BYTES or not all(map(_is_row_major, values)):
             return None
         return list(
             map(Leaf, names, map(_SHAPE, values), map(ndarray.tobytes, values), repeat(True))
@@ -137,6 +143,8 @@ class Builtin(Adapter):
         array = leaf_array(leaf)
         if isinstance(like, np.generic) or type(like) in SCALARS:
             return array[()]
+        if leaf.axes is not None:
+            return array.transpose(leaf.axes).copy(order="C").transpose(np.argsort(leaf.axes))
         if like.flags.c_contiguous:
             # In the byte order of the target. Frozen bytes are read-only, so the array is a copy.
             return array.astype(like.dtype, copy=not array.flags.writeable)

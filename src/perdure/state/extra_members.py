@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -35,11 +35,13 @@ R = TypeVar("R")
 
 
 class Saving(NamedTuple):
-    """A save of process number `process`. A member may still change its leaves."""
+    """A save of process number `process`. A member may still change its leaves; `taken` are those of
+    the members before it."""
 
     walk: Walk
     leaves: Leaves
     process: int
+    taken: Mapping[str, Leaf]
 
 
 class Restoring(NamedTuple):
@@ -95,12 +97,12 @@ class ExtraMember:
 _MEMBERS = {
     "perdure.state.extra_members:EpochEnds": None,
     "perdure.state.extra_members:SharedMembers": None,
-    "perdure.state.extra_members:MemoryOrders": None,
     "perdure.state.class_values:ClassValues": None,
     "perdure.state.attributes:Attributes": None,
     "perdure.state.torch_gradients:Gradients": "torch",
     "perdure.state.keras_optimizers:LeftOutOptimizers": "keras",
     "perdure.state.tensorflow_state:Iterators": "tensorflow",
+    "perdure.state.extra_members:MemoryOrders": None,
     "perdure.state.process_random:ProcessRandom": None,
 }
 """The class of each member, and the framework without which it has nothing to store. The attributes
@@ -133,7 +135,7 @@ class ExtraMembers:
         """The process leaves of a save."""
         taken: dict[str, Leaf] = {}
         for member in self._members():
-            taken |= member.take(Saving(walk, leaves, process))
+            taken |= member.take(Saving(walk, leaves, process, taken))
         return taken
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
@@ -364,46 +366,64 @@ def shared_groups(restoring: Restoring) -> dict[str, int]:
     return {restoring.renamed(path): n for n, paths in enumerate(groups) for path in paths}
 
 
-_orders = msgspec.json.Decoder(dict[str, list[int]])
-_is_row_major = attrgetter("flags.c_contiguous")
+_orders = msgspec.json.Decoder(dict[str, tuple[int, ...]])
 
 
 class MemoryOrders(ExtraMember):
-    """The memory order of NumPy arrays: the order of the additions in the next step depends on it."""
+    """The memory order of arrays: the order of the additions in the next step depends on it. Put back
+    by `in_saved_order`, before the state is restored."""
 
     def __init__(self) -> None:
         self._has_others = False
 
     def see(self, walk: Walk) -> None:
-        self._has_others |= bool(_axes_of(walk))
+        self._has_others = self._has_others or any(map(_is_other, _arrays(walk)))
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
-        axes = _axes_of(saving.walk)
+        both = (saving.leaves, saving.taken)
+        axes = {path: leaf.axes for each in both for path, leaf in each.items() if leaf.axes}
         # Without the leaf, arrays have the order of the target.
         if not axes and not self._has_others:
             return {}
         return {f"process/{saving.process}/orders": json_leaf(axes)}
 
 
-def _axes_of(walk: Walk) -> dict[str, list[int]]:
-    """By the path of each array that is not row-major, its axes from the largest stride down."""
-    found = [(path, value) for path, value in walk.inside if type(value) is np.ndarray]
+def _arrays(walk: Walk) -> Iterator[Any]:
     for start, stop in walk.runs:
-        values = walk.values[start:stop]
-        if type(values[0]) is np.ndarray and not all(map(_is_row_major, values)):
-            found += zip(walk.paths[start:stop], values, strict=True)
-    axes = {
-        path: sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
-        for path, array in found
-        if not array.flags.c_contiguous
-    }
-    return {path: order for path, order in axes.items() if order != sorted(order)}
+        if hasattr(walk.values[start], "strides") or hasattr(walk.values[start], "stride"):
+            yield from walk.values[start:stop]
+    for _, module in walk.of_torch("nn.Module"):
+        yield from module.parameters()
+        yield from module.buffers()
 
 
-def memory_orders(restoring: Restoring) -> dict[str, list[int]] | None:
-    """The axes of the saved arrays that are not row-major; None if the checkpoint does not say it."""
-    is_stored = restoring.path("orders") in restoring.leaves
-    return restoring.by_path("orders", _orders) if is_stored else None
+def _is_other(array: Any) -> bool:
+    """Whether an array of NumPy or PyTorch is not row-major."""
+    if isinstance(array, np.ndarray):
+        return not array.flags.c_contiguous
+    if not hasattr(array, "stride"):
+        return False
+    from perdure.state.torch_tensors import axes_of
+
+    return axes_of(array) is not None
+
+
+def in_saved_order(leaves: Mapping[str, Leaf], restoring: Restoring) -> dict[str, Leaf]:
+    """The leaves with the memory order that their arrays had, if the checkpoint says it."""
+    axes = restoring.stored("orders", _orders)
+    found = dict(leaves)
+    if axes is None:
+        return found
+    for path, leaf in leaves.items():
+        rows = tuple(range(len(leaf.shape)))
+        order = axes.get(path, rows)
+        if tuple(sorted(order)) != rows:
+            raise CorruptionError(
+                f"{restoring.where}: {path} has {len(rows)} axes, and an order of {len(order)}."
+            )
+        if len(rows) > 1 and leaf.shards is None:
+            found[path] = msgspec.structs.replace(leaf, axes=order)
+    return found
 
 
 _ENDED = re.compile(rf"process/[0-9]+/{EPOCH_ENDS}")

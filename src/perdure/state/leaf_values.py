@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from functools import cache
@@ -95,7 +95,17 @@ def array_leaf(array: np.ndarray[Any, Any] | np.generic) -> Leaf:
     """The bytes of a NumPy array or scalar, without a copy where possible."""
     name = _checked_name(array)
     data, is_copy = array_bytes(array)
-    return Leaf(name, array.shape, data, is_copy or isinstance(array, np.generic))
+    axes = None if array.flags.c_contiguous else memory_axes(array.shape, array.strides)
+    return Leaf(name, array.shape, data, is_copy or isinstance(array, np.generic), axes=axes)
+
+
+def memory_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The axes from the largest stride down; None for the order of the shape, or if elements share
+    memory."""
+    order = sorted(range(len(shape)), key=lambda axis: (shape[axis] < 2, -abs(strides[axis])))
+    longer = [axis for axis in order if shape[axis] > 1]
+    is_row_major = longer == sorted(longer) or not all(strides[axis] for axis in longer)
+    return None if is_row_major else tuple(order)
 
 
 def array_bytes(array: np.ndarray[Any, Any] | np.generic) -> tuple[memoryview, bool]:
@@ -114,14 +124,6 @@ def array_bytes(array: np.ndarray[Any, Any] | np.generic) -> tuple[memoryview, b
 def leaf_array(leaf: Leaf) -> np.ndarray[Any, Any]:
     """A NumPy array over the bytes of an array leaf, which are not copied."""
     return np.frombuffer(leaf.data, numpy_dtype(leaf.dtype)).reshape(leaf.shape)
-
-
-def in_order(array: Any, path: str, orders: Mapping[str, Sequence[int]] | None) -> Any:
-    """An array of NumPy in the memory order that it had at a path; any other value as it is."""
-    if orders is None or type(array) is not np.ndarray:
-        return array
-    axes = orders.get(path, range(array.ndim))
-    return array.transpose(axes).copy(order="C").transpose(np.argsort(axes))
 
 
 def plain_value(leaf: Leaf) -> Any:

@@ -34,7 +34,7 @@ from perdure.state.containers import (
     record_class,
 )
 from perdure.state.leaf_spec import Difference, LeafSpec, PathInErrors, type_name
-from perdure.state.leaf_values import cut, in_order, leaf_array, plain_value, same_bits
+from perdure.state.leaf_values import cut, leaf_array, plain_value, same_bits
 from perdure.state.paths import below, join_dotted, join_part, nearest
 from perdure.state.per_rank import own_shards_only
 from perdure.state.snapshots import ObjectFlattener, read_state
@@ -49,8 +49,7 @@ class ObjectStates:
     """The leaves of a checkpoint, from which states of objects are built, and compared with.
 
     `keep` has values of modules that stay; with `takes` an object that changes no array may get the
-    memory of the leaves. `orders` are those of `memory_orders`; `member` gives a member of the state
-    by the name in a form.
+    memory of the leaves. `member` gives a member of the state by the name in a form.
     """
 
     def __init__(
@@ -59,11 +58,10 @@ class ObjectStates:
         keep: Collection[str] = (),
         takes: bool = False,
         sharded: Mapping[str, Any] = MappingProxyType({}),
-        orders: Mapping[str, Sequence[int]] | None = None,
         member: Callable[[str], Any] = str,
     ) -> None:
         self.leaves = leaves
-        self.orders, self._member = orders, member
+        self._member = member
         self._sharded = sharded
         self.keep = keep
         self._may_take = takes
@@ -248,8 +246,8 @@ class ObjectStates:
             assert chosen is not None
             take = getattr(chosen[0], "take", None) if self._takes else None
             value = load_leaf(chosen[0], target, leaf) if take is None else take(target, leaf)
-        value = value.copy() if isinstance(value, np.ndarray) else value
-        return in_order(value, path, self.orders)
+        is_in_order = leaf.axes is not None or not isinstance(value, np.ndarray)
+        return value if is_in_order else value.copy()
 
 
 _COMPARED = Leaf("", (), memoryview(b""))

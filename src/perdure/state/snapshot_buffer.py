@@ -41,7 +41,7 @@ class SnapshotBuffer:
         for path, leaf, parts in changing:
             new = [next(copies) for _ in parts]
             if leaf.shards is None:
-                copied[path] = Leaf(leaf.dtype, leaf.shape, new[0], True)
+                copied[path] = Leaf(leaf.dtype, leaf.shape, new[0], True, axes=leaf.axes)
             else:
                 shards = msgspec.structs.replace(leaf.shards, parts=tuple(new))
                 copied[path] = Leaf(leaf.dtype, leaf.shape, leaf.data, True, shards=shards)

@@ -266,7 +266,10 @@ class FreshTarget:
                 kind, size = self._before.get(path, _SCALAR)
                 found, live = _made(value, path)
                 is_filled = bool(size) and (kind is not type(value) or kind in MAPPINGS)
-                if live:
+                if live and kind is type(value) and kind in MAPPINGS and set(size) == value.keys():
+                    # Only the order differs (`jit` sorts); the objects are restored in place.
+                    containers[path] = Container(found.containers[path].kind, keys=tuple(value))
+                elif live:
                     parts: Any = [*value] if isinstance(value, Mapping) else None
                     parts = len(value) if isinstance(value, (list, tuple)) else parts
                     if not (is_filled and kind is not type(value) and parts == size):

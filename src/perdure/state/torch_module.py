@@ -17,6 +17,7 @@ from perdure.state.program_code import is_of_program
 from perdure.state.torch_tensors import (
     LAZY,
     copy_into,
+    has_other_order,
     has_shared_elements,
     local_tensor,
     sharded_parts,
@@ -82,7 +83,9 @@ class ModuleState(Stateful):
             )
         values = type(live)({full_names.get(name, name): state[name] for name in state})
         for name, tensor in live.items():
-            if name in values and has_shared_elements(tensor):
+            if name in values and (
+                has_shared_elements(tensor) or has_other_order(tensor, values[name])
+            ):
                 copy_into(tensor, values[name])
                 values[name] = tensor  # PyTorch skips the copy of a tensor onto itself
             elif name in values and _is_meta(tensor) and not _is_meta(values[name]):

@@ -220,21 +220,17 @@ def _put_exact(optimizer: torch.optim.Optimizer, stored: Mapping[int, Mapping[An
 
 
 def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:
-    """The stored value with its dtype, on the device that PyTorch chose for the loaded one, and in
-    the memory format of the parameter if it has its shape."""
+    """The stored value with its dtype, on the device that PyTorch chose for the loaded one, and sharded
+    as the parameter if it has its shape."""
     if isinstance(stored, torch.Tensor):
-        if stored.shape != parameter.shape or stored.requires_grad:
+        is_alike = stored.shape == parameter.shape and not stored.requires_grad
+        if not is_alike or not is_dtensor(parameter):
             return stored.to(loaded.device)
-        if is_dtensor(parameter):
-            if is_dtensor(stored):
-                return stored
-            leaf = leaf_of(stored)
-            assert leaf is not None
-            return shard_of(parameter, leaf)
-        exact = torch.empty_like(parameter, dtype=stored.dtype, device="meta", requires_grad=False)
-        if stored.device == loaded.device and stored.stride() == exact.stride():
+        if is_dtensor(stored):
             return stored
-        return torch.empty_like(exact, device=loaded.device).copy_(stored)
+        leaf = leaf_of(stored)
+        assert leaf is not None
+        return shard_of(parameter, leaf)
     if isinstance(stored, dict):
         values = {key: _exact_state(stored[key], loaded[key], parameter) for key in stored}
         return values if type(stored) is dict else stored

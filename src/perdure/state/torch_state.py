@@ -18,9 +18,11 @@ from perdure.state.torch_optimizers import OptimizerState, SchedulerState
 from perdure.state.torch_tensors import (
     ALIGNMENT,
     LAZY,
+    axes_of,
     copy_into,
     has_all_elements,
     has_shared_elements,
+    in_axes,
     is_dtensor,
     local_tensor,
     on_host,
@@ -91,6 +93,7 @@ class TorchState(Adapter):
                 if not compares_shards:
                     require_group(value)
             value = local_tensor(value)
+        axes = axes_of(value) if part is None else None
         plain = on_host(value.detach().resolve_conj().resolve_neg()).contiguous()
         if plain.dtype in _BUFFER_DTYPES and plain.numel():  # nearly every leaf, so in line
             data = plain.numpy().data.cast("B")
@@ -101,7 +104,7 @@ class TorchState(Adapter):
             data = memoryview(b"")
         is_copy = plain.data_ptr() != value.data_ptr()
         if part is None or compares_shards:
-            return Leaf(spec.dtype, spec.shape, data, is_copy, part)
+            return Leaf(spec.dtype, spec.shape, data, is_copy, part, axes=axes)
         shards = Shards(spec.shape, plain.element_size(), (part,), (data,))
         return Leaf(spec.dtype, spec.shape, memoryview(b""), is_copy, shards=shards)
 
@@ -126,7 +129,9 @@ class TorchState(Adapter):
         if len(leaf.data):
             target.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(leaf.data, np.uint8)
         target = target.to("cpu" if like.is_meta else like.device)
-        if like.shape == target.shape and like.stride() != target.stride():
+        if leaf.axes is not None:
+            target = in_axes(target, leaf.axes)
+        elif like.shape == target.shape and like.stride() != target.stride():
             # The order in memory decides the order in which sums are taken, and so their bits.
             target = torch.empty_like(like, device=target.device, requires_grad=False).copy_(target)
         if isinstance(like, torch.nn.Parameter):
@@ -139,8 +144,10 @@ class TorchState(Adapter):
     def take(self, like: Any, leaf: Leaf) -> Any:
         """As `load`, but in the memory of the leaf if it is aligned as PyTorch aligns its own."""
         is_plain = type(like) is torch.Tensor and like.is_cpu and not like.requires_grad
-        is_contiguous = like.is_contiguous() or like.shape != leaf.shape
-        if is_plain and is_contiguous and leaf.nbytes and not memoryview(leaf.data).readonly:
+        is_row_major = like.is_contiguous() or like.shape != leaf.shape
+        if leaf.axes is not None:
+            is_row_major = leaf.axes == tuple(range(len(leaf.axes)))
+        if is_plain and is_row_major and leaf.nbytes and not memoryview(leaf.data).readonly:
             octets = torch.frombuffer(leaf.data, dtype=torch.uint8)
             if not octets.data_ptr() % ALIGNMENT:
                 return octets.view(getattr(torch, leaf.dtype)).reshape(leaf.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from perdure.errors import UnsupportedLeafError
 from perdure.runtime.memory_limit import MemoryLimit
 from perdure.state.leaf_spec import LeafSpec
-from perdure.state.leaf_values import cut
+from perdure.state.leaf_values import cut, memory_axes
 from perdure.state.per_rank import current_rank_context
 from perdure.store.leaf import Leaf
 from perdure.store.shard_plan import Region
@@ -55,7 +55,28 @@ def copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
         tensor, value = tensor.detach()[once], value[once]
     with torch.no_grad():
+        if has_other_order(tensor, value):
+            tensor.data = torch.empty_like(value, dtype=tensor.dtype, device=tensor.device)
         tensor.copy_(value)
+
+
+def axes_of(value: Any) -> tuple[int, ...] | None:
+    """The `memory_axes` of a tensor; None for one that has no memory of its own."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, LAZY) or is_dtensor(value):
+        return None
+    if value.layout != torch.strided or value.is_nested or value.is_meta or value.is_contiguous():
+        return None
+    return memory_axes(value.shape, value.stride())
+
+
+def has_other_order(tensor: Any, value: Any) -> bool:
+    """Whether a tensor has its elements in another order in memory than the value to be copied."""
+    return tensor is not value and axes_of(tensor) != axes_of(value) and tensor.shape == value.shape
+
+
+def in_axes(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """The same elements with these axes from the largest stride down."""
+    return tensor.permute(*axes).contiguous().permute([*map(axes.index, range(len(axes)))])
 
 
 ALIGNMENT = 64

@@ -7,7 +7,7 @@ new value has been built. Then either all objects are changed, or none.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from perdure.state.leaf_spec import (
     mismatch_error,
     type_name,
 )
-from perdure.state.leaf_values import in_order, is_plain, same_bits
+from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
 from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_plan import RestorePlan, StoredState
@@ -61,14 +61,13 @@ def restore_requested(
     takes: bool = False,
     replaced: ReplacedMembers | None = None,
     shared: Mapping[str, int] = MappingProxyType({}),
-    orders: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[Any, RestoreReport]:
     """`restore` of what `request` asks for; the rest of `like` stays. Returns the state and a
     report.
 
     `stored` is all that the checkpoint has, `leaves` what is wanted of it, whose memory values may
     use with `takes`. `replaced` gets the members that are not in the returned state; `shared`
-    numbers objects that are at several paths, `orders` are those of `memory_orders`.
+    numbers objects that are at several paths.
     """
     with gc_paused(len(leaves)):
         refusals: dict[str, str] = {}
@@ -78,7 +77,7 @@ def restore_requested(
             if lines := plan.differences:
                 has_ways = request.strict and not all(line.reason for line in lines)
                 raise mismatch_error(lines, _WAYS_OUT if has_ways else "")
-            attempt = _Restore(plan, takes, replaced, shared, orders)
+            attempt = _Restore(plan, takes, replaced, shared)
             try:
                 return attempt.run(), plan.report()
             except StateError as error:
@@ -142,9 +141,8 @@ class _Restore(ObjectStates):
         takes: bool,
         replaced: ReplacedMembers,
         shared: Mapping[str, int],
-        orders: Mapping[str, Sequence[int]] | None,
     ) -> None:
-        super().__init__(plan.leaves, plan.keep, takes, plan.sharded, orders)
+        super().__init__(plan.leaves, plan.keep, takes, plan.sharded)
         self._plan = plan
         described = {p for p, node in plan.walk.objects.items() if isinstance(node, Described)}
         others = plan.walk.objects.keys() - described
@@ -242,7 +240,10 @@ class _Restore(ObjectStates):
             return like
         self._replaced.add_container(path, like)
         with PathInErrors(path, f"a {type_name(like)} could not be rebuilt from its parts"):
-            return node.rebuild(children)
+            made = node.rebuild(children)
+        keys = entry.keys if (entry := self.containers.get(path)) is not None else None
+        is_ordered = type(made) is dict and keys is not None and made.keys() == set(keys)
+        return {key: made[key] for key in keys or ()} if is_ordered else made
 
     def _build_leaf(self, walk: Walk, like: Any, path: str) -> Any:
         if path in self.keep:
@@ -254,7 +255,6 @@ class _Restore(ObjectStates):
         else:
             value = load_leaf(taker, like, self.leaves[path])
             variable = taker.variable(like)
-        value = in_order(value, path, self.orders)
         if variable is None:
             self._replaced.add_leaf(path, like, value)
             return value

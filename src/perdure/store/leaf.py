@@ -36,6 +36,8 @@ class Leaf(Struct, frozen=True, gc=False):
             process. `data` is empty then. Such a leaf is only saved, or restored into such an array.
         is_donated: Of bytes in the memory of an array that a step may be given (donated): whether it
             was. A step cannot use that memory as long as something holds these bytes.
+        axes: The axes of the array in memory, from the largest stride down; None if they are in the
+            order of the shape, or if nobody knows.
     """
 
     dtype: str
@@ -45,6 +47,7 @@ class Leaf(Struct, frozen=True, gc=False):
     region: Region | None = None
     shards: Shards | None = None
     is_donated: Callable[[], bool] | None = None
+    axes: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +94,7 @@ class Leaf(Struct, frozen=True, gc=False):
 
     def copy(self) -> Leaf:
         """The same leaf over memory of its own."""
-        return Leaf(self.dtype, self.shape, memoryview(bytes(self.data)), frozen=True)
+        return Leaf(self.dtype, self.shape, memoryview(bytes(self.data)), True, axes=self.axes)
 
 
 class RemoteLeaf(Struct, frozen=True, gc=False):

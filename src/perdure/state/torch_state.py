@@ -93,7 +93,7 @@ class TorchState(Adapter):
                 if not compares_shards:
                     require_group(value)
             value = local_tensor(value)
-        axes = axes_of(value) if part is None else None
+        axes = None if part is not None or value.is_contiguous() else axes_of(value)
         plain = on_host(value.detach().resolve_conj().resolve_neg()).contiguous()
         if plain.dtype in _BUFFER_DTYPES and plain.numel():  # nearly every leaf, so in line
             data = plain.numpy().data.cast("B")

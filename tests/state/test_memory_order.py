@@ -93,7 +93,7 @@ class Rotated(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state["count"] = state.get("count", 0) + 1

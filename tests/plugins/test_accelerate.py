@@ -13,7 +13,7 @@ import torch
 from plugin_programs import answer_of, run_program
 from torch.utils.data import DataLoader, TensorDataset
 
-from perdure import EXIT_PREEMPTED
+from perdure import EXIT_PREEMPTED, CheckpointManager
 from perdure.errors import StateError
 from perdure.store import Run
 from perdure.torch import ResumableLoader
@@ -72,3 +72,54 @@ def test_loaders_that_cannot_be_resumed_exactly_are_refused(tmp_path: Path) -> N
     assert "persistent_workers=False" in refusal(loader, accelerator)
     for loader in (plain(), ResumableLoader(plain())):
         assert "that it has not prepared" in refusal(loader, Accelerator(cpu=True))
+
+
+class Model(torch.nn.Module):
+    """Keeps what no `state_dict` has, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.mean, self.place = 0.0, 0
+        self.hidden: torch.Tensor | None = None
+        self.register_buffer("queue", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.inner(x) + (0 if self.hidden is None else self.hidden)
+        loss = (self.out(inner + self.mean) + self.queue.sum()).square().mean()
+        self.hidden, self.mean = 0.1 * inner.detach().mean(0), 0.1 * float(loss)
+        self.queue[self.place] = self.mean
+        self.place = (self.place + 1) % 3
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+@pytest.mark.parametrize("end", [2, 6])
+def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(directory: Path, end: int = 0) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(0)
+        model, seen = Model(), list[Any]()
+        adam = torch.optim.Adam(model.parameters(), lr=0.05)
+        rows = DataLoader(TensorDataset(torch.arange(48).view(12, 4) / 48), 2, shuffle=True)
+        accelerator = Accelerator(cpu=True)
+        wrapped, optimizer, loader = accelerator.prepare(model, adam, rows)
+        with CheckpointManager(directory, save_interval_steps=2) as manager:
+            for step, (batch,) in batches(accelerator, loader, manager, epochs=2):
+                if end and step == end:
+                    break
+                accelerator.backward(loss := wrapped(batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                if step in (0, 2, 4, 8):
+                    model.inner.requires_grad_(step in (2, 8))
+                seen.append((loss.item().hex(), model.inner.weight.requires_grad))
+        return seen, [value.tolist() for value in model.parameters()]
+
+    whole, bits = trained(tmp_path / "whole")
+    trained(tmp_path / "run", end)
+    assert Run(tmp_path / "run").steps()[-1] == end
+    assert trained(tmp_path / "run") == (whole[end:], bits)

@@ -151,3 +151,80 @@ def test_a_loader_of_a_subclass_that_keeps_its_workers_is_refused(tmp_path: Path
     args = TrainingArguments(str(tmp_path / "own"), report_to=[], use_cpu=True, save_strategy="no")
     with pytest.raises(StateError, match="persistent_workers=False"):
         train(Keeping(torch.nn.Linear(1, 1), args), tmp_path / "run")
+
+
+class Stopped(Exception):
+    pass
+
+
+def changing_model(seen: list[Any]) -> torch.nn.Module:
+    """A model that keeps what no `state_dict` has, and computes with it."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+            self.mean, self.place = 0.0, 0
+            self.hidden: torch.Tensor | None = None
+            self.register_buffer("queue", torch.zeros(3), persistent=False)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            inner = self.inner(x) + (0 if self.hidden is None else self.hidden)
+            out = self.out(inner + self.mean) + self.queue.sum()
+            loss = (out - labels).square().mean()
+            self.hidden, self.mean = 0.1 * inner.detach().mean(0), 0.1 * float(loss)
+            self.queue[self.place] = self.mean
+            self.place = (self.place + 1) % 3
+            seen.append((loss.item().hex(), self.inner.weight.requires_grad))
+            return {"loss": loss}
+
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+@pytest.mark.parametrize("end", [3, 7])
+def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from perdure.plugins.transformers import train
+
+    class Changes(TrainerCallback):
+        def __init__(self, end: int) -> None:
+            self.end = end
+
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        ) -> None:
+            if state.global_step in (1, 3, 5, 8):
+                model.inner.requires_grad_(state.global_step in (3, 8))
+            if state.global_step == self.end:
+                raise Stopped
+
+    def trained(directory: Path, end: int = 0) -> tuple[list[Any], list[Any]]:
+        seen: list[Any] = []
+        model = changing_model(seen)
+        rows = [{"x": torch.arange(4.0) - row, "labels": torch.ones(1) * row} for row in range(8)]
+        args = TrainingArguments(
+            str(directory) + "-own",
+            per_device_train_batch_size=2,
+            max_steps=10,
+            save_steps=2,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            learning_rate=0.05,
+        )
+        trainer = Trainer(model, args, train_dataset=rows, callbacks=[Changes(end)])  # type: ignore[arg-type]
+        try:
+            train(trainer, directory)
+        except Stopped:
+            assert end
+        return seen, [value.tolist() for value in model.parameters()]
+
+    whole, bits = trained(tmp_path / "whole")
+    trained(tmp_path / "run", end)
+    newest = Run(tmp_path / "run").steps()[-1]
+    assert newest == end - 1  # the save of a step begins with the next one
+    assert trained(tmp_path / "run") == (whole[newest:], bits)

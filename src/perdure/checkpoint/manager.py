@@ -303,6 +303,21 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         beat("compile", restored.step)
         return restored
 
+    def resume_members(
+        self, members: Mapping[str, Any], step: int | None = None, names: Iterable[str] = ()
+    ) -> None:
+        """For a loop that restores the rest of its state itself: begin with these members.
+
+        With a `step`, its members `names` are restored, and what no `state_dict` has (attributes,
+        `requires_grad`, gradients that no step has used). Call it before the first step in any case:
+        what the program changes from then on is saved. Raises what `restore` raises.
+        """
+        self._restorer.see(members)
+        if step is not None:
+            like = dict(members)
+            request = RestoreRequest.of(like, names, True, None, False)._replace(resumes=True)
+            self._restore(step, like, request)
+
     @names_forms("restore_or_initialize")
     def restore_or_initialize(self, init: Any = None, *, start_over: bool = False) -> Restored:
         """The newest good checkpoint, or a fresh state at step 0 if there is none.

@@ -78,7 +78,8 @@ class Restorer:
         """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None."""
         wanted = request.wanted()
         run, mirror = self._saver.run, self._saver.mirror
-        needs = Needs(wanted, self._regions(like, request))
+        regions = self._regions(like, request)
+        needs = Needs(wanted, regions, has_process_leaves=request.resumes)
         with closing(ChunkSharing()) as sharing:
             call = GroupCall(self._processes, _call(step, request))
             name = sharing.listen() if mirror is None and self._processes.count > 1 else ""
@@ -114,12 +115,13 @@ class Restorer:
         if report.is_exact:
             self._saver.journal.resume(step)
             self._saver.recipe.resumed(where, loaded.manifest.recipe)
+        if report.is_exact or request.resumes:
             with rank_context(self._processes.index, self._processes.count):
                 walk = Walk(state)
             for note in self._extras.put(self._restoring(where, loaded, request), walk):
                 warn_caller(note)
-            if has_shards:
-                self._warn_of_other_group(loaded)
+        if report.is_exact and has_shards:
+            self._warn_of_other_group(loaded)
         return Restored(state, step, report).watch(replaced)
 
     def _restoring(self, where: str, loaded: Loaded, request: RestoreRequest) -> Restoring:
@@ -131,6 +133,11 @@ class Restorer:
             walk = self._check.expect(like, begins=begins)
             if walk is not None:
                 self._extras.see(walk)
+
+    def see(self, members: Any) -> None:
+        """The program begins with these members of its state."""
+        with rank_context(self._processes.index, self._processes.count):
+            self._extras.see(members)
 
     def begin(self, like: Any) -> None:
         """The program begins with the fresh state `like`; random numbers count from here on."""

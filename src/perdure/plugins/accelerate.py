@@ -69,8 +69,8 @@ def _batches(
     accelerator: Any, loader: Any, run: host.HostRun, epochs: int
 ) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
+    run.begin(_members(accelerator), "position")
     if run.resumed is not None:
-        run.restore(_members(accelerator), "position")
         step, position = run.resumed.step, run.resumed.state["position"]
         epoch, finished = position["epoch"], position["finished"]
         accelerator.step = position["accumulated"]

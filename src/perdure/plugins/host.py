@@ -54,12 +54,15 @@ class HostRun:
         assert self.resumed is not None
         return self.resumed.state[name][f"rank{self._index}"]
 
-    def restore(self, members: Mapping[str, Any], read_only: str) -> None:
-        """Restore the objects of the host, by name, or MismatchError; `read_only` is only read."""
-        assert self.resumed is not None
-        names = members.keys() | (self.resumed.state.keys() - {read_only, _EPOCH_BEGAN, _LOADING})
+    def begin(self, members: Mapping[str, Any], read_only: str) -> None:
+        """Begin with the objects of the host, by name. A resumed run restores them, or MismatchError;
+        its member `read_only` is only read."""
+        if (resumed := self.resumed) is None:
+            self.manager.resume_members(members)
+            return
+        names = members.keys() | (resumed.state.keys() - {read_only, _EPOCH_BEGAN, _LOADING})
         if names:
-            self.manager.restore(self.resumed.step, dict(members), leaves=sorted(names))
+            self.manager.resume_members(members, resumed.step, sorted(names))
 
     def begin_epoch(self, shuffling: Any = None) -> None:
         """Note the generators with which an epoch begins; those of the interrupted one come back."""

@@ -127,13 +127,13 @@ class _Checkpoints(TrainerCallback):
         # `get_train_dataloader` of a subclass may not follow the arguments.
         is_kept = host.keeps_workers([kwargs.get("train_dataloader")])
         host.require_new_workers(is_kept, "Make the DataLoader with persistent_workers=False.")
-        if (resumed := self._run.resumed) is not None:
-            self._run.restore(self._members(), "trainer")
-            if state.global_step != resumed.step:
-                raise StateError(
-                    f"{self._run.manager.directory}: expected that the Trainer resumes at step "
-                    f"{resumed.step}, found {state.global_step}."
-                )
+        self._run.begin(self._members(), "trainer")
+        resumed = self._run.resumed
+        if resumed is not None and state.global_step != resumed.step:
+            raise StateError(
+                f"{self._run.manager.directory}: expected that the Trainer resumes at step "
+                f"{resumed.step}, found {state.global_step}."
+            )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.begin_epoch()

@@ -85,6 +85,9 @@ class RestoreRequest(NamedTuple):
     strict: bool = True
     renaming: Renaming = Renaming(None)
     cast: bool = False
+    resumes: bool = False
+    """Whether a run resumes with these members, of which the rest is restored elsewhere: the extra
+    members come back as well."""
 
     @classmethod
     def of(

@@ -88,13 +88,15 @@ class Needs(NamedTuple):
     """What a load reads: the paths that `wanted` accepts, and of some arrays only `regions`.
 
     With `verifies_all` the other chunks of these arrays are verified, too; `sharing` reads together
-    with other processes of this machine.
+    with other processes of this machine. With `wanted` the process leaves are left out, unless
+    `has_process_leaves`.
     """
 
     wanted: Callable[[str], bool] | None = None
     regions: Callable[[Manifest], Mapping[str, tuple[Region, ...]]] | None = None
     verifies_all: bool = False
     sharing: SharedReads | None = None
+    has_process_leaves: bool = False
 
 
 EVERYTHING = Needs()
@@ -148,7 +150,8 @@ def load_step(directory: Directory, step: int, needs: Needs = EVERYTHING) -> Loa
     while True:
         try:
             leaves = load_leaves(storage, manifest, needs)
-            entries = () if needs.wanted else manifest.process_leaves
+            is_whole = needs.wanted is None or needs.has_process_leaves
+            entries = manifest.process_leaves if is_whole else ()
             process_leaves = load_entries(storage, manifest, entries)
             directory.loaded.add(step)
             return Loaded(manifest, leaves, process_leaves=process_leaves)

@@ -270,6 +270,90 @@ def test_loaders_that_cannot_be_resumed_exactly_are_refused(
         fit(trainer, tmp_path / "run", Model(), *make())
 
 
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
+@pytest.mark.parametrize("end", [4, 10])  # with a gradient that no step has used
+def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from torchmetrics import MeanSquaredError
+
+    from perdure.plugins.lightning import fit
+
+    class Model(LightningModule):
+        """Keeps what no `state_dict` has, and computes with it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.inner, self.out = torch.nn.Linear(5, 5), torch.nn.Linear(5, 1)
+            self.mean, self.place = 0.0, 0
+            self.hidden: torch.Tensor | None = None
+            self.register_buffer("queue", torch.zeros(3), persistent=False)
+            self.error = MeanSquaredError()
+
+        def training_step(self, batch: Any, index: int) -> None:
+            inner_adam, out_adam = self.optimizers()  # type: ignore[misc]
+            inner = self.inner(batch[0]) + (0 if self.hidden is None else self.hidden)
+            loss = (self.out(inner + self.mean) + self.queue.sum()).square().mean()
+            seen.append((loss.item().hex(), self.out.bias.requires_grad))
+            self.log("error", self.error)  # Lightning then keeps its address in the module
+            self.error(inner[:, 0].detach(), batch[0][:, 0])
+            self.manual_backward(loss)
+            out_adam.step()
+            out_adam.zero_grad()
+            if index % 2:
+                inner_adam.step()
+                inner_adam.zero_grad()
+            self.hidden, self.mean = 0.1 * inner.detach().mean(0), 0.1 * float(loss)
+            self.queue[self.place] = self.mean
+            self.place = (self.place + 1) % 3
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(p.parameters(), 0.1) for p in (self.inner, self.out)]
+
+    class Changes(Callback):
+        def __init__(self, end: int) -> None:
+            self.end, self.batches = end, 0
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, index: int
+        ) -> None:
+            count = trainer.fit_loop.total_batch_idx + 1
+            if count in (2, 6):
+                pl_module.out.bias.requires_grad_(count == 6)
+            if count == self.end:
+                raise Stopped
+
+    def trained(directory: Path, end: int = 0) -> list[Any]:
+        torch.manual_seed(0)
+        model = Model()
+        trainer = Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            callbacks=[Changes(end)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        rows = DataLoader(TensorDataset(torch.arange(60).view(12, 5) / 60), 2, shuffle=True)
+        try:
+            fit(trainer, directory, model, rows, every_n_train_steps=1)
+        except Stopped:
+            assert end
+        return [value.tolist() for value in model.parameters()]
+
+    seen: list[Any] = []
+    bits = trained(tmp_path / "whole")
+    whole = list(seen)
+    trained(tmp_path / "run", end)
+    seen.clear()
+    assert (trained(tmp_path / "run"), seen) == (bits, whole[end - 1 :])
+
+
 def test_several_processes_of_another_strategy_are_refused() -> None:
     from types import SimpleNamespace
 

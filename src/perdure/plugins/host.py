@@ -17,9 +17,13 @@ import numpy as np
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
 from perdure.errors import MissingExtraError, StateError, warn_caller
+from perdure.runtime.process_group import group_of
+from perdure.state.extra_members import ExtraMembers, Restoring
 from perdure.state.generators import held_generators, read_generator, write_generator
-from perdure.state.per_rank import PerRank
+from perdure.state.per_rank import PerRank, rank_context
 from perdure.state.process_random import capture, restore_all
+from perdure.state.walk import Walk
+from perdure.store.leaf import Leaf, Leaves
 
 T = TypeVar("T")
 GeneratorStates = dict[str, np.ndarray[Any, Any]]
@@ -211,6 +215,45 @@ def share_buffers(accelerator: Any, models: Iterable[Any]) -> None:
     if accelerator.distributed_type.startswith("MULTI_") and shares:
         for buffer in (buffer for model in models for buffer in model.buffers()):
             sys.modules["torch"].distributed.broadcast(buffer, 0)
+
+
+class HostExtras:
+    """The extra members of the objects of a host that restores these by their `state_dict`; the
+    generators are not among them. What is taken is plain values, of this process alone."""
+
+    def __init__(self, index: int = 0, count: int = 1) -> None:
+        self._rank = index, count
+        self._members = ExtraMembers(save_random_state=False)
+
+    def see(self, state: Any) -> None:
+        """The training begins with these objects: what it changes from then on is taken."""
+        with rank_context(*self._rank):
+            self._members.see(state)
+
+    def take(self, state: Any) -> dict[str, Any]:
+        """By path dtype, shape and bytes of each value; an error if one could not be restored."""
+        with rank_context(*self._rank):
+            taken = self._members.take(Walk.of(state), Leaves(), 0)
+        torch = sys.modules["torch"]
+        return {
+            path: (
+                leaf.dtype,
+                leaf.shape,
+                torch.from_numpy(np.frombuffer(bytearray(leaf.data), "u1")),
+            )
+            for path, leaf in taken.items()
+        }
+
+    def put(self, state: Any, taken: Mapping[str, Any], where: str) -> None:
+        """Give the objects what was taken, after the host has restored them; StateError."""
+        leaves = {
+            path: Leaf(dtype, tuple(shape), memoryview(data.numpy()), frozen=True)
+            for path, (dtype, shape, data) in taken.items()
+        }
+        restoring = Restoring(leaves, lambda path: path, where, group_of(None))
+        with rank_context(*self._rank):
+            for note in self._members.put(restoring, Walk.of(state)):
+                warn_caller(note)
 
 
 def generator_states() -> GeneratorStates:

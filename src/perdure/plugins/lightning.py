@@ -271,6 +271,9 @@ class ExactResume(Callback):
         self._resumed: host.GeneratorStates | None = None
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
+        self._trainer: Trainer | None = None
+        self._extras = host.HostExtras()
+        self._extras_at_save: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         strategy = trainer.strategy
@@ -282,17 +285,29 @@ class ExactResume(Callback):
                 f"with {type(strategy).__name__}, which saves past the callbacks of others."
             )
         self._rank, self._count = trainer.global_rank, trainer.world_size
+        self._extras = host.HostExtras(self._rank, self._count)
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self._trainer = None
 
     def state_dict(self) -> dict[str, Any]:
         """Of all processes: Lightning asks each one, and saves what the first returns."""
-        own = {
+        own: dict[str, Any] = {
             "epoch_began": _tensors(self._epoch_began),
             "now": _tensors(host.generator_states()),
             "loading": _with_tensors({"began": self._held, "now": self._loading.now()}),
         }
+        try:
+            taken = {} if self._trainer is None else self._extras.take(_members(self._trainer))
+            own["extras"] = taken
+        except errors.StateError as error:  # the others wait for what this process gathers
+            own["refused"] = error
         processes: list[Any] = [own] * self._count
         if self._count > 1:
             torch.distributed.all_gather_object(processes, own)
+        for each in processes:
+            if "refused" in each:
+                raise each["refused"]
         positions = [loader.state_dict() for loader in self._loaders]
         return {"batches": self._batches, "positions": positions, "processes": processes}
 
@@ -304,9 +319,14 @@ class ExactResume(Callback):
         self._epoch_began = _arrays(own["epoch_began"])
         self._held, self._held_at_save = _without_tensors(own["loading"]).values()
         self._resumed = _arrays(own["now"])
+        self._extras_at_save = own.get("extras", {})  # earlier releases have saved none
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         beat("compile", trainer.global_step)
+        self._trainer = trainer
+        self._extras.see(members := _members(trainer))
+        self._extras.put(members, self._extras_at_save, "ExactResume")
+        self._extras_at_save = {}
         fetcher = _fetcher(trainer)
         _require_new_workers([*fetcher.combined_loader.flattened, *_validation_loaders(trainer)])
         _require_positions(fetcher)
@@ -376,6 +396,16 @@ class ExactResume(Callback):
         """The batches of an epoch that begins when the first is drawn."""
         self._epoch_began = host.generator_states()
         yield from loader
+
+
+def _members(trainer: Trainer) -> dict[str, Any]:
+    """The objects that Lightning restores itself, by their `state_dict`."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return {
+        "module": trainer.lightning_module,
+        "optimizers": list(trainer.optimizers),
+        "schedulers": schedulers,
+    }
 
 
 def _fetcher(trainer: Trainer) -> Any:

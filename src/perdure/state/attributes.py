@@ -313,8 +313,9 @@ def _scalars(owner: Owner, known: Known) -> list[Any] | None:
     if held["_non_persistent_buffers_set"] or any(map(held.get, HOOKS)):
         return None
     found = [type(part), owner.root.training, part.training]
+    of_library = _of_library(type(part))
     for name, value in held.items():
-        if name not in _of_modules():
+        if name not in of_library:
             if type(value) not in SCALARS and not (
                 type(value) is tuple and all(type(part) in SCALARS for part in value)
             ):
@@ -429,7 +430,7 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
     yield from _of_hooks((), part, HOOKS, known, owner)
     if not is_module and not is_owner(type(part)):
         return
-    skipped = _of_modules() if is_module else _OF_OPTIMIZERS
+    skipped = _of_library(type(part)) if is_module else _OF_OPTIMIZERS
     if not is_module and known.leaves_out_state(part):
         skipped -= {"state"}
     for name, value in list(vars(part).items()):
@@ -572,8 +573,12 @@ def _is_beside_others(owner: Owner, key: Key, others: dict[int, bool]) -> bool:
 
 
 @cache
-def _of_modules() -> frozenset[str]:
-    return frozenset(vars(sys.modules["torch"].nn.Module()))
+def _of_library(kind: type) -> frozenset[str]:
+    """The attributes that `nn.Module` gives a module, and a `LightningModule`, which has the hook that
+    runs and addresses of metrics there."""
+    modules = "lightning.pytorch.core.module", "pytorch_lightning.core.module"
+    base = next((base for base in kind.__mro__ if base.__module__ in modules), None)
+    return frozenset(vars(sys.modules["torch"].nn.Module() if base is None else base()))
 
 
 def _add(leaves: Leaves, value: Any, path: str, form: Any = None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,23 @@ def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
     trained(tmp_path / "run", end)
     assert Run(tmp_path / "run").steps()[-1] == end
     assert trained(tmp_path / "run") == (whole[end:], bits)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+@pytest.mark.parametrize("is_within", [True, False])
+def test_a_second_loader_within_its_batches_is_warned_of(tmp_path: Path, is_within: bool) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    rows = [DataLoader(TensorDataset(torch.zeros(4, 4)), 1) for _ in range(2)]
+    accelerator = Accelerator(cpu=True)
+    loader, other = accelerator.prepare(*rows)
+    drawn = iter(other)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with CheckpointManager(tmp_path / "run", recipe={}) as manager:
+            for _ in batches(accelerator, loader, manager, epochs=1):
+                _ = next(drawn) if is_within else [*other]
+    found = [each for each in caught if "another prepared loader" in str(each.message)]
+    assert len(found) == is_within

@@ -354,6 +354,59 @@ def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
     assert (trained(tmp_path / "run"), seen) == (bits, whole[end - 1 :])
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
+def test_what_lightning_changes_where_an_epoch_begins_and_ends_comes_back(tmp_path: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    from perdure.plugins.lightning import fit
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(5, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            if (self.current_epoch, index) == self.end:
+                raise Stopped
+            return self.layer(batch[0]).square().mean()
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("v", self.layer(batch[0]).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            adam = torch.optim.Adam(self.parameters(), 0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, threshold=1.0, patience=0)
+            return [adam], [{"scheduler": plateau, "monitor": "v", "interval": "epoch"}]
+
+    def trained(directory: Path, end: tuple[int, int] | None = None) -> list[Any]:
+        torch.manual_seed(0)
+        model = Model()
+        model.end = end  # type: ignore[assignment]
+        trainer = Trainer(
+            max_epochs=4,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            callbacks=[GradientAccumulationScheduler({1: 2})],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        rows = DataLoader(TensorDataset(torch.arange(60).view(12, 5) / 60), 2)
+        try:
+            fit(trainer, directory, model, rows, rows, every_n_train_steps=1)
+        except Stopped:
+            assert end is not None
+        state = trainer.lr_scheduler_configs[0].scheduler.state_dict()
+        return [trainer.global_step, state, *(value.tolist() for value in model.parameters())]
+
+    whole = trained(tmp_path / "whole")
+    assert (
+        trained(tmp_path / "run", (1, 3))[0] == 7
+    )  # in the middle of an epoch and an accumulation
+    assert trained(tmp_path / "run") == whole
+
+
 def test_several_processes_of_another_strategy_are_refused() -> None:
     from types import SimpleNamespace
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
-from perdure.errors import StateError, needs_extra
+from perdure.errors import StateError, needs_extra, warn_caller
 from perdure.plugins import host
 
 host.require_version("accelerate", "accelerate", "1.1", "2")
@@ -37,7 +37,8 @@ def batches(
     `accelerator.prepare` and `register_for_checkpointing` were given, the gradient scaler, the random
     generators and the position in the data. After SIGTERM it is saved, and the process exits with
     status 75. A step that has only accumulated gradients is not saved. Every process of a group
-    (DDP, FSDP2) goes through its own batches.
+    (DDP, FSDP2) goes through its own batches. A save warns if another prepared loader is within its
+    batches, whose position is not saved.
 
     Args:
         accelerator: Has prepared everything that the loop changes.
@@ -69,6 +70,7 @@ def _batches(
     accelerator: Any, loader: Any, run: host.HostRun, epochs: int
 ) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
+    has_warned = False
     run.begin(_members(accelerator), "position")
     if run.resumed is not None:
         step, position = run.resumed.step, run.resumed.state["position"]
@@ -76,6 +78,10 @@ def _batches(
         accelerator.step = position["accumulated"]
 
     def state() -> dict[str, Any]:
+        nonlocal has_warned
+        if not has_warned and _is_another_within(accelerator, loader):
+            has_warned = True
+            warn_caller(_OTHER_LOADER)
         counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
         host.share_buffers(accelerator, map(accelerator.unwrap_model, accelerator._models))
         return _members(accelerator) | {"position": counts}
@@ -91,6 +97,23 @@ def _batches(
         epoch, finished = epoch + 1, 0
     run.begin_epoch(shuffling)
     run.finish(step, state)
+
+
+_OTHER_LOADER = (
+    "perdure.plugins.accelerate.batches: another prepared loader is within its batches at a save. Only "
+    "the loader that was passed keeps its position; a resumed run begins the other one again, and has "
+    "other batches. Make its iterator at the begin of each epoch and resume there, or write the loop "
+    "with a CheckpointManager and a `perdure.torch.ResumableLoader` for each loader."
+)
+
+
+def _is_another_within(accelerator: Any, loader: Any) -> bool:
+    """Whether a prepared loader other than `loader` has begun and not finished its batches."""
+    within = [
+        each for each in accelerator.gradient_state.dataloader_references if each is not loader
+    ]
+    prepared = set(map(id, accelerator._dataloaders))
+    return any(id(each) in prepared for each in within)
 
 
 def _after(loader: Any, finished: int, run: host.HostRun) -> Iterator[Any]:

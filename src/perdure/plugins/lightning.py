@@ -274,6 +274,7 @@ class ExactResume(Callback):
         self._trainer: Trainer | None = None
         self._extras = host.HostExtras()
         self._extras_at_save: dict[str, Any] = {}
+        self._accumulation: tuple[int, int | None] = 1, None  # at the begin, and in the checkpoint
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         strategy = trainer.strategy
@@ -309,11 +310,14 @@ class ExactResume(Callback):
             if "refused" in each:
                 raise each["refused"]
         positions = [loader.state_dict() for loader in self._loaders]
-        return {"batches": self._batches, "positions": positions, "processes": processes}
+        state = {"batches": self._batches, "positions": positions, "processes": processes}
+        count = 1 if self._trainer is None else self._trainer.accumulate_grad_batches
+        return state if count == self._accumulation[0] else state | {"accumulation": count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches = state_dict["batches"]
         self._positions = state_dict.get("positions", [])
+        self._accumulation = 1, state_dict.get("accumulation")
         host.require_count("ExactResume", len(state_dict["processes"]), self._count)
         own = state_dict["processes"][self._rank]
         self._epoch_began = _arrays(own["epoch_began"])
@@ -327,6 +331,10 @@ class ExactResume(Callback):
         self._extras.see(members := _members(trainer))
         self._extras.put(members, self._extras_at_save, "ExactResume")
         self._extras_at_save = {}
+        before, changed = trainer.accumulate_grad_batches, self._accumulation[1]
+        self._accumulation = before, None
+        if changed is not None:  # a callback sets it where an epoch begins, and this one has begun
+            trainer.accumulate_grad_batches = changed
         fetcher = _fetcher(trainer)
         _require_new_workers([*fetcher.combined_loader.flattened, *_validation_loaders(trainer)])
         _require_positions(fetcher)
@@ -376,6 +384,13 @@ class ExactResume(Callback):
         """Count the batches of the epoch. Lightning's own checkpoints are saved after this."""
         self._batches += 1
         beat("step", trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Let a `ReduceLROnPlateau` step also at the end of the epoch in which the run was resumed, if
+        its metric is there; Lightning leaves that step out, because it may be missing."""
+        monitors = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
+        if monitors <= trainer.callback_metrics.keys():
+            trainer.fit_loop._restarting = False
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """After SIGTERM exit with status 75, "start me again"; Lightning's own 0 means done."""

@@ -24,6 +24,7 @@ from perdure import errors
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
+from perdure.digests import digest
 from perdure.plugins import host
 from perdure.runtime.heartbeats import beat
 from perdure.state import flatten
@@ -34,6 +35,7 @@ from perdure.store import Run
 host.require_version("lightning", "lightning", "2.5", "3")
 with errors.needs_extra("lightning"):
     import torch
+    from lightning.fabric.utilities import move_data_to_device
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
     from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -274,6 +276,7 @@ class ExactResume(Callback):
         self._trainer: Trainer | None = None
         self._extras = host.HostExtras()
         self._extras_at_save: dict[str, Any] = {}
+        self._callbacks_at_save: dict[str, Any] = {}
         self._accumulation: tuple[int, int | None] = 1, None  # at the begin, and in the checkpoint
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -303,16 +306,36 @@ class ExactResume(Callback):
             own["extras"] = taken
         except errors.StateError as error:  # the others wait for what this process gathers
             own["refused"] = error
-        processes: list[Any] = [own] * self._count
-        if self._count > 1:
-            torch.distributed.all_gather_object(processes, own)
+        callbacks = self._states_of_callbacks() if self._count > 1 else {}
+        digests = {key: _digest_of(state) for key, state in callbacks.items()}
+        gathered = self._gathered((own, digests))
+        processes = [each for each, _ in gathered]
         for each in processes:
             if "refused" in each:
                 raise each["refused"]
+        # Lightning saves those of one process, and they may be large.
+        found = {item for _, seen in gathered for item in seen.items()}
+        if differing := {key for key, n in Counter(key for key, _ in found).items() if n > 1}:
+            states = {key: callbacks[key] for key in differing & callbacks.keys()}
+            of_callbacks = self._gathered(move_data_to_device(states, "cpu"))
+            for each, state in zip(processes, of_callbacks, strict=True):
+                each["callbacks"] = state
         positions = [loader.state_dict() for loader in self._loaders]
         state = {"batches": self._batches, "positions": positions, "processes": processes}
         count = 1 if self._trainer is None else self._trainer.accumulate_grad_batches
         return state if count == self._accumulation[0] else state | {"accumulation": count}
+
+    def _gathered(self, own: Any) -> list[Any]:
+        """What each process has."""
+        values: list[Any] = [own] * self._count
+        if self._count > 1:
+            torch.distributed.all_gather_object(values, own)
+        return values
+
+    def _states_of_callbacks(self) -> dict[str, Any]:
+        callbacks = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+        states = {each.state_key: each.state_dict() for each in callbacks if each is not self}
+        return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches = state_dict["batches"]
@@ -324,6 +347,7 @@ class ExactResume(Callback):
         self._held, self._held_at_save = _without_tensors(own["loading"]).values()
         self._resumed = _arrays(own["now"])
         self._extras_at_save = own.get("extras", {})  # earlier releases have saved none
+        self._callbacks_at_save = own.get("callbacks", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         beat("compile", trainer.global_step)
@@ -331,6 +355,9 @@ class ExactResume(Callback):
         self._extras.see(members := _members(trainer))
         self._extras.put(members, self._extras_at_save, "ExactResume")
         self._extras_at_save = {}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if (state := self._callbacks_at_save.pop(callback.state_key, None)) is not None:
+                callback.load_state_dict(state)
         before, changed = trainer.accumulate_grad_batches, self._accumulation[1]
         self._accumulation = before, None
         if changed is not None:  # a callback sets it where an epoch begins, and this one has begun
@@ -421,6 +448,14 @@ def _members(trainer: Trainer) -> dict[str, Any]:
         "optimizers": list(trainer.optimizers),
         "schedulers": schedulers,
     }
+
+
+def _digest_of(state: Any) -> str:
+    """Equal for equal states; empty for one with values that have no exact form."""
+    try:
+        return str(digest(_State(state)))
+    except errors.StateError:
+        return ""
 
 
 def _fetcher(trainer: Trainer) -> Any:

@@ -98,7 +98,7 @@ class Restorer:
         step = loaded.manifest.step
         where = f"{run.where}: step {step}"
         load_epoch_ends(loaded.leaves, loaded.manifest.process_leaves, where)
-        if request.is_strict:
+        if request.is_strict or request.resumes:
             restoring = self._restoring(where, loaded, request)
             leaves = Leaves(in_saved_order(loaded.leaves, restoring), loaded.leaves.containers)
             own = in_saved_order(loaded.process_leaves, restoring)

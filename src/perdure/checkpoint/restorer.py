@@ -77,6 +77,8 @@ class Restorer:
     def restore(self, step: int | None, like: Any, request: RestoreRequest) -> Restored | None:
         """See `CheckpointManager.restore`. None if there is no checkpoint and `step` is None."""
         wanted = request.wanted()
+        if request.is_strict:
+            self._arrange_buckets(like)
         run, mirror = self._saver.run, self._saver.mirror
         regions = self._regions(like, request)
         needs = Needs(wanted, regions, has_process_leaves=request.resumes)
@@ -123,6 +125,20 @@ class Restorer:
         if report.is_exact and has_shards:
             self._warn_of_other_group(loaded)
         return Restored(state, step, report).watch(replaced)
+
+    def _arrange_buckets(self, like: Any) -> None:
+        """Arrange the buckets of gradients in `like` for the whole run. A collective."""
+        if self._processes.count < 3 or like is None or "torch" not in sys.modules:
+            return
+        from perdure.state.torch_buckets import arrange, not_arranged, refuse_fixed
+
+        def found() -> list[Any]:
+            with rank_context(self._processes.index, self._processes.count):
+                modules = not_arranged(Walk(like))
+            refuse_fixed(modules, self._processes.count)
+            return [*modules.values()]
+
+        arrange(together(self._processes, found))
 
     def _restoring(self, where: str, loaded: Loaded, request: RestoreRequest) -> Restoring:
         return Restoring(loaded.process_leaves, request.renaming, where, self._processes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,6 +50,7 @@ from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaves, containers_of
 from perdure.store.pack_part import GroupState
 from perdure.store.pools import submit
+from perdure.text import few
 
 
 class Saver:
@@ -170,6 +172,8 @@ class Saver:
                 walk = Walk.of(state)
                 where = f"{self.run.where}: step {step}"
                 self.restore_check.check_used(where, walk, step)
+                if is_first and count > 2:
+                    self._warn_of_buckets(where, walk)
                 leaves = snapshot(walk, self._buffer, self.restore_check.fresh)
                 _refuse_own_shards(rank, leaves)
                 try:
@@ -188,6 +192,19 @@ class Saver:
                     raise shared from error
             raise
         self.background.submit(partial(self.save_snapshot, step, leaves, numbers, rank, own))
+
+    def _warn_of_buckets(self, where: str, walk: Walk) -> None:
+        if "torch" not in sys.modules:
+            return
+        from perdure.state.torch_buckets import not_arranged
+
+        if found := not_arranged(walk):
+            warn_caller(
+                f"{where}: {few(found)}: expected a DistributedDataParallel that "
+                f"`restore_or_initialize` got before the first step, found another one. It arranges "
+                f"its buckets after that step, and the first step after a resume will add the "
+                f"gradients in another order. Give it to `restore_or_initialize`, in the state."
+            )
 
     def wait(self) -> None:
         """Wait for the save under way; raises what it raised, whatever `on_error` says."""

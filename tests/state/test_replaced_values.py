@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.core
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -96,6 +97,42 @@ def test_a_state_of_optax_takes_the_place_of_none(stop: int) -> None:
     whole = train(MemoryStorage(), 7)
     train(where := MemoryStorage(), stop)
     assert train(where, 7) == whole
+
+
+class Trials:
+    """A plain object of the program."""
+
+    def __init__(self) -> None:
+        self.scores = trials()
+
+
+def trials() -> State:
+    keys = {"key": jax.random.key(3), "weak": jnp.asarray(2.0), "worst": np.inf}
+    return {f"{n}": {"x": jnp.full(3, n / 3), **keys} for n in range(3)}
+
+
+def search(where: MemoryStorage, stop: int) -> dict[str, bytes]:
+    """Drops one of the arrays of JAX in two dicts in the second step, and adds one in the third."""
+    with CheckpointManager(where, recipe={}) as manager:
+        fresh = {"member": trials(), "owner": Trials()}
+        state, start = manager.restore_or_initialize(fresh)
+        for step in range(start, stop):
+            for scores in (state["member"], state["owner"].scores):
+                if step == 1:
+                    del scores["1"]
+                if step == 2:
+                    scores["7"] = {"x": jnp.arange(4)}
+                for trial in scores.values():
+                    trial["x"] = jnp.sin(trial["x"] * step)
+            manager.save(step + 1, state)
+    return {path: bytes(leaf.data) for path, leaf in snapshot(state).items()}
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_arrays_of_jax_in_a_dict_come_and_go(stop: int) -> None:
+    whole = search(MemoryStorage(), 4)
+    search(where := MemoryStorage(), stop)
+    assert search(where, 4) == whole
 
 
 def local_record() -> Any:

@@ -356,6 +356,21 @@ def whole_on_one_device(state: Any) -> list[str]:
     ]
 
 
+def elsewhere(value: Any) -> str:
+    """The devices of an array, unless a restore without a target would put it there."""
+    if not isinstance(value, jax.Array):
+        return ""
+    chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if chosen is None or isinstance(chosen, str):
+        chosen = jax.local_devices(backend=chosen)[0]
+    kind = value.sharding.memory_kind
+    is_there = value.sharding.device_set == {chosen}
+    if is_there and kind in (None, chosen.default_memory().kind):
+        return ""
+    names = sorted(map(str, value.sharding.device_set))
+    return f"{', '.join(names)}" + (f" ({kind})" if is_there else "")
+
+
 def weaken(values: Any) -> Any:
     """Weakly typed values with the same bits, because `at[...].set` keeps the type of its target."""
     zero = _WEAK[values.dtype.name]

@@ -274,8 +274,9 @@ class FreshTarget:
                     parts = len(value) if isinstance(value, (list, tuple)) else parts
                     if not (is_filled and kind is not type(value) and parts == size):
                         self._refuse(walk, live[0])
-                # Only the target says the devices of the arrays of JAX in a container that it has.
-                elif not (is_filled and any(e.arrays == "jax" for e in found.containers.values())):
+                else:
+                    if is_filled:
+                        _require_default_device(walk, found)
                     containers |= _grown(found, path)
         containers |= self._require_same_objects(walk)
         built = {path for path, entry in containers.items() if entry.grown}
@@ -461,6 +462,19 @@ def _grown(found: Leaves, path: str) -> dict[str, Container]:
     """The entries of what is described at `path`, which a restore builds."""
     entry = found.containers.get(path, Container("array"))  # of a number
     return found.containers | {path: msgspec.structs.replace(entry, grown=True)}
+
+
+def _require_default_device(walk: Walk, paths: Iterable[str]) -> None:
+    """Refuse an array of JAX that a restore without a target would put on other devices."""
+    jax_state: Any = sys.modules.get("perdure.state.jax_state")
+    for path in paths if jax_state is not None else ():
+        if where := jax_state.elsewhere(walk.by_path.get(path)):
+            raise UnsupportedLeafError(
+                f"{path}: expected an array whole on the default device, found it on {where}, in a "
+                f"container that had other keys when the program gave the state to the restore. Only "
+                f"arrays of that state say where a restore puts them. Make the container with all its "
+                f"keys from the start, or keep arrays in it that NumPy has (`jax.device_get`)."
+            )
 
 
 def _may_change_shape(value: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,9 +17,11 @@ import numpy as np
 import pytest
 
 import perdure
+from perdure.runtime.process_group import FrameworkGroup
 from perdure.store import Run
 from perdure.train import Hook, RunConfig
-from perdure.train.trackers import MlflowHook, MlflowTracker, WandbHook, tracking_id
+from perdure.train.trackers import MlflowHook, MlflowTracker, WandbHook, WandbTracker, tracking_id
+from pretend import Pretend, play
 
 
 class StandInMlflow:
@@ -171,6 +174,32 @@ def test_a_loop_that_is_not_the_same_is_named(tmp_path: Path, client: Any) -> No
         (7, 8.0),
         (8, 9.0),
     ]
+
+
+@pytest.mark.parametrize("of_directory", [False, True])
+@pytest.mark.parametrize("kind", [MlflowTracker, WandbTracker])
+def test_process_0_of_a_group_sends(
+    tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch, kind: Any, of_directory: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", wandb := Wandb())
+    rank = threading.local()
+    group = lambda: FrameworkGroup("torch", rank.index, 3, None)  # noqa: E731
+    monkeypatch.setattr("perdure.train.trackers.framework_group", group)
+    where = {"tracking_uri": f"file://{tmp_path}/mlflow"} if kind is MlflowTracker else {}
+
+    def program(process: Pretend) -> bool:
+        rank.index = process.index
+        with perdure.CheckpointManager(tmp_path / "run", processes=process) as manager:
+            manager.restore_or_initialize({"x": np.zeros(1)})
+            with kind(str(tmp_path / "run") if of_directory else manager, **where) as tracker:
+                for step in (1, 2):
+                    tracker(step, {"loss": float(process.index)})
+                return tracker.run is not None
+
+    assert play(3, program) == [True, False, False]
+    name = tracking_id(tmp_path / "run")
+    points = curves(client, name)[1] if kind is MlflowTracker else wandb.rows[name]
+    assert points == [(1, 0.0), (2, 0.0)]
 
 
 def test_a_curve_of_wandb_has_each_step_once(

@@ -70,6 +70,11 @@ class ManagedDirectory:
             hook.note("retention", run.where, **rule)
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this process is number 0 of its group, which commits. True without a group."""
+        return self._processes.is_chief
+
+    @property
     def in_forked_child(self) -> bool:
         """Whether another process made this object."""
         return os.getpid() != self._pid

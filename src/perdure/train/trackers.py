@@ -16,6 +16,7 @@ from typing import Any
 
 from perdure.checkpoint import CheckpointManager
 from perdure.errors import needs_extra, warn_caller
+from perdure.runtime.process_group import framework_group
 from perdure.store import Run, Storage
 from perdure.train.trainer import Hook, Trainer
 
@@ -37,17 +38,42 @@ def tracking_id(directory: str | os.PathLike[str] | Storage) -> str:
 
 class Tracker:
     """Sends metrics by step to a run of an experiment tracker, once each. Call it in the loop:
-    `tracker(step, {"loss": loss})`, and `close()` at the end, or use it in a `with`."""
+    `tracker(step, {"loss": loss})`, and `close()` at the end, or use it in a `with`.
 
-    run: Any
-    """The run of the tracker itself, for pictures, tables and files."""
+    In a group process 0 sends, and the others do nothing: the group of the manager, or, for a
+    directory, that of the framework.
+    """
+
+    run: Any = None
+    """The run of the tracker itself, for pictures, tables and files; None if another process sends."""
+
+    def __init__(self, manager: CheckpointManager | str, **options: Any) -> None:
+        if isinstance(manager, CheckpointManager):
+            directory, is_chief = manager.directory, manager.is_chief
+        else:
+            group = framework_group()
+            directory, is_chief = manager, group is None or group.index == 0
+        if is_chief:
+            self.run = self._begin(directory, **options)
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values that the tracker does not have of `step`."""
-        raise NotImplementedError
+        if self.run is not None:
+            self._send(step, values)
 
     def close(self, *, has_failed: bool = False) -> None:
         """End the run of the tracker for now; a resumed process continues it."""
+        if self.run is not None:
+            self._end(has_failed)
+
+    def _begin(self, directory: Any, **options: Any) -> Any:
+        """The new or the continued run."""
+        raise NotImplementedError
+
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def _end(self, has_failed: bool) -> None:
         raise NotImplementedError
 
     def __enter__(self) -> Tracker:
@@ -67,17 +93,18 @@ class WandbTracker(Tracker):
     Raises `MissingExtraError` without wandb.
     """
 
-    def __init__(self, manager: CheckpointManager | str, **options: Any) -> None:
+    def _begin(self, directory: Any, **options: Any) -> Any:
         with needs_extra("wandb"):
             import wandb
-        self.run = wandb.init(id=tracking_id(_directory(manager)), resume="allow", **options)
-        self._first = int(self.run.step)
+        run = wandb.init(id=tracking_id(directory), resume="allow", **options)
+        self._first = int(run.step)
+        return run
 
-    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
         if step >= self._first:
             self.run.log(dict(values), step=step)
 
-    def close(self, *, has_failed: bool = False) -> None:
+    def _end(self, has_failed: bool) -> None:
         self.run.finish(exit_code=int(has_failed))
 
 
@@ -102,25 +129,29 @@ class MlflowTracker(Tracker):
         run_name: str | None = None,
         tracking_uri: str | None = None,
     ) -> None:
+        self._points: dict[str, dict[int, float]] = {}
+        self._has_warned = False
+        super().__init__(
+            manager, experiment=experiment, run_name=run_name, tracking_uri=tracking_uri
+        )
+
+    def _begin(self, directory: Any, **options: Any) -> Any:
         with needs_extra("mlflow"):
             from mlflow import MlflowClient
-        self._client, where = MlflowClient(tracking_uri), _directory(manager)
+        self._client, experiment = MlflowClient(options["tracking_uri"]), options["experiment"]
         found = self._client.get_experiment_by_name(experiment)
         number = (
             self._client.create_experiment(experiment) if found is None else found.experiment_id
         )
-        name = tracking_id(where)
+        name = tracking_id(directory)
         runs = self._client.search_runs([number], f"tags.`{_TAG}` = '{name}'", max_results=1)
         if runs:
             self._client.update_run(runs[0].info.run_id, "RUNNING")
-        tags = {_TAG: name, "perdure.directory": str(where)}
-        self.run = (
-            runs[0] if runs else self._client.create_run(number, tags=tags, run_name=run_name)
-        )
-        self._points: dict[str, dict[int, float]] = {}
-        self._has_warned = False
+            return runs[0]
+        tags = {_TAG: name, "perdure.directory": str(directory)}
+        return self._client.create_run(number, tags=tags, run_name=options["run_name"])
 
-    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 
@@ -155,7 +186,7 @@ class MlflowTracker(Tracker):
             self._has_warned = True
             warn_caller(text)
 
-    def close(self, *, has_failed: bool = False) -> None:
+    def _end(self, has_failed: bool) -> None:
         self._client.set_terminated(self.run.info.run_id, "FAILED" if has_failed else "FINISHED")
 
 
@@ -167,9 +198,9 @@ class _TrackerHook(Hook):
         self.tracker: Tracker | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        if trainer.processes.is_chief:
-            self.tracker = self.kind(trainer.manager, **self._options)  # type: ignore[call-arg]
-            trainer.summaries.trackers.append(self.tracker)
+        assert trainer.manager is not None
+        self.tracker = self.kind(trainer.manager, **self._options)
+        trainer.summaries.trackers.append(self.tracker)
 
     def end(self, trainer: Trainer) -> None:
         if self.tracker is not None:
@@ -189,7 +220,3 @@ class MlflowHook(_TrackerHook):
     """Sends the summaries of a `Trainer` to MLflow, from process 0; options as for `MlflowTracker`."""
 
     kind = MlflowTracker
-
-
-def _directory(manager: CheckpointManager | str) -> Any:
-    return manager.directory if isinstance(manager, CheckpointManager) else manager

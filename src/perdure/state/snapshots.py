@@ -467,7 +467,9 @@ def _grown(found: Leaves, path: str) -> dict[str, Container]:
 def _require_default_device(walk: Walk, paths: Iterable[str]) -> None:
     """Refuse an array of JAX that a restore without a target would put on other devices."""
     jax_state: Any = sys.modules.get("perdure.state.jax_state")
-    for path in paths if jax_state is not None else ():
+    if jax_state is None:
+        return
+    for path in paths:
         if where := jax_state.elsewhere(walk.by_path.get(path)):
             raise UnsupportedLeafError(
                 f"{path}: expected an array whole on the default device, found it on {where}, in a "

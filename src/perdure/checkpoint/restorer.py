@@ -38,7 +38,7 @@ from perdure.errors import (
     UnreachableError,
     warn_caller,
 )
-from perdure.runtime.process_group import Processes, group_of
+from perdure.runtime.process_group import Processes, framework_group, group_of
 from perdure.state.extra_members import Restoring, in_saved_order, load_epoch_ends, shared_groups
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
@@ -128,13 +128,14 @@ class Restorer:
 
     def _arrange_buckets(self, like: Any) -> None:
         """Arrange the buckets of gradients in `like` for the whole run. A collective."""
-        if self._processes.count < 3 or like is None or "torch" not in sys.modules:
+        # That group is known to all of its processes or to none: what follows is a collective.
+        if self._processes.count < 3 or like is None or framework_group("torch") is None:
             return
         from perdure.state.torch_buckets import arrange, not_arranged, refuse_fixed
 
         def found() -> list[Any]:
             with rank_context(self._processes.index, self._processes.count):
-                modules = not_arranged(Walk(like))
+                modules = not_arranged(Walk(like).targets)
             refuse_fixed(modules, self._processes.count)
             return [*modules.values()]
 

@@ -198,7 +198,7 @@ class Saver:
             return
         from perdure.state.torch_buckets import not_arranged
 
-        if found := not_arranged(walk):
+        if found := not_arranged(walk.targets):
             warn_caller(
                 f"{where}: {few(found)}: expected a DistributedDataParallel that "
                 f"`restore_or_initialize` got before the first step, found another one. It arranges "

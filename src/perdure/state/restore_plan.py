@@ -279,7 +279,7 @@ class RestorePlan:
 
     def _keep_dependants(self) -> None:
         """Keep the optimizers of parameters that were not restored, and the schedulers of those."""
-        live = self._values() | {path: node.target for path, node in self.walk.objects.items()}
+        live = self._values() | self.walk.targets
         restored = {id(value) for path, value in live.items() if not self._is_kept(path)}
         kept = {id(live[path]): path for path in self._missing | self._mismatched if path in live}
         pending = [path for path in self._parts if not self._is_kept(path)]

@@ -7,7 +7,7 @@ depends on where an element lies in its bucket.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -17,25 +17,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perdure.errors import StateError
 from perdure.state.paths import join_dotted
-from perdure.state.walk import Walk
 
 _arranged: WeakSet[DistributedDataParallel] = WeakSet()
 
 
-def not_arranged(walk: Walk) -> dict[str, DistributedDataParallel]:
-    """The DDP modules of a state by path whose buckets may still change, and with them the bits."""
+def not_arranged(objects: Mapping[str, Any]) -> dict[str, DistributedDataParallel]:
+    """The DDP modules in objects, by path, whose buckets may still change, and with them the bits."""
     return {
         (join_dotted(path, name) if name else path or "the state"): part
-        for path, node in walk.objects.items()
-        if isinstance(node.target, torch.nn.Module)
-        for name, part in node.target.named_modules()
+        for path, module in objects.items()
+        if isinstance(module, torch.nn.Module)
+        for name, part in module.named_modules()
         if isinstance(part, DistributedDataParallel)
         and part not in _arranged
         and _depends_on_buckets(part)
     }
 
 
-def refuse_fixed(found: dict[str, DistributedDataParallel], processes: int) -> None:
+def refuse_fixed(found: Mapping[str, DistributedDataParallel], processes: int) -> None:
     """Raise StateError for a DDP whose buckets cannot be arranged before its first step."""
     for path, ddp in found.items():
         if reason := _reason(ddp, processes):
@@ -49,7 +48,7 @@ def refuse_fixed(found: dict[str, DistributedDataParallel], processes: int) -> N
             )
 
 
-def arrange(found: Collection[DistributedDataParallel]) -> None:
+def arrange(found: Iterable[DistributedDataParallel]) -> None:
     """Let DDP arrange its buckets now, in the reverse order of the parameters. A collective of each
     group. No gradient, parameter or hook of a parameter takes part."""
     for ddp in found:

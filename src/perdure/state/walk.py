@@ -183,6 +183,11 @@ class Walk:
         """The leaves by path."""
         return dict(self.pairs())
 
+    @property
+    def targets(self) -> dict[str, Any]:
+        """The objects with a state of their own by path."""
+        return {path: node.target for path, node in self.objects.items()}
+
     def of_program(self) -> list[Branch]:
         """The objects of the program and the dataclasses."""
         kinds = {kind for kind in self.kinds if is_dataclass(kind) or is_of_program(kind)}

@@ -71,6 +71,7 @@ def _batches(
 ) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
     has_warned = False
+    host.arrange_buckets(accelerator._models)
     run.begin(_members(accelerator), "position")
     if run.resumed is not None:
         step, position = run.resumed.step, run.resumed.state["position"]

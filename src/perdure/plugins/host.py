@@ -208,6 +208,16 @@ def require_count(what: str, saved: int, count: int) -> None:
         )
 
 
+def arrange_buckets(modules: Iterable[Any]) -> None:
+    """Let each DDP module add its gradients in one order from the first step of the process on; see
+    `perdure.state.torch_buckets`. A collective, or StateError in all processes."""
+    from perdure.state.torch_buckets import arrange, not_arranged, refuse_fixed
+
+    found = not_arranged({f"model {number}": module for number, module in enumerate(modules)})
+    refuse_fixed(found)
+    arrange(found.values())
+
+
 def share_buffers(accelerator: Any, models: Iterable[Any]) -> None:
     """Give all processes of an Accelerator the buffers of the first, as DDP does before each forward
     pass: statistics of BatchNorm, for instance, which differ until then."""

@@ -352,6 +352,7 @@ class ExactResume(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         beat("compile", trainer.global_step)
         self._trainer = trainer
+        host.arrange_buckets([trainer.strategy.model])
         self._extras.see(members := _members(trainer))
         self._extras.put(members, self._extras_at_save, "ExactResume")
         self._extras_at_save = {}

@@ -127,6 +127,7 @@ class _Checkpoints(TrainerCallback):
         # `get_train_dataloader` of a subclass may not follow the arguments.
         is_kept = host.keeps_workers([kwargs.get("train_dataloader")])
         host.require_new_workers(is_kept, "Make the DataLoader with persistent_workers=False.")
+        host.arrange_buckets([self._trainer.model_wrapped])
         self._run.begin(self._members(), "trainer")
         resumed = self._run.resumed
         if resumed is not None and state.global_step != resumed.step:

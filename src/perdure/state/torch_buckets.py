@@ -34,8 +34,11 @@ def not_arranged(objects: Mapping[str, Any]) -> dict[str, DistributedDataParalle
     }
 
 
-def refuse_fixed(found: Mapping[str, DistributedDataParallel], processes: int) -> None:
-    """Raise StateError for a DDP whose buckets cannot be arranged before its first step."""
+def refuse_fixed(
+    found: Mapping[str, DistributedDataParallel], processes: int | None = None
+) -> None:
+    """Raise StateError for a DDP whose buckets cannot be arranged before its first step, by a manager
+    with so many processes."""
     for path, ddp in found.items():
         if reason := _reason(ddp, processes):
             raise StateError(
@@ -108,13 +111,13 @@ def _depends_on_buckets(ddp: DistributedDataParallel) -> bool:
     return _size(ddp) > 2 and not (keeps_first or adds_by_itself or of_perdure)
 
 
-def _reason(ddp: DistributedDataParallel, processes: int) -> str:
+def _reason(ddp: DistributedDataParallel, processes: int | None) -> str:
     if ddp.static_graph:
         return "static_graph=True"
     if getattr(ddp, "mixed_precision", None) is not None:
         return "mixed_precision"
     if any(getattr(part, "sparse", False) for part in ddp.modules()):
         return "a layer with sparse gradients"
-    if (size := _size(ddp)) > processes:
+    if processes is not None and (size := _size(ddp)) > processes:
         return f"a group of {size} processes, of which the manager has {processes}"
     return ""

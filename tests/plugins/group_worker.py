@@ -127,7 +127,12 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
 
 
 def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
-    from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+    from accelerate import (
+        Accelerator,
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+    )
 
     import perdure.plugins.accelerate
     from perdure import CheckpointManager
@@ -137,8 +142,13 @@ def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
     split = DataLoaderConfiguration(
         split_batches="split" in how, dispatch_batches="dispatch" in how
     )
+    keeps_buckets = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin, dataloader_config=split
+        cpu=True,
+        gradient_accumulation_steps=2,
+        fsdp_plugin=plugin,
+        dataloader_config=split,
+        kwargs_handlers=[keeps_buckets] * (int(os.environ["WORLD_SIZE"]) > 2),
     )
     adam = torch.optim.Adam(model.parameters(), lr=0.05)
     wrapped, optimizer, loader, schedule = accelerator.prepare(

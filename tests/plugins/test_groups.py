@@ -120,6 +120,19 @@ def test_two_processes_resume_to_the_same_bits(
 
 
 @pytest.mark.parametrize("host", ["transformers", "accelerate", "lightning"])
+def test_three_processes_resume_to_the_same_bits(host: str, tmp_path: Path) -> None:
+    """Two numbers have one sum, three have several."""
+    status, undisturbed, err = run(host, "ddp", tmp_path / "whole", 3)
+    assert status == 0, err
+    status, _, err = run(host, "ddp-killed4", tmp_path / "run", 3)
+    assert status != 0, err
+    status, resumed, err = run(host, "ddp", tmp_path / "run", 3)
+    assert status == 0, err
+    assert [each["bits"] for each in resumed] == [each["bits"] for each in undisturbed]
+    assert len(resumed[0]["seen"]) < len(undisturbed[0]["seen"])
+
+
+@pytest.mark.parametrize("host", ["transformers", "accelerate", "lightning"])
 def test_another_number_of_processes_is_refused(host: str, tmp_path: Path) -> None:
     assert run(host, "ddp-killed", tmp_path / "run")[0] != 0
     status, answers, err = run(host, "ddp", tmp_path / "run", count=1)

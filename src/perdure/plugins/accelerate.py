@@ -61,6 +61,18 @@ def batches(
     remedy = "Make each DataLoader with persistent_workers=False."
     host.require_new_workers(host.keeps_workers(accelerator._dataloaders), remedy)
     rank, count = accelerator.process_index, accelerator.num_processes
+    is_ddp = accelerator.distributed_type.startswith("MULTI_")  # of which it keeps no reference
+    if (
+        count > 2
+        and is_ddp
+        and not getattr(accelerator.ddp_handler, "find_unused_parameters", False)
+    ):
+        raise StateError(
+            f"batches: expected DistributedDataParallelKwargs(find_unused_parameters=True) in the "
+            f"`kwargs_handlers` of the Accelerator, because there are {count} processes. Without it "
+            f"DDP arranges its buckets after the first backward pass, and the first step after a "
+            f"resume would add the gradients in another order."
+        )
     with host.manager_of(run, count, save_interval_steps=500) as manager:
         resumed = host.HostRun(manager, rank, count, loader.dataset)
         yield from _batches(accelerator, loader, resumed, epochs)
@@ -71,7 +83,6 @@ def _batches(
 ) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
     has_warned = False
-    host.arrange_buckets(accelerator._models)
     run.begin(_members(accelerator), "position")
     if run.resumed is not None:
         step, position = run.resumed.step, run.resumed.state["position"]

@@ -78,6 +78,8 @@ def test_loaders_that_cannot_be_resumed_exactly_are_refused(tmp_path: Path) -> N
 class Model(torch.nn.Module):
     """Keeps what no `state_dict` has, and computes with it."""
 
+    queue: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)

@@ -161,6 +161,8 @@ def changing_model(seen: list[Any]) -> torch.nn.Module:
     """A model that keeps what no `state_dict` has, and computes with it."""
 
     class Model(torch.nn.Module):
+        queue: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.inner, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)

@@ -334,14 +334,17 @@ def test_a_dict_of_objects_in_another_order(stop: int) -> None:
 
     def fresh() -> State:
         torch.manual_seed(0)
-        return {"models": {name: torch.nn.Linear(2, 1) for name in "bca"}, "order": []}
+        models = {name: torch.nn.Linear(2, 1) for name in "bca"}
+        return {"models": models | {"_": []}, "order": []}
 
     def train(where: MemoryStorage, stop: int) -> State:
         with CheckpointManager(where) as manager:
             state, start = manager.restore_or_initialize(fresh())
             for step in range(start, stop):
                 for place, model in enumerate(state["models"].values()):
-                    torch.nn.init.constant_(model.weight, place + step * model.bias.item())
+                    if isinstance(model, torch.nn.Linear):
+                        torch.nn.init.constant_(model.weight, place + step * model.bias.item())
+                state["models"]["_"].append(step)
                 state["order"].append("".join(state["models"]))
                 state = state | {"models": dict(sorted(state["models"].items()))}
                 manager.save(step + 1, state)
@@ -350,6 +353,7 @@ def test_a_dict_of_objects_in_another_order(stop: int) -> None:
     whole = train(MemoryStorage(), 3)
     train(where := MemoryStorage(), stop)
     again = train(where, 3)
-    assert again["order"] == whole["order"] == ["bca", "abc", "abc"]
-    for name, model in whole["models"].items():
-        assert torch.equal(again["models"][name].weight, model.weight)
+    assert again["order"] == whole["order"] == ["bca_", "_abc", "_abc"]
+    assert again["models"]["_"] == whole["models"]["_"] == [0, 1, 2]
+    for name in "abc":
+        assert torch.equal(again["models"][name].weight, whole["models"][name].weight)

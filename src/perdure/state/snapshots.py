@@ -260,15 +260,18 @@ class FreshTarget:
 
     def describe(self, walk: Walk, leaves: Leaves) -> None:
         """Add to `leaves` what a restore into the target could not know from the target."""
-        containers: dict[str, Container] = {}
+        containers, orders = dict[str, Container](), dict[str, Container]()
         for path, value in self._changed(walk, leaves):
             if nearest(path, containers) is None:
                 kind, size = self._before.get(path, _SCALAR)
                 found, live = _made(value, path)
                 is_filled = bool(size) and (kind is not type(value) or kind in MAPPINGS)
-                if live and kind is type(value) and kind in MAPPINGS and set(size) == value.keys():
-                    # Only the order differs (`jit` sorts); the objects are restored in place.
-                    containers[path] = Container(found.containers[path].kind, keys=tuple(value))
+                is_sorted = kind is type(value) and kind in MAPPINGS and set(size) == value.keys()
+                if is_sorted and (
+                    live or any(e.arrays == "jax" for e in found.containers.values())
+                ):
+                    # Only the order of the keys differs (`jit` sorts): each part has its target.
+                    orders[path] = Container(found.containers[path].kind, keys=tuple(value))
                 elif live:
                     parts: Any = [*value] if isinstance(value, Mapping) else None
                     parts = len(value) if isinstance(value, (list, tuple)) else parts
@@ -315,7 +318,7 @@ class FreshTarget:
             for path, value in zip(walk.paths[start:stop], walk.values[start:stop], strict=True):
                 if path in self._plain and value is not None and not owns(path):
                     containers.setdefault(path, Container("array", arrays=_class_of(value)))
-        leaves.containers |= containers
+        leaves.containers |= orders | containers
 
     def _require_same_code(self, walk: Walk) -> None:
         for path in (self._code.keys() | walk.code.keys()) if self._is_known else ():

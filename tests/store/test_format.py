@@ -33,7 +33,7 @@ def test_a_manifest_reads_back(saved: MemoryStorage) -> None:
 
 
 def test_bytes_without_a_codec_never_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secrets.token_hex", lambda _: "0" * 8)
+    monkeypatch.setattr("os.urandom", lambda _: bytes(4))
     storage = MemoryStorage()
     with run_on(storage) as run:
         run.save(1, make_leaves(1))

@@ -69,6 +69,22 @@ def test_arrays_keep_their_memory_order(stop: int) -> None:
     assert again["memory"].last.strides == whole["memory"].last.strides
 
 
+@pytest.mark.parametrize("has_other", [False, True])
+def test_an_array_of_another_byte_order_keeps_it(has_other: bool) -> None:
+    """Beside a column-major array, too, which lets the checkpoint describe orders."""
+    where = MemoryStorage()
+    state: State = {"big": np.arange(6, dtype=">f4").reshape(2, 3)}
+    if has_other:
+        state["columns"] = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    with CheckpointManager(where, recipe={}) as manager:
+        manager.save(1, state)
+    fresh = {name: np.zeros_like(value) for name, value in state.items()}
+    with CheckpointManager(where, recipe={}) as manager:
+        restored, _ = manager.restore_or_initialize(fresh)
+    assert restored["big"].dtype == np.dtype(">f4")
+    assert restored["big"].tobytes() == state["big"].tobytes()
+
+
 def test_the_order_decides_the_bits() -> None:
     """Negative control: a sum in the other order has other bits."""
     rows = np.random.default_rng(1).normal(size=(300, 400)).astype(np.float32)

@@ -39,7 +39,7 @@ from perdure.errors import (
     warn_caller,
 )
 from perdure.runtime.process_group import Processes, framework_group, group_of
-from perdure.state.extra_members import Restoring, in_saved_order, load_epoch_ends, shared_groups
+from perdure.state.extra_members import Restoring, load_epoch_ends, load_orders, shared_groups
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.per_rank import rank_context
 from perdure.state.process_random import processes_of
@@ -50,7 +50,6 @@ from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.state.walk import Walk
 from perdure.store import Loaded, Manifest, Run
 from perdure.store.format import DCP_LAYOUT
-from perdure.store.leaf import Leaves
 from perdure.store.loading import EVERYTHING, Needs
 from perdure.store.shard_plan import Region
 from perdure.text import counted, few
@@ -102,9 +101,7 @@ class Restorer:
         load_epoch_ends(loaded.leaves, loaded.manifest.process_leaves, where)
         if request.is_strict or request.resumes:
             restoring = self._restoring(where, loaded, request)
-            leaves = Leaves(in_saved_order(loaded.leaves, restoring), loaded.leaves.containers)
-            own = in_saved_order(loaded.process_leaves, restoring)
-            loaded = replace(loaded, leaves=leaves, process_leaves=own)
+            load_orders(restoring, loaded.leaves, loaded.process_leaves)
         replaced = ReplacedMembers()
         state, report, has_shards = together(
             self._processes, lambda: self._rebuild(where, loaded, like, request, replaced)

@@ -62,11 +62,8 @@ def batches(
     host.require_new_workers(host.keeps_workers(accelerator._dataloaders), remedy)
     rank, count = accelerator.process_index, accelerator.num_processes
     is_ddp = accelerator.distributed_type.startswith("MULTI_")  # of which it keeps no reference
-    if (
-        count > 2
-        and is_ddp
-        and not getattr(accelerator.ddp_handler, "find_unused_parameters", False)
-    ):
+    arranges = not getattr(accelerator.ddp_handler, "find_unused_parameters", False)
+    if count > 2 and is_ddp and arranges:
         raise StateError(
             f"batches: expected DistributedDataParallelKwargs(find_unused_parameters=True) in the "
             f"`kwargs_handlers` of the Accelerator, because there are {count} processes. Without it "
@@ -121,11 +118,8 @@ _OTHER_LOADER = (
 
 def _is_another_within(accelerator: Any, loader: Any) -> bool:
     """Whether a prepared loader other than `loader` has begun and not finished its batches."""
-    within = [
-        each for each in accelerator.gradient_state.dataloader_references if each is not loader
-    ]
-    prepared = set(map(id, accelerator._dataloaders))
-    return any(id(each) in prepared for each in within)
+    within = set(map(id, accelerator.gradient_state.dataloader_references)) - {id(loader)}
+    return not within.isdisjoint(map(id, accelerator._dataloaders))
 
 
 def _after(loader: Any, finished: int, run: host.HostRun) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
 from perdure.errors import MissingExtraError, StateError, warn_caller
 from perdure.runtime.process_group import group_of
-from perdure.state.extra_members import ExtraMembers, Restoring, in_saved_order
+from perdure.state.extra_members import ExtraMembers, Restoring, load_orders
 from perdure.state.generators import held_generators, read_generator, write_generator
 from perdure.state.per_rank import PerRank, rank_context
 from perdure.state.process_random import capture, restore_all
@@ -261,7 +261,7 @@ class HostExtras:
             for path, (dtype, shape, data) in taken.items()
         }
         restoring = Restoring(leaves, lambda path: path, where, group_of(None))
-        restoring = restoring._replace(leaves=in_saved_order(leaves, restoring))
+        load_orders(restoring, leaves)
         with rank_context(*self._rank):
             for note in self._members.put(restoring, Walk.of(state)):
                 warn_caller(note)

@@ -346,7 +346,7 @@ class ExactResume(Callback):
         self._epoch_began = _arrays(own["epoch_began"])
         self._held, self._held_at_save = _without_tensors(own["loading"]).values()
         self._resumed = _arrays(own["now"])
-        self._extras_at_save = own.get("extras", {})  # earlier releases have saved none
+        self._extras_at_save = own["extras"]
         self._callbacks_at_save = own.get("callbacks", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

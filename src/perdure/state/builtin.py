@@ -144,7 +144,8 @@ class Builtin(Adapter):
         if isinstance(like, np.generic) or type(like) in SCALARS:
             return array[()]
         if leaf.axes is not None:
-            return array.transpose(leaf.axes).copy(order="C").transpose(np.argsort(leaf.axes))
+            ordered = array.transpose(leaf.axes).astype(like.dtype, order="C")
+            return ordered.transpose(np.argsort(leaf.axes))
         if like.flags.c_contiguous:
             # In the byte order of the target. Frozen bytes are read-only, so the array is a copy.
             return array.astype(like.dtype, copy=not array.flags.writeable)

@@ -28,7 +28,7 @@ _first: WeakKeyDictionary[type, dict[str, Any] | None] = WeakKeyDictionary()
 a class that only the run has brought in, of which nobody knows what was there at first."""
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _ClassIndex(msgspec.Struct, frozen=True):
     """What `process/<n>/classes_index` says of the leaves of `process/<n>/classes`."""
 
     keys: dict[str, tuple[str, str]]
@@ -37,7 +37,7 @@ class _Index(msgspec.Struct, frozen=True):
     containers: dict[str, Container]
 
 
-_decoder = msgspec.json.Decoder(_Index)
+_decoder = msgspec.json.Decoder(_ClassIndex)
 
 
 class ClassValues(ExtraMember):
@@ -76,7 +76,7 @@ class ClassValues(ExtraMember):
         if not keys:
             return {}
         copies = {path: leaf if leaf.frozen else leaf.copy() for path, leaf in leaves.items()}
-        return {**copies, f"{top}_index": json_leaf(_Index(keys, leaves.containers))}
+        return {**copies, f"{top}_index": json_leaf(_ClassIndex(keys, leaves.containers))}
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
         if (stored := restoring.stored("classes_index", _decoder)) is None:

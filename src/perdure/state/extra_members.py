@@ -371,7 +371,7 @@ _orders = msgspec.json.Decoder(dict[str, tuple[int, ...]])
 
 class MemoryOrders(ExtraMember):
     """The memory order of arrays: the order of the additions in the next step depends on it. Put back
-    by `in_saved_order`, before the state is restored."""
+    by `load_orders`, before the state is restored."""
 
     def __init__(self) -> None:
         self._has_others = False
@@ -408,22 +408,21 @@ def _is_other(array: Any) -> bool:
     return axes_of(array) is not None
 
 
-def in_saved_order(leaves: Mapping[str, Leaf], restoring: Restoring) -> dict[str, Leaf]:
-    """The leaves with the memory order that their arrays had, if the checkpoint says it."""
+def load_orders(restoring: Restoring, *loaded: dict[str, Leaf]) -> None:
+    """Give the leaves the memory order that their arrays had, if the checkpoint says it."""
     axes = restoring.stored("orders", _orders)
-    found = dict(leaves)
     if axes is None:
-        return found
-    for path, leaf in leaves.items():
-        rows = tuple(range(len(leaf.shape)))
-        order = axes.get(path, rows)
-        if tuple(sorted(order)) != rows:
-            raise CorruptionError(
-                f"{restoring.where}: {path} has {len(rows)} axes, and an order of {len(order)}."
-            )
-        if len(rows) > 1 and leaf.shards is None:
-            found[path] = msgspec.structs.replace(leaf, axes=order)
-    return found
+        return
+    for leaves in loaded:
+        for path, leaf in leaves.items():
+            rows = tuple(range(len(leaf.shape)))
+            order = axes.get(path, rows)
+            if tuple(sorted(order)) != rows:
+                raise CorruptionError(
+                    f"{restoring.where}: {path} has {len(rows)} axes, and an order of {len(order)}."
+                )
+            if len(rows) > 1 and leaf.shards is None:
+                leaves[path] = msgspec.structs.replace(leaf, axes=order)
 
 
 _ENDED = re.compile(rf"process/[0-9]+/{EPOCH_ENDS}")

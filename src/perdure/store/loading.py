@@ -49,7 +49,7 @@ class Loaded:
     manifest: Manifest
     leaves: Leaves
     skipped: tuple[tuple[int, str], ...] = ()
-    process_leaves: Mapping[str, Leaf] = field(default_factory=dict)
+    process_leaves: dict[str, Leaf] = field(default_factory=dict)
 
 
 def list_steps(storage: Storage) -> list[int]:

@@ -73,7 +73,7 @@ def fused_step(
     return _StepByForm(programs, layout, seed)
 
 
-class _Form(NamedTuple):
+class _StepForm(NamedTuple):
     """What was decided for arguments of a form.
 
     `plain`: the arrays of the shares are NumPy's and go to one device. `unchecked` steps are still
@@ -93,7 +93,7 @@ class _StepByForm:
     def __init__(self, programs: ReferencePrograms, layout: Layout, seed: Any) -> None:
         self._programs = programs
         self._layout = layout
-        self._forms: dict[Any, _Form] = {}
+        self._forms: dict[Any, _StepForm] = {}
         self._refused = False
         self._why = ""
         self._platform = layout.devices[0].platform
@@ -156,7 +156,7 @@ class _StepByForm:
 
     def _decide(
         self, form: Any, state: Any, columns: Sequence[Any], turn: Turn, donate: bool
-    ) -> _Form:
+    ) -> _StepForm:
         if len(self._forms) == FORMS_KEPT:
             del self._forms[next(iter(self._forms))]
         why = _unsuitable(self._programs, state, turn) if self._checks else ""
@@ -172,7 +172,7 @@ class _StepByForm:
         )
         why = f"Fast: {proof.why}." if proof.run else f"Not fast: {proof.why}."
         _log.debug("%s", why)
-        self._forms[form] = _Form(proof.run, why, plain, self._checks, proof.after)
+        self._forms[form] = _StepForm(proof.run, why, plain, self._checks, proof.after)
         return self._forms[form]
 
     def _compared(

@@ -125,15 +125,18 @@ def test_an_older_checkpoint_returns_below_those_that_were_saved_before_it_was_s
     assert mended(tmp_path) == (1, 2, 3, 4)
 
 
-@pytest.mark.parametrize("since", ["saves", "rollback"])
+@pytest.mark.parametrize("since", ["saves", "saves below", "rollback"])
 def test_what_the_run_went_on_without_stays_aside(tmp_path: Path, since: str) -> None:
     """Or two histories would be mixed, and what a rollback undid would be the newest again."""
     filled(tmp_path)
+    if since == "saves below":
+        with run_on(tmp_path) as run:
+            run.save(9, sharing_states()[4])
     lost, data = pack(tmp_path, 3), pack(tmp_path, 3).read_bytes()
     lost.unlink()
     with run_on(tmp_path) as run:
         assert repair(run).report.good == (1, 2)
-        if since == "saves":
+        if since != "rollback":
             run.save(4, make_leaves(9))
         else:
             run.rollback(1)

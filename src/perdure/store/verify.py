@@ -281,16 +281,14 @@ def _whole_again(packs: Packs, held: View) -> list[str]:
 def fits(held: View, name: str) -> bool:
     """Whether a checkpoint that was set aside as damaged still is of the one line of steps.
 
-    Then all that is there from its step on was saved before, and no rollback went below it since.
+    Then all that is there was saved before it was set aside, and no rollback went below it since.
     """
     log, manifest = held.log, held.quarantined[name]
     step, line = manifest.step, log.aside[name].line
     for other in held.steps:
-        if other >= step:
-            there = held.manifests.get(other)
-            reference = None if there is None else there.log
-            if other == step or reference is None or reference.number >= line:
-                return False
+        reference = held.manifest(other).log if other in held.readable else None
+        if other == step or reference is None or reference.number >= line:
+            return False
     rollbacks = (why.rolled_back_to for why in log.aside.values() if why.line > line)
     is_cut = any(last >= step for _, last in log.journal.steps_aside())
     is_below = any(target is not None and target < step for target in rollbacks)

@@ -55,6 +55,35 @@ def test_a_layer_that_the_run_has_unfrozen_is_trained_after_a_resume(tmp_path: P
         assert flags(other) == [True, True, True, False]
 
 
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_modules_of_other_libraries_keep_their_mode_and_which_parameters_are_trained(
+    tmp_path: Path, is_changed: bool
+) -> None:
+    """A weight with a parametrization lies in a module that is no layer; others bring such modules."""
+
+    def fresh() -> State:
+        net = torch.nn.Sequential(
+            torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(2, 2))
+        )
+        return {"net": net.requires_grad_(False)}
+
+    def states(net: torch.nn.Module) -> list[bool]:
+        return [*flags(net), *(part.training for part in net.modules())]
+
+    with CheckpointManager(tmp_path, recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(fresh())
+        if is_changed:
+            state["net"].requires_grad_(True)
+            state["net"][0].eval()
+        manager.save(1, state)
+    for step in (2, 3):  # what came back is saved again
+        with CheckpointManager(tmp_path, recipe={}) as manager:
+            again, _ = manager.restore_or_initialize(fresh())
+            assert states(again["net"]) == states(state["net"])
+            manager.save(step, again)
+    assert (states(fresh()["net"]) != states(state["net"])) == is_changed
+
+
 def test_what_no_step_has_frozen_stays_as_the_program_has_it(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, recipe={}) as manager:
         manager.save(1, {"net": model()})

@@ -130,7 +130,8 @@ class Attributes(ExtraMember):
                 fresh = self._at[owner.path] = self._fresh_of(owner, known)
                 self._owners[owner.path] = id(owner.value)
                 # As of the first call of `save`: many programs register hooks after the restore.
-                fresh[HOOKED,] = code_of(owner.value)
+                if owner.is_whole:
+                    fresh[HOOKED,] = code_of(owner.value)
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         if self._static is None:
@@ -144,18 +145,23 @@ class Attributes(ExtraMember):
         shared: dict[int, tuple[str, Any]] = {}
         owners = [*_owners(saving.walk)]
         known = Known(saving.walk) if owners else None
-        has_moved = any(self._owners.get(path, id(value)) != id(value) for path, value, _ in owners)
+        wholes = [owner for owner in owners if owner.is_whole]
+        has_moved = any(
+            self._owners.get(path, id(value)) != id(value) for path, value, *_ in wholes
+        )
         for owner in owners:
             assert known is not None
             fresh = self._fresh_of(owner, known)
-            if has_moved:
+            if has_moved and owner.is_whole:
                 require_same_names(owner, self._at.get(owner.path, {}), known)
-            require_same_slots(owner, fresh, owners, known)
+            if owner.is_whole:
+                require_same_slots(owner, fresh, wholes, known)
             before, now = fresh.get((_SCALARS,)), _scalars(owner, known)
             if before and now and len(before) == len(now) and all(map(operator.is_, now, before)):
                 continue  # nearly every one, in every save
-            require_same_code(owner, fresh)
-            require_same_parameters(owner, fresh, known)
+            if owner.is_whole:
+                require_same_code(owner, fresh)
+                require_same_parameters(owner, fresh, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
             whole: set[Key] = set()
             names = {str(key[0]) for key in fresh if str(key[0]).isidentifier()}.difference(HOOKS)
@@ -235,7 +241,8 @@ class Attributes(ExtraMember):
                 fresh = dict(self._at[owner.path])
             else:
                 fresh = {key: mark_of(value) for key, value in _values(owner, known)}
-                fresh |= structure_of(owner.value, known)
+                if owner.is_whole:
+                    fresh |= structure_of(owner.value, known)
                 fresh[_SCALARS,] = _scalars(owner, known)
             fresh_marks()[owner.value] = fresh
         return fresh
@@ -308,6 +315,9 @@ def _scalars(owner: Owner, known: Known) -> list[Any] | None:
     held = vars(part := owner.value)
     if "_parameters" not in held or known.leaves_out(owner.root):
         return None
+    if not owner.is_whole:
+        trained = (each.requires_grad for each in held["_parameters"].values() if each is not None)
+        return [type(part), owner.root.training, part.training, *trained]
     if any(vars(buffer) for buffer in held["_buffers"].values() if buffer is not None):
         return None
     if held["_non_persistent_buffers_set"] or any(map(held.get, HOOKS)):
@@ -368,7 +378,8 @@ def _form_by_names(value: Any, known: Known) -> Any:
 
 def _owners(walk: Walk) -> Iterator[Owner]:
     """The modules and optimizers in a state, and the modules inside, whose attributes are saved, and
-    schedulers, of which what their lambdas close over is."""
+    schedulers, of which what their lambdas close over is. Of a module of another library its mode and
+    which of its parameters are trained."""
     if (torch := sys.modules.get("torch")) is None:
         return
     from perdure.state.torch_module import parts_by_name
@@ -378,19 +389,22 @@ def _owners(walk: Walk) -> Iterator[Owner]:
         value = node.target
         if isinstance(value, torch.nn.Module):
             # A member without any state, such as a metric of torchmetrics, is its attributes.
+            named = parts_by_name(value)
+            inner = dict(named)  # a wrapper has the name of what it wraps
             parts = [
-                (join_dotted(path, name), part)
-                for name, part in parts_by_name(value)
-                if is_owner(type(part)) or (part is value and not _has_tensors(part))
+                (join_dotted(path, name), part, is_whole)
+                for name, part in named
+                if (is_whole := is_owner(type(part)) or (part is value and not _has_tensors(part)))
+                or inner[name] is part
             ]
         elif isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
-            parts = [(path, value)]
+            parts = [(path, value, True)]
         else:
             continue
-        for place, part in parts:
+        for place, part, is_whole in parts:
             if id(part) not in seen:
                 seen.add(id(part))
-                yield Owner(place, part, value)
+                yield Owner(place, part, value, is_whole)
 
 
 def _has_tensors(module: Any) -> bool:
@@ -413,11 +427,15 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 yield (name, _TRAINED), parameter.requires_grad
+                if not owner.is_whole:
+                    continue
                 for attribute, value in vars(parameter).items():
                     yield from _inside((name, attribute), value, known, owner)
                 yield from _of_hooks((name,), parameter, TENSOR_HOOKS, known, owner)
                 if not known.has(parameter):
                     yield (name,), parameter
+        if not owner.is_whole:
+            return
         # Left out by PyTorch are buffers that are not persistent, by a program what it likes.
         for name, buffer in part._buffers.items():
             if not known.has(buffer):

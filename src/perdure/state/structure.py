@@ -180,6 +180,8 @@ class Owner(NamedTuple):
     value: Any
     root: Any
     """The module of the state in which a module lies."""
+    is_whole: bool = True
+    """Whether its attributes are saved, and not only its mode and which parameters are trained."""
 
 
 def structure_of(value: Any, known: Known) -> dict[Key, Any]:

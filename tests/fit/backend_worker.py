@@ -41,7 +41,7 @@ from cases import (
 from keras_behaviours import check_behaviours
 
 from perdure import CheckpointManager
-from perdure.errors import UnsupportedLeafError
+from perdure.errors import TrainError, UnsupportedLeafError
 from perdure.state import flatten
 from perdure.store import MemoryStorage, Run
 
@@ -152,6 +152,53 @@ def losses_resumed(work: Path) -> dict[str, Any]:
         texts = [str(each.message) for each in caught]
         said = "".join(text for text in texts if text.startswith("BackupAndRestore"))
         report[name] = [same(again, whole), said]
+    return report
+
+
+class Autoencoder(keras.Model):
+    """Has no `call`, and a decoder that only `train_step` builds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+        self.decoder = keras.Sequential([keras.layers.Dense(5)], name="decoder")
+        self.unused = keras.layers.Dense(5)
+
+    def train_step(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            decoded: Any = self.decoder(self.encoder(data))
+            loss = self.compute_loss(y=data, y_pred=decoded)
+        weights: Any = [*self.encoder.trainable_weights, *self.decoder.trainable_weights]
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return self.compute_metrics(data, data, decoded)
+
+
+def built_late(work: Path) -> dict[str, Any]:
+    """Whether a model whose step makes variables resumes, also if it is built (the control); what is
+    said of an eager one; and what it trains without a callback of perdure."""
+
+    def model(*, build: bool, **options: Any) -> Any:
+        made: Any = Autoencoder()
+        if build:
+            made.decoder.build((None, 2))
+        made.compile("adam", "mse", metrics=["mae"], **options)
+        return made
+
+    x, _ = arrays(4 * BATCH - 2)
+    options: dict[str, Any] = {"x": x, "batch_size": BATCH, "shuffle": False}
+    report: dict[str, Any] = {}
+    for build in (False, True):
+        made = partial(model, build=build)
+        whole = train(None, model=made, **options)
+        with suppress(Fault):
+            train(work / f"late-{build}", (1, 2), model=made, **options)
+        report[str(build)] = same(train(work / f"late-{build}", model=made, **options), whole)
+    try:
+        train(work / "late", model=partial(model, build=False, run_eagerly=True), **options)
+    except TrainError as error:
+        report["refused"] = str(error)
     return report
 
 
@@ -286,6 +333,7 @@ def main(work: Path) -> None:
         report["resumed"] = killed_and_resumed(work)
         report["augmented"] = augmented_and_resumed(work)
         report["losses"] = losses_resumed(work)
+        report["late"] = built_late(work)
     report["behaviours"] = check_behaviours(work)
     if backend == "tensorflow":
         report["unsound"] = unsound(work)

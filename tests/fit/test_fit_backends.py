@@ -65,6 +65,15 @@ def test_what_a_loss_changes_comes_back(report: Any) -> None:
     assert report["losses"] == {name: [True, ""] for name in names}
 
 
+def test_a_model_whose_step_makes_its_variables_resumes(report: Any) -> None:
+    if report["backend"] != "tensorflow":
+        pytest.skip("elsewhere Keras itself refuses a model without `call`")
+    refused = report["late"].pop("refused")
+    assert report["late"] == {"False": True, "True": True}
+    assert "'decoder'" in refused
+    assert "`layer.build(input_shape)`" in refused
+
+
 def test_a_pipeline_that_returns_other_batches_is_named(report: Any) -> None:
     if report["backend"] != "tensorflow":
         pytest.skip("it needs TensorFlow")

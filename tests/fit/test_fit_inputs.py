@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from cases import Fault, arrays, network, same, train
+from cases import BATCH, Fault, arrays, network, same, train
 
 import perdure
 from damage import flip
@@ -48,6 +48,53 @@ def test_backup_and_restore_has_the_signature_of_keras(tmp_path: Path) -> None:
 class Unbuilt(keras.Model):
     def call(self, x: Any) -> Any:
         return x
+
+
+class Distilled(keras.Model):
+    """Has a layer that only `train_step` calls."""
+
+    def __init__(self, with_teacher: bool) -> None:
+        super().__init__()
+        self.body, self.with_teacher = keras.layers.Dense(3), with_teacher
+        self.teacher = keras.layers.Dense(3, trainable=False, name="teacher")
+
+    def build(self, shape: Any) -> None:
+        self.body.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.body(x)
+
+    def train_step(self, data: Any) -> Any:
+        if self.with_teacher:
+            self.teacher(data[0])
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("build", [False, True])
+def test_a_layer_that_the_first_step_builds_is_refused_by_the_first_save(
+    tmp_path: Path, build: bool
+) -> None:
+    def made(with_teacher: bool = True) -> Any:
+        model: Any = Distilled(with_teacher)
+        if build:
+            model.teacher.build((None, 5))
+        model.compile("adam", "mse")
+        return model
+
+    def unused() -> Any:
+        return made(with_teacher=False)
+
+    x, _ = arrays()
+    options: dict[str, Any] = {"x": x, "y": x[:, :3], "batch_size": BATCH}
+    models = [unused, made] if build else [unused]  # the controls
+    for number, model in enumerate(models):
+        whole = train(None, model=model, **options)
+        with pytest.raises(Fault):
+            train(tmp_path / str(number), (1, 2), model=model, **options)
+        assert same(train(tmp_path / str(number), model=model, **options), whole)
+    if not build:
+        with pytest.raises(TrainError, match=r"'teacher' not built.*`layer\.build"):
+            train(tmp_path / "late", model=made, **options)
 
 
 def test_no_model_and_a_custom_loop_are_refused(tmp_path: Path) -> None:

@@ -655,6 +655,53 @@ def test_an_object_with_a_part_that_no_class_of_python_has_is_not_made(
     assert type(other.best) is type(make())
 
 
+def _take_out(state: Any) -> None:
+    state["used"].pop(0)
+
+
+def _exchange(state: Any) -> None:
+    state["used"], state["spare"] = state["spare"], state["used"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_take_out, "used/0: used had another class, length or set of keys when"),
+        (_exchange, "spare/0: there was no numpy.* here when"),
+    ],
+)
+def test_objects_that_no_restore_makes_in_a_list_that_changed_are_refused_with_the_list(
+    change: Callable[[Any], None], reason: str
+) -> None:
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(_generators())
+        state["used"].reverse()
+        manager.save(1, state)  # the control: each place has a generator
+        drawn = state["used"][0].random()
+    with CheckpointManager(where, recipe={}) as manager:
+        state, _ = manager.restore_or_initialize(_generators())
+        assert state["used"][0].random() == drawn
+        change(state)
+        with pytest.raises(UnsupportedLeafError, match=reason) as error:
+            manager.save(2, state)
+    assert "leave it in its place" in str(error.value)
+
+
+def test_a_view_of_a_dict_is_refused_with_what_to_write() -> None:
+    owner = Owner()
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        manager.restore_or_initialize({"owner": owner})
+        owner.best = {"a": 1}.keys()
+        with pytest.raises(UnsupportedLeafError, match=r"owner/best: .*dict_keys.* into a list"):
+            manager.save(1, {"owner": owner})
+        owner.best = ["a"]  # the control
+        manager.save(1, {"owner": owner})
+
+
+def _generators() -> dict[str, Any]:
+    return {"used": [np.random.default_rng(seed) for seed in (1, 2)], "spare": []}
+
+
 class ByKey:
     def __init__(self) -> None:
         self.values = {"a": 1}

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from perdure import CheckpointManager
+from perdure import CheckpointManager, MemoryStorage
 from perdure.errors import DataError, StateError
 from perdure.state import flatten, process_random, restore
 from perdure.torch import ResumableLoader
@@ -229,6 +229,38 @@ def test_a_dataset_of_another_length_is_refused_at_the_restore(tmp_path: Path) -
         with pytest.raises(StateError, match=r"batches_per_epoch: expected 3.*found 6"):
             manager.restore(like={"data": smaller})
         assert (smaller.epoch, smaller.batch) == (0, 0)
+
+
+def test_a_run_that_changes_its_batch_size_resumes_with_a_loader_for_each_size() -> None:
+    def made() -> dict[str, Any]:
+        return {"small": loader(batch_size=2, shuffle=True), "large": loader(shuffle=True)}
+
+    def trained(storage: MemoryStorage, state: Any, last: int) -> list[bytes]:
+        seen = list[bytes]()
+        with CheckpointManager(storage, recipe={}) as manager:
+            state, step = manager.restore_or_initialize(state)
+            for member, end in (("small", 4), ("large", 6)):
+                while step < min(end, last):
+                    for batch in state[member]:
+                        step += 1
+                        seen.append(batch.numpy().tobytes())
+                        manager.save(step, state)
+                        if step == min(end, last):
+                            break
+        return seen
+
+    whole, storage = trained(MemoryStorage(), made(), 6), MemoryStorage()
+    assert trained(storage, made(), 5) + trained(storage, made(), 6) == whole
+
+    with CheckpointManager(replaced := MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize({"data": loader(batch_size=2)})
+        state["data"] = loader()
+        manager.save(1, state)
+    with (
+        CheckpointManager(replaced, recipe={}) as manager,
+        pytest.raises(StateError, match="needs a loader for each size"),
+    ):
+        manager.restore_or_initialize({"data": loader(batch_size=2)})
 
 
 def test_a_given_seed_must_be_that_of_the_checkpoint() -> None:

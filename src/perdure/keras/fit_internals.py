@@ -29,6 +29,7 @@ from keras.src.utils.io_utils import print_msg
 
 from perdure.errors import TrainError
 from perdure.state.keras_state import SEED
+from perdure.text import few
 
 __all__ = ["MonitorCallback", "print_msg"]
 
@@ -170,25 +171,38 @@ class RunningFit:
 
     def build_model(self) -> None:
         """Make the variables of a model whose first batch makes them on TensorFlow, or TrainError."""
-        problem = None
         # `build` of a subclassed model leaves its layers unbuilt.
-        if not self.model.built or not all(each.built for each in self.model._flatten_layers()):
-            try:
-                self.build()
-            except Exception as error:  # noqa: BLE001 (of any layer)
-                problem = error
+        if not self.model.built or self._unbuilt():
+            self.build()
         if not self.model.built:
             raise TrainError(
                 "BackupAndRestore: expected a model that is built, found one without variables. Give "
                 "it a `keras.Input`, or call it on a batch before `fit`."
-            ) from problem
+            )
+        self._late = [(each, len(each.variables)) for each in self._unbuilt()]
         self._build_optimizer()  # a step of the user's own may never do so
 
     def build(self) -> None:
-        """Make the variables that TensorFlow makes late, by shapes and dtypes."""
+        """Make the variables that TensorFlow makes late, by shapes and dtypes, or TrainError."""
         if keras.backend.backend() == "tensorflow":
-            self.model._symbolic_build(data_batch=self.iterator.data.tf_dataset().element_spec)
+            import tensorflow as tf
+
+            batch, problem = self.iterator.data.tf_dataset().element_spec, None
+            try:
+                self.model._symbolic_build(data_batch=batch)
+            except Exception as error:  # noqa: BLE001 (of any layer, or there is no `call`)
+                problem = error
+            # The step may call layers that `call` does not; an eager one might keep symbolic tensors.
+            if (problem or self._unbuilt()) and not (self._unbuilt() and self.model.run_eagerly):
+                with suppress(Exception):
+                    tf.function(self.model.train_step, autograph=False).get_concrete_function(batch)
+                    problem = None
+            if problem and (unbuilt := self._unbuilt()):
+                raise _late_layers(unbuilt) from problem
         self._build_optimizer()
+
+    def _unbuilt(self) -> list[Any]:
+        return [each for each in self.model._flatten_layers() if not each.built]
 
     def _build_optimizer(self) -> None:
         optimizer = self.model.optimizer
@@ -199,7 +213,10 @@ class RunningFit:
         self.model._initial_epoch = epoch
 
     def update_model(self) -> None:
-        """Bring the variables of the model up to date, which JAX keeps elsewhere during an epoch."""
+        """Bring the variables of the model up to date, which JAX keeps elsewhere during an epoch; or
+        TrainError, if there are some that a new process would not have before its first step."""
+        if late := [each for each, count in self._late if len(each.variables) != count]:
+            raise _late_layers(late)
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
 
@@ -233,6 +250,15 @@ class RunningFit:
         callbacks.on_train_batch_begin = _nothing
         callbacks.on_train_batch_end = end
         return 0, 0, itertools.repeat(None)
+
+
+def _late_layers(layers: list[Any]) -> TrainError:
+    return TrainError(
+        f"BackupAndRestore: expected layers that are built before the first step, found "
+        f"{few([repr(each.name) for each in layers])} not built, so that a new process could not "
+        f"restore the backup. Build each before `fit`: `layer.build(input_shape)`, or give it a "
+        f"`keras.Input`."
+    )
 
 
 def running_fit(model: Any) -> RunningFit:

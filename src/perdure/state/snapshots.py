@@ -276,7 +276,7 @@ class FreshTarget:
                     parts: Any = [*value] if isinstance(value, Mapping) else None
                     parts = len(value) if isinstance(value, (list, tuple)) else parts
                     if not (is_filled and kind is not type(value) and parts == size):
-                        self._refuse(walk, live[0])
+                        self._refuse(walk, live[0], path)
                 else:
                     if is_filled:
                         _require_default_device(walk, found)
@@ -380,7 +380,7 @@ class FreshTarget:
     def _described(self, walk: Walk, value: Any, path: str) -> Leaves:
         found, live = _made(value, path)
         if live:
-            self._refuse(walk, live[0])
+            self._refuse(walk, live[0], path)
         return found
 
     def _new_attributes(
@@ -403,16 +403,21 @@ class FreshTarget:
         entry = Container("object", keys=tuple(names), type=type_name(branch.value))
         return containers | {path: entry}
 
-    def _refuse(self, walk: Walk, path: str) -> None:
-        """Raise `UnsupportedLeafError` for a value that a restore could not put there."""
+    def _refuse(self, walk: Walk, path: str, changed: str) -> None:
+        """Raise `UnsupportedLeafError` for a value in what a restore makes at `changed`, which it
+        could not put there."""
         found = {b.path: b.value for b in reversed(walk.branches)}
         found |= {inside: node.target for inside, node in walk.objects.items()}
         name = type_name(found.get(path))
+        reason = f"there was no {name} here"
+        if path in self._first and path != changed:
+            reason = f"{changed} had another class, length or set of keys"
         raise UnsupportedLeafError(
-            f"{path}: there was no {name} here when the program gave the state to the restore, which "
-            f"makes plain values, arrays, containers, named tuples, dataclasses without static fields, "
-            f"and objects of the program whose class is at the top level of a module. Make the {name} "
-            f"where its owner is made, or store its values."
+            f"{path}: {reason} when the program gave the state to the restore, which would have to "
+            f"make this {name}, and makes plain values, arrays, containers, named tuples, dataclasses "
+            f"without static fields, and objects of the program whose class is at the top level of a "
+            f"module. Make each {name} with the state and leave it in its place there (a number or a "
+            f"name can say which ones are in use), or store its values."
         )
 
 

@@ -230,7 +230,9 @@ class ResumableLoader:
                 raise DataError(
                     f"{name}: expected {expected}, which the checkpoint was saved with, found "
                     f"{present[name]}. Resume with the same dataset, batch size, seed and number of "
-                    f"processes. To begin an epoch instead, restore the other members alone: "
+                    f"processes. A run that changes its batch size needs a loader for each size, all "
+                    f"members of the state from the start. To begin an epoch instead, restore the "
+                    f"other members alone: "
                     f"`manager.restore(like=state, leaves=['model', 'optimizer'])`."
                 )
         self._seed, self._step, self._taken = stored.seed, stored.step, -1

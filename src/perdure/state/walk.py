@@ -412,8 +412,8 @@ def _remedy(value: Any) -> str:
     if any(name.startswith("keras.src.optimizers.schedules.") for name in modules):
         return "It has no state: the optimizer counts its steps. Save the optimizer."
     return (
-        "Give it `state_dict` and `load_state_dict`, turn it into arrays and scalars, or leave it out "
-        "of the state."
+        "Give it `state_dict` and `load_state_dict`, turn it into a list, arrays or scalars, or "
+        "leave it out of the state."
     )
 
 

@@ -169,7 +169,7 @@ class Autoencoder(keras.Model):
 
         with tf.GradientTape() as tape:
             decoded: Any = self.decoder(self.encoder(data))
-            loss = self.compute_loss(y=data, y_pred=decoded)
+            loss: Any = self.compute_loss(y=data, y_pred=decoded)
         weights: Any = [*self.encoder.trainable_weights, *self.decoder.trainable_weights]
         self.optimizer.apply(tape.gradient(loss, weights), weights)
         return self.compute_metrics(data, data, decoded)

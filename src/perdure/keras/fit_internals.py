@@ -192,8 +192,9 @@ class RunningFit:
                 self.model._symbolic_build(data_batch=batch)
             except Exception as error:  # noqa: BLE001 (of any layer, or there is no `call`)
                 problem = error
+            unbuilt = self._unbuilt()
             # The step may call layers that `call` does not; an eager one might keep symbolic tensors.
-            if (problem or self._unbuilt()) and not (self._unbuilt() and self.model.run_eagerly):
+            if (problem or unbuilt) and not (unbuilt and self.model.run_eagerly):
                 with suppress(Exception):
                     tf.function(self.model.train_step, autograph=False).get_concrete_function(batch)
                     problem = None

@@ -339,7 +339,7 @@ class ExactResume(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches = state_dict["batches"]
-        self._positions = state_dict.get("positions", [])
+        self._positions = state_dict["positions"]
         self._accumulation = 1, state_dict.get("accumulation")
         host.require_count("ExactResume", len(state_dict["processes"]), self._count)
         own = state_dict["processes"][self._rank]

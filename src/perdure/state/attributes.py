@@ -152,9 +152,9 @@ class Attributes(ExtraMember):
         for owner in owners:
             assert known is not None
             fresh = self._fresh_of(owner, known)
-            if has_moved and owner.is_whole:
-                require_same_names(owner, self._at.get(owner.path, {}), known)
             if owner.is_whole:
+                if has_moved:
+                    require_same_names(owner, self._at.get(owner.path, {}), known)
                 require_same_slots(owner, fresh, wholes, known)
             before, now = fresh.get((_SCALARS,)), _scalars(owner, known)
             if before and now and len(before) == len(now) and all(map(operator.is_, now, before)):

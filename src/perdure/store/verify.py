@@ -285,7 +285,7 @@ def fits(held: View, name: str) -> bool:
     """
     log, manifest = held.log, held.quarantined[name]
     step, line = manifest.step, log.aside[name].line
-    for other in held.steps:
+    for other in reversed(held.steps):  # a newer one, if any, decides without reading the others
         reference = held.manifest(other).log if other in held.readable else None
         if other == step or reference is None or reference.number >= line:
             return False

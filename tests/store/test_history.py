@@ -346,6 +346,32 @@ def test_prune_removes_rolled_back_checkpoints_on_request_and_no_damaged_ones(
         assert contents(run.load(1).leaves)["shared"] == contents({"a": shared})["a"]
 
 
+def test_an_undo_names_what_is_not_in_quarantine_any_more(tmp_path: Path) -> None:
+    with filled(tmp_path, 10, 20, 30) as run:
+        run.rollback(10)
+    quarantine, copy = tmp_path / "quarantine", tmp_path.with_name(f"{tmp_path.name}-copy")
+    quarantine.rename(copy)
+    quarantine.mkdir()
+    for dry_run in (["--dry-run"], []):
+        code, shown = shown_by("rollback", tmp_path, "--undo", *dry_run)
+        assert code == 1
+        assert "quarantine/000000000020-0.json, quarantine/000000000030-0.json" in shown
+    quarantine.rmdir()
+    copy.rename(quarantine)  # the control
+    assert shown_by("rollback", tmp_path, "--undo")[0] == 0
+    assert Run(tmp_path).steps() == [10, 20, 30]
+
+
+def test_a_copy_or_a_fork_of_a_run_onto_itself_is_wrong_usage(tmp_path: Path) -> None:
+    filled(tmp_path, 10).close()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for command, run in (("copy", tmp_path), ("fork", f"{tmp_path}@10")):
+        code, shown = shown_by(command, run, tmp_path)
+        assert code == 2
+        assert str(tmp_path) in shown
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_damaged_pack_that_a_rolled_back_checkpoint_needs_stays(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2).close()
     with run_on(tmp_path) as run:

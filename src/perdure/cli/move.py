@@ -51,9 +51,10 @@ def copy(run: str, target: str, dry_run: bool, as_json: bool) -> bool:
             line += f"  {size_text(copied.nbytes)}"
         say(f"{line}: {copied.reason}" if copied.reason else line)
 
-    outcomes = copy_run(
-        source.given, target, steps, dry_run=dry_run, progress=None if as_json else progress
-    )
+    with cli.wrong_usage(StoreError):
+        outcomes = copy_run(
+            source.given, target, steps, dry_run=dry_run, progress=None if as_json else progress
+        )
     wanted = [copied for copied in outcomes if not is_skipped(copied)]
     done = [copied for copied in wanted if copied.outcome in ("copied", "present")]
     if as_json:
@@ -85,7 +86,9 @@ def fork(run: str, new: str, as_json: bool) -> None:
     source = find_run(run)
     if source.which is None:
         raise click.UsageError(f"expected RUN@STEP, such as runs/a@100, found {run!r}.")
-    manifest = fork_run(source.given, open_checkpoint(run).step, new)
+    step = open_checkpoint(run).step
+    with cli.wrong_usage(StoreError):
+        manifest = fork_run(source.given, step, new)
     if as_json:
         document({"run": new, "step": manifest.step, "fingerprint": manifest.fingerprint})
     else:

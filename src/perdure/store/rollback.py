@@ -176,6 +176,12 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
             f"{', '.join(f'{first} to {last}' for first, last in aside)}, which are set aside, do not "
             f"continue it."
         )
+    pruned = {step for step, _ in view.log.removed}
+    if missing := [name for name in gone if step_aside(name) not in pruned]:
+        raise HistoryError(
+            f"{refused} {few(missing)}, which a rollback set aside, is not there any more. Bring it "
+            f"back from a copy of the run, under that name."
+        )
     names = [name for name in moved_aside(storage) if step_aside(name) is not None]
     if unexplained := view.log.unexplained(names):
         raise HistoryError(

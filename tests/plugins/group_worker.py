@@ -3,9 +3,11 @@
 HOST: `transformers`, `accelerate`, `lightning` or `fabric`. HOW: `ddp`, `fsdp` or `2d`, and `-killed`
 for a SIGKILL of rank 1 in the middle of the second epoch (`-killed7`: at step 7), `-terminated` for a
 SIGTERM to torchrun. Words in HOW change the rest: `noise` draws numbers while an example is loaded, in
-`workers` too; with `val` there is a validation within an epoch; with `own` the host resumes in its own
-way, without perdure. At its end each process writes `DIRECTORY-RANK.json`: the bits of its parameters,
-and the batches that it saw by step.
+`workers` too; with `held` the sampler and `collate_fn` hold generators, and the Trainer evaluates at
+the start; a `stream` has no length and shuffles in a buffer; with `val` there is a validation within an
+epoch; with `own` the host resumes in its own way, without perdure; `frozen` trains a parameter from the
+second step on. At its end each process writes `DIRECTORY-RANK.json`: the bits of its parameters and the
+batches that it saw by step.
 """
 
 from __future__ import annotations
@@ -46,9 +48,40 @@ class Rows(torch.utils.data.Dataset[Any]):
         return row | {"input_ids": [0] * (1 + index % 5)} if self.has_length else row
 
     def loader(self, how: str, size: int = 2) -> torch.utils.data.DataLoader[Any]:
+        if "stream" in how:
+            return torch.utils.data.DataLoader(Stream(self), batch_size=size)
+        order = torch.utils.data.RandomSampler(self, generator=torch.Generator().manual_seed(3))
+        held: dict[str, Any] = {"sampler": order, "collate_fn": Masking()}
+        others: dict[str, Any] = held if "held" in how else {"shuffle": True}
         return torch.utils.data.DataLoader(
-            self, batch_size=size, shuffle=True, num_workers=int("workers" in how)
+            self, batch_size=size, num_workers=int("workers" in how), **others
         )
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Its order depends on numbers that are drawn within an epoch, as the training does."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        buffer = []
+        for index in range(RANK, len(self.rows), 2):
+            buffer.append(self.rows[index])
+            if len(buffer) > 4:
+                row = buffer.pop(random.randrange(4))
+                yield row | {"x": row["x"] + torch.randn(4)}
+        yield from buffer
+
+
+class Masking:
+    def __init__(self) -> None:
+        self.source = torch.Generator().manual_seed(2)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        x = torch.stack([row["x"] for row in rows])
+        mask = torch.rand(x.shape, generator=self.source) > 0.3
+        return {"x": x * mask, "labels": torch.stack([row["labels"] for row in rows])}
 
 
 class Model(torch.nn.Module):
@@ -92,7 +125,13 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             interrupt(how, state.global_step)
 
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if "held" in how:
+                kwargs["optimizer"].param_groups[0]["weight_decay"] += 0.1
+
     others: dict[str, Any] = {"save_strategy": "no", "dataloader_num_workers": "workers" in how}
+    if "held" in how:
+        others |= {"accelerator_config": {"use_seedable_sampler": False}, "eval_on_start": True}
     if "fsdp" in how:
         others |= {"fsdp": True, "fsdp_config": {"version": 2}}
     if "own" in how:
@@ -109,12 +148,15 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
     )
     rows = Rows("noise" in how)
     rows.has_length = "length" in how
+    masking = Masking()
     trainer = Trainer(
         model=model,
         args=args,
         train_dataset=rows,
-        eval_dataset=rows if "eval" in how else None,
-        data_collator=lambda each: default_data_collator(
+        eval_dataset=rows if "eval" in how or "held" in how else None,
+        data_collator=masking
+        if "held" in how
+        else lambda each: default_data_collator(
             [{name: row[name] for name in ("x", "labels")} for row in each]
         ),
         callbacks=[Interruption()],
@@ -221,6 +263,7 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
                     fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, _: int) -> Any:
+            random.random()
             return self.model(**batch)["loss"] * (1 + mean.value)
 
         def validation_step(self, batch: Any, _: int) -> None:
@@ -246,10 +289,11 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
 
     class Interruption(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            model.inner.requires_grad_()
             interrupt(how, trainer.global_step - 4)
 
     mean = Mean()
-
+    model.inner.requires_grad_("frozen" not in how)
     own = Path(f"{directory}/last.ckpt")
     savers = [ModelCheckpoint(directory, every_n_train_steps=2, save_last=True, save_top_k=-1)]
     savers = savers if "own" in how else []

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plugin_programs import answer_of, run_program
@@ -146,3 +147,43 @@ def test_a_second_loader_within_its_batches_is_warned_of(tmp_path: Path, is_with
                 _ = next(drawn) if is_within else [*other]
     found = [each for each in caught if "another prepared loader" in str(each.message)]
     assert len(found) == is_within
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws from NumPy's generator and from one of its own, which it makes late if it `is_late`."""
+
+    def __init__(self, drawn: list[float], is_late: bool) -> None:
+        self.drawn, self.source = drawn, None if is_late else np.random.default_rng(1)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.source = self.source or np.random.default_rng(1)
+        self.drawn += [np.random.rand(), self.source.random()]  # noqa: NPY002
+        return torch.tensor(self.drawn[-2:])
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_examples_draw_other_numbers_in_each_epoch(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(directory: Path, *, epochs: int = 3, size: int = 2, late: bool = False) -> Any:
+        np.random.seed(0)  # noqa: NPY002
+        drawn = list[float]()
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(Noisy(drawn, late), size))
+        with CheckpointManager(directory, save_interval_steps=1, recipe={}) as manager:
+            found = [batch for _, batch in batches(accelerator, loader, manager, epochs=epochs)]
+        return drawn, found
+
+    drawn, _ = trained(tmp_path / "whole")
+    assert len(drawn) == len(set(drawn)) == 36
+    with pytest.raises(StateError, match="has made a random generator for its first batch"):
+        trained(tmp_path / "late", late=True)
+    trained(tmp_path / "run", epochs=1)
+    with pytest.raises(StateError, match="expected 3 batches in an epoch, as the run had, found 2"):
+        trained(tmp_path / "run", size=3)
+    assert len(trained(tmp_path / "run", epochs=2)[1]) == 3  # the control

@@ -43,6 +43,10 @@ ROWS = [
     ("accelerate", "ddp_noise_workers"),
     ("accelerate", "ddp_noise_dispatch"),
     ("lightning", "ddp_noise"),
+    ("transformers", "ddp_held"),
+    ("accelerate", "ddp_held"),
+    ("lightning", "ddp_held"),
+    ("lightning", "ddp_stream"),
 ]
 
 
@@ -130,6 +134,14 @@ def test_three_processes_resume_to_the_same_bits(host: str, tmp_path: Path) -> N
     assert status == 0, err
     assert [each["bits"] for each in resumed] == [each["bits"] for each in undisturbed]
     assert len(resumed[0]["seen"]) < len(undisturbed[0]["seen"])
+
+
+def test_a_parameter_that_each_process_would_train_alone_is_refused(tmp_path: Path) -> None:
+    status, answers, err = run("lightning", "ddp_frozen", tmp_path / "run")
+    assert status != 0
+    assert answers == []
+    assert "model.inner.weight is trained now and was frozen when DDP wrapped the module" in err
+    assert not [*(tmp_path / "run").glob("**/checkpoints/*.json")]
 
 
 @pytest.mark.parametrize("host", ["transformers", "accelerate", "lightning"])

@@ -415,3 +415,23 @@ def test_several_processes_of_another_strategy_are_refused() -> None:
     trainer: Any = SimpleNamespace(world_size=2, strategy=None)
     with pytest.raises(StateError, match=r"lightning\.fit.*; found 2 processes with NoneType"):
         ExactResume().setup(trainer, None, "fit")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of lightning
+def test_stochastic_weight_averaging_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    import lightning
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from perdure.plugins.lightning import fit
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[StochasticWeightAveraging(0.1)],
+    )
+    with pytest.raises(StateError, match="average checkpoints afterwards"):
+        fit(trainer, tmp_path / "run", BoringModel())
+    assert trainer.global_step == 0

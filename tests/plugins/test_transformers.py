@@ -230,3 +230,31 @@ def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
     newest = Run(tmp_path / "run").steps()[-1]
     assert newest == end - 1  # the save of a step begins with the next one
     assert trained(tmp_path / "run") == (whole[newest:], bits)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+def test_the_state_of_a_callback_that_is_no_json_is_refused_with_the_way_out(
+    tmp_path: Path,
+) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+
+    from perdure.plugins.transformers import train
+
+    class Mean(TrainerCallback, ExportableState):
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"mean": torch.ones(2)}}
+
+    args = TrainingArguments(
+        str(tmp_path / "own"),
+        max_steps=2,
+        save_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    rows = [{"x": torch.ones(4), "labels": torch.ones(1)} for _ in range(4)]
+    trainer = Trainer(changing_model([]), args, train_dataset=rows, callbacks=[Mean()])  # type: ignore[arg-type]
+    with pytest.raises(StateError, match=r"Tensor.*`x\.tolist\(\)`"):
+        train(trainer, tmp_path / "run")

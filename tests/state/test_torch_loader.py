@@ -484,6 +484,18 @@ class Own(torch.utils.data.Dataset[Any]):
 
 def test_a_generator_of_the_dataset_which_no_resume_repeats_is_refused_at_the_first_batch() -> None:
     loader = ResumableLoader(torch.utils.data.DataLoader(Own(0), batch_size=2))
-    with pytest.raises(DataError, match="a random generator that the dataset holds"):
+    with pytest.raises(
+        DataError, match="a random generator that the dataset or `collate_fn` holds"
+    ):
+        list(loader)
+    source = torch.Generator().manual_seed(0)
+
+    def noisy(rows: list[float]) -> torch.Tensor:
+        return torch.tensor(rows) + torch.rand((), generator=source)
+
+    loader = ResumableLoader(DataLoader(Own(None), batch_size=2, collate_fn=noisy))
+    with pytest.raises(
+        DataError, match="a random generator that the dataset or `collate_fn` holds"
+    ):
         list(loader)
     list(ResumableLoader(torch.utils.data.DataLoader(Own(None), batch_size=2)))  # the control

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import keras
@@ -48,7 +48,12 @@ from perdure.state.containers import (
 )
 from perdure.state.keras_state import attributes_of
 from perdure.state.leaf_spec import type_name
-from perdure.state.program_code import changed_cells, is_of_program, is_program_module
+from perdure.state.program_code import (
+    changed_cells,
+    is_of_program,
+    is_program_module,
+    names_in,
+)
 from perdure.state.value_forms import Form, made_value, mapping_like, whole_form
 from perdure.store.manifest import OF_TARGET, Container
 from perdure.text import few
@@ -233,7 +238,7 @@ class _Variables:
             for name, cell in zip(names, function.__closure__ or (), strict=True):
                 if name != "__class__":
                     self._cells[f"{number}.{name}"] = cell
-            for name in _names_in(function.__code__):
+            for name in names_in(function.__code__):
                 if name in function.__globals__ and not name.startswith("__"):
                     self._globals[f"{function.__module__}.{name}"] = function.__globals__
 
@@ -251,14 +256,6 @@ class _Variables:
             self._cells[name].cell_contents = value
         else:
             self._globals[name][name.rpartition(".")[2]] = value
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes in the code of a function and of those inside it."""
-    yield from code.co_names
-    for inside in code.co_consts:
-        if isinstance(inside, CodeType):
-            yield from _names_in(inside)
 
 
 def _is_counted(value: Any) -> bool:

@@ -39,7 +39,7 @@ from perdure.errors import DataError, PerdureError, TrainError
 from perdure.keras import fit_internals, tf_pipeline
 from perdure.keras.callback_state import copy_plain, is_stateful
 from perdure.state import process_random
-from perdure.state.generators import held_generators
+from perdure.state.program_code import held_generators
 
 # A shuffled tf.data.Dataset counts its iterators, and draws another order for each.
 _iterator_counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -50,8 +50,8 @@ def batches(
         The number of batches before this one, over all epochs, and the batch.
 
     Raises:
-        StateError: The checkpoint is of another number of processes, a loader has
-            `persistent_workers=True`, or `loader` is not prepared.
+        StateError: The checkpoint is of another number of processes, or of epochs with another number
+            of batches, a loader has `persistent_workers=True`, or `loader` is not prepared.
     """
     if not any(loader is prepared for prepared in accelerator._dataloaders):
         raise StateError(
@@ -71,7 +71,8 @@ def batches(
             f"resume would add the gradients in another order."
         )
     with host.manager_of(run, count, save_interval_steps=500) as manager:
-        resumed = host.HostRun(manager, rank, count, loader.dataset)
+        resumed = host.HostRun(manager, rank, count)
+        resumed.loading.of(loader)
         yield from _batches(accelerator, loader, resumed, epochs)
 
 
@@ -80,9 +81,11 @@ def _batches(
 ) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
     has_warned = False
+    batches = len(loader) if hasattr(loader.dataset, "__len__") else -1
     run.begin(_members(accelerator), "position")
     if run.resumed is not None:
         step, position = run.resumed.step, run.resumed.state["position"]
+        _require_batches(run, position["batches"], batches)
         epoch, finished = position["epoch"], position["finished"]
         accelerator.step = position["accumulated"]
 
@@ -92,20 +95,29 @@ def _batches(
             has_warned = True
             warn_caller(_OTHER_LOADER)
         counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
+        counts["batches"] = batches
         host.share_buffers(accelerator, map(accelerator.unwrap_model, accelerator._models))
         return _members(accelerator) | {"position": counts}
 
-    shuffling = getattr(loader, "synchronized_generator", None)
     while epoch < epochs:
-        run.begin_epoch(shuffling)
+        run.begin_epoch()
         loader.set_epoch(epoch)
         for batch in _after(loader, finished, run):
             run.between_steps(step, state, may_save=accelerator.sync_gradients)
             yield step, batch
             step, finished = step + 1, finished + 1
         epoch, finished = epoch + 1, 0
-    run.begin_epoch(shuffling)
+    run.begin_epoch()
     run.finish(step, state)
+
+
+def _require_batches(run: host.HostRun, expected: int, found: int) -> None:
+    if expected != found:
+        raise StateError(
+            f"{run.manager.directory}: expected {expected} batches in an epoch, as the run had, found "
+            f"{found} (-1: a dataset without a length). With another dataset or batch size the steps "
+            f"would have other examples. Make the loader as before, or begin in another directory."
+        )
 
 
 _OTHER_LOADER = (

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, TypeVar
@@ -18,10 +17,12 @@ from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
 from perdure.errors import MissingExtraError, StateError, warn_caller
 from perdure.runtime.process_group import group_of
+from perdure.state import bits
 from perdure.state.extra_members import ExtraMembers, Restoring, load_orders
-from perdure.state.generators import held_generators, read_generator, write_generator
+from perdure.state.generators import read_generator, split_off, write_generator
 from perdure.state.per_rank import PerRank, rank_context
 from perdure.state.process_random import capture, restore_all
+from perdure.state.program_code import held_generators
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 
@@ -30,7 +31,15 @@ GeneratorStates = dict[str, np.ndarray[Any, Any]]
 
 _EPOCH_BEGAN = "epoch_began"
 _LOADING = "loading"
-_LOADER = "loader"  # beside the generators of the process: the one that shuffles
+_PARTS = (
+    "dataset",
+    "collate_fn",
+    "sampler",
+    "batch_sampler",
+    "generator",
+    "synchronized_generator",
+)
+"""What a loader draws random numbers in."""
 
 
 class HostRun:
@@ -38,13 +47,13 @@ class HostRun:
 
     The host draws the batch of a step before it asks for a save, and a resumed loop draws it again,
     so the generators of that moment continue. Each of several processes (rank `index` of `count`) has
-    its own generators, and its own value in `of_process`. The examples are those of `dataset`.
+    its own generators, and its own value in `of_process`.
     """
 
-    def __init__(self, manager: CheckpointManager, index: int, count: int, dataset: Any) -> None:
+    def __init__(self, manager: CheckpointManager, index: int, count: int) -> None:
         manager.claim()
         self.manager = manager
-        self.loading = Loading(dataset)
+        self.loading = Loading()
         self._index = index
         self.resumed: Restored | None = manager.restore() if manager.all_steps() else None
         if self.resumed is not None:
@@ -68,18 +77,13 @@ class HostRun:
         if names:
             self.manager.resume_members(members, resumed.step, sorted(names))
 
-    def begin_epoch(self, shuffling: Any = None) -> None:
+    def begin_epoch(self) -> None:
         """Note the generators with which an epoch begins; those of the interrupted one come back."""
         if self.resumed is not None:
-            states = dict(self.of_process(_EPOCH_BEGAN))
-            if (state := states.pop(_LOADER, None)) is not None:
-                shuffling.set_state(sys.modules["torch"].from_numpy(state.copy()))
-            restore_generators(states)
-            self.loading.restore(self.of_process(_LOADING))
+            restore_generators(self.of_process(_EPOCH_BEGAN))
+            self.loading.restore(self.of_process(_LOADING).get("began", {}))
         self.loading.begin_epoch()
         self._epoch_began = generator_states()
-        if shuffling is not None:
-            self._epoch_began[_LOADER] = shuffling.get_state().numpy()
 
     def must_load_again(self, loader: Any) -> bool:
         """Whether the batches that the checkpoint has seen must be loaded: that has drawn random
@@ -94,6 +98,7 @@ class HostRun:
         """Save `state()` if it is time and the step is whole; exit with status 75 after a signal."""
         is_preempted = self.manager.reached_preemption(step)
         if self.resumed is not None:
+            self.loading.restore(self.of_process(_LOADING).get("now", {}))
             self.resumed = None
             restore_generators(self._at_save)
             if is_preempted:  # nothing was trained since
@@ -110,70 +115,95 @@ class HostRun:
             self.manager.save(step, self._whole(state), force=True)
 
     def _whole(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        extra = {_EPOCH_BEGAN: self._epoch_began, _LOADING: self.loading.began()}
+        extra = {_EPOCH_BEGAN: self._epoch_began, _LOADING: self.loading.state()}
         return state() | {name: PerRank(value) for name, value in extra.items()}
 
 
 class Loading:
     """The random numbers that are drawn while the batches of an epoch are loaded (augmentation).
 
-    From the second batch on they come from generators of their own, which nothing else draws from. So a
-    resumed run that loads the batches of the epoch again draws the same ones, without training. The
-    generators that the objects of the dataset hold begin each epoch as they have begun it.
+    The first load of an epoch draws its order, from the generators of the process and from those that
+    the parts of a loader hold. From then on loading has streams of its own, which are split off there
+    and from which nothing else draws, such as a step or an evaluation. So a resumed run that loads the
+    batches of the epoch again draws the same ones, without training.
     """
 
-    def __init__(self, *datasets: Any) -> None:
-        self._generators = list(held_generators(datasets))
-        self._held: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self._examples: list[Any] = []
+        self._held: list[Any] = []
+        self._count = 0
+        self._began: dict[str, Any] = {}
         self._own: list[Any] | None = None
         self._has_drawn = False
 
+    def of(self, *loaders: Any) -> None:
+        """The batches are those of these loaders."""
+        parts = [getattr(loader, name, None) for loader in loaders for name in _PARTS]
+        of_process = set(map(id, _generators_of_process()))
+        self._held = [each for each in held_generators(parts) if id(each) not in of_process]
+        # Samplers make theirs for each epoch from a seed.
+        self._examples = [(getattr(each, "dataset", None), each.collate_fn) for each in loaders]
+        self._count = len([*held_generators(self._examples)])
+
     def begin_epoch(self) -> None:
-        self._held = self.now()
+        self._began = self._now()
         self._own, self._has_drawn = None, False
 
-    def began(self) -> dict[str, Any]:
-        """The member of a state: how the epoch began, and whether loading has drawn since."""
-        return {"has_drawn": self._has_drawn, **self._held}
+    def state(self) -> dict[str, Any]:
+        """The member of a state: how the epoch began, and how it is now."""
+        return {"has_drawn": self._has_drawn, "began": self._began, "now": self._now()}
 
-    def now(self) -> dict[str, Any]:
-        """The states of the generators that the dataset holds."""
-        states = map(read_generator, self._generators)
-        return {f"generator{number}": state for number, state in enumerate(states)}
+    def _now(self) -> dict[str, Any]:
+        """The states of the generators that the loaders hold."""
+        return {f"{number}": read_generator(each) for number, each in enumerate(self._held)}
 
-    def restore(self, began: Mapping[str, Any]) -> None:
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Give the generators that the loaders hold the states of "began" or "now"."""
         torch = sys.modules["torch"]
-        for number, generator in enumerate(self._generators):
-            state = began[f"generator{number}"]
+        if len(states) != len(self._held):
+            raise StateError(
+                f"the data: expected {len(states)} random generators in the dataset, its sampler and "
+                f"its `collate_fn`, as the run had, found {len(self._held)}. Without them a resumed "
+                f"run would see other batches. Make the same loader, and its generators at once."
+            )
+        for number, generator in enumerate(self._held):
+            state = states[f"{number}"]
             is_bare = isinstance(generator, torch.Generator) and not torch.is_tensor(state)
             write_generator(generator, torch.from_numpy(state.copy()) if is_bare else state)
 
     def apart(self, load: Callable[[], T]) -> T:
         """`load()`; the numbers that it draws are none of the training."""
-        if self._own is None:  # the order of the epoch is drawn with the first batch
+        generators = [*_generators_of_process(), *self._held]
+        if self._own is None:
             loaded = load()
-            self._own = self._states()
+            if len([*held_generators(self._examples)]) > self._count:
+                raise StateError(
+                    "the data: the dataset or its `collate_fn` has made a random generator for its "
+                    "first batch. A resumed run would begin its epoch with another one. Make it when "
+                    "you make that object (a collator of transformers: `collator.create_rng()`)."
+                )
+            self._own = list(map(split_off, generators))
             return loaded
-        training = self._states()
-        before, self._own = self._own, None
-        _set_states(before)
+        training, before = list(map(read_generator, generators)), self._own
+        _write(generators, before)
         try:
             return load()
         finally:
-            self._own = self._states()
-            self._has_drawn = self._has_drawn or pickle.dumps(before) != pickle.dumps(self._own)
-            _set_states(training)
-
-    def _states(self) -> list[Any]:
-        numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (the generator of transforms)
-        states = [random.getstate(), numpy, sys.modules["torch"].get_rng_state()]
-        return states + list(map(read_generator, self._generators))
+            self._own = list(map(read_generator, generators))
+            self._has_drawn = self._has_drawn or not bits.same(before, self._own)
+            _write(generators, training)
 
 
-def _set_states(states: Sequence[Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    sys.modules["torch"].set_rng_state(states[2])
+def _generators_of_process() -> list[Any]:
+    """Those of Python, NumPy and PyTorch from which the functions of their modules draw."""
+    numpy: Any = np.random.get_state
+    python: Any = random.getstate
+    return [python.__self__, numpy.__self__, sys.modules["torch"].default_generator]
+
+
+def _write(generators: Iterable[Any], states: Iterable[Any]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        write_generator(generator, state)
 
 
 @contextmanager

@@ -12,9 +12,10 @@ import os
 import threading
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ with errors.needs_extra("lightning"):
     import torch
     from lightning.fabric.utilities import move_data_to_device
     from lightning.pytorch import Callback, Trainer
-    from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+    from lightning.pytorch.callbacks import (
+        Checkpoint,
+        ModelCheckpoint,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
@@ -266,10 +271,11 @@ class ExactResume(Callback):
     def __init__(self) -> None:
         self._rank, self._count = 0, 1
         self._batches = 0
+        self._has_ended = False  # the epoch, also of a loader without a length
         self._epoch_began: host.GeneratorStates = {}
         self._loading = host.Loading()
-        self._held: dict[str, Any] = {}
-        self._held_at_save: dict[str, Any] = {}
+        self._loading_at_save: dict[str, Any] = {}
+        self._in_ddp: set[int] | None = None
         self._resumed: host.GeneratorStates | None = None
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
@@ -288,6 +294,12 @@ class ExactResume(Callback):
                 f"`perdure.plugins.lightning.fit(trainer, ...)`; found {trainer.world_size} processes "
                 f"with {type(strategy).__name__}, which saves past the callbacks of others."
             )
+        if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            raise errors.StateError(
+                "ExactResume: the callback StochasticWeightAveraging exchanges the schedulers during "
+                "the training, and has the averaged model in no checkpoint. Train without it, and "
+                "average checkpoints afterwards (`perdure average`)."
+            )
         self._rank, self._count = trainer.global_rank, trainer.world_size
         self._extras = host.HostExtras(self._rank, self._count)
 
@@ -299,9 +311,10 @@ class ExactResume(Callback):
         own: dict[str, Any] = {
             "epoch_began": _tensors(self._epoch_began),
             "now": _tensors(host.generator_states()),
-            "loading": _with_tensors({"began": self._held, "now": self._loading.now()}),
+            "loading": _with_tensors(self._loading.state()),
         }
         try:
+            self._require_in_ddp()
             taken = {} if self._trainer is None else self._extras.take(_members(self._trainer))
             own["extras"] = taken
         except errors.StateError as error:  # the others wait for what this process gathers
@@ -322,6 +335,7 @@ class ExactResume(Callback):
                 each["callbacks"] = state
         positions = [loader.state_dict() for loader in self._loaders]
         state = {"batches": self._batches, "positions": positions, "processes": processes}
+        state["has_ended"] = self._has_ended
         count = 1 if self._trainer is None else self._trainer.accumulate_grad_batches
         return state if count == self._accumulation[0] else state | {"accumulation": count}
 
@@ -338,13 +352,13 @@ class ExactResume(Callback):
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._batches = state_dict["batches"]
+        self._batches, self._has_ended = state_dict["batches"], state_dict["has_ended"]
         self._positions = state_dict["positions"]
         self._accumulation = 1, state_dict.get("accumulation")
         host.require_count("ExactResume", len(state_dict["processes"]), self._count)
         own = state_dict["processes"][self._rank]
         self._epoch_began = _arrays(own["epoch_began"])
-        self._held, self._held_at_save = _without_tensors(own["loading"]).values()
+        self._loading_at_save = _without_tensors(own["loading"])
         self._resumed = _arrays(own["now"])
         self._extras_at_save = own["extras"]
         self._callbacks_at_save = own.get("callbacks", {})
@@ -353,6 +367,9 @@ class ExactResume(Callback):
         beat("compile", trainer.global_step)
         self._trainer = trainer
         host.arrange_buckets([trainer.strategy.model])
+        if isinstance(trainer.strategy.model, torch.nn.parallel.DistributedDataParallel):
+            parameters = trainer.strategy.model.parameters()
+            self._in_ddp = {id(each) for each in parameters if each.requires_grad}
         self._extras.see(members := _members(trainer))
         self._extras.put(members, self._extras_at_save, "ExactResume")
         self._extras_at_save = {}
@@ -366,20 +383,20 @@ class ExactResume(Callback):
         fetcher = _fetcher(trainer)
         _require_new_workers([*fetcher.combined_loader.flattened, *_validation_loaders(trainer)])
         _require_positions(fetcher)
-        loaders = fetcher.combined_loader.flattened
-        self._loading = host.Loading(*(getattr(loader, "dataset", None) for loader in loaders))
+        if not (is_positioned := _is_positioned(fetcher)):
+            self._load_apart(fetcher)
         resumed, self._resumed = self._resumed, None
         is_moved = self._restore_positions(fetcher)
-        is_new = resumed is None or self._batches >= trainer.num_training_batches
+        is_new = resumed is None or self._has_ended
         if is_new:
             self._batches = 0
             if resumed is not None and trainer.fit_loop.restarted_mid_epoch:
                 # Saved after the last batch of an epoch. Lightning would not count the next epoch as
                 # begun, and would take a checkpoint of that epoch for one of its begin.
                 trainer.fit_loop.reset_restart_stage()
-        if not is_new and not _is_positioned(fetcher):
+        if not is_new and not is_positioned:
             host.restore_generators(self._epoch_began)
-            self._loading.restore(self._held)
+            self._loading.restore(self._loading_at_save["began"])
             for loader in fetcher.combined_loader.flattened:
                 _set_epoch(loader, trainer.fit_loop.epoch_progress.current.processed)
             iter(fetcher)
@@ -387,23 +404,21 @@ class ExactResume(Callback):
                 next(fetcher)
             fetcher.fetched -= self._batches  # Lightning adds those that were trained on
         host.restore_generators(resumed or {})
-        if is_new and resumed is not None:
-            self._loading.restore(self._held_at_save)
+        if resumed is not None and not is_positioned:
+            self._loading.restore(self._loading_at_save["now"])
         if (is_new and _leave_epochs(self._loaders)) or is_moved:
             iter(fetcher)
-        if is_new and not _is_positioned(fetcher):
-            if fetcher.length is None:  # it has drawn a batch ahead
-                self._epoch_began = host.generator_states()
-                iter(fetcher)
-            else:  # a validation that the last process did not finish comes first
-                fetcher.iterator = self._begun_late(fetcher.combined_loader)
+        if is_new and not is_positioned:
+            iter(fetcher)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._loaders = _resumable_loaders(_fetcher(trainer))
+        fetcher = _fetcher(trainer)
+        self._loaders = _resumable_loaders(fetcher)
         _leave_epochs(self._loaders)
-        self._epoch_began = host.generator_states()
-        self._held = self._loading.now()
-        self._batches = 0
+        if not _is_positioned(fetcher) and not isinstance(fetcher.combined_loader, _LoadedApart):
+            self._load_apart(fetcher)  # Lightning has loaded the data anew
+            iter(fetcher)
+        self._batches, self._has_ended = 0, False
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         _require_new_workers(_validation_loaders(trainer))
@@ -411,6 +426,7 @@ class ExactResume(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Count the batches of the epoch. Lightning's own checkpoints are saved after this."""
         self._batches += 1
+        self._has_ended = _fetcher(trainer).done or self._batches >= trainer.num_training_batches
         beat("step", trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -435,10 +451,56 @@ class ExactResume(Callback):
         self._positions = []
         return bool(moved)
 
-    def _begun_late(self, loader: Any) -> Iterator[Any]:
-        """The batches of an epoch that begins when the first is drawn."""
+    def _load_apart(self, fetcher: Any) -> None:
+        loader = fetcher.combined_loader
+        self._loading.of(*loader.flattened)
+        fetcher.setup(_LoadedApart(loader, self._loading, self._begin_epoch))
+
+    def _begin_epoch(self) -> None:
         self._epoch_began = host.generator_states()
-        yield from loader
+        self._loading.begin_epoch()
+
+    def _require_in_ddp(self) -> None:
+        """Refuse parameters that each process trains alone: the checkpoint has those of the first."""
+        if self._in_ddp is None or self._trainer is None:
+            return
+        module = self._trainer.lightning_module
+        others = (
+            name
+            for name, each in module.named_parameters()
+            if each.requires_grad and id(each) not in self._in_ddp
+        )
+        if (first := next(others, None)) is not None:
+            raise errors.StateError(
+                f"ExactResume: {first} is trained now and was frozen when DDP wrapped the module, so "
+                f"that DDP does not add its gradients, and each process has other values. Expected "
+                f"that it is trainable until training begins: freeze it in `on_train_start`, or "
+                f"train in one process."
+            )
+
+
+class _LoadedApart:
+    """What a fetcher draws batches from: each pass begins when its first batch is drawn, and not when
+    the fetcher asks for an iterator, because a validation may come in between."""
+
+    def __init__(self, loader: Any, loading: host.Loading, begin: Callable[[], None]) -> None:
+        self._loader, self._loading, self._begin = loader, loading, begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin()
+        batches = iter(self._loader)
+        while True:
+            try:
+                batch = self._loading.apart(partial(next, batches))
+            except StopIteration:
+                return
+            yield batch
 
 
 def _members(trainer: Trainer) -> dict[str, Any]:

@@ -8,6 +8,7 @@ In this module, too, `import transformers` means the library.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import tempfile
@@ -69,7 +70,7 @@ def train(
         recipe=_recipe(trainer),
     ) as manager:
         rank, count = trainer.args.process_index, trainer.args.world_size
-        callback = _Checkpoints(trainer, host.HostRun(manager, rank, count, trainer.train_dataset))
+        callback = _Checkpoints(trainer, host.HostRun(manager, rank, count))
         trainer.add_callback(callback)
         try:
             return callback.train(arguments)
@@ -98,7 +99,11 @@ class _Checkpoints(TrainerCallback):
 
         def skipped(loader: Any, count: int) -> Any:
             is_loaded = self._run.resumed is not None and self._run.must_load_again(loader)
-            return _LoadedAgain(loader, count, loading) if is_loaded else skip(loader, count)
+            if not is_loaded:
+                return skip(loader, count)
+            # As many as the Trainer loads at once: the first load of an epoch is another one.
+            first = min(count, trainer.args.gradient_accumulation_steps)
+            return _LoadedAgain(loader, [first, *[1] * (count - first)], loading)
 
         trainer.get_batch_samples = lambda *given: loading.apart(partial(load, *given))  # type: ignore[method-assign]
         hosts.skip_first_batches = skipped  # type: ignore[attr-defined]
@@ -116,17 +121,27 @@ class _Checkpoints(TrainerCallback):
         trainer = self._trainer
         load = trainer._load_from_checkpoint
         trainer._load_from_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
+        starts, trainer.args.eval_on_start = (
+            trainer.args.eval_on_start,
+            False,
+        )  # it was done at step 0
         try:
             with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
                 Path(folder, _STATE_FILE).write_text(self._run.of_process("trainer"))
                 return trainer.train(resume_from_checkpoint=folder, **arguments)
         finally:
             trainer._load_from_checkpoint = load  # type: ignore[method-assign]
+            trainer.args.eval_on_start = starts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # `get_train_dataloader` of a subclass may not follow the arguments.
-        is_kept = host.keeps_workers([kwargs.get("train_dataloader")])
+        loader = kwargs.get("train_dataloader")
+        is_kept = host.keeps_workers([loader])
         host.require_new_workers(is_kept, "Make the DataLoader with persistent_workers=False.")
+        collator = self._trainer.data_collator
+        if getattr(collator, "seed", None) and getattr(collator, "generator", self) is None:
+            collator.create_rng()  # type: ignore[attr-defined]  # it would for its first batch
+        self._run.loading.of(loader)
         host.arrange_buckets([self._trainer.model_wrapped])
         self._run.begin(self._members(), "trainer")
         resumed = self._run.resumed
@@ -167,15 +182,24 @@ class _Checkpoints(TrainerCallback):
                 exported.setdefault(type(member).__name__, []).append(member.state())
         values = dataclasses.asdict(state) | {"stateful_callbacks": exported}
         host.share_buffers(self._trainer.accelerator, [self._trainer.model])
+        try:
+            text = json.dumps(values)
+        except TypeError as error:
+            places = "`state()` of a callback, or `log`"
+            raise StateError(
+                f"the state of the Trainer: expected numbers, texts, lists and dicts, because the "
+                f"Trainer keeps it as JSON ({places}); found: {error}. Turn an array into a list "
+                f"there (`x.tolist()`), or make what has it a part of the model."
+            ) from error
         # Says also which process this is.
-        return self._members() | {"trainer": PerRank(json.dumps(values))}
+        return self._members() | {"trainer": PerRank(text)}
 
 
 class _LoadedAgain:
     """A loader whose first batches are loaded and not used."""
 
-    def __init__(self, loader: Any, count: int, loading: host.Loading) -> None:
-        self._loader, self._count, self._loading = loader, count, loading
+    def __init__(self, loader: Any, counts: list[int], loading: host.Loading) -> None:
+        self._loader, self._counts, self._loading = loader, counts, loading
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -185,8 +209,8 @@ class _LoadedAgain:
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
-        for _ in range(self._count):
-            self._loading.apart(partial(next, batches))
+        for count in self._counts:
+            self._loading.apart(lambda count=count: [*itertools.islice(batches, count)])
         return batches
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ SEED_SEQUENCE = "seed_sequence"
 
 # Older releases of NumPy cannot restore the seed sequence of a generator.
 _RESTORES_SEED = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
-_DEEPEST, _LONG = 5, 100
 _KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 
 
@@ -96,6 +94,21 @@ def write_generator(value: Any, state: Any) -> None:
         bits.__setstate__((state, seed_from(seed)))
 
 
+def split_off(value: Any) -> Any:
+    """The state of a new generator of the same kind. Its seed is drawn from this one, so that the two
+    have other numbers."""
+    if isinstance(value, random.Random):
+        return read_generator(random.Random(value.getrandbits(64)))
+    if isinstance(value, np.random.RandomState):
+        return np.random.RandomState(value.randint(2**32, dtype=np.uint32)).get_state(legacy=False)
+    if not isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+        torch = sys.modules["torch"]
+        seed = torch.empty((), dtype=torch.int64, device=value.device).random_(generator=value)
+        return torch.Generator(value.device).manual_seed(int(seed)).get_state()
+    bits: Any = getattr(value, "bit_generator", value)
+    return read_generator(type(bits)(int(bits.random_raw())))
+
+
 def seed_text(seed: np.random.SeedSequence) -> str:
     """What a seed sequence spawns next, as JSON."""
     entropy = seed.entropy
@@ -111,15 +124,3 @@ def seed_from(text: str) -> np.random.SeedSequence:
     return np.random.SeedSequence(
         entropy, spawn_key=tuple(key), pool_size=pool_size, n_children_spawned=spawned
     )
-
-
-def held_generators(value: Any, kinds: tuple[type, ...] = (), depth: int = 0) -> Iterator[Any]:
-    """The random generators that a dataset holds, or datasets and transforms inside of it, and objects
-    of `kinds`."""
-    if is_generator(value) or isinstance(value, kinds):
-        yield value
-    elif depth < _DEEPEST:
-        is_list = isinstance(value, (list, tuple))
-        inside = value if is_list else getattr(value, "__dict__", {}).values()
-        for part in () if is_list and len(value) > _LONG else inside:
-            yield from held_generators(part, kinds, depth + 1)

@@ -12,6 +12,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import (
@@ -30,6 +31,7 @@ import numpy as np
 from perdure.state.generators import is_generator
 from perdure.state.leaf_values import SCALARS
 
+_DEEPEST, _LONG = 8, 100
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _NAMESPACES = (
@@ -189,6 +191,51 @@ def changed_cells(function: Any) -> dict[str, Any]:
         ) or is_generator(contents):
             found[name] = cell
     return found
+
+
+def held_generators(value: Any, kinds: tuple[type, ...] = ()) -> Iterator[Any]:
+    """The random generators that a dataset, a sampler or a function holds, or objects and functions
+    inside of it, each once; and objects of `kinds`."""
+    seen = dict[
+        int, Any
+    ]()  # the values too: what is made for a look would be freed, and its id reused
+
+    def look(value: Any, depth: int) -> Iterator[Any]:
+        if id(value) in seen or isinstance(value, (type, ModuleType)):
+            return
+        seen[id(value)] = value
+        if is_generator(value) or isinstance(value, kinds):
+            yield value
+        elif depth < _DEEPEST:
+            for part in _parts(value):
+                yield from look(part, depth + 1)
+
+    return look(value, 0)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What a value holds; of a function of the program also the global variables that it uses."""
+    if isinstance(value, (list, tuple, dict)):
+        values = value.values() if isinstance(value, dict) else value
+        return () if len(value) > _LONG else values
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, FunctionType):
+        names = names_in(value.__code__) if is_program_module(value.__module__) else ()
+        used = (value.__globals__[name] for name in names if name in value.__globals__)
+        cells = map(contents_of, value.__closure__ or ())
+        return [*cells, *(value.__defaults__ or ()), *used]
+    return getattr(value, "__dict__", {}).values()
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names of globals and attributes in the code of a function and of those inside it."""
+    yield from code.co_names
+    for inside in code.co_consts:
+        if isinstance(inside, CodeType):
+            yield from names_in(inside)
 
 
 @cache

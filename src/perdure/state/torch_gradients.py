@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import TensorWeakRef
 
+from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import adapter
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.paths import join_dotted
@@ -64,6 +65,8 @@ class Gradients(ExtraMember):
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         _watch(saving.walk)
+        for path, module in saving.walk.of_torch("nn.Module"):
+            _require_reduced(path, module)
         leaves, kept = dict[str, Leaf](), dict[str, list[str]]()
         for path, optimizer in _optimizers(saving.walk):
             leaves |= accumulated_leaves(path, optimizer, saving.process)
@@ -104,6 +107,25 @@ class Gradients(ExtraMember):
                 _give(value, leaf)
         _watch(walk)
         return []
+
+
+def _require_reduced(path: str, module: Any) -> None:
+    """Refuse gradients that FSDP2 keeps outside of `.grad` until a backward pass reduces them."""
+    for part in module.modules():
+        state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = getattr(state, "_fsdp_param_groups", [group] if group else [])
+        for each in (parameter for group in groups for parameter in group.fsdp_params):
+            whole = getattr(each, "_unsharded_param", None)
+            if (
+                each.unsharded_accumulated_grad is not None
+                or getattr(whole, "grad", None) is not None
+            ):
+                raise UnsupportedLeafError(
+                    f"{path}: FSDP2 has gradients that are not reduced yet "
+                    f"(`set_requires_gradient_sync(False)`), which no checkpoint can have. Save after "
+                    f"the micro-batch whose backward pass reduces them."
+                )
 
 
 def keeps_gradients(optimizer: Any) -> bool:

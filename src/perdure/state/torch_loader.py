@@ -31,7 +31,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from perdure.errors import DataError
 from perdure.state import bits
 from perdure.state.extra_members import ended_order
-from perdure.state.generators import held_generators, read_generator
+from perdure.state.generators import read_generator
+from perdure.state.program_code import held_generators
 from perdure.tensorflow_names import names_forms
 
 _END = object()
@@ -173,18 +174,18 @@ class ResumableLoader:
             with self._own_generators():
                 self._seed_all("workers")
                 batches = iter(self._inner)
-            held = list(held_generators(getattr(self._loader, "dataset", None)))
+            held = list(held_generators([self._loader.dataset, self._loader.collate_fn]))
             before = list(map(read_generator, held))
             while True:
                 with self._own_generators():
                     batch = next(batches, _END)
                 if held and not bits.same(before, list(map(read_generator, held))):
                     raise DataError(
-                        f"loading a batch has drawn from a random generator that the dataset holds (it "
-                        f"has {len(held)}), which a resume in the middle of an epoch does not repeat. "
-                        f"Draw from the global generators (`torch.rand`, `random`, `numpy.random`), "
-                        f"which are seeded for each example, or make a generator from the index of the "
-                        f"example."
+                        f"loading a batch has drawn from a random generator that the dataset or "
+                        f"`collate_fn` holds (there are {len(held)}), which a resume in the middle of "
+                        f"an epoch does not repeat. Draw from the global generators (`torch.rand`, "
+                        f"`random`, `numpy.random`), which are seeded for each example, or make a "
+                        f"generator from the index of the example."
                     )
                 if self._pass is not current:
                     raise DataError(

@@ -160,7 +160,7 @@ class ModuleState(Stateful):
         """False if only code of PyTorch takes part in a load, and copies nothing but tensors."""
         return not all(
             map(_is_from_torch, _special_code(self.target))
-        ) or not _have_separate_memory(self.target.state_dict())
+        ) or not _have_separate_memory(self.target.state_dict(keep_vars=True))
 
 
 def _unset_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
@@ -261,10 +261,12 @@ def _have_separate_memory(state: Mapping[str, Any]) -> bool:
     for value in state.values():
         if not isinstance(value, torch.Tensor):
             return False
-        if not isinstance(value, LAZY) and not value.is_meta and local_tensor(value).numel():
-            local = local_tensor(value)
-            if views.setdefault(local.untyped_storage().data_ptr(), _view(local)) != _view(local):
-                return False
+        if isinstance(value, LAZY) or value.is_meta:
+            continue
+        local = local_tensor(value)
+        memory = local.untyped_storage().data_ptr() if local.numel() else 0
+        if memory and views.setdefault(memory, _view(local)) != _view(local):
+            return False
     return True
 
 

@@ -436,8 +436,10 @@ def _differing(
         "the processes of the group hold different states:\n"
         + "\n".join([*dict.fromkeys(lines)][:_MOST_LINES])
         + "\nAll processes must save the same members, start from the same state and run the same "
-        "steps: give them one seed, and restore in all of them. What each process has for itself "
-        "(buffers of BatchNorm under DistributedDataParallel, the position in its shard of the data) "
-        "must be made equal before the save (dist.broadcast from rank 0) or be wrapped: "
+        "steps: give them one seed, and restore in all of them; a parameter that was frozen when "
+        "DistributedDataParallel wrapped the module gets the gradient of one process alone. What each "
+        "process has for itself (buffers of BatchNorm under DistributedDataParallel, the position in "
+        "its shard of the data) must be made equal before the save (dist.broadcast from rank 0) or be "
+        "wrapped: "
         "perdure.checkpoint.PerRank(member)."
     )

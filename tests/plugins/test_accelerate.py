@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import signal
 import warnings
 from functools import partial
@@ -187,3 +188,47 @@ def test_examples_draw_other_numbers_in_each_epoch(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="expected 3 batches in an epoch, as the run had, found 2"):
         trained(tmp_path / "run", size=3)
     assert len(trained(tmp_path / "run", epochs=2)[1]) == 3  # the control
+
+
+class Exchanging(torch.utils.data.Dataset[Any]):
+    """Has another generator in each epoch, or for each example."""
+
+    def __init__(self, *, within: bool = False) -> None:
+        self.within, self.source = within, random.Random(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.source = random.Random(epoch)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.within:
+            self.source = random.Random(index)
+        return torch.tensor([index + self.source.random()])
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_a_generator_may_be_exchanged_where_an_epoch_begins(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(directory: Path, end: int = 0, *, within: bool = False) -> list[list[float]]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(Exchanging(within=within), 2, shuffle=True))
+        seen = []
+        with CheckpointManager(directory, save_interval_steps=2, recipe={}) as manager:
+            for step, batch in batches(accelerator, loader, manager, epochs=3):
+                if end and step == end:
+                    break
+                seen.append(batch.flatten().tolist())
+        return seen
+
+    whole = trained(tmp_path / "whole")
+    for end in (3, 7, 11):
+        trained(tmp_path / f"{end}", end)
+        assert trained(tmp_path / f"{end}") == whole[end - 1 :]
+    with pytest.raises(StateError, match="has exchanged a random generator within an epoch"):
+        trained(tmp_path / "within", within=True)

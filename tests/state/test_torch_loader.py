@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -499,3 +502,66 @@ def test_a_generator_of_the_dataset_which_no_resume_repeats_is_refused_at_the_fi
     ):
         list(loader)
     list(ResumableLoader(torch.utils.data.DataLoader(Own(None), batch_size=2)))  # the control
+
+
+MODULE_GENERATOR = np.random.default_rng(0)
+
+
+def drawn_elsewhere() -> float:
+    return MODULE_GENERATOR.random()
+
+
+@cache
+def made_once() -> random.Random:
+    return random.Random(0)
+
+
+class Source:
+    """Where a dataset may have its generator."""
+
+    of_class = random.Random(0)
+
+    def __init__(self) -> None:
+        self.of_object = random.Random(0)
+        self.queue = deque([[{"inside": SimpleNamespace(each=[random.Random(0)])}]])
+        self.objects = np.array([random.Random(0)], object)
+
+    def bound(self) -> float:
+        return self.of_object.random()
+
+
+SOURCES: dict[str, Callable[[Any], float]] = {
+    "a method uses a global": lambda _: MODULE_GENERATOR.random(),
+    "a method calls a function": lambda _: drawn_elsewhere(),
+    "a class has it": lambda self: self.source.of_class.random(),
+    "an object has it": lambda self: self.source.of_object.random(),
+    "a bound method": lambda self: self.source.bound(),
+    "containers": lambda self: self.source.queue[0][0]["inside"].each[0].random(),
+    "an array of objects": lambda self: self.source.objects[0].random(),
+    "a cache of results": lambda _: made_once().random(),
+    "none": lambda _: random.random(),
+}
+
+
+@pytest.mark.parametrize("place", SOURCES)
+def test_a_generator_is_found_wherever_a_dataset_has_it(place: str) -> None:
+    class Rows:
+        def __init__(self) -> None:
+            self.source = Source()
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> float:
+            return index + draw(self)
+
+    draw = SOURCES[place]
+    made_once()
+    loader = ResumableLoader(DataLoader(Rows(), batch_size=2))  # type: ignore[arg-type]
+    if place == "none":  # the control
+        assert len(list(loader)) == 2
+        return
+    with pytest.raises(
+        DataError, match="a random generator that the dataset or `collate_fn` holds"
+    ):
+        list(loader)

@@ -72,7 +72,7 @@ def batches(
         )
     with host.manager_of(run, count, save_interval_steps=500) as manager:
         resumed = host.HostRun(manager, rank, count)
-        resumed.loading.of(loader)
+        resumed.load_from(loader)
         yield from _batches(accelerator, loader, resumed, epochs)
 
 

@@ -62,6 +62,12 @@ class HostRun:
         self._at_save = generator_states()
         self._epoch_began: GeneratorStates = {}
 
+    def load_from(self, loader: Any) -> None:
+        """The batches are those of `loader`, whose generators are as at the save until it loads."""
+        self.loading.of(loader)
+        if self.resumed is not None:
+            self.loading.restore(self.of_process(_LOADING).get("now", {}))
+
     def of_process(self, name: str) -> Any:
         """The value that this process had in the member `name`, a `PerRank`."""
         assert self.resumed is not None
@@ -89,6 +95,9 @@ class HostRun:
         """Whether the batches that the checkpoint has seen must be loaded: that has drawn random
         numbers in some process, or it happens in workers, which nobody can ask."""
         assert self.resumed is not None
+        if type(loader).__name__ == "DataLoaderDispatcher":
+            # Accelerate 1.15 skips so many batches of all processes together, which are too few.
+            return True
         has_drawn = (each["has_drawn"] for each in self.resumed.state[_LOADING].values())
         return bool(getattr(loader, "num_workers", 0)) or any(has_drawn)
 
@@ -129,21 +138,20 @@ class Loading:
     """
 
     def __init__(self) -> None:
-        self._examples: list[Any] = []
+        self._parts: list[Any] = []
         self._held: list[Any] = []
-        self._count = 0
         self._began: dict[str, Any] = {}
         self._own: list[Any] | None = None
         self._has_drawn = False
 
     def of(self, *loaders: Any) -> None:
         """The batches are those of these loaders."""
-        parts = [getattr(loader, name, None) for loader in loaders for name in _PARTS]
+        self._parts = [getattr(loader, name, None) for loader in loaders for name in _PARTS]
+        self._held = self._found()
+
+    def _found(self) -> list[Any]:
         of_process = set(map(id, _generators_of_process()))
-        self._held = [each for each in held_generators(parts) if id(each) not in of_process]
-        # Samplers make theirs for each epoch from a seed.
-        self._examples = [(getattr(each, "dataset", None), each.collate_fn) for each in loaders]
-        self._count = len([*held_generators(self._examples)])
+        return [each for each in held_generators(self._parts) if id(each) not in of_process]
 
     def begin_epoch(self) -> None:
         self._began = self._now()
@@ -151,6 +159,12 @@ class Loading:
 
     def state(self) -> dict[str, Any]:
         """The member of a state: how the epoch began, and how it is now."""
+        if self._own is not None and list(map(id, self._found())) != list(map(id, self._held)):
+            raise StateError(
+                "the data: the dataset, its sampler or its `collate_fn` has exchanged a random "
+                "generator within an epoch, which a resumed run would not repeat. Seed the one that "
+                "it has (`rng.seed(...)`), or exchange it where an epoch begins (`set_epoch`)."
+            )
         return {"has_drawn": self._has_drawn, "began": self._began, "now": self._now()}
 
     def _now(self) -> dict[str, Any]:
@@ -173,17 +187,19 @@ class Loading:
 
     def apart(self, load: Callable[[], T]) -> T:
         """`load()`; the numbers that it draws are none of the training."""
-        generators = [*_generators_of_process(), *self._held]
         if self._own is None:
             loaded = load()
-            if len([*held_generators(self._examples)]) > self._count:
+            if len(found := self._found()) > len(self._held):
                 raise StateError(
-                    "the data: the dataset or its `collate_fn` has made a random generator for its "
-                    "first batch. A resumed run would begin its epoch with another one. Make it when "
-                    "you make that object (a collator of transformers: `collator.create_rng()`)."
+                    "the data: the dataset, its sampler or its `collate_fn` has made a random "
+                    "generator for its first batch. A resumed run would begin its epoch with another "
+                    "one. Make it when you make that object (a collator of transformers: "
+                    "`collator.create_rng()`)."
                 )
-            self._own = list(map(split_off, generators))
+            self._held = found  # `set_epoch` may have exchanged them
+            self._own = list(map(split_off, [*_generators_of_process(), *found]))
             return loaded
+        generators = [*_generators_of_process(), *self._held]
         training, before = list(map(read_generator, generators)), self._own
         _write(generators, before)
         try:

@@ -141,7 +141,7 @@ class _Checkpoints(TrainerCallback):
         collator = self._trainer.data_collator
         if getattr(collator, "seed", None) and getattr(collator, "generator", self) is None:
             collator.create_rng()  # type: ignore[attr-defined]  # it would for its first batch
-        self._run.loading.of(loader)
+        self._run.load_from(loader)
         host.arrange_buckets([self._trainer.model_wrapped])
         self._run.begin(self._members(), "trainer")
         resumed = self._run.resumed

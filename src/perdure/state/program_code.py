@@ -6,19 +6,21 @@ import copyreg
 import dataclasses
 import dis
 import enum
+import gc
 import io
 import os
 import re
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
+    FrameType,
     FunctionType,
     MethodType,
     MethodWrapperType,
@@ -31,7 +33,8 @@ import numpy as np
 from perdure.state.generators import is_generator
 from perdure.state.leaf_values import SCALARS
 
-_DEEPEST, _LONG = 8, 100
+_DEEPEST, _LONG = 16, 100
+_WITHOUT_PARTS = (ModuleType, CodeType, FrameType, str, bytes, int, float, complex, type(None))
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _NAMESPACES = (
@@ -194,14 +197,14 @@ def changed_cells(function: Any) -> dict[str, Any]:
 
 
 def held_generators(value: Any, kinds: tuple[type, ...] = ()) -> Iterator[Any]:
-    """The random generators that a dataset, a sampler or a function holds, or objects and functions
-    inside of it, each once; and objects of `kinds`."""
+    """The random generators that a dataset, a sampler or a function holds, or uses by a name, or
+    objects, classes and functions inside of it do, each once; and objects of `kinds`."""
     seen = dict[
         int, Any
     ]()  # the values too: what is made for a look would be freed, and its id reused
 
     def look(value: Any, depth: int) -> Iterator[Any]:
-        if id(value) in seen or isinstance(value, (type, ModuleType)):
+        if id(value) in seen or isinstance(value, _WITHOUT_PARTS):
             return
         seen[id(value)] = value
         if is_generator(value) or isinstance(value, kinds):
@@ -214,20 +217,37 @@ def held_generators(value: Any, kinds: tuple[type, ...] = ()) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a value holds; of a function of the program also the global variables that it uses."""
-    if isinstance(value, (list, tuple, dict)):
-        values = value.values() if isinstance(value, dict) else value
-        return () if len(value) > _LONG else values
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
+    """What a value holds, of code of the program also the global variables that it uses."""
+    kind = type(value)
+    if isinstance(value, type):
+        return vars(value).values() if is_program_module(value.__module__) else ()
     if isinstance(value, FunctionType):
-        names = names_in(value.__code__) if is_program_module(value.__module__) else ()
-        used = (value.__globals__[name] for name in names if name in value.__globals__)
         cells = map(contents_of, value.__closure__ or ())
-        return [*cells, *(value.__defaults__ or ()), *used]
-    return getattr(value, "__dict__", {}).values()
+        return [*cells, *(value.__defaults__ or ()), *_used(value)]
+    if isinstance(value, np.ndarray):
+        return value.flat if value.dtype == object and value.size <= _LONG else ()
+    if isinstance(value, Collection) and not hasattr(value, "__dict__"):
+        return () if len(value) > _LONG else gc.get_referents(value)
+    if kind.__name__ == "SeedableRandomSampler":  # Accelerate's, seeded for each epoch
+        return ()
+    attributes = getattr(value, "__dict__", {}).values()
+    bases = [base for base in kind.__mro__ if is_program_module(base.__module__)]
+    # Of what has no attributes (a method, a property, a running generator) all, and of a cache.
+    is_known = attributes and not bases and kind.__module__ != "functools"
+    return [*attributes, *bases, *(() if is_known else gc.get_referents(value))]
+
+
+def _used(function: FunctionType) -> Iterator[Any]:
+    """The global variables of the program's modules that a function of the program uses."""
+    if not is_program_module(function.__module__):
+        return
+    names = dict.fromkeys(names_in(function.__code__))
+    for name in names:
+        found = function.__globals__.get(name)
+        if not isinstance(found, ModuleType):
+            yield found
+        elif is_program_module(found.__name__):
+            yield from (vars(found)[each] for each in names if each in vars(found))
 
 
 def names_in(code: CodeType) -> Iterator[str]:

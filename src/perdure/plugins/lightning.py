@@ -311,9 +311,9 @@ class ExactResume(Callback):
         own: dict[str, Any] = {
             "epoch_began": _tensors(self._epoch_began),
             "now": _tensors(host.generator_states()),
-            "loading": _with_tensors(self._loading.state()),
         }
         try:
+            own["loading"] = _with_tensors(self._loading.state())
             self._require_in_ddp()
             taken = {} if self._trainer is None else self._extras.take(_members(self._trainer))
             own["extras"] = taken

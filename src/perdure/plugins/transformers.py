@@ -121,10 +121,8 @@ class _Checkpoints(TrainerCallback):
         trainer = self._trainer
         load = trainer._load_from_checkpoint
         trainer._load_from_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
-        starts, trainer.args.eval_on_start = (
-            trainer.args.eval_on_start,
-            False,
-        )  # it was done at step 0
+        starts = trainer.args.eval_on_start
+        trainer.args.eval_on_start = False  # it was done at step 0
         try:
             with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
                 Path(folder, _STATE_FILE).write_text(self._run.of_process("trainer"))

@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import (
@@ -34,6 +34,7 @@ from perdure.state.generators import is_generator
 from perdure.state.leaf_values import SCALARS
 
 _DEEPEST, _LONG = 16, 100
+_CONTAINERS_OF_ANY = (list, tuple, dict, set, frozenset, deque)
 _WITHOUT_PARTS = (ModuleType, CodeType, FrameType, str, bytes, int, float, complex, type(None))
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -199,9 +200,8 @@ def changed_cells(function: Any) -> dict[str, Any]:
 def held_generators(value: Any, kinds: tuple[type, ...] = ()) -> Iterator[Any]:
     """The random generators that a dataset, a sampler or a function holds, or uses by a name, or
     objects, classes and functions inside of it do, each once; and objects of `kinds`."""
-    seen = dict[
-        int, Any
-    ]()  # the values too: what is made for a look would be freed, and its id reused
+    # Values too: one that is made for a look would leave its id to another.
+    seen: dict[int, Any] = {}
 
     def look(value: Any, depth: int) -> Iterator[Any]:
         if id(value) in seen or isinstance(value, _WITHOUT_PARTS):
@@ -226,13 +226,13 @@ def _parts(value: Any) -> Iterable[Any]:
         return [*cells, *(value.__defaults__ or ()), *_used(value)]
     if isinstance(value, np.ndarray):
         return value.flat if value.dtype == object and value.size <= _LONG else ()
-    if isinstance(value, Collection) and not hasattr(value, "__dict__"):
-        return () if len(value) > _LONG else gc.get_referents(value)
     if kind.__name__ == "SeedableRandomSampler":  # Accelerate's, seeded for each epoch
         return ()
     attributes = getattr(value, "__dict__", {}).values()
+    if isinstance(value, _CONTAINERS_OF_ANY) and len(value) > _LONG:
+        return attributes
     bases = [base for base in kind.__mro__ if is_program_module(base.__module__)]
-    # Of what has no attributes (a method, a property, a running generator) all, and of a cache.
+    # Of what has no attributes (a list, a method, a property, a running generator) all, and of a cache.
     is_known = attributes and not bases and kind.__module__ != "functools"
     return [*attributes, *bases, *(() if is_known else gc.get_referents(value))]
 

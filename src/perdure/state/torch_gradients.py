@@ -111,21 +111,24 @@ class Gradients(ExtraMember):
 
 def _require_reduced(path: str, module: Any) -> None:
     """Refuse gradients that FSDP2 keeps outside of `.grad` until a backward pass reduces them."""
-    for part in module.modules():
-        state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = getattr(state, "_fsdp_param_groups", [group] if group else [])
-        for each in (parameter for group in groups for parameter in group.fsdp_params):
-            whole = getattr(each, "_unsharded_param", None)
-            if (
-                each.unsharded_accumulated_grad is not None
-                or getattr(whole, "grad", None) is not None
-            ):
-                raise UnsupportedLeafError(
-                    f"{path}: FSDP2 has gradients that are not reduced yet "
-                    f"(`set_requires_gradient_sync(False)`), which no checkpoint can have. Save after "
-                    f"the micro-batch whose backward pass reduces them."
-                )
+    sharded = [part for part in module.modules() if hasattr(type(part), "_get_fsdp_state")]
+    for parameter in itertools.chain.from_iterable(map(_parameters_of_fsdp, sharded)):
+        whole = getattr(parameter, "_unsharded_param", None)
+        gradients = parameter.unsharded_accumulated_grad, getattr(whole, "grad", None)
+        if any(gradient is not None for gradient in gradients):
+            raise UnsupportedLeafError(
+                f"{path}: FSDP2 has gradients that are not reduced yet "
+                f"(`set_requires_gradient_sync(False)`), which no checkpoint can have. Save after the "
+                f"micro-batch whose backward pass reduces them."
+            )
+
+
+def _parameters_of_fsdp(module: Any) -> list[Any]:
+    """What FSDP2 keeps for each parameter of a module; newer releases have several groups of them."""
+    state = module._get_fsdp_state()
+    if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
+        groups = [group for group in [state._fsdp_param_group] if group is not None]
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def keeps_gradients(optimizer: Any) -> bool:

@@ -153,6 +153,20 @@ def test_a_loader_of_a_subclass_that_keeps_its_workers_is_refused(tmp_path: Path
         train(Keeping(torch.nn.Linear(1, 1), args), tmp_path / "run")
 
 
+def quiet(directory: Path, **settings: Any) -> Any:
+    """Settings of a Trainer that saves nothing itself and prints nothing."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        f"{directory}-own",
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **settings,
+    )
+
+
 class Stopped(Exception):
     pass
 
@@ -187,7 +201,7 @@ def changing_model(seen: list[Any]) -> torch.nn.Module:
 @pytest.mark.filterwarnings("ignore")  # of the import of transformers
 @pytest.mark.parametrize("end", [3, 7])
 def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     from perdure.plugins.transformers import train
 
@@ -207,15 +221,11 @@ def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
         seen: list[Any] = []
         model = changing_model(seen)
         rows = [{"x": torch.arange(4.0) - row, "labels": torch.ones(1) * row} for row in range(8)]
-        args = TrainingArguments(
-            str(directory) + "-own",
+        args = quiet(
+            directory,
             per_device_train_batch_size=2,
             max_steps=10,
             save_steps=2,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
             learning_rate=0.05,
         )
         trainer = Trainer(model, args, train_dataset=rows, callbacks=[Changes(end)])  # type: ignore[arg-type]
@@ -236,7 +246,7 @@ def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
 def test_the_state_of_a_callback_that_is_no_json_is_refused_with_the_way_out(
     tmp_path: Path,
 ) -> None:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 
     from perdure.plugins.transformers import train
@@ -245,15 +255,7 @@ def test_the_state_of_a_callback_that_is_no_json_is_refused_with_the_way_out(
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"mean": torch.ones(2)}}
 
-    args = TrainingArguments(
-        str(tmp_path / "own"),
-        max_steps=2,
-        save_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    args = quiet(tmp_path / "run", max_steps=2, save_steps=1)
     rows = [{"x": torch.ones(4), "labels": torch.ones(1)} for _ in range(4)]
     trainer = Trainer(changing_model([]), args, train_dataset=rows, callbacks=[Mean()])  # type: ignore[arg-type]
     with pytest.raises(StateError, match=r"Tensor.*`x\.tolist\(\)`"):

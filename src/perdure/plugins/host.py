@@ -66,12 +66,16 @@ class HostRun:
         """The batches are those of `loader`, whose generators are as at the save until it loads."""
         self.loading.of(loader)
         if self.resumed is not None:
-            self.loading.restore(self.of_process(_LOADING).get("now", {}))
+            self._restore_loading("now")
 
     def of_process(self, name: str) -> Any:
         """The value that this process had in the member `name`, a `PerRank`."""
         assert self.resumed is not None
         return self.resumed.state[name][f"rank{self._index}"]
+
+    def _restore_loading(self, when: str) -> None:
+        # Without a generator the states are an empty dict, which is in no checkpoint.
+        self.loading.restore(self.of_process(_LOADING).get(when, {}))
 
     def begin(self, members: Mapping[str, Any], read_only: str) -> None:
         """Begin with the objects of the host, by name. A resumed run restores them, or MismatchError;
@@ -87,7 +91,7 @@ class HostRun:
         """Note the generators with which an epoch begins; those of the interrupted one come back."""
         if self.resumed is not None:
             restore_generators(self.of_process(_EPOCH_BEGAN))
-            self.loading.restore(self.of_process(_LOADING).get("began", {}))
+            self._restore_loading("began")
         self.loading.begin_epoch()
         self._epoch_began = generator_states()
 
@@ -107,7 +111,7 @@ class HostRun:
         """Save `state()` if it is time and the step is whole; exit with status 75 after a signal."""
         is_preempted = self.manager.reached_preemption(step)
         if self.resumed is not None:
-            self.loading.restore(self.of_process(_LOADING).get("now", {}))
+            self._restore_loading("now")
             self.resumed = None
             restore_generators(self._at_save)
             if is_preempted:  # nothing was trained since
@@ -208,6 +212,19 @@ class Loading:
             self._own = list(map(read_generator, generators))
             self._has_drawn = self._has_drawn or not bits.same(before, self._own)
             _write(generators, training)
+
+
+class LoaderInPlace:
+    """In place of a loader of a host, whose attributes it has. A subclass says what a pass loads."""
+
+    def __init__(self, loader: Any, loading: Loading) -> None:
+        self._loader, self._loading = loader, loading
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 def _generators_of_process() -> list[Any]:

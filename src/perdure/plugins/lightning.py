@@ -367,6 +367,7 @@ class ExactResume(Callback):
         beat("compile", trainer.global_step)
         self._trainer = trainer
         host.arrange_buckets([trainer.strategy.model])
+        self._in_ddp = None
         if isinstance(trainer.strategy.model, torch.nn.parallel.DistributedDataParallel):
             parameters = trainer.strategy.model.parameters()
             self._in_ddp = {id(each) for each in parameters if each.requires_grad}
@@ -416,7 +417,7 @@ class ExactResume(Callback):
         self._loaders = _resumable_loaders(fetcher)
         _leave_epochs(self._loaders)
         if not _is_positioned(fetcher) and not isinstance(fetcher.combined_loader, _LoadedApart):
-            self._load_apart(fetcher)  # Lightning has loaded the data anew
+            self._load_apart(fetcher)  # `reload_dataloaders_every_n_epochs` has made new loaders
             iter(fetcher)
         self._batches, self._has_ended = 0, False
 
@@ -479,18 +480,13 @@ class ExactResume(Callback):
             )
 
 
-class _LoadedApart:
+class _LoadedApart(host.LoaderInPlace):
     """What a fetcher draws batches from: each pass begins when its first batch is drawn, and not when
     the fetcher asks for an iterator, because a validation may come in between."""
 
     def __init__(self, loader: Any, loading: host.Loading, begin: Callable[[], None]) -> None:
-        self._loader, self._loading, self._begin = loader, loading, begin
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
+        super().__init__(loader, loading)
+        self._begin = begin
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()

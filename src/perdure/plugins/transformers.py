@@ -183,27 +183,21 @@ class _Checkpoints(TrainerCallback):
         try:
             text = json.dumps(values)
         except TypeError as error:
-            places = "`state()` of a callback, or `log`"
             raise StateError(
                 f"the state of the Trainer: expected numbers, texts, lists and dicts, because the "
-                f"Trainer keeps it as JSON ({places}); found: {error}. Turn an array into a list "
-                f"there (`x.tolist()`), or make what has it a part of the model."
+                f"Trainer keeps it as JSON (`state()` of a callback, or `log`); found: {error}. Turn "
+                f"an array into a list there (`x.tolist()`), or make what has it a part of the model."
             ) from error
         # Says also which process this is.
         return self._members() | {"trainer": PerRank(text)}
 
 
-class _LoadedAgain:
+class _LoadedAgain(host.LoaderInPlace):
     """A loader whose first batches are loaded and not used."""
 
     def __init__(self, loader: Any, counts: list[int], loading: host.Loading) -> None:
-        self._loader, self._counts, self._loading = loader, counts, loading
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
+        super().__init__(loader, loading)
+        self._counts = counts
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)

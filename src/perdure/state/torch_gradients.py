@@ -65,8 +65,9 @@ class Gradients(ExtraMember):
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
         _watch(saving.walk)
-        for path, module in saving.walk.of_torch("nn.Module"):
-            _require_reduced(path, module)
+        if "torch.distributed.fsdp" in sys.modules:
+            for path, module in saving.walk.of_torch("nn.Module"):
+                _require_reduced(path, module)
         leaves, kept = dict[str, Leaf](), dict[str, list[str]]()
         for path, optimizer in _optimizers(saving.walk):
             leaves |= accumulated_leaves(path, optimizer, saving.process)

@@ -36,7 +36,8 @@ class Variant:
     """How a run is saved and loaded. `after` picks the checkpoints of resumed runs."""
 
     every: str = "batch"
-    validates: bool = False
+    validates: str = ""
+    steps: int = -1
     accumulates: int = 1
     workers: int = 0
     exact: bool = True
@@ -48,14 +49,17 @@ class Variant:
 
 VARIANTS = {
     "batches": Variant(),
-    "validation": Variant(validates=True),
-    "epochs": Variant(every="epoch", validates=True),
+    "steps": Variant(steps=11, after=(1, 4)),
+    "validation": Variant(validates="at the end"),
+    "validations": Variant(validates="within", after=(2,)),
+    "epochs": Variant(every="epoch", validates="at the end"),
     "epoch ends": Variant(every="epoch end"),
+    "epoch ends, steps": Variant(every="epoch end", steps=12),
     "accumulation": Variant(accumulates=2),
     "workers": Variant(workers=1, after=(2,), most=3),
     "positioned": Variant(positioned=True, after=(2,)),
-    "positioned, validation": Variant(positioned=True, validates=True, after=()),
-    "positioned, epochs": Variant(positioned=True, every="epoch", validates=True),
+    "positioned, validation": Variant(positioned=True, validates="within", after=()),
+    "positioned, epochs": Variant(positioned=True, every="epoch", validates="at the end"),
     "positioned, epoch ends": Variant(positioned=True, every="epoch end"),
     "positioned, persistent workers": Variant(positioned=True, workers=1, after=(2,), most=3),
     "positioned, three batches": Variant(positioned=True, limit=3, after=(2,)),
@@ -64,25 +68,63 @@ VARIANTS = {
 
 
 class Noisy(Dataset[Any]):
-    """Eight rows, each loaded with other noise; without it for a validation, which Lightning leaves out
-    after a resume from the last batch before it."""
+    """Eight rows, each loaded with other noise."""
 
-    def __init__(self, is_noisy: bool = True) -> None:
-        self.is_noisy = is_noisy
+    def __init__(self) -> None:
         self.rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        noise = torch.rand(4) / 10 if self.is_noisy else 0
-        return self.rows[index, :4] + noise, self.rows[index, 4:]
+        return self.rows[index, :4] + torch.rand(4) / 10, self.rows[index, 4:]
 
 
-class Validated(Model):
+class Hooked(Model):
+    """Each hook changes what the next step uses, and the mean loss of an epoch decides on its rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def _change(self, factor: float) -> None:
+        self.mean.mul_(0.9).add_(factor * self.layer[1].weight.detach()[0] + torch.rand(()))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = super().training_step((batch[0] + 0.1 * self.mean, batch[1]), index)
+        self.log("train", loss, on_epoch=True, on_step=False)
+        self.log("newest", loss)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._change(0.1)
+
+    def on_train_epoch_end(self) -> None:
+        self._change(0.3)
+
+    def configure_optimizers(self) -> Any:
+        [optimizer], [scheduler] = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        epochs, steps = (plateau(optimizer, patience=0, threshold=x, factor=0.9) for x in (0.2, 0.1))
+        return [optimizer], [
+            scheduler,
+            {"scheduler": epochs, "monitor": "train", "interval": "epoch"},
+            {"scheduler": steps, "monitor": "newest", "interval": "step"},
+        ]
+
+
+class Validated(Hooked):
     def validation_step(self, batch: Any, index: int) -> None:
         x, y = batch
         self.log("loss", (self.layer(x) - y).square().mean())
+
+    def on_validation_end(self) -> None:
+        self._change(0.2)
+
+    def configure_optimizers(self) -> Any:
+        optimizers, schedulers = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=0, threshold=0.2)
+        return optimizers, [*schedulers, {"scheduler": plateau, "monitor": "loss"}]
 
 
 class Spy(Callback):
@@ -103,7 +145,7 @@ def run(variant: Variant, directory: Path, start: Path | None = None) -> Any:
     """What every batch finds, and the final bits. The checkpoints lie in `directory` alone."""
     shutil.rmtree(directory, ignore_errors=True)
     seed_everything(0, verbose=False)
-    model = Validated() if variant.validates else Model()
+    model = Validated() if variant.validates else Hooked()
     loader: Any = DataLoader(
         Noisy(),
         batch_size=2,
@@ -131,12 +173,14 @@ def run(variant: Variant, directory: Path, start: Path | None = None) -> Any:
         plugins=[perdure.plugins.lightning.CheckpointIO()],
         accumulate_grad_batches=variant.accumulates,
         limit_train_batches=variant.limit,
+        max_steps=variant.steps,
+        val_check_interval=2 if variant.validates == "within" else None,
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    rows = DataLoader(Noisy(is_noisy=False), batch_size=4) if variant.validates else None
+    rows = DataLoader(Noisy(), batch_size=4) if variant.validates else None
     trainer.fit(model, loader, rows, ckpt_path=None if start is None else str(start))
     return spy.seen, [value.tolist() for value in model.state_dict().values()]
 

@@ -42,7 +42,9 @@ class Model(LightningModule):
 
 
 class Begin(Callback):
-    """Notes the step at which this process begins."""
+    """Notes the step at which this process begins to train."""
+
+    step: int | None = None
 
     def on_train_start(self, trainer: Trainer, *args: Any) -> None:
         self.step = trainer.global_step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,9 +79,12 @@ def test_every_checkpoint_is_resumed_exactly_and_those_of_resumed_runs(tmp_path:
     assert [answer["differing"] for answer in answers.values()] == [[]] * len(answers)
     assert {name: answer["resumes"] for name, answer in answers.items()} == {
         "batches": 37,
+        "steps": 25,
         "validation": 37,
+        "validations": 20,
         "epochs": 3,
         "epoch ends": 3,
+        "epoch ends, steps": 3,
         "accumulation": 13,
         "workers": 6,
         "positioned": 20,
@@ -405,6 +409,76 @@ def test_what_lightning_changes_where_an_epoch_begins_and_ends_comes_back(tmp_pa
         trained(tmp_path / "run", (1, 3))[0] == 7
     )  # in the middle of an epoch and an accumulation
     assert trained(tmp_path / "run") == whole
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
+def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    from perdure.plugins.lightning import fit
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(5, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.log("step", 0.0)  # the axis of plots; no number of a checkpoint
+            self.log("constant", 1.0)
+            if within and index == 1:
+                self.trainer.save_checkpoint(tmp_path / "within.ckpt")
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.1)
+
+    def trained() -> list[Any]:
+        torch.manual_seed(0)
+        model = Model()
+        trainer = Trainer(
+            max_epochs=9,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            callbacks=[EarlyStopping("constant", patience=2)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        rows = DataLoader(TensorDataset(torch.arange(60).view(12, 5) / 60), 4)
+        fit(trainer, tmp_path / "run", model, rows, every_n_train_steps=1)
+        return [trainer.global_step, *(value.tolist() for value in model.parameters())]
+
+    within = False
+    whole = trained()
+    assert whole[0] == 9
+    assert trained() == whole
+    names = sorted(path.name for path in (tmp_path / "run").glob("*.ckpt"))
+    assert names == ["epoch=2-step=8.ckpt", "epoch=2-step=9.ckpt"]
+    shutil.rmtree(tmp_path / "run")
+    within = True
+    with pytest.warns(UserWarning, match="saved in the middle of a step"):
+        assert trained() == whole
+
+
+@pytest.mark.parametrize("name", ["LearningRateFinder", "BatchSizeFinder"])
+def test_callbacks_that_train_at_each_start_are_refused(name: str, tmp_path: Path) -> None:
+    from lightning.pytorch import Trainer, callbacks
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from perdure.plugins.lightning import fit
+
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[getattr(callbacks, name)()],
+        logger=False,
+        default_root_dir=tmp_path,
+    )
+    model = BoringModel()
+    model.batch_size = 4  # type: ignore[assignment]
+    with pytest.raises(StateError, match=f"the callback {name} runs at each start"):
+        fit(trainer, tmp_path / "run", model)
 
 
 def test_several_processes_of_another_strategy_are_refused() -> None:

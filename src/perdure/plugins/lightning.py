@@ -39,14 +39,16 @@ with errors.needs_extra("lightning"):
     from lightning.fabric.utilities import move_data_to_device
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import (
+        BatchSizeFinder,
         Checkpoint,
+        LearningRateFinder,
         ModelCheckpoint,
         StochasticWeightAveraging,
     )
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-    from perdure.plugins import lightning_shards
+    from perdure.plugins import lightning_shards, lightning_steps
     from perdure.state.torch_loader import ResumableLoader
 
 __all__ = ["CheckpointIO", "ExactResume", "fit"]
@@ -104,6 +106,11 @@ class _Saver(ModelCheckpoint):
         super().__init__(
             where, monitor="step", mode="max", save_top_k=2, every_n_train_steps=interval
         )
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+        # A module may log a metric `step`, which Lightning then takes for the axis of its plots.
+        found: dict[str, torch.Tensor] = super()._monitor_candidates(trainer)
+        return found | {"step": torch.tensor(trainer.global_step)}
 
 
 def _equip(trainer: Trainer, where: Path, interval: int) -> None:
@@ -284,6 +291,9 @@ class ExactResume(Callback):
         self._extras_at_save: dict[str, Any] = {}
         self._callbacks_at_save: dict[str, Any] = {}
         self._accumulation: tuple[int, int | None] = 1, None  # at the begin, and in the checkpoint
+        self._steps: lightning_steps.StepEnds | None = None
+        self._was_within = False  # a step, when the checkpoint was saved
+        self._metrics_at_save: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         strategy = trainer.strategy
@@ -294,7 +304,15 @@ class ExactResume(Callback):
                 f"`perdure.plugins.lightning.fit(trainer, ...)`; found {trainer.world_size} processes "
                 f"with {type(strategy).__name__}, which saves past the callbacks of others."
             )
-        if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for each in callbacks:
+            if isinstance(each, (LearningRateFinder, BatchSizeFinder)):
+                raise errors.StateError(
+                    f"ExactResume: the callback {type(each).__name__} runs at each start, and trains anew "
+                    f"what the checkpoint has. Expected a `Tuner(trainer)` that looks before `fit`, and "
+                    f"a number in the program."
+                )
+        if any(isinstance(each, StochasticWeightAveraging) for each in callbacks):
             raise errors.StateError(
                 "ExactResume: the callback StochasticWeightAveraging exchanges the schedulers during "
                 "the training, and has the averaged model in no checkpoint. Train without it, and "
@@ -305,6 +323,12 @@ class ExactResume(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self._trainer = None
+        self._close()
+
+    def _close(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None
 
     def state_dict(self) -> dict[str, Any]:
         """Of all processes: Lightning asks each one, and saves what the first returns."""
@@ -315,8 +339,10 @@ class ExactResume(Callback):
         try:
             own["loading"] = _with_tensors(self._loading.state())
             self._require_in_ddp()
-            taken = {} if self._trainer is None else self._extras.take(_members(self._trainer))
-            own["extras"] = taken
+            own["extras"] = {}
+            if self._trainer is not None:
+                own["extras"] = self._extras.take(_members(self._trainer))
+                own["metrics"] = lightning_steps.metrics(self._trainer)
         except errors.StateError as error:  # the others wait for what this process gathers
             own["refused"] = error
         callbacks = self._states_of_callbacks() if self._count > 1 else {}
@@ -335,7 +361,8 @@ class ExactResume(Callback):
                 each["callbacks"] = state
         positions = [loader.state_dict() for loader in self._loaders]
         state = {"batches": self._batches, "positions": positions, "processes": processes}
-        state["has_ended"] = self._has_ended
+        state |= {"has_ended": self._has_ended, "within": self._warn_within()}
+        state["should_stop"] = self._trainer is not None and self._trainer.should_stop
         count = 1 if self._trainer is None else self._trainer.accumulate_grad_batches
         return state if count == self._accumulation[0] else state | {"accumulation": count}
 
@@ -353,6 +380,7 @@ class ExactResume(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches, self._has_ended = state_dict["batches"], state_dict["has_ended"]
+        self._was_within = state_dict["within"]
         self._positions = state_dict["positions"]
         self._accumulation = 1, state_dict.get("accumulation")
         host.require_count("ExactResume", len(state_dict["processes"]), self._count)
@@ -361,11 +389,20 @@ class ExactResume(Callback):
         self._loading_at_save = _without_tensors(own["loading"])
         self._resumed = _arrays(own["now"])
         self._extras_at_save = own["extras"]
+        self._metrics_at_save = own.get("metrics")
         self._callbacks_at_save = own.get("callbacks", {})
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Leave a run at its end that a callback has stopped."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        trainer.should_stop = state.get("should_stop", trainer.should_stop)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         beat("compile", trainer.global_step)
         self._trainer = trainer
+        self._steps = lightning_steps.StepEnds(trainer, lambda: self._has_ended)
         host.arrange_buckets([trainer.strategy.model])
         self._in_ddp = None
         if isinstance(trainer.strategy.model, torch.nn.parallel.DistributedDataParallel):
@@ -391,10 +428,13 @@ class ExactResume(Callback):
         is_new = resumed is None or self._has_ended
         if is_new:
             self._batches = 0
-            if resumed is not None and trainer.fit_loop.restarted_mid_epoch:
-                # Saved after the last batch of an epoch. Lightning would not count the next epoch as
-                # begun, and would take a checkpoint of that epoch for one of its begin.
-                trainer.fit_loop.reset_restart_stage()
+            if resumed is not None:
+                lightning_steps.begin_next_epoch(trainer)
+        elif not self._was_within:
+            lightning_steps.continue_epoch(trainer)
+        if self._metrics_at_save is not None:
+            lightning_steps.put_metrics(trainer, self._metrics_at_save, not is_new)
+        self._metrics_at_save = None
         if not is_new and not is_positioned:
             host.restore_generators(self._epoch_began)
             self._loading.restore(self._loading_at_save["began"])
@@ -421,6 +461,10 @@ class ExactResume(Callback):
             iter(fetcher)
         self._batches, self._has_ended = 0, False
 
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._steps is not None:
+            self._steps.is_within = True
+
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         _require_new_workers(_validation_loaders(trainer))
 
@@ -431,16 +475,26 @@ class ExactResume(Callback):
         beat("step", trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Let a `ReduceLROnPlateau` step also at the end of the epoch in which the run was resumed, if
-        its metric is there; Lightning leaves that step out, because it may be missing."""
-        monitors = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
-        if monitors <= trainer.callback_metrics.keys():
-            trainer.fit_loop._restarting = False
+        """The epoch may have been cut short. Callbacks that save come later."""
+        self._has_ended = True
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """After SIGTERM exit with status 75, "start me again"; Lightning's own 0 means done."""
+        self._close()
         if trainer.received_sigterm and isinstance(exception, SystemExit) and not exception.code:
             exception.code = EXIT_PREEMPTED
+
+    def _warn_within(self) -> bool:
+        """Whether a step is under way, of which a checkpoint would have a part alone."""
+        is_within = self._steps is not None and self._steps.is_within
+        if is_within and self._rank == 0:
+            warnings.warn(
+                "ExactResume: this checkpoint is saved in the middle of a step, and a run that resumes "
+                "from it leaves the rest of the step out. Expected a save by a ModelCheckpoint, which "
+                "ExactResume calls when the step is over.",
+                stacklevel=2,
+            )
+        return is_within
 
     def _restore_positions(self, fetcher: Any) -> bool:
         """Whether a loader had to be moved: Lightning restores none at the end of an epoch."""

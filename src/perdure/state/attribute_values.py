@@ -46,8 +46,6 @@ _COPIED = 4096
 """Elements of a tensor that is copied, so that an equal one that was made again is no change."""
 _WITH_GRAPH = 16 * 1024 * 1024
 """Bytes of a tensor with a graph (an activation, a hidden state) that is stored, without the graph."""
-_HASHED = 64 * 1024 * 1024
-"""Bytes of a NumPy array that is read in each save; a larger one changes if it is another array."""
 
 
 class Kind(enum.Enum):
@@ -86,10 +84,7 @@ def kind_of(value: Any) -> Kind:
         return Kind.GENERATOR
     if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
         return Kind.OBJECT
-    if is_of_program(kind) and (parts := attributes_of(value)):
-        # An object that has modules is about the training, such as the one that runs the loop.
-        if torch is not None and any(isinstance(p, torch.nn.Module) for p in parts.values()):
-            return Kind.OTHER
+    if is_of_program(kind) and attributes_of(value):
         return Kind.MIXED
     return Kind.MIXED if is_value_of_library(value) else Kind.OTHER
 
@@ -203,8 +198,6 @@ def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and form_of(value) is None:
         return _TensorMark(value, is_fresh)
-    if isinstance(value, np.ndarray) and value.nbytes > _HASHED:
-        return kind, id(value), value.shape
     if kind_of(value) in (Kind.PLAIN, Kind.ARRAY):
         return kind, bits.hash_of(value)
     if isinstance(value, dict):
@@ -217,25 +210,30 @@ def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
 
 
 class _TensorMark:
-    """A tensor by its identity and version; of a small one also by its bits."""
+    """A tensor by its identity and version, and by its bits, because a change through `tensor.data`
+    has no version. A large one that was made again, or has another version, has changed."""
 
     def __init__(self, tensor: Any, is_fresh: bool) -> None:
         self._reference = weakref.ref(tensor)
         self._version = tensor._version
-        self._bits = None
-        if tensor.numel() <= _COPIED and not hasattr(tensor, "device_mesh"):
+        self._bits = self._hash = None
+        if hasattr(tensor, "device_mesh") or tensor.is_meta:
+            return
+        if tensor.numel() <= _COPIED:
             self._bits = tensor.detach().clone() if is_fresh else tensor
+        elif is_fresh:
+            self._hash = bits.hash_of(tensor)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _TensorMark):
             return False
         tensor = self._reference()
         is_one = tensor is not None and tensor is other._reference()
-        if is_one and self._version == other._version:
-            return True
-        if self._bits is None or other._bits is None:
+        if self._bits is not None and other._bits is not None:
+            return bits.same(self._bits, other._bits)
+        if not is_one or self._version != other._version:
             return False
-        return bits.same(self._bits, other._bits)
+        return self._hash is None or self._hash == bits.hash_of(tensor)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
+
+_LARGE = 1 << 20
+"""Bytes of an array from which threads are worth their start, and no copy is made."""
 
 
 def same(one: Any, other: Any) -> bool:
@@ -15,24 +19,32 @@ def same(one: Any, other: Any) -> bool:
     return one is other or b"".join(_bytes_of(one)) == b"".join(_bytes_of(other))
 
 
-def hash_of(value: Any) -> int:
-    """A number that is equal for values that are the `same`, in this process."""
-    return hash(b"".join(_bytes_of(value)))
+def hash_of(value: Any) -> bytes:
+    """Bytes that are equal for values that are the `same`, on all cores for large arrays."""
+    parts = list(_bytes_of(value))
+    is_large = any(len(part) > _LARGE for part in parts)
+    hasher = blake3(max_threads=blake3.AUTO if is_large else 1)
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
 
 
-def octets(tensor: Any) -> bytes:
-    """The elements of a dense tensor, in row-major order."""
+def octets(tensor: Any) -> memoryview | bytes:
+    """The elements of a dense tensor, in row-major order, where they are on the CPU in that order."""
     import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return plain.view(torch.uint8).numpy().data if plain.numel() else b""
 
 
-def _bytes_of(value: Any) -> Iterator[bytes]:
+def _bytes_of(value: Any) -> Iterator[memoryview | bytes]:
     yield type(value).__name__.encode()
     if isinstance(value, (np.ndarray, np.generic)):
         yield f"{value.dtype.str}{value.shape}".encode()
-        yield value.tobytes()
+        if value.nbytes > _LARGE and not value.dtype.hasobject:
+            yield np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        else:
+            yield value.tobytes()
         if isinstance(value, np.ma.MaskedArray):
             yield from _bytes_of((np.asarray(value.mask), value.fill_value))
     elif getattr(value, "is_sparse", False):

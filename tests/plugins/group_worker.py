@@ -253,6 +253,7 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.model = model
+            self.late = 0.0
 
         def configure_model(self) -> None:
             if "2d" in how:
@@ -264,7 +265,12 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
 
         def training_step(self, batch: Any, _: int) -> Any:
             random.random()
-            return self.model(**batch)["loss"] * (1 + mean.value)
+            return self.model(**batch)["loss"] * (1 + mean.value + self.late)
+
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            self.late = (
+                0.5 * self.late + 0.1 * random.random()
+            )  # after the callbacks have been called
 
         def validation_step(self, batch: Any, _: int) -> None:
             self.model(**batch)

@@ -105,7 +105,9 @@ class Hooked(Model):
     def configure_optimizers(self) -> Any:
         [optimizer], [scheduler] = super().configure_optimizers()
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-        epochs, steps = (plateau(optimizer, patience=0, threshold=x, factor=0.9) for x in (0.2, 0.1))
+        epochs, steps = (
+            plateau(optimizer, patience=0, threshold=x, factor=0.9) for x in (0.2, 0.1)
+        )
         return [optimizer], [
             scheduler,
             {"scheduler": epochs, "monitor": "train", "interval": "epoch"},
@@ -123,7 +125,9 @@ class Validated(Hooked):
 
     def configure_optimizers(self) -> Any:
         optimizers, schedulers = super().configure_optimizers()
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=0, threshold=0.2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizers[0], patience=0, threshold=0.2
+        )
         return optimizers, [*schedulers, {"scheduler": plateau, "monitor": "loss"}]
 
 

@@ -604,9 +604,54 @@ def as_sobol_sequence(net: Net) -> Any:
     return lambda: net.value.draw(3), lambda: (net.value.num_generated, net.value.quasi.tolist())
 
 
+def as_object_with_a_layer(net: Net) -> Any:
+    net.value = SimpleNamespace(layer=net.one, criterion=torch.nn.MSELoss(), seen=[])
+    return lambda: net.value.seen.append(torch.ones(2)), lambda: net.value.seen
+
+
+def as_change_without_a_version(net: Net) -> Any:
+    net.value = [torch.nn.Parameter(torch.zeros(5000)), torch.zeros(2)]
+
+    def use() -> None:
+        for average in net.value:
+            average.data[1] += 3
+
+    return use, lambda: [average[1].item() for average in net.value]
+
+
+def as_large_array(net: Net) -> Any:
+    net.value = np.zeros(9_000_000)  # as that of a replay buffer
+
+    def use() -> None:
+        net.value[-1] += 1
+
+    return use, lambda: net.value[-1]
+
+
+def as_masked_array(net: Net) -> Any:
+    net.value = np.ma.zeros(3)
+    return lambda: net.value.__setitem__(1, np.ma.masked), lambda: net.value.mask
+
+
+def as_list_of_a_partial(net: Net) -> Any:
+    net.value = functools.partial(max, [0])
+    return lambda: net.value.args[0].append(4), lambda: net.value.args
+
+
+def as_bit_generator(net: Net) -> Any:
+    net.value = np.random.PCG64(3)
+    return lambda: net.value.random_raw(), lambda: net.value.state
+
+
 @pytest.mark.parametrize(
     "give",
     [
+        as_object_with_a_layer,
+        as_change_without_a_version,
+        as_large_array,
+        as_masked_array,
+        as_list_of_a_partial,
+        as_bit_generator,
         as_hook_of_a_tensor,
         as_hook_after_accumulation,
         as_function_with_a_closure,
@@ -644,6 +689,33 @@ def test_what_a_hook_a_method_or_a_container_reaches_comes_back(give: Callable[[
                 manager.save(1, {"net": model})
         found.append(repr(look()))
     assert found[0] == found[1] != fresh
+
+
+def test_what_the_run_puts_onto_an_optimizer_of_pytorch_comes_back() -> None:
+    storage, found = MemoryStorage(), []
+    for number in range(2):
+        adam: Any = torch.optim.Adam(Net().parameters())
+        adam.norms = []
+        with CheckpointManager(storage) as manager:
+            assert manager.restore_or_initialize({"adam": adam}).step == number
+            if not number:
+                adam.norms.append(2.5)
+                adam.limit = 1.5
+                manager.save(1, {"adam": adam})
+        found.append((adam.norms, adam.limit))
+    assert found == [([2.5], 1.5)] * 2
+
+
+def test_a_chain_of_objects_without_end_is_refused_by_a_sentence() -> None:
+    model = Net()
+    with CheckpointManager(MemoryStorage()) as manager:
+        state = manager.restore_or_initialize({"net": model}).state
+        for _ in range(2000):
+            model.value = Meter(model.value)
+        with pytest.raises(
+            UnsupportedLeafError, match="nested deeper than Python's recursion limit"
+        ):
+            manager.save(1, state)
 
 
 def nothing(*_: Any) -> None:

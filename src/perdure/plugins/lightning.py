@@ -308,9 +308,8 @@ class ExactResume(Callback):
         for each in callbacks:
             if isinstance(each, (LearningRateFinder, BatchSizeFinder)):
                 raise errors.StateError(
-                    f"ExactResume: the callback {type(each).__name__} runs at each start, and trains anew "
-                    f"what the checkpoint has. Expected a `Tuner(trainer)` that looks before `fit`, and "
-                    f"a number in the program."
+                    f"ExactResume: the callback {type(each).__name__} runs at each start, and would begin "
+                    f"a resumed run anew. Expected a `Tuner(trainer)` that searches before `fit`."
                 )
         if any(isinstance(each, StochasticWeightAveraging) for each in callbacks):
             raise errors.StateError(

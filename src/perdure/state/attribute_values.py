@@ -281,6 +281,8 @@ def _put_array(present: Any, stored: Any) -> Any:
     is_alike = type(present) is type(stored) and present.shape == stored.shape
     if not is_alike or present.dtype != stored.dtype:
         return stored
+    if isinstance(present, np.ma.MaskedArray):  # no copy has its mask
+        return stored
     if isinstance(present, np.ndarray):
         orders = [memory_axes(each.shape, each.strides) for each in (present, stored)]
         if not present.flags.writeable or orders[0] != orders[1]:

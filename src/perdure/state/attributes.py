@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -672,6 +672,9 @@ def _set(owner: Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
         parent._buffers[last] = result
     elif isinstance(parent, FunctionType):
         _cell_of(parent, last).cell_contents = result
+    elif isinstance(parent, partial):
+        parts = {name: getattr(parent, name) for name in ("func", "args", "keywords")}
+        parent.__setstate__((*(parts | {last: result}).values(), vars(parent)))  # type: ignore[attr-defined]
     else:
         object.__setattr__(parent, str(last), result)
     return result

@@ -22,6 +22,7 @@ import numpy as np
 from perdure.errors import CorruptionError, MismatchError, UnsupportedLeafError
 from perdure.runtime.process_group import Processes
 from perdure.state.builtin import is_frozen
+from perdure.state.leaf_spec import nested_too_deeply
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import is_of_program
@@ -134,8 +135,11 @@ class ExtraMembers:
     def take(self, walk: Walk, leaves: Leaves, process: int) -> dict[str, Leaf]:
         """The process leaves of a save."""
         taken: dict[str, Leaf] = {}
-        for member in self._members():
-            taken |= member.take(Saving(walk, leaves, process, taken))
+        try:
+            for member in self._members():
+                taken |= member.take(Saving(walk, leaves, process, taken))
+        except RecursionError:
+            raise nested_too_deeply() from None
         return taken
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:

@@ -43,9 +43,9 @@ def new_generator(name: str) -> Any:
         return random.Random()
     if name == "numpy.RandomState":
         return np.random.RandomState()
-    bits = getattr(np.random, name.removeprefix("numpy.random."), None)
+    bits = getattr(np.random, name.rpartition(".")[2], None)
     if isinstance(bits, type) and issubclass(bits, np.random.BitGenerator):
-        return np.random.Generator(bits())
+        return np.random.Generator(bits()) if name.startswith("numpy.random.") else bits()
     raise StateError(f"the program has no generator there, and a {name} cannot be made")
 
 

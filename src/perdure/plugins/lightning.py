@@ -308,8 +308,8 @@ class ExactResume(Callback):
         for each in callbacks:
             if isinstance(each, (LearningRateFinder, BatchSizeFinder)):
                 raise errors.StateError(
-                    f"ExactResume: the callback {type(each).__name__} runs at each start, and would begin "
-                    f"a resumed run anew. Expected a `Tuner(trainer)` that searches before `fit`."
+                    f"ExactResume: the callback {type(each).__name__} runs at each start, and would "
+                    f"begin a resumed run anew. Expected a `Tuner(trainer)` that searches before `fit`."
                 )
         if any(isinstance(each, StochasticWeightAveraging) for each in callbacks):
             raise errors.StateError(

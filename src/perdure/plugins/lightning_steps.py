@@ -2,8 +2,8 @@
 
 Lightning lets its `ModelCheckpoint` save in the middle of a step: before the module's own
 `on_train_batch_end` (where many keep an average of the weights), before the validation, and before
-the schedulers that need a metric. A run that resumes there leaves all of that out. Here these callbacks
-come last. Lightning's checkpoints have no metrics either, which decide on learning rates and on the end.
+the schedulers that need a metric. A run that resumes there leaves all of that out. Here these
+callbacks come last. Lightning's checkpoints have no metrics, which decide on rates and on the end.
 """
 
 from __future__ import annotations

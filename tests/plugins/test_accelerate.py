@@ -55,7 +55,7 @@ def test_accelerate_alone_ends_with_other_bits(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of the import of accelerate
 def test_loaders_that_cannot_be_resumed_exactly_are_refused(tmp_path: Path) -> None:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, skip_first_batches
 
     from perdure.plugins.accelerate import batches
 
@@ -75,6 +75,8 @@ def test_loaders_that_cannot_be_resumed_exactly_are_refused(tmp_path: Path) -> N
     assert "persistent_workers=False" in refusal(loader, accelerator)
     for loader in (plain(), ResumableLoader(plain())):
         assert "that it has not prepared" in refusal(loader, Accelerator(cpu=True))
+    skipping = skip_first_batches((accelerator := Accelerator(cpu=True)).prepare(plain()), 1)
+    assert "Pass the prepared loader itself: `batches` skips" in refusal(skipping, accelerator)
 
 
 class Model(torch.nn.Module):
@@ -232,3 +234,158 @@ def test_a_generator_may_be_exchanged_where_an_epoch_begins(tmp_path: Path) -> N
         assert trained(tmp_path / f"{end}") == whole[end - 1 :]
     with pytest.raises(StateError, match="has exchanged a random generator within an epoch"):
         trained(tmp_path / "within", within=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+@pytest.mark.parametrize("seedable", [True, False])
+def test_other_loaders_begin_their_next_pass_as_they_would_have(
+    tmp_path: Path, seedable: bool
+) -> None:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(directory: Path, end: int = 0, *, late: bool = False) -> list[list[float]]:
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable)
+        )
+        seeds = [torch.Generator().manual_seed(seed) for seed in range(3)]
+        rows = TensorDataset(torch.arange(6))
+        loaders = [DataLoader(rows, 2, shuffle=True, generator=each) for each in seeds]
+        loader, other, evaluation, noisy = accelerator.prepare(
+            *loaders, DataLoader(Noisy([], late), 6)
+        )
+        seen, drawn = [], iter(other)
+        with CheckpointManager(directory, save_interval_steps=3, recipe={}) as manager:
+            for step, (batch,) in batches(accelerator, loader, manager, epochs=3):
+                if end and step == end:
+                    break
+                drawn = drawn if step % 3 else iter(other)
+                seen.append(batch.tolist() + next(drawn)[0].tolist())
+                if step % 3 == 2:
+                    assert next(drawn, None) is None
+                for (rows,) in evaluation if step % 2 else ():
+                    seen[-1] += rows.tolist()
+                seen[-1] += [each for rows in noisy for each in rows.flatten().tolist()]
+        # As after the run, if it has ended before.
+        return [*seen, [each for (rows,) in [*other, *evaluation] for each in rows.tolist()]]
+
+    whole = trained(tmp_path / "whole")
+    for end in (3, 6):
+        trained(tmp_path / f"{end}", end)
+        assert trained(tmp_path / f"{end}") == whole[end:]
+    assert trained(tmp_path / "whole") == whole[-1:]
+    with pytest.raises(StateError, match="has made a random generator for its first batch"):
+        trained(tmp_path / "late", late=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_another_number_of_other_loaders_is_refused(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(count: int) -> None:
+        accelerator = Accelerator(cpu=True)
+        rows = [DataLoader(TensorDataset(torch.zeros(4, 4)), 1) for _ in range(count)]
+        loader, *_ = map(accelerator.prepare, rows)
+        with CheckpointManager(tmp_path / "run", recipe={}) as manager:
+            list(batches(accelerator, loader, manager, epochs=1))
+
+    trained(3)
+    with pytest.raises(StateError, match=r"expected 2 prepared loaders .*, found 1\. Prepare"):
+        trained(2)
+
+
+class Growing(torch.utils.data.Dataset[Any]):
+    """Grows with the epoch if it `follows`, or by the loop."""
+
+    def __init__(self, follows: bool) -> None:
+        self.follows, self.count = follows, 4
+
+    def set_epoch(self, epoch: int) -> None:
+        self.count = 4 + 2 * epoch if self.follows else self.count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index])
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_epochs_may_differ_in_length_if_set_epoch_says_so(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(
+        directory: Path, end: int = 0, *, follows: bool = True, grown: int = -1, epochs: int = 3
+    ) -> list[Any]:
+        torch.manual_seed(0)
+        dataset, accelerator, seen = Growing(follows), Accelerator(cpu=True), list[Any]()
+        loader = accelerator.prepare(DataLoader(dataset, 2, shuffle=True))
+        with CheckpointManager(directory, save_interval_steps=1, recipe={}) as manager:
+            for step, batch in batches(accelerator, loader, manager, epochs=epochs):
+                if end and step == end:
+                    break
+                dataset.count += 4 * (step == grown)
+                seen.append(batch.tolist())
+        return seen
+
+    whole = trained(tmp_path / "whole")
+    assert len(whole) == 2 + 3 + 4
+    for end in (1, 2, 4):
+        trained(tmp_path / f"{end}", end)
+        assert trained(tmp_path / f"{end}") == whole[end:]
+    trained(tmp_path / "longer", epochs=2)
+    assert trained(tmp_path / "longer") == whole[5:]
+    for grown, end in ((0, 1), (1, 2), (1, 3)):  # within the epoch of the save, or before it
+        where = tmp_path / f"grown{end}"
+        trained(where, end, follows=False, grown=grown)
+        with pytest.raises(StateError, match=r"expected 4 batches .* found 2"):
+            trained(where, follows=False)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_what_differs_between_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered object is saved for each, another number of batches is refused."""
+    from accelerate import Accelerator
+
+    from perdure.plugins import accelerate as plugin
+
+    def trained(epochs: int) -> list[float]:
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(4)), 2))
+        accelerator.register_for_checkpointing(same := Counter(), other := Counter())
+        with CheckpointManager(tmp_path / "run", recipe={}) as manager:
+            for _, (batch,) in plugin.batches(accelerator, loader, manager, epochs=epochs):
+                same.count, other.count = same.count + 1, other.count + batch.sum()
+        return [same.count.item(), other.count.item()]
+
+    def gathered(own: list[Any]) -> list[Any]:
+        return [*own, [own[0][0], "other"] if isinstance(own[0], list) else own[0]]
+
+    monkeypatch.setattr(plugin, "gather_object", gathered)
+    assert trained(1) == [2.0, 4.0]
+    leaves = {path for path in Run(tmp_path / "run").load(2).leaves if path.startswith("objects")}
+    assert leaves == {"objects/0/count", "objects/1/rank0/count"}
+    assert trained(2) == [4.0, 8.0]
+    monkeypatch.setattr(plugin, "gather_object", lambda own: [*own, own[0] - 1])
+    with pytest.raises(
+        StateError, match=r"same number of batches .* found 1 and 2\. .*even_batches=True"
+    ):
+        trained(3)

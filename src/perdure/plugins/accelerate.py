@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
+from perdure.digests import digest
 from perdure.errors import StateError, needs_extra, warn_caller
 from perdure.plugins import host
+from perdure.state.per_rank import PerRank
 
 host.require_version("accelerate", "accelerate", "1.1", "2")
 with needs_extra("accelerate"):
     from accelerate import Accelerator, skip_first_batches
+    from accelerate.utils import gather_object
 
 __all__ = ["batches"]
 
@@ -37,8 +40,9 @@ def batches(
     `accelerator.prepare` and `register_for_checkpointing` were given, the gradient scaler, the random
     generators and the position in the data. After SIGTERM it is saved, and the process exits with
     status 75. A step that has only accumulated gradients is not saved. Every process of a group
-    (DDP, FSDP2) goes through its own batches. A save warns if another prepared loader is within its
-    batches, whose position is not saved.
+    (DDP, FSDP2) goes through its own batches. Registered objects that differ between the processes are
+    saved by each. The other prepared loaders begin their next pass as in the undisturbed run; a save
+    warns if one is within its batches, whose position is not saved.
 
     Args:
         accelerator: Has prepared everything that the loop changes.
@@ -50,13 +54,15 @@ def batches(
         The number of batches before this one, over all epochs, and the batch.
 
     Raises:
-        StateError: The checkpoint is of another number of processes, or of epochs with another number
-            of batches, a loader has `persistent_workers=True`, or `loader` is not prepared.
+        StateError: The checkpoint is of another number of processes, of other prepared loaders, or of
+            an epoch with another number of batches, the processes have different numbers of batches,
+            a loader has `persistent_workers=True`, or `loader` is not prepared.
     """
     if not any(loader is prepared for prepared in accelerator._dataloaders):
         raise StateError(
             f"perdure.plugins.accelerate: expected the loader that `accelerator.prepare` has returned "
-            f"for a DataLoader, found a {type(loader).__qualname__} that it has not prepared."
+            f"for a DataLoader, found a {type(loader).__qualname__} that it has not prepared. Pass the "
+            f"prepared loader itself: `batches` skips what the run has seen (no `skip_first_batches`)."
         )
     remedy = "Make each DataLoader with persistent_workers=False."
     host.require_new_workers(host.keeps_workers(accelerator._dataloaders), remedy)
@@ -71,9 +77,7 @@ def batches(
             f"resume would add the gradients in another order."
         )
     with host.manager_of(run, count, save_interval_steps=500) as manager:
-        resumed = host.HostRun(manager, rank, count)
-        resumed.load_from(loader)
-        yield from _batches(accelerator, loader, resumed, epochs)
+        yield from _batches(accelerator, loader, host.HostRun(manager, rank, count), epochs)
 
 
 def _batches(
@@ -81,27 +85,41 @@ def _batches(
 ) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
     has_warned = False
-    batches = len(loader) if hasattr(loader.dataset, "__len__") else -1
-    run.begin(_members(accelerator), "position")
+    position: dict[str, Any] = {}
     if run.resumed is not None:
         step, position = run.resumed.step, run.resumed.state["position"]
-        _require_batches(run, position["batches"], batches)
         epoch, finished = position["epoch"], position["finished"]
+    is_longer = position.get("ended", False) and epoch < epochs
+    if is_longer:  # the save knows the number of batches in its last epoch, and not in the next one
+        loader.set_epoch(epoch - 1)
+        _require_batches(run, position, loader)
+    run.load_from(loader)
+    batches = _even_count(loader)
+    others = _OtherLoaders(accelerator, loader)
+    run.begin(_members(accelerator, position.get("apart", {}).values()), "position", "loaders")
+    if run.resumed is not None:
         accelerator.step = position["accumulated"]
+        if "loaders" in run.resumed.state:
+            others.restore(run.of_process("loaders"))
 
     def state() -> dict[str, Any]:
         nonlocal has_warned
         if not has_warned and _is_another_within(accelerator, loader):
             has_warned = True
             warn_caller(_OTHER_LOADER)
-        counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
-        counts["batches"] = batches
         host.share_buffers(accelerator, map(accelerator.unwrap_model, accelerator._models))
-        return _members(accelerator) | {"position": counts}
+        apart = _differing(accelerator._custom_objects)
+        counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
+        counts |= {"batches": batches, "batches_now": _count(loader), "ended": epoch >= epochs}
+        saved = {"position": counts | {"apart": apart}, "loaders": PerRank(others.state())}
+        return _members(accelerator, apart) | saved
 
     while epoch < epochs:
         run.begin_epoch()
         loader.set_epoch(epoch)
+        batches = _count(loader)
+        if run.resumed is not None and not is_longer:
+            _require_batches(run, position, loader)
         for batch in _after(loader, finished, run):
             run.between_steps(step, state, may_save=accelerator.sync_gradients)
             yield step, batch
@@ -111,13 +129,58 @@ def _batches(
     run.finish(step, state)
 
 
-def _require_batches(run: host.HostRun, expected: int, found: int) -> None:
-    if expected != found:
+def _count(loader: Any) -> int:
+    return len(loader) if hasattr(loader.dataset, "__len__") else -1
+
+
+def _even_count(loader: Any) -> int:
+    """The number of batches in an epoch, which is that of all processes."""
+    counts = sorted(set(gather_object([_count(loader)])))
+    if len(counts) > 1:
         raise StateError(
-            f"{run.manager.directory}: expected {expected} batches in an epoch, as the run had, found "
-            f"{found} (-1: a dataset without a length). With another dataset or batch size the steps "
-            f"would have other examples. Make the loader as before, or begin in another directory."
+            f"batches: expected the same number of batches in each process, because all save the same "
+            f"steps; found {' and '.join(map(str, counts))}. Make the Accelerator with "
+            f"`even_batches=True`, the default of DataLoaderConfiguration."
         )
+    return counts[0]
+
+
+def _require_batches(run: host.HostRun, position: dict[str, Any], loader: Any) -> None:
+    """Refuse an epoch that is not as it was when it began, nor as it was at the save."""
+    found, began = _count(loader), position["batches"]
+    for expected in (began, position.get("batches_now", began)):
+        if expected != found:
+            raise StateError(
+                f"{run.manager.directory}: expected {expected} batches in an epoch, as the run had, "
+                f"found {found} (-1: a dataset without a length). With another dataset or batch size "
+                f"the steps would have other examples. Make the loader as before (a dataset whose "
+                f"length changes does so in its `set_epoch`), or begin in another directory."
+            )
+
+
+class _OtherLoaders:
+    """The prepared loaders that were not passed. What a pass of one depends on is its number, and the
+    generators that its parts hold."""
+
+    def __init__(self, accelerator: Any, loader: Any) -> None:
+        self._loaders = [each for each in accelerator._dataloaders if each is not loader]
+        self._loading = host.Loading()
+        self._loading.of(*self._loaders)
+
+    def state(self) -> dict[str, Any]:
+        passes = {f"{number}": each.iteration for number, each in enumerate(self._loaders)}
+        return {"passes": passes, "generators": self._loading.between_passes()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        passes = saved["passes"]
+        if len(passes) != len(self._loaders):
+            raise StateError(
+                f"batches: expected {len(passes)} prepared loaders beside the one that is passed, as "
+                f"the run had, found {len(self._loaders)}. Prepare the same ones before the loop."
+            )
+        for number, each in enumerate(self._loaders):
+            each.iteration = passes[f"{number}"]
+        self._loading.restore(saved.get("generators", {}))
 
 
 _OTHER_LOADER = (
@@ -147,13 +210,28 @@ def _after(loader: Any, finished: int, run: host.HostRun) -> Iterator[Any]:
             yield batch
 
 
-def _members(accelerator: Any) -> dict[str, Any]:
-    """What Accelerate's own `save_state` saves, without its wrappers, which add nothing."""
+def _members(accelerator: Any, apart: Collection[int]) -> dict[str, Any]:
+    """What Accelerate's own `save_state` saves, without its wrappers, which add nothing. Each process
+    has its own of the registered objects with these numbers."""
+    objects = enumerate(accelerator._custom_objects)
     members = {
         "models": [accelerator.unwrap_model(model) for model in accelerator._models],
         "optimizers": [optimizer.optimizer for optimizer in accelerator._optimizers],
         "schedulers": [scheduler.scheduler for scheduler in accelerator._schedulers],
         "scaler": accelerator.scaler,
-        "objects": list(accelerator._custom_objects),
+        "objects": [PerRank(each) if number in apart else each for number, each in objects],
     }
     return {name: member for name, member in members.items() if member}
+
+
+def _differing(objects: list[Any]) -> list[int]:
+    """The numbers of the objects that have another state in another process."""
+    of_processes = zip(*gather_object([list(map(_digest_of, objects))]), strict=True)
+    return [number for number, found in enumerate(of_processes) if len(set(found)) > 1]
+
+
+def _digest_of(value: Any) -> str:
+    try:
+        return str(digest(value))
+    except StateError:  # which the save reports
+        return ""

@@ -77,13 +77,13 @@ class HostRun:
         # Without a generator the states are an empty dict, which is in no checkpoint.
         self.loading.restore(self.of_process(_LOADING).get(when, {}))
 
-    def begin(self, members: Mapping[str, Any], read_only: str) -> None:
+    def begin(self, members: Mapping[str, Any], *read_only: str) -> None:
         """Begin with the objects of the host, by name. A resumed run restores them, or MismatchError;
-        its member `read_only` is only read."""
+        its members `read_only` are only read."""
         if (resumed := self.resumed) is None:
             self.manager.resume_members(members)
             return
-        names = members.keys() | (resumed.state.keys() - {read_only, _EPOCH_BEGAN, _LOADING})
+        names = members.keys() | (resumed.state.keys() - {*read_only, _EPOCH_BEGAN, _LOADING})
         if names:
             self.manager.resume_members(members, resumed.step, sorted(names))
 
@@ -171,6 +171,22 @@ class Loading:
             )
         return {"has_drawn": self._has_drawn, "began": self._began, "now": self._now()}
 
+    def between_passes(self) -> dict[str, Any]:
+        """The states of the generators that loaders hold which are drawn anew in each pass."""
+        self._find_again()
+        return self._now()
+
+    def _find_again(self) -> None:
+        """Those that `set_epoch` may have exchanged."""
+        if len(found := self._found()) > len(self._held):
+            raise StateError(
+                "the data: the dataset, its sampler or its `collate_fn` has made a random "
+                "generator for its first batch. A resumed run would begin its epoch with another "
+                "one. Make it when you make that object (a collator of transformers: "
+                "`collator.create_rng()`)."
+            )
+        self._held = found
+
     def _now(self) -> dict[str, Any]:
         """The states of the generators that the loaders hold."""
         return {f"{number}": read_generator(each) for number, each in enumerate(self._held)}
@@ -193,15 +209,8 @@ class Loading:
         """`load()`; the numbers that it draws are none of the training."""
         if self._own is None:
             loaded = load()
-            if len(found := self._found()) > len(self._held):
-                raise StateError(
-                    "the data: the dataset, its sampler or its `collate_fn` has made a random "
-                    "generator for its first batch. A resumed run would begin its epoch with another "
-                    "one. Make it when you make that object (a collator of transformers: "
-                    "`collator.create_rng()`)."
-                )
-            self._held = found  # `set_epoch` may have exchanged them
-            self._own = list(map(split_off, [*_generators_of_process(), *found]))
+            self._find_again()
+            self._own = list(map(split_off, [*_generators_of_process(), *self._held]))
             return loaded
         generators = [*_generators_of_process(), *self._held]
         training, before = list(map(read_generator, generators)), self._own

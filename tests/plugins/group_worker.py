@@ -175,6 +175,9 @@ def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
         DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,
     )
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+    from torch.distributed.tensor import DTensor
 
     import perdure.plugins.accelerate
     from perdure import CheckpointManager
@@ -192,6 +195,9 @@ def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
         dataloader_config=split,
         kwargs_handlers=[keeps_buckets] * (int(os.environ["WORLD_SIZE"]) > 2),
     )
+    if plugin is not None:  # on the CPU Accelerate leaves it out silently, and wraps in DDP
+        forced = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+        AcceleratorState._shared_state.update(forced)
     adam = torch.optim.Adam(model.parameters(), lr=0.05)
     wrapped, optimizer, loader, schedule = accelerator.prepare(
         model,
@@ -199,6 +205,7 @@ def on_accelerate(how: str, directory: str, model: Model) -> torch.nn.Module:
         Rows("noise" in how).loader(how, 4 if "split" in how else 2),
         torch.optim.lr_scheduler.StepLR(adam, 3, 0.5),
     )
+    assert isinstance(next(wrapped.parameters()), DTensor) == ("fsdp" in how)
 
     def train(batches: Iterator[tuple[int, Any]]) -> None:
         for step, batch in batches:

@@ -111,7 +111,11 @@ def interrupt(how: str, step: int) -> None:
 
 
 def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
+    import accelerate.accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
     from plugin_programs import trainer_settings
+    from torch.distributed.tensor import DTensor
     from transformers import (
         Trainer,
         TrainerCallback,
@@ -120,6 +124,15 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
     )
 
     import perdure.plugins.transformers
+
+    class Sharding(AcceleratorState):
+        """Accelerate (1.15) shards on no CPU: it takes DDP in silence."""
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            if (plugin := named.get("fsdp_plugin")) is not None:
+                forced = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+                self._shared_state.update(forced)
 
     class Interruption(TrainerCallback):
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -146,6 +159,7 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
         **trainer_settings(directory),
         **others,
     )
+    accelerate.accelerator.AcceleratorState = Sharding  # type: ignore[misc]
     rows = Rows("noise" in how)
     rows.has_length = "length" in how
     masking = Masking()
@@ -165,6 +179,8 @@ def on_transformers(how: str, directory: str, model: Model) -> torch.nn.Module:
         trainer.train(resume_from_checkpoint=bool([*Path(f"{directory}-own").glob("*-*")]))
     else:
         perdure.plugins.transformers.train(trainer, directory)
+    is_sharded = {isinstance(value, DTensor) for value in trainer.model.parameters()}  # type: ignore[union-attr]
+    assert is_sharded == {"fsdp" in how}
     return trainer.model  # type: ignore[return-value]
 
 

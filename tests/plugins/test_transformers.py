@@ -260,3 +260,156 @@ def test_the_state_of_a_callback_that_is_no_json_is_refused_with_the_way_out(
     trainer = Trainer(changing_model([]), args, train_dataset=rows, callbacks=[Mean()])  # type: ignore[arg-type]
     with pytest.raises(StateError, match=r"Tensor.*`x\.tolist\(\)`"):
         train(trainer, tmp_path / "run")
+
+
+class Model(torch.nn.Module):
+    main_input_name = "x"  # the Trainer counts operations
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = torch.nn.Linear(4, 1), torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.layer(self.drop(x))
+        return {"loss": (out - labels).square().mean(), "logits": out}
+
+    def num_parameters(self, exclude_embeddings: bool) -> int:
+        return 5
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def epochs_of_two(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+    control.should_epoch_stop = state.global_step % 2 == 0
+
+
+def clips(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+    if state.global_step == 2:
+        args.max_grad_norm = 0.01
+
+
+def decays(self: Any, args: Any, *_: Any, optimizer: Any, **__: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] += 0.1
+    args.max_grad_norm *= 0.5
+
+
+def drops(self: Any, args: Any, state: Any, *_: Any, model: Any, **__: Any) -> None:
+    model.drop.p = 0.1 * (1 + (state.epoch or 0)) + 0.01 * state.global_step
+
+
+def counts(self: Any, args: Any, *_: Any, optimizer: Any, **__: Any) -> None:
+    self.count = getattr(self, "count", 0) + 1
+    optimizer.param_groups[0]["weight_decay"] = 0.1 * self.count
+
+
+def stops(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+    control.should_training_stop = state.global_step in (6, 8)
+
+
+def state_of(self: Any) -> dict[str, Any]:
+    return {"args": {}, "attributes": vars(self)}
+
+
+def with_callback(
+    directory: Path, methods: dict[str, Any], stream: bool = False, end: int = 0, **settings: Any
+) -> tuple[list[str], Any]:
+    """The losses of the steps, and what there is at the end: parameters, step, operations, log."""
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+    from perdure.plugins.transformers import train
+
+    def interrupts(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == end:
+            raise Stopped
+
+    losses: list[str] = []
+
+    class Seeing(Trainer):
+        def training_step(self, *given: Any, **named: Any) -> Any:
+            loss = super().training_step(*given, **named)
+            losses.append(float(loss).hex())
+            return loss
+
+    bases = (TrainerCallback, ExportableState) if "state" in methods else (TrainerCallback,)
+    kinds = [type("Changes", bases, methods), type("Ends", (TrainerCallback,), {})]
+    kinds[1].on_step_end = interrupts  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    model = Model()
+    source = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.randn(4, generator=source), "labels": torch.ones(1)} for _ in range(8)]
+    args = quiet(
+        directory,
+        per_device_train_batch_size=2,
+        save_steps=1,
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        **settings,
+    )
+    data: Any = Stream(rows) if stream else rows
+    each: Any = [kind() for kind in kinds]
+    trainer = Seeing(model, args, train_dataset=data, eval_dataset=rows, callbacks=each)  # type: ignore[arg-type]
+    try:
+        train(trainer, directory)
+    except Stopped:
+        assert end
+    state = trainer.state
+    log = [entry["step"] for entry in state.log_history]
+    bits = [value.tolist() for value in model.parameters()]
+    return losses, (bits, state.global_step, state.epoch, state.total_flos, log)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+@pytest.mark.parametrize(
+    ("methods", "stream", "settings"),
+    [
+        ({"on_step_end": epochs_of_two}, False, {"num_train_epochs": 5}),
+        ({}, True, {"max_steps": 10}),
+        ({"on_step_end": clips}, False, {}),
+        ({"on_epoch_begin": decays}, False, {}),
+        ({"on_epoch_begin": drops}, False, {}),
+        (
+            {"on_epoch_begin": counts, "state": state_of},
+            False,
+            {"restore_callback_states_from_checkpoint": True},
+        ),
+    ],
+)
+def test_what_callbacks_change_is_as_in_the_undisturbed_run(
+    tmp_path: Path, methods: dict[str, Any], stream: bool, settings: dict[str, Any]
+) -> None:
+    whole, at_end = with_callback(tmp_path / "whole", methods, stream, **settings)
+    newest = 0
+    for end in (2, 4, 5, 7):
+        losses, _ = with_callback(tmp_path / "run", methods, stream, end, **settings)
+        assert losses == whole[newest:end]
+        newest = Run(tmp_path / "run").steps()[-1]
+        assert newest == end - 1
+    assert with_callback(tmp_path / "run", methods, stream, **settings) == (whole[newest:], at_end)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+@pytest.mark.parametrize(
+    ("methods", "settings", "continues"),
+    [
+        ({}, {"num_train_epochs": 2.5}, True),
+        ({"on_step_end": epochs_of_two}, {"num_train_epochs": 2}, True),
+        ({"on_step_end": stops}, {}, False),
+        ({"on_evaluate": stops}, {"eval_strategy": "epoch"}, False),
+    ],
+)
+def test_a_run_that_has_ended_makes_no_step_more(
+    tmp_path: Path, methods: dict[str, Any], settings: dict[str, Any], continues: bool
+) -> None:
+    run = tmp_path / "run"
+    _, at_end = with_callback(run, methods, **settings)
+    assert with_callback(run, methods, **settings) == ([], at_end)
+    longer: dict[str, Any] = settings | {"num_train_epochs": 4}
+    more, _ = with_callback(run, methods, **longer)
+    assert bool(more) == continues

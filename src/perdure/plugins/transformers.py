@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,9 @@ with needs_extra("transformers"):
 __all__ = ["train"]
 
 _STATE_FILE = "trainer_state.json"  # tells `Trainer.train` where to resume
+_OWN = "perdure"  # what it does not say
+_END = "train_runtime"  # is in the last entry of the log
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def train(
@@ -82,10 +85,42 @@ class _Checkpoints(TrainerCallback):
     def __init__(self, trainer: Trainer, run: host.HostRun) -> None:
         self._trainer = trainer
         self._run = run
+        # What the Trainer reads, and what it does not know: where the epochs began, for instance.
+        self._told: dict[str, Any] = {}
+        self._saved: dict[str, Any] = {}
+        if run.resumed is not None:
+            self._told = json.loads(run.of_process("trainer"))
+            old = {
+                "epoch": 0,
+                "steps": run.resumed.step,
+                "began": False,
+                "stopped": False,
+                "args": {},
+            }
+            self._saved = old | self._told.pop(_OWN, {})
+        self._args: dict[str, Any] = {}
+        self._per_epoch = 0
+        self._place = 0
+        self._epoch, self._first, self._at = 0, 0, None
+        self._began = self._is_over = self._is_stopped = False
 
     def train(self, arguments: dict[str, Any]) -> Any:
-        with self._loading_apart():
-            return self._train(arguments)
+        with self._loading_apart(), tempfile.TemporaryDirectory(prefix="perdure-") as folder:
+            trainer, path = self._trainer, Path(folder, _STATE_FILE)
+            count = partial(self._counts, trainer.set_initial_training_values, path)
+            with _replaced(trainer, set_initial_training_values=count):
+                if self._run.resumed is None:
+                    return trainer.train(**arguments)
+                # The Trainer reads its position from a file that stands beside weights. Those and all
+                # else come from the checkpoint, once the optimizer exists (`on_train_begin`).
+                path.write_text(json.dumps(self._told))
+                load_callbacks = partial(self._load_callbacks, trainer._load_callback_state)
+                with (
+                    _replaced(trainer, _load_from_checkpoint=lambda *_, **__: None),
+                    _replaced(trainer, _load_callback_state=load_callbacks),
+                    _replaced(trainer.args, eval_on_start=False),  # it was done at step 0
+                ):
+                    return trainer.train(resume_from_checkpoint=folder, **arguments)
 
     @contextmanager
     def _loading_apart(self) -> Iterator[None]:
@@ -105,31 +140,35 @@ class _Checkpoints(TrainerCallback):
             first = min(count, trainer.args.gradient_accumulation_steps)
             return _LoadedAgain(loader, [first, *[1] * (count - first)], loading)
 
-        trainer.get_batch_samples = lambda *given: loading.apart(partial(load, *given))  # type: ignore[method-assign]
-        hosts.skip_first_batches = skipped  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            hosts.skip_first_batches = skip  # type: ignore[attr-defined]
-            del trainer.get_batch_samples
+        def loaded(*given: Any) -> Any:
+            return loading.apart(partial(load, *given))
 
-    def _train(self, arguments: dict[str, Any]) -> Any:
-        if self._run.resumed is None:
-            return self._trainer.train(**arguments)
-        # The Trainer reads its position from a file that stands beside weights. Those and all else
-        # come from the checkpoint, once the optimizer exists (`on_train_begin`).
-        trainer = self._trainer
-        load = trainer._load_from_checkpoint
-        trainer._load_from_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
-        starts = trainer.args.eval_on_start
-        trainer.args.eval_on_start = False  # it was done at step 0
-        try:
-            with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
-                Path(folder, _STATE_FILE).write_text(self._run.of_process("trainer"))
-                return trainer.train(resume_from_checkpoint=folder, **arguments)
-        finally:
-            trainer._load_from_checkpoint = load  # type: ignore[method-assign]
-            trainer.args.eval_on_start = starts
+        with (
+            _replaced(trainer, get_batch_samples=loaded),
+            _replaced(hosts, skip_first_batches=skipped),
+        ):
+            yield
+
+    def _counts(self, count: Callable[..., Any], path: Path, *given: Any) -> Any:
+        """What `count` returns. The Trainer divides the step that it reads after this by the steps of
+        an epoch: it is told one for which that gives the position, whatever epochs ended early."""
+        counts = count(*given)
+        epochs, self._per_epoch, most = counts[0], counts[1], counts[-1]
+        if (resumed := self._run.resumed) is not None:
+            saved, end = self._saved, epochs * self._per_epoch
+            place = saved["epoch"] * self._per_epoch + saved["steps"]
+            self._is_over = saved["stopped"] or resumed.step >= most or place >= end
+            self._place = end if self._is_over else place
+            self._epoch, steps = divmod(place, self._per_epoch)
+            self._first = resumed.step - steps
+            self._began = saved["began"] and steps == saved["steps"]
+            path.write_text(json.dumps(self._told | {"global_step": self._place}))
+        return counts
+
+    def _load_callbacks(self, load: Callable[[], None]) -> None:
+        load()  # puts those with a state behind this one, which is the last
+        self._trainer.remove_callback(self)
+        self._trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # `get_train_dataloader` of a subclass may not follow the arguments.
@@ -141,15 +180,38 @@ class _Checkpoints(TrainerCallback):
             collator.create_rng()  # type: ignore[attr-defined]  # it would for its first batch
         self._run.load_from(loader)
         host.arrange_buckets([self._trainer.model_wrapped])
-        self._run.begin(self._members(), "trainer")
-        resumed = self._run.resumed
-        if resumed is not None and state.global_step != resumed.step:
+        self._args = dict(vars(args))
+        self._restore(args)
+        if (resumed := self._run.resumed) is None:
+            return
+        if state.global_step != self._place:
             raise StateError(
                 f"{self._run.manager.directory}: expected that the Trainer resumes at step "
-                f"{resumed.step}, found {state.global_step}."
+                f"{self._place}, found {state.global_step}."
             )
+        state.global_step = resumed.step
+        self._trainer._initial_global_step = self._trainer._globalstep_last_logged = resumed.step
+        if self._is_over:
+            self._run.between_steps(resumed.step, dict)  # there is none to come
+        elif self._began:  # `on_epoch_begin` sees what it saw
+            state.global_step, state.epoch = self._first, self._saved["at"]
+
+    def _restore(self, args: Any) -> None:
+        self._run.begin(self._members(), "trainer")
+        vars(args).update(self._saved.get("args", {}))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._at = state.epoch
+        if (resumed := self._run.resumed) is not None and self._began:
+            state.global_step, state.epoch = resumed.step, self._told["epoch"]
+            callbacks = [*self._trainer.callback_handler.callbacks]
+            if any(_changes_epochs(each) for each in callbacks if each is not self):
+                self._restore(args)
+                if args.restore_callback_states_from_checkpoint:
+                    _restore_callbacks(callbacks, self._told["stateful_callbacks"])
+        else:
+            self._first = state.global_step
+        self._began = True
         self._run.begin_epoch()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -157,10 +219,18 @@ class _Checkpoints(TrainerCallback):
         self._run.between_steps(state.global_step, lambda: self._state(state))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if control.should_training_stop or state.global_step >= state.max_steps:
-            if float(state.epoch).is_integer():  # a later run may begin another epoch
-                self._run.begin_epoch()
-            self._run.finish(state.global_step, lambda: self._state(state))
+        stops = control.should_training_stop or state.global_step >= state.max_steps
+        if control.should_epoch_stop or not stops:
+            self._epoch, self._first, self._began = self._epoch + 1, state.global_step, False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if _END not in (logs or ()):
+            return
+        # After the last evaluation, which may stop the run, and before the best model is loaded.
+        self._is_stopped = control.should_training_stop and state.global_step < state.max_steps
+        if not self._began or state.global_step - self._first >= self._per_epoch:
+            self._run.begin_epoch()  # a later run may begin another epoch
+        self._run.finish(state.global_step, lambda: self._state(state))
 
     def _members(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -174,11 +244,25 @@ class _Checkpoints(TrainerCallback):
         return {name: member for name, member in members.items() if member is not None}
 
     def _state(self, state: Any) -> dict[str, Any]:
+        self._trainer.store_flos()
         exported: dict[str, list[Any]] = {}
         for member in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
             if isinstance(member, ExportableState):
                 exported.setdefault(type(member).__name__, []).append(member.state())
         values = dataclasses.asdict(state) | {"stateful_callbacks": exported}
+        values["log_history"] = [each for each in state.log_history if _END not in each]
+        values[_OWN] = {
+            "epoch": self._epoch,
+            "steps": state.global_step - self._first,
+            "at": self._at,
+            "began": self._began,
+            "stopped": self._is_stopped,
+            "args": {
+                name: value
+                for name, value in vars(self._trainer.args).items()
+                if type(value) in _PLAIN and self._args.get(name, self) != value
+            },
+        }
         host.share_buffers(self._trainer.accelerator, [self._trainer.model])
         try:
             text = json.dumps(values)
@@ -190,6 +274,33 @@ class _Checkpoints(TrainerCallback):
             ) from error
         # Says also which process this is.
         return self._members() | {"trainer": PerRank(text)}
+
+
+@contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, `owner` has these attributes."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            delattr(owner, name)
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def _changes_epochs(callback: Any) -> bool:
+    """Whether a callback, which is none of transformers, does something where an epoch begins."""
+    return not type(callback).on_epoch_begin.__module__.startswith("transformers.")
+
+
+def _restore_callbacks(callbacks: Iterable[Any], exported: Mapping[str, Iterable[Any]]) -> None:
+    states = {name: iter(each) for name, each in exported.items()}
+    for callback in callbacks:
+        state = next(states.get(type(callback).__name__, iter(())), {})
+        vars(callback).update(state.get("attributes", {}))
 
 
 class _LoadedAgain(host.LoaderInPlace):

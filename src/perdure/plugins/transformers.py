@@ -90,14 +90,7 @@ class _Checkpoints(TrainerCallback):
         self._saved: dict[str, Any] = {}
         if run.resumed is not None:
             self._told = json.loads(run.of_process("trainer"))
-            old = {
-                "epoch": 0,
-                "steps": run.resumed.step,
-                "began": False,
-                "stopped": False,
-                "args": {},
-            }
-            self._saved = old | self._told.pop(_OWN, {})
+            self._saved = self._told.pop(_OWN)
         self._args: dict[str, Any] = {}
         self._per_epoch = 0
         self._place = 0

@@ -79,6 +79,8 @@ _NAMES = "!names"
 """The key of the names of the attributes of an object of a library, which restores in place."""
 _VIEW = "!view"
 """The key of which elements of a tensor of the state an attribute shows."""
+_LOCAL = "local"
+"""The key of what this process has of a sharded tensor."""
 _SCALARS = "!scalars"
 _LAMBDAS, _SCHEDULES = "lr_lambdas", "_schedulers"
 _COMPUTED = ("_orig", "_v")
@@ -195,6 +197,12 @@ class Attributes(ExtraMember):
                         continue
                 elif key not in fresh and _is_beside_others(owner, known.real(key), others):
                     continue
+                if key[-1] == _LOCAL and key not in fresh:
+                    raise UnsupportedLeafError(
+                        f"{path_of(owner.path, key[:-1])}: a sharded tensor that the run has put "
+                        f"there, which a resumed program could not make. Make it where its owner "
+                        f"is made."
+                    )
                 path = path_of(join_part(top, owner.path), key)
                 is_plain = kind_of(value) is Kind.PLAIN
                 refuse_addresses(value, path_of(owner.path, key), known)
@@ -519,6 +527,9 @@ def _inside(
         return
     if kind is Kind.OTHER or (kind is not Kind.PLAIN and known.has(value)):
         return
+    if hasattr(its_type, "_local_tensor"):
+        yield (*key, _LOCAL), value._local_tensor
+        return
     if kind is not Kind.MIXED:
         yield key, value
         return
@@ -632,6 +643,8 @@ def _child(value: Any, name: str | int) -> Any:
         return None
     if isinstance(value, (dict, list, tuple, deque)) and not hasattr(type(value), "_fields"):
         return value[name]  # type: ignore[index]
+    if name == _LOCAL and hasattr(type(value), "_local_tensor"):
+        return value._local_tensor  # type: ignore[union-attr]
     return getattr(value, str(name))
 
 
@@ -666,6 +679,8 @@ def _set(owner: Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
     result = value if is_shared else put_value(present, value)
     if result is present:
         return result
+    if last == _LOCAL:
+        raise ValueError("a shard of another shape or dtype, or no sharded tensor, is there")
     if isinstance(parent, (dict, list, deque)):
         parent[last] = result  # type: ignore[index]
     elif last in getattr(parent, "_buffers", ()):

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from perdure.errors import StateError
+from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.attribute_values import Kind, kind_of, mark_of, put_value, stored_form
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.object_restore import ObjectStates
@@ -70,6 +70,11 @@ class ClassValues(ExtraMember):
                 if mark is None or mark != mark_of(value, is_fresh=False):
                     path = join_part(join_part(top, escape(_name_of(base))), escape(name))
                     found, _ = described(stored_form(value), path)
+                    if any(leaf.shards is not None for leaf in found.values()):
+                        raise UnsupportedLeafError(
+                            f"{_name_of(base)}.{name}: expected whole values in a class, found a "
+                            f"sharded tensor. Keep it in an attribute of an object of the state."
+                        )
                     leaves.update(found)
                     leaves.containers.update(found.containers)
                     keys[path] = _name_of(base), name

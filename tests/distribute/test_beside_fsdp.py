@@ -1,4 +1,4 @@
-"""Gradients that FSDP2 keeps outside of `.grad` are in no checkpoint, so the save is refused."""
+"""What FSDP2 has beside parameters: gradients that are not added yet, and shards in attributes."""
 
 from __future__ import annotations
 
@@ -43,3 +43,26 @@ def test_a_save_between_micro_batches_of_fsdp2_is_refused() -> None:
                 manager.save(1, state)
         manager.wait_until_finished()
         assert manager.all_steps() == [2]
+
+
+@pytest.mark.usefixtures("group")
+def test_shards_that_an_attribute_has_come_back_or_are_refused() -> None:
+    storage, found = MemoryStorage(), []
+    for number in range(2):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Linear(4, 2)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model.average = {name: each.detach().clone() for name, each in model.named_parameters()}
+        with CheckpointManager(storage) as manager:
+            state = {"model": model}
+            assert manager.restore_or_initialize(state).step == number
+            if not number:
+                for each in model.average.values():
+                    each.mul_(0.5).add_(3)
+                manager.save(1, state)
+                model.late = model.weight.detach().clone()
+                with pytest.raises(UnsupportedLeafError, match="model/late: a sharded tensor that"):
+                    manager.save(2, state)
+        assert all(hasattr(each, "full_tensor") for each in model.average.values())
+        found.append([each.full_tensor().tolist() for each in model.average.values()])
+    assert found[0] == found[1]

@@ -88,7 +88,8 @@ class Hooked(Model):
         self.register_buffer("mean", torch.zeros(4))
 
     def _change(self, factor: float) -> None:
-        self.mean.mul_(0.9).add_(factor * self.layer[1].weight.detach()[0] + torch.rand(()))
+        weight: Any = self.layer[1].weight
+        self.mean.mul_(0.9).add_(factor * weight.detach()[0] + torch.rand(()))
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = super().training_step((batch[0] + 0.1 * self.mean, batch[1]), index)

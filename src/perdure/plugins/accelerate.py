@@ -148,7 +148,7 @@ def _even_count(loader: Any) -> int:
 def _require_batches(run: host.HostRun, position: dict[str, Any], loader: Any) -> None:
     """Refuse an epoch that is not as it was when it began, nor as it was at the save."""
     found, began = _count(loader), position["batches"]
-    for expected in (began, position.get("batches_now", began)):
+    for expected in (began, position["batches_now"]):
         if expected != found:
             raise StateError(
                 f"{run.manager.directory}: expected {expected} batches in an epoch, as the run had, "

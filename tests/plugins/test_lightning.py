@@ -414,7 +414,7 @@ def test_what_lightning_changes_where_an_epoch_begins_and_ends_comes_back(tmp_pa
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
 def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> None:
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import EarlyStopping
+    from lightning.pytorch.callbacks import EarlyStopping, OnExceptionCheckpoint
 
     from perdure.plugins.lightning import fit
 
@@ -424,6 +424,8 @@ def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> N
             self.layer = torch.nn.Linear(5, 1)
 
         def training_step(self, batch: Any, index: int) -> Any:
+            if self.trainer.global_step == end:
+                raise Stopped
             self.log("step", 0.0)  # the axis of plots; no number of a checkpoint
             self.log("constant", 1.0)
             if within and index == 1:
@@ -440,7 +442,7 @@ def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> N
             max_epochs=9,
             accelerator="cpu",
             default_root_dir=tmp_path,
-            callbacks=[EarlyStopping("constant", patience=2)],
+            callbacks=[EarlyStopping("constant", patience=2), OnExceptionCheckpoint(tmp_path)],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -449,7 +451,7 @@ def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> N
         fit(trainer, tmp_path / "run", model, rows, every_n_train_steps=1)
         return [trainer.global_step, *(value.tolist() for value in model.parameters())]
 
-    within = False
+    within, end = False, -1
     whole = trained()
     assert whole[0] == 9
     assert trained() == whole
@@ -459,6 +461,12 @@ def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> N
     within = True
     with pytest.warns(UserWarning, match="saved in the middle of a step"):
         assert trained() == whole
+    shutil.rmtree(tmp_path / "run")
+    within, end = False, 4
+    with pytest.warns(UserWarning, match="saved in the middle of a step"), pytest.raises(Stopped):
+        trained()
+    end = -1
+    assert trained() == whole
 
 
 @pytest.mark.parametrize("name", ["LearningRateFinder", "BatchSizeFinder"])

@@ -322,9 +322,6 @@ class ExactResume(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self._trainer = None
-        self._close()
-
-    def _close(self) -> None:
         if self._steps is not None:
             self._steps.close()
         self._steps = None
@@ -479,7 +476,8 @@ class ExactResume(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """After SIGTERM exit with status 75, "start me again"; Lightning's own 0 means done."""
-        self._close()
+        if self._steps is not None:
+            self._steps.close()
         if trainer.received_sigterm and isinstance(exception, SystemExit) and not exception.code:
             exception.code = EXIT_PREEMPTED
 

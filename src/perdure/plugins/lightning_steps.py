@@ -54,7 +54,7 @@ class StepEnds:
         """Give the callbacks and the loops their own methods back."""
         for owner, name in self._replaced:
             vars(owner).pop(name, None)
-        self._replaced, self._due, self.is_within = [], [], False
+        self._replaced, self._due = [], []
 
     def _replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
         setattr(owner, name, partial(method, getattr(owner, name)))

@@ -117,9 +117,16 @@ class Hooked(Model):
 
 
 class Validated(Hooked):
+    passes = 0
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return super().training_step(batch, index) * (1 + 0.1 * self.passes)
+
     def validation_step(self, batch: Any, index: int) -> None:
         x, y = batch
         self.log("loss", (self.layer(x) - y).square().mean())
+        if self.trainer.sanity_checking:
+            self.passes += 1  # and not later
 
     def on_validation_end(self) -> None:
         self._change(0.2)
@@ -180,7 +187,7 @@ def run(variant: Variant, directory: Path, start: Path | None = None) -> Any:
         limit_train_batches=variant.limit,
         max_steps=variant.steps,
         val_check_interval=2 if variant.validates == "within" else None,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=2 if variant.validates else 0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

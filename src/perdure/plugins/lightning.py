@@ -391,9 +391,15 @@ class ExactResume(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Leave a run at its end that a callback has stopped."""
+        """Leave a run at its end that a callback has stopped, and check a model once: Lightning does it
+        again for a checkpoint of an epoch's end."""
         state = checkpoint.get("callbacks", {}).get(self.state_key, {})
         trainer.should_stop = state.get("should_stop", trainer.should_stop)
+        trainer.num_sanity_val_steps = 0
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """What this validation changes in the module is none of a resumed run's."""
+        self._extras.see(_members(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         beat("compile", trainer.global_step)

@@ -11,7 +11,7 @@ import numpy as np
 from blake3 import blake3
 
 _LARGE = 1 << 20
-"""Bytes of an array from which threads are worth their start, and no copy is made."""
+"""Bytes of an array of which no copy is made."""
 
 
 def same(one: Any, other: Any) -> bool:
@@ -20,11 +20,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 def hash_of(value: Any) -> bytes:
-    """Bytes that are equal for values that are the `same`, on all cores for large arrays."""
-    parts = list(_bytes_of(value))
-    is_large = any(len(part) > _LARGE for part in parts)
-    hasher = blake3(max_threads=blake3.AUTO if is_large else 1)
-    for part in parts:
+    """Bytes that are equal for values that are the `same`. In one thread: a process that is forked
+    after a hash in several would wait for ever in its own."""
+    hasher = blake3()
+    for part in _bytes_of(value):
         hasher.update(part)
     return hasher.digest()
 

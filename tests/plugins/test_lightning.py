@@ -37,6 +37,17 @@ work = partial(run_program, WORKER)
 ended = partial(answer_of, WORKER)
 
 
+def quiet(directory: Path) -> dict[str, Any]:
+    """Arguments of a Trainer on the CPU that prints nothing."""
+    return {
+        "accelerator": "cpu",
+        "default_root_dir": directory,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+
+
 def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
     whole = ended("plugin", tmp_path / "whole")
     # Lightning finishes the step after SIGTERM, and saves it; by itself it would end with status 0.
@@ -262,12 +273,8 @@ def test_loaders_that_cannot_be_resumed_exactly_are_refused(
 
     trainer = Trainer(
         max_epochs=2,
-        accelerator="cpu",
         num_sanity_val_steps=sanity,
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **quiet(tmp_path),
     )
     make, text = REFUSED[kind]
     with pytest.raises(StateError, match=text):
@@ -336,12 +343,8 @@ def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
         model = Model()
         trainer = Trainer(
             max_epochs=2,
-            accelerator="cpu",
-            default_root_dir=tmp_path,
+            **quiet(tmp_path),
             callbacks=[Changes(end)],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         rows = DataLoader(TensorDataset(torch.arange(60).view(12, 5) / 60), 2, shuffle=True)
         try:
@@ -389,12 +392,8 @@ def test_what_lightning_changes_where_an_epoch_begins_and_ends_comes_back(tmp_pa
         model.end = end  # type: ignore[assignment]
         trainer = Trainer(
             max_epochs=4,
-            accelerator="cpu",
-            default_root_dir=tmp_path,
+            **quiet(tmp_path),
             callbacks=[GradientAccumulationScheduler({1: 2})],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         rows = DataLoader(TensorDataset(torch.arange(60).view(12, 5) / 60), 2)
         try:
@@ -440,12 +439,8 @@ def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> N
         model = Model()
         trainer = Trainer(
             max_epochs=9,
-            accelerator="cpu",
-            default_root_dir=tmp_path,
+            **quiet(tmp_path),
             callbacks=[EarlyStopping("constant", patience=2), OnExceptionCheckpoint(tmp_path)],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         rows = DataLoader(TensorDataset(torch.arange(60).view(12, 5) / 60), 4)
         fit(trainer, tmp_path / "run", model, rows, every_n_train_steps=1)
@@ -478,10 +473,8 @@ def test_callbacks_that_train_at_each_start_are_refused(name: str, tmp_path: Pat
 
     trainer = Trainer(
         max_epochs=1,
-        accelerator="cpu",
         callbacks=[getattr(callbacks, name)()],
-        logger=False,
-        default_root_dir=tmp_path,
+        **quiet(tmp_path),
     )
     model = BoringModel()
     model.batch_size = 4  # type: ignore[assignment]

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
-from perdure.digests import digest
 from perdure.errors import StateError, needs_extra, warn_caller
 from perdure.plugins import host
 from perdure.state.per_rank import PerRank
@@ -226,12 +225,5 @@ def _members(accelerator: Any, apart: Collection[int]) -> dict[str, Any]:
 
 def _differing(objects: list[Any]) -> list[int]:
     """The numbers of the objects that have another state in another process."""
-    of_processes = zip(*gather_object([list(map(_digest_of, objects))]), strict=True)
+    of_processes = zip(*gather_object([list(map(host.digest_of, objects))]), strict=True)
     return [number for number, found in enumerate(of_processes) if len(set(found)) > 1]
-
-
-def _digest_of(value: Any) -> str:
-    try:
-        return str(digest(value))
-    except StateError:  # which the save reports
-        return ""

@@ -15,6 +15,7 @@ import numpy as np
 
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.checkpoint.manager_options import Restored
+from perdure.digests import digest
 from perdure.errors import MissingExtraError, StateError, warn_caller
 from perdure.runtime.process_group import group_of
 from perdure.state import bits
@@ -172,7 +173,7 @@ class Loading:
         return {"has_drawn": self._has_drawn, "began": self._began, "now": self._now()}
 
     def between_passes(self) -> dict[str, Any]:
-        """The states of the generators that loaders hold which are drawn anew in each pass."""
+        """The states of the generators of loaders that are not within a pass."""
         self._find_again()
         return self._now()
 
@@ -347,6 +348,14 @@ def generator_states() -> GeneratorStates:
 def restore_generators(states: Mapping[str, np.ndarray[Any, Any]]) -> None:
     for note in restore_all({name: state.tobytes() for name, state in states.items()}):
         warn_caller(note)
+
+
+def digest_of(value: Any) -> str:
+    """Equal in processes with equal states; empty for one with values that have no exact form."""
+    try:
+        return str(digest(value))
+    except StateError:
+        return ""
 
 
 def keeps_workers(loaders: Iterable[Any]) -> bool:

@@ -25,7 +25,6 @@ from perdure import errors
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
-from perdure.digests import digest
 from perdure.plugins import host
 from perdure.runtime.heartbeats import beat
 from perdure.state import flatten
@@ -309,7 +308,7 @@ class ExactResume(Callback):
             if isinstance(each, (LearningRateFinder, BatchSizeFinder)):
                 raise errors.StateError(
                     f"ExactResume: the callback {type(each).__name__} runs at each start, and would "
-                    f"begin a resumed run anew. Expected a `Tuner(trainer)` that searches before `fit`."
+                    f"train a resumed run again. Expected a `Tuner(trainer)` which searches before."
                 )
         if any(isinstance(each, StochasticWeightAveraging) for each in callbacks):
             raise errors.StateError(
@@ -342,7 +341,7 @@ class ExactResume(Callback):
         except errors.StateError as error:  # the others wait for what this process gathers
             own["refused"] = error
         callbacks = self._states_of_callbacks() if self._count > 1 else {}
-        digests = {key: _digest_of(state) for key, state in callbacks.items()}
+        digests = {key: host.digest_of(_State(state)) for key, state in callbacks.items()}
         gathered = self._gathered((own, digests))
         processes = [each for each, _ in gathered]
         for each in processes:
@@ -564,14 +563,6 @@ def _members(trainer: Trainer) -> dict[str, Any]:
         "optimizers": list(trainer.optimizers),
         "schedulers": schedulers,
     }
-
-
-def _digest_of(state: Any) -> str:
-    """Equal for equal states; empty for one with values that have no exact form."""
-    try:
-        return str(digest(_State(state)))
-    except errors.StateError:
-        return ""
 
 
 def _fetcher(trainer: Trainer) -> Any:

@@ -143,8 +143,8 @@ class _Checkpoints(TrainerCallback):
             yield
 
     def _counts(self, count: Callable[..., Any], path: Path, *given: Any) -> Any:
-        """What `count` returns. The Trainer divides the step that it reads after this by the steps of
-        an epoch: it is told one for which that gives the position, whatever epochs ended early."""
+        """What `count` returns. The Trainer then reads a step, and divides it by the steps of
+        an epoch. The file names a step that gives the right epoch, also if some ended early."""
         counts = count(*given)
         epochs, self._per_epoch, most = counts[0], counts[1], counts[-1]
         if (resumed := self._run.resumed) is not None:
@@ -159,7 +159,7 @@ class _Checkpoints(TrainerCallback):
         return counts
 
     def _load_callbacks(self, load: Callable[[], None]) -> None:
-        load()  # puts those with a state behind this one, which is the last
+        load()  # and so others come after this one, which has to be the last
         self._trainer.remove_callback(self)
         self._trainer.add_callback(self)
 

@@ -44,9 +44,14 @@ class Counts:
         self.outcomes: dict[str, int] = {}
         self.of_groups: dict[str, list[bool]] = {}
 
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._writer = session.config.get_terminal_writer()
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
+            if report.failed:  # at once, because the others take an hour
+                self._writer.line(f"\n{report.nodeid}\n{report.longreprtext}")
             if GROUPS in report.nodeid:
                 host, how, _ = report.nodeid.partition("[")[2].split("-")
                 self.of_groups.setdefault(f"{host} {how}", []).append(report.outcome == "passed")

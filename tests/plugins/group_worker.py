@@ -12,6 +12,7 @@ batches that it saw by step.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -384,6 +385,7 @@ def on_fabric(how: str, directory: str, model: Model) -> torch.nn.Module:
 
 def main() -> None:
     host, how, directory = sys.argv[1:]
+    faulthandler.dump_traceback_later(240, exit=True)  # before the test gives up
     torch.manual_seed(RANK if "own-seed" in how else 0)
     random.seed(0)
     torch.set_num_threads(1)

@@ -6,6 +6,7 @@ HOW: `fsdp` (FSDP2 over all processes) or `2d` (data and tensor parallel, two by
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 from collections.abc import Iterator
@@ -185,6 +186,7 @@ class Trainer:
 
 def main() -> None:
     how, directory = sys.argv[1:]
+    faulthandler.dump_traceback_later(240, exit=True)  # before the test gives up
     torch.set_num_threads(1)
     trainer = Trainer(how, directory)
     trainer.train(how)

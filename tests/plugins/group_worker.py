@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,9 @@ def on_fabric(how: str, directory: str, model: Model) -> torch.nn.Module:
 def main() -> None:
     host, how, directory = sys.argv[1:]
     faulthandler.dump_traceback_later(240, exit=True)  # before the test gives up
+    # Python 3.11.7 stops a forked process if a thread of gloo asks for Python's lock at that moment,
+    # also without perdure (https://github.com/python/cpython/issues/112275). After a pause none does.
+    os.register_at_fork(before=partial(time.sleep, 0.02))
     torch.manual_seed(RANK if "own-seed" in how else 0)
     random.seed(0)
     torch.set_num_threads(1)

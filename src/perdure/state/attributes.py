@@ -42,7 +42,7 @@ from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_lea
 from perdure.state.leaf_spec import PathInErrors, type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_part
-from perdure.state.program_code import is_computed, is_owner, is_program_module
+from perdure.state.program_code import is_computed, is_metric, is_owner, is_program_module
 from perdure.state.snapshots import described
 from perdure.state.structure import (
     ALL_HOOKS,
@@ -221,7 +221,8 @@ class Attributes(ExtraMember):
                     continue
                 elif not is_plain:
                     first[id(value)] = path, value
-                    _refuse_shared(value, path, shared)
+                    if not is_metric(type(owner.value)):
+                        _refuse_shared(value, path, shared)
                 keys[path] = (owner.path, *key)
                 if is_whole:
                     whole.add(key)

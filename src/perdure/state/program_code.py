@@ -130,12 +130,19 @@ def is_program_module(name: str) -> bool:
 
 @cache
 def is_owner(kind: type) -> bool:
-    """Whether the attributes of a module or an optimizer are saved: of a class of the program, or
-    of a layer or an optimizer of PyTorch. Other libraries keep what belongs to the process in theirs.
-    A class that a library makes of another one (`fully_shard`) counts as that one."""
+    """Whether the attributes of a module or an optimizer are saved: of a class of the program, of a
+    layer or an optimizer of PyTorch, or of a metric. Other libraries keep what belongs to the process
+    in theirs. A class that a library makes of another one (`fully_shard`) counts as that one."""
     if is_made(kind) and not is_of_program(kind):
         return any(is_owner(base) for base in kind.__bases__)
-    return is_of_program(kind) or kind.__module__.startswith(_LAYERS)
+    return is_of_program(kind) or kind.__module__.startswith(_LAYERS) or is_metric(kind)
+
+
+@cache
+def is_metric(kind: type) -> bool:
+    """Whether a module is a metric of torchmetrics. It keeps what it has seen in attributes, and
+    arrays of the program in its lists, which neither it nor the program changes."""
+    return any(base.__module__.startswith("torchmetrics.") for base in kind.__mro__)
 
 
 def is_made(kind: type) -> bool:

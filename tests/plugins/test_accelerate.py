@@ -108,8 +108,15 @@ def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
     from perdure.plugins.accelerate import batches
 
     def trained(directory: Path, end: int = 0) -> tuple[list[Any], list[Any]]:
+        class Counting(Model):
+            count = 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                type(self).count += 1
+                return super().forward(x * (1 + 0.1 * type(self).count))
+
         torch.manual_seed(0)
-        model, seen = Model(), list[Any]()
+        model, seen = Counting(), list[Any]()
         adam = torch.optim.Adam(model.parameters(), lr=0.05)
         rows = DataLoader(TensorDataset(torch.arange(48).view(12, 4) / 48), 2, shuffle=True)
         accelerator = Accelerator(cpu=True)
@@ -118,11 +125,14 @@ def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
             for step, (batch,) in batches(accelerator, loader, manager, epochs=2):
                 if end and step == end:
                     break
-                accelerator.backward(loss := wrapped(batch))
-                optimizer.step()
-                optimizer.zero_grad()
+                with accelerator.accumulate(wrapped):
+                    accelerator.backward(loss := wrapped(batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
                 if step in (0, 2, 4, 8):
                     model.inner.requires_grad_(step in (2, 8))
+                if step == 1:
+                    accelerator.gradient_accumulation_steps = 2
                 seen.append((loss.item().hex(), model.inner.weight.requires_grad))
         return seen, [value.tolist() for value in model.parameters()]
 

@@ -94,10 +94,13 @@ def _batches(
         _require_batches(run, position, loader)
     run.load_from(loader)
     batches = _even_count(loader)
+    accumulation = accelerator.gradient_accumulation_steps
     others = _OtherLoaders(accelerator, loader)
     run.begin(_members(accelerator, position.get("apart", {}).values()), "position", "loaders")
     if run.resumed is not None:
         accelerator.step = position["accumulated"]
+        if position["accumulation"] is not None:
+            accelerator.gradient_accumulation_steps = position["accumulation"]
         if "loaders" in run.resumed.state:
             others.restore(run.of_process("loaders"))
 
@@ -110,6 +113,8 @@ def _batches(
         apart = _differing(accelerator._custom_objects)
         counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
         counts |= {"batches": batches, "batches_now": _count(loader), "ended": epoch >= epochs}
+        steps = accelerator.gradient_accumulation_steps
+        counts["accumulation"] = None if steps == accumulation else steps
         saved = {"position": counts | {"apart": apart}, "loaders": PerRank(others.state())}
         return _members(accelerator, apart) | saved
 
@@ -186,7 +191,9 @@ _OTHER_LOADER = (
     "perdure.plugins.accelerate.batches: another prepared loader is within its batches at a save. Only "
     "the loader that was passed keeps its position; a resumed run begins the other one again, and has "
     "other batches. Make its iterator at the begin of each epoch and resume there, or write the loop "
-    "with a CheckpointManager and a `perdure.torch.ResumableLoader` for each loader."
+    "with a CheckpointManager and a `perdure.torch.ResumableLoader` for each loader. If the loop has "
+    "left it (`break`, `next(iter(loader))`), call `loader.end()` there: Accelerate counts it as "
+    "within its batches until then, also when it accumulates gradients."
 )
 
 

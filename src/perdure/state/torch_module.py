@@ -71,7 +71,7 @@ class ModuleState(Stateful):
         return {} if self.can_fail else sharded_parts(self.part_values())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        for path, (part, name) in _unset_buffers(self.target).items():
+        for path, (part, name, _) in _unset_buffers(self.target).items():
             if path in state:
                 part._buffers[name] = torch.empty_like(state[path])
         live = self.target.state_dict(keep_vars=True)
@@ -140,8 +140,8 @@ class ModuleState(Stateful):
         unset = _unset_buffers(self.target).values()
 
         def undo() -> None:
-            for part, name in unset:
-                part._buffers[name] = None
+            for part, name, before in unset:
+                part._buffers[name] = before
             try:
                 if load_before is not None:
                     load_before()
@@ -163,14 +163,16 @@ class ModuleState(Stateful):
         ) or not _have_separate_memory(self.target.state_dict(keep_vars=True))
 
 
-def _unset_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
-    """The buffers of the program's modules that are None so far (`register_buffer("mean", None)`), and
-    that a run may set, by name: the module that has it, and its name there."""
-    found: dict[str, tuple[torch.nn.Module, str]] = {}
+def _unset_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str, Any]]:
+    """The buffers of the program's modules that are None or without elements so far
+    (`register_buffer("bank", torch.zeros(0, 4))`), and that a run may set, by name: the module that has
+    it, its name there, and the buffer."""
+    found: dict[str, tuple[torch.nn.Module, str, Any]] = {}
     for path, part in parts_by_name(module):
         for name, buffer in part._buffers.items() if is_of_program(type(part)) else ():
-            if buffer is None and name not in part._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = part, name
+            is_unset = buffer is None or (not isinstance(buffer, LAZY) and buffer.numel() == 0)
+            if is_unset and name not in part._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = part, name, buffer
     return found
 
 

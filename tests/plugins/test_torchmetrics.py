@@ -16,6 +16,8 @@ if importlib.util.find_spec("torchmetrics") is None:
 
 
 class Measured(torch.nn.Module):
+    metrics: Any
+
     def __init__(self) -> None:
         import torchmetrics as library
 

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cache, partial
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
@@ -251,9 +252,12 @@ def stored_form(value: Any) -> Any:
     return with_pairs(value)
 
 
-def put_value(present: Any, stored: Any) -> Any:
-    """The stored value, if possible in the object `present`, which others may have too."""
-    if present is stored or kind_of(stored) is Kind.OBJECT or isinstance(stored, MethodType):
+def put_value(present: Any, stored: Any, shared: AbstractSet[int] = frozenset()) -> Any:
+    """The stored value, if possible in the object `present`, which others may have too. An object that
+    is `shared`, by `id`, is already in another place."""
+    if present is stored or id(stored) in shared:
+        return stored
+    if kind_of(stored) is Kind.OBJECT or isinstance(stored, MethodType):
         return stored  # what the state has
     if is_generator(stored):
         if not is_generator(present) or generator_name(present) != generator_name(stored):
@@ -273,8 +277,9 @@ def put_value(present: Any, stored: Any) -> Any:
     is_object = kind_of(stored) is Kind.MIXED and not isinstance(stored, CONTAINERS)
     if is_object or is_container_of_program(stored):
         for name, part in attributes_of(stored).items():
-            object.__setattr__(present, name, put_value(getattr(present, name, None), part))
-    return present if is_object else _put_container(present, stored)
+            part = put_value(getattr(present, name, None), part, shared)
+            object.__setattr__(present, name, part)
+    return present if is_object else _put_container(present, stored, shared)
 
 
 def _put_array(present: Any, stored: Any) -> Any:
@@ -297,15 +302,16 @@ def _put_array(present: Any, stored: Any) -> Any:
     return stored
 
 
-def _put_container(present: Any, stored: Any) -> Any:
+def _put_container(present: Any, stored: Any, shared: AbstractSet[int]) -> Any:
     if isinstance(stored, dict):
-        values = {key: put_value(present.get(key), part) for key, part in stored.items()}
+        values = {key: put_value(present.get(key), part, shared) for key, part in stored.items()}
         present.clear()
         present.update(values)
         return present
     if isinstance(stored, list):
         old = [*present, *[None] * len(stored)]
-        present[:] = [put_value(one, other) for one, other in zip(old, stored, strict=False)]
+        pairs = zip(old, stored, strict=False)
+        present[:] = [put_value(one, other, shared) for one, other in pairs]
         return present
     if isinstance(stored, deque) and present.maxlen == stored.maxlen:
         present.clear()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import operator
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import cache, partial
 from types import FunctionType, MethodType
@@ -21,6 +22,7 @@ import msgspec
 import numpy as np
 
 from perdure.errors import StateError, UnsupportedLeafError
+from perdure.state.adapter import Stateful, loaded_adapters
 from perdure.state.attribute_values import (
     CONTAINERS,
     Kind,
@@ -42,8 +44,8 @@ from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_lea
 from perdure.state.leaf_spec import PathInErrors, type_name
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_part
-from perdure.state.program_code import is_computed, is_metric, is_owner, is_program_module
-from perdure.state.snapshots import described
+from perdure.state.program_code import is_computed, is_owner, is_program_module
+from perdure.state.snapshots import ObjectFlattener, described
 from perdure.state.structure import (
     ALL_HOOKS,
     HOOKED,
@@ -97,11 +99,16 @@ class _Stored(msgspec.Struct, frozen=True):
     same: dict[str, str]
     """Paths of values that are one object with the value at another path."""
 
+    arrays: list[list[str]] = []
+    """The paths of each array that is in several places, also in containers."""
+
     deleted: list[tuple[str, str]] = []
     """The path of an owner, and an attribute that it no longer has."""
 
 
 _decoder = msgspec.json.Decoder(_Stored)
+_Arrays = dict[int, tuple[Any, list[str]]]
+"""Arrays by `id`, and the paths at which each one is."""
 
 
 _RESTORED = object()
@@ -144,7 +151,7 @@ class Attributes(ExtraMember):
         deleted: list[tuple[str, str]] = []
         # Keeps the values alive, so that no `id` is used again.
         first: dict[int, tuple[str, Any]] = {}
-        shared: dict[int, tuple[str, Any]] = {}
+        arrays = _Arrays()
         owners = [*_owners(saving.walk)]
         known = Known(saving.walk) if owners else None
         wholes = [owner for owner in owners if owner.is_whole]
@@ -214,15 +221,13 @@ class Attributes(ExtraMember):
                                 refuse_pending(part)
                 if not is_plain and id(value) in first:
                     same[path] = first[id(value)][0]
-                elif not _add(leaves, value, path, form or _form_by_names(value, known)):
+                elif not _add(leaves, value, path, form or _form_by_names(value, known), arrays):
                     if isinstance(value, dict) and len(key) <= _DEEPEST and not is_whole:
                         parts = [*items_of(value, known.name_of)]
                         values.extendleft(((*key, name), part) for name, part in reversed(parts))
                     continue
                 elif not is_plain:
                     first[id(value)] = path, value
-                    if not is_metric(type(owner.value)):
-                        _refuse_shared(value, path, shared)
                 keys[path] = (owner.path, *key)
                 if is_whole:
                     whole.add(key)
@@ -237,9 +242,10 @@ class Attributes(ExtraMember):
         if not keys and not deleted:
             return {}
         copies = {path: leaf if leaf.frozen else leaf.copy() for path, leaf in leaves.items()}
+        groups = [paths for _, paths in arrays.values() if len(paths) > 1]
         return {
             **copies,
-            f"{top}_index": json_leaf(_Stored(keys, leaves.containers, same, deleted)),
+            f"{top}_index": json_leaf(_Stored(keys, leaves.containers, same, groups, deleted)),
         }
 
     def _fresh_of(self, owner: Owner, known: Known) -> dict[Key, Any]:
@@ -262,18 +268,22 @@ class Attributes(ExtraMember):
         top = restoring.path("attributes_index").removesuffix("_index")
         owners = {owner.path: owner for owner in _owners(walk)}
         known = Known(walk)
-        states = ObjectStates(
+        states = _WithSharedArrays(
             Leaves(restoring.leaves, stored.containers),
-            member=lambda name: known.real((name,))[0],
+            stored.arrays,
+            lambda name: known.real((name,))[0],
         )
         static = {path: value for path, value, _ in static_owners(walk)}
         put: dict[str, Any] = {}
         for path, name in stored.deleted:
             if (owner := owners.get(restoring.renamed(path))) is not None:
                 vars(owner.value).pop(name, None)
-        # Names last: an attribute may be computed from one that has gone.
-        in_order = sorted(stored.keys.items(), key=lambda item: item[1][-1] == _NAMES)
-        for path, (first, *key) in in_order:
+        # Names last: an attribute may be computed from one that has gone. An array comes before the
+        # containers that have it too, because it is restored in place.
+        in_order = sorted(stored.keys, key=lambda path: path not in states.numbers)
+        in_order.sort(key=lambda path: stored.keys[path][-1] == _NAMES)
+        for path in in_order:
+            first, *key = stored.keys[path]
             owner_path = restoring.renamed(str(first))
             if (owner := owners.get(owner_path)) is None:
                 if (value := static.get(owner_path)) is not None:
@@ -283,9 +293,12 @@ class Attributes(ExtraMember):
                 place = known.real(tuple(key))
                 if path in stored.same:
                     if stored.same[path] in put:
-                        _set(owner, place, put[stored.same[path]], is_shared=True)
+                        same = put[stored.same[path]]
+                        _set(owner, place, same, {id(same)})
                 else:
-                    put[path] = _set(owner, place, states.value(path, _get(owner, place)))
+                    value = states.value(path, _get(owner, place))
+                    put[path] = _set(owner, place, value, states.ids())
+                    states.note(path, put[path])
             except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
                 raise StateError(
                     f"{restoring.where}: {path.removeprefix(top + '/')}: this attribute of a "
@@ -472,19 +485,6 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
         yield from _inside((name,), value, known, owner)
 
 
-def _refuse_shared(value: Any, path: str, shared: dict[int, tuple[str, Any]]) -> None:
-    """Refuse an array that is in two values, each stored as a whole, and would be two arrays later."""
-    for part in parts_inside(value):
-        if isinstance(part, CONTAINERS) or kind_of(part) is not Kind.ARRAY:
-            continue
-        if shared.setdefault(id(part), (path, part))[0] != path:
-            one, other = (each.partition("/attributes/")[2] for each in (shared[id(part)][0], path))
-            raise UnsupportedLeafError(
-                f"{one} and {other} have one array, and would have two after a restore. Keep its place "
-                f"(a number) instead of the second one, or make both places members of the state."
-            )
-
-
 def _of_hooks(
     key: Key, value: Any, names: Iterable[str], known: Known, owner: Owner
 ) -> Iterator[tuple[Key, Any]]:
@@ -611,17 +611,52 @@ def _of_library(kind: type) -> frozenset[str]:
     return frozenset(vars(sys.modules["torch"].nn.Module() if base is None else base()))
 
 
-def _add(leaves: Leaves, value: Any, path: str, form: Any = None) -> bool:
-    """Add the leaves of a value (of its `form`, if there is one); False if it has no exact form."""
+def _add(
+    leaves: Leaves, value: Any, path: str, form: Any = None, arrays: _Arrays | None = None
+) -> bool:
+    """Add the leaves of a value (of its `form`, if there is one), and its arrays to `arrays`; False if
+    it has no exact form."""
+    flattener = ObjectFlattener(found := Leaves(), loaded_adapters())
     try:
-        found, live = described(stored_form(value) if form is None else form, path)
+        form = stored_form(value) if form is None else form
+        flattener.add(Stateful(form), path, form)
     except StateError:
         return False
-    if live or any(leaf.shards is not None for leaf in found.values()):
+    if flattener.live_paths or any(leaf.shards is not None for leaf in found.values()):
         return False
     leaves.update(found)
     leaves.containers.update(found.containers)
+    for place, part in flattener.inside if arrays is not None else ():
+        if place in found:
+            arrays.setdefault(id(part), (part, []))[1].append(place)
     return True
+
+
+class _WithSharedArrays(ObjectStates):
+    """Builds an array that is in several places once. `groups` are its paths."""
+
+    def __init__(
+        self, leaves: Leaves, groups: list[list[str]], member: Callable[[str], Any]
+    ) -> None:
+        super().__init__(leaves, member=member)
+        self.numbers = {path: number for number, paths in enumerate(groups) for path in paths}
+        self._built: dict[int, Any] = {}
+
+    def shared(self, path: str, build: Callable[[], Any]) -> Any:
+        number = self.numbers.get(path)
+        if number is None:
+            return build()
+        if number not in self._built:
+            self._built[number] = build()
+        return self._built[number]
+
+    def note(self, path: str, value: Any) -> None:
+        """The array at `path` is `value`, perhaps that of the target."""
+        if (number := self.numbers.get(path)) is not None:
+            self._built[number] = value
+
+    def ids(self) -> set[int]:
+        return set(map(id, self._built.values()))
 
 
 def _get(owner: Owner, key: Key) -> Any:
@@ -653,8 +688,9 @@ def _cell_of(function: FunctionType, name: str | int) -> Any:
     return (function.__closure__ or ())[function.__code__.co_freevars.index(str(name))]
 
 
-def _set(owner: Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
-    """Give a value to the place that a key leads to, in place if possible; returns what is there."""
+def _set(owner: Owner, key: Key, value: Any, shared: AbstractSet[int]) -> Any:
+    """Give a value to the place that a key leads to, in place if possible; returns what is there. What
+    is `shared`, by `id`, stays the object that it is."""
     *above, last = key
     if last == _MODE and not above:
         root, is_training = value
@@ -677,7 +713,7 @@ def _set(owner: Owner, key: Key, value: Any, *, is_shared: bool = False) -> Any:
         present = _child(parent, last)
     except (KeyError, IndexError, AttributeError):
         present = None
-    result = value if is_shared else put_value(present, value)
+    result = put_value(present, value, shared)
     if result is present:
         return result
     if last == _LOCAL:

@@ -140,8 +140,7 @@ def is_owner(kind: type) -> bool:
 
 @cache
 def is_metric(kind: type) -> bool:
-    """Whether a module is a metric of torchmetrics. It keeps what it has seen in attributes, and
-    arrays of the program in its lists, which neither it nor the program changes."""
+    """Whether a module is a metric of torchmetrics, which keeps what it has seen in attributes."""
     return any(base.__module__.startswith("torchmetrics.") for base in kind.__mro__)
 
 

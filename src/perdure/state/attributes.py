@@ -323,7 +323,7 @@ def _add_static(leaves: Leaves, value: Any, path: str, before: Any) -> None:
     form = None
     with suppress(StateError):
         form = whole_form(value, lambda _: None)
-    if not _add(leaves, value, path, form) and before is not None:
+    if not _add(leaves, value, path, form, {}) and before is not None:
         raise UnsupportedLeafError(
             f"{path.partition('/attributes/')[2]}: the run has changed this static value, of which a "
             f"{type_name(value)} has no exact form in a checkpoint, so that a resumed program would "
@@ -611,9 +611,7 @@ def _of_library(kind: type) -> frozenset[str]:
     return frozenset(vars(sys.modules["torch"].nn.Module() if base is None else base()))
 
 
-def _add(
-    leaves: Leaves, value: Any, path: str, form: Any = None, arrays: _Arrays | None = None
-) -> bool:
+def _add(leaves: Leaves, value: Any, path: str, form: Any, arrays: _Arrays) -> bool:
     """Add the leaves of a value (of its `form`, if there is one), and its arrays to `arrays`; False if
     it has no exact form."""
     flattener = ObjectFlattener(found := Leaves(), loaded_adapters())
@@ -626,7 +624,7 @@ def _add(
         return False
     leaves.update(found)
     leaves.containers.update(found.containers)
-    for place, part in flattener.inside if arrays is not None else ():
+    for place, part in flattener.inside:
         if place in found:
             arrays.setdefault(id(part), (part, []))[1].append(place)
     return True

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,157 @@ def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> N
         trained()
     end = -1
     assert trained() == whole
+
+
+@dataclass
+class Case:
+    """A run of four epochs of four batches, stopped in the batch `stop`, or where training ends."""
+
+    stop: int = 99
+    every: int = 1
+    arguments: dict[str, Any] = field(default_factory=dict)
+    skipped: int = 99
+
+
+CASES = {
+    "the best checkpoint": Case(stop=5, every=4),
+    "loaders made again, within": Case(stop=6, arguments={"reload_dataloaders_every_n_epochs": 2}),
+    "loaders made again, between": Case(stop=8, arguments={"reload_dataloaders_every_n_epochs": 3}),
+    "a metric of the batch before": Case(stop=6),
+    "a batch left out": Case(stop=8, skipped=5),
+    "the end": Case(),
+    "the end within an epoch": Case(arguments={"max_steps": 6}),
+    "the end after one checkpoint": Case(every=16),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_logs_and_returns_what_the_undisturbed_one_does(
+    tmp_path: Path, name: str
+) -> None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers.logger import Logger
+    from torchmetrics import MeanSquaredError
+
+    from perdure.plugins.lightning import fit
+
+    case = CASES[name]
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.error = torch.nn.Linear(5, 1), MeanSquaredError()
+
+        def train_dataloader(self) -> Any:
+            rows = torch.arange(80 + 10.0 * self.current_epoch)[-80:]
+            seen.append(("made", self.current_epoch))
+            return DataLoader(TensorDataset(rows.view(16, 5) / 80), 4, shuffle=True)
+
+        def val_dataloader(self) -> Any:
+            return rows(int(self.current_epoch) + 1)
+
+        def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+            return -1 if self.trainer.fit_loop.total_batch_idx == case.skipped else None
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = self.layer(batch[0]).square().mean()
+            if index % 2 == 0:
+                self.log("sparse", loss, on_epoch=True, prog_bar=True)
+            self.error(self.layer(batch[0])[:, 0].detach(), batch[0][:, 0])
+            self.log("error", self.error)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("count", float(len(batch[0])), on_step=True, on_epoch=False)
+            self.log("grows", float(self.current_epoch) + float(torch.rand(())))
+
+        def on_train_end(self) -> None:
+            stop_at(99)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.1)
+
+    class Lines(Logger):
+        name, version = "lines", 0  # type: ignore[assignment]
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            seen.append((step, {key: value.hex() for key, value in metrics.items()}))
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+            stop_at(trainer.fit_loop.total_batch_idx)
+
+    def stop_at(batch: int) -> None:
+        if stop == batch:
+            raise Stopped
+
+    def trained(directory: Path) -> Any:
+        torch.manual_seed(0)
+        best = ModelCheckpoint(directory / "best", monitor="grows", mode="min")
+        newest = ModelCheckpoint(directory / "newest", save_last=True)
+        trainer = Trainer(
+            **{"max_epochs": 4, "log_every_n_steps": 1, **case.arguments},
+            **{**quiet(tmp_path), "logger": Lines()},
+            num_sanity_val_steps=0,
+            callbacks=[best, newest, Stop()],
+        )
+        fit(trainer, directory / "run", Model(), every_n_train_steps=case.every)
+        metrics = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
+        files = sorted(str(path.relative_to(directory)) for path in directory.glob("*/*.ckpt"))
+        ends = [trainer.global_step, trainer.current_epoch, trainer.fit_loop.total_batch_idx]
+        scores = [best.best_model_score, newest._last_checkpoint_saved.split("/")[-1]]
+        weights = [value.tolist() for value in trainer.lightning_module.state_dict().values()]
+        return [ends, metrics, files, scores, weights, torch.get_rng_state().tolist()]
+
+    seen: list[Any] = []
+    stop = -1
+    whole = trained(tmp_path / "whole")
+    lines, stop = list(seen), case.stop
+    seen.clear()
+    with pytest.raises(Stopped):
+        trained(tmp_path / "run")
+    begun, stop = len(seen), -1
+    assert trained(tmp_path / "run") == whole
+    made_again = [each for each in seen[begun:] if each[0] == "made"][0]
+    assert made_again in seen[:begun]
+    seen.remove(made_again)
+    repeated = seen[begun:]
+    assert repeated == lines[len(lines) - len(repeated) :]
+    assert trained(tmp_path / "run") == whole
+
+
+def test_every_checkpoint_knows_all_saves_of_its_step(tmp_path: Path) -> None:
+    """A run may resume from any of them."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from perdure.plugins.lightning import CheckpointIO, ExactResume
+
+    savers: list[Any] = [
+        ModelCheckpoint(tmp_path / "a", every_n_train_steps=3, save_last=True),
+        ModelCheckpoint(tmp_path / "b", monitor="step", mode="max", every_n_train_steps=3),
+        ModelCheckpoint(tmp_path / "c", every_n_train_steps=3, save_last="link"),
+    ]
+    trainer = Trainer(
+        max_steps=3,
+        limit_val_batches=0,
+        **quiet(tmp_path),
+        callbacks=[*savers, ExactResume()],
+        plugins=[CheckpointIO()],
+    )
+    trainer.fit(BoringModel())
+    states = {saver.state_key: saver.state_dict() for saver in savers}
+    paths = list(tmp_path.glob("[abc]/*.ckpt"))
+    assert len(paths) == 5
+    for path in paths:
+        callbacks = CheckpointIO().load_checkpoint(path)["callbacks"]
+        assert {key: callbacks[key] for key in states} == states
 
 
 @pytest.mark.parametrize("name", ["LearningRateFinder", "BatchSizeFinder"])

@@ -101,6 +101,8 @@ def fit(
 class _Saver(ModelCheckpoint):
     """The checkpoints of `fit`; a class of its own, so that its state is not that of the user's."""
 
+    is_resumed_from = True
+
     def __init__(self, where: Path, interval: int) -> None:
         super().__init__(
             where, monitor="step", mode="max", save_top_k=2, every_n_train_steps=interval
@@ -289,6 +291,7 @@ class ExactResume(Callback):
         self._extras = host.HostExtras()
         self._extras_at_save: dict[str, Any] = {}
         self._callbacks_at_save: dict[str, Any] = {}
+        self._savers_at_save: dict[str, Any] = {}  # what their own states leave out
         self._accumulation: tuple[int, int | None] = 1, None  # at the begin, and in the checkpoint
         self._steps: lightning_steps.StepEnds | None = None
         self._was_within = False  # a step, when the checkpoint was saved
@@ -317,6 +320,7 @@ class ExactResume(Callback):
                 "average checkpoints afterwards (`perdure average`)."
             )
         self._rank, self._count = trainer.global_rank, trainer.world_size
+        vars(trainer.fit_loop).pop("run", None)  # of a resume that failed before it began
         self._extras = host.HostExtras(self._rank, self._count)
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -358,6 +362,9 @@ class ExactResume(Callback):
         state = {"batches": self._batches, "positions": positions, "processes": processes}
         state |= {"has_ended": self._has_ended, "within": self._warn_within()}
         state["should_stop"] = self._trainer is not None and self._trainer.should_stop
+        if self._trainer is not None:
+            state["savers"] = lightning_steps.left_out(self._trainer)
+            state["made"] = lightning_steps.loaders_made(self._trainer)
         count = 1 if self._trainer is None else self._trainer.accumulate_grad_batches
         return state if count == self._accumulation[0] else state | {"accumulation": count}
 
@@ -386,6 +393,7 @@ class ExactResume(Callback):
         self._extras_at_save = own["extras"]
         self._metrics_at_save = own.get("metrics")
         self._callbacks_at_save = own.get("callbacks", {})
+        self._savers_at_save = state_dict.get("savers", {})
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
@@ -395,6 +403,8 @@ class ExactResume(Callback):
         state = checkpoint.get("callbacks", {}).get(self.state_key, {})
         trainer.should_stop = state.get("should_stop", trainer.should_stop)
         trainer.num_sanity_val_steps = 0
+        if "made" in state and trainer.state.fn == "fit":
+            lightning_steps.resume_run(trainer, state["made"])
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
         """What this validation changes in the module is none of a resumed run's."""
@@ -415,6 +425,7 @@ class ExactResume(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if (state := self._callbacks_at_save.pop(callback.state_key, None)) is not None:
                 callback.load_state_dict(state)
+            vars(callback).update(self._savers_at_save.pop(callback.state_key, {}))
         before, changed = trainer.accumulate_grad_batches, self._accumulation[1]
         self._accumulation = before, None
         if changed is not None:  # a callback sets it where an epoch begins, and this one has begun
@@ -431,12 +442,13 @@ class ExactResume(Callback):
             self._batches = 0
             if resumed is not None:
                 lightning_steps.begin_next_epoch(trainer)
-        elif not self._was_within:
+        is_over = resumed is not None and trainer.fit_loop.done
+        if not is_new and not is_over and not self._was_within:
             lightning_steps.continue_epoch(trainer)
         if self._metrics_at_save is not None:
             lightning_steps.put_metrics(trainer, self._metrics_at_save, not is_new)
         self._metrics_at_save = None
-        if not is_new and not is_positioned:
+        if not is_new and not is_over and not is_positioned:
             host.restore_generators(self._epoch_began)
             self._loading.restore(self._loading_at_save["began"])
             for loader in fetcher.combined_loader.flattened:
@@ -448,6 +460,8 @@ class ExactResume(Callback):
         host.restore_generators(resumed or {})
         if resumed is not None and not is_positioned:
             self._loading.restore(self._loading_at_save["now"])
+        if is_over:  # a loader would draw from the generators
+            return
         if (is_new and _leave_epochs(self._loaders)) or is_moved:
             iter(fetcher)
         if is_new and not is_positioned:

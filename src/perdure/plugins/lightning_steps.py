@@ -8,13 +8,15 @@ callbacks come last. Lightning's checkpoints have no metrics, which decide on ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultMetric,
@@ -26,6 +28,13 @@ from perdure.errors import StateError
 
 _HOOKS = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
 _SUMS = ("value", "cumulated_batch_size")
+_LEFT_OUT = (
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "_defer_save_until_validation",
+    "current_score",
+)
+_NEWEST = "_callback_metrics", "_logged_metrics", "_progress_bar_metrics"
 _ARGUMENTS = [each.name for each in fields(_Metadata) if each.name not in ("reduce_fx", "_sync")]
 
 
@@ -40,13 +49,17 @@ class StepEnds:
         self.is_within = False
         """Whether a step is under way."""
         self._is_last = is_last
-        self._due: list[Callable[[], None]] = []
+        self._due: list[tuple[Any, Callable[[], None]]] = []
         self._replaced: list[tuple[Any, str]] = []
+        self._trainer = trainer
         self._epochs = trainer.fit_loop.epoch_progress
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Checkpoint):
-                for name in _HOOKS:
-                    self._replace(callback, name, self._later)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        savers = [each for each in callbacks if isinstance(each, Checkpoint)]
+        # Those that a run resumes from come last: they know the files of the others.
+        self._savers = sorted(savers, key=_is_resumed_from)
+        for callback in savers:
+            for name in _HOOKS:
+                self._replace(callback, name, partial(self._later, callback))
         self._replace(trainer.fit_loop.epoch_loop, "on_advance_end", self._end_batch)
         self._replace(trainer.fit_loop, "on_advance_end", self._end_epoch)
 
@@ -60,9 +73,9 @@ class StepEnds:
         setattr(owner, name, partial(method, getattr(owner, name)))
         self._replaced.append((owner, name))
 
-    def _later(self, hook: Callable[..., None], *arguments: Any) -> None:
+    def _later(self, callback: Any, hook: Callable[..., None], *arguments: Any) -> None:
         if self.is_within:
-            self._due.append(partial(hook, *arguments))
+            self._due.append((callback, partial(hook, *arguments)))
         else:
             hook(*arguments)
 
@@ -72,7 +85,7 @@ class StepEnds:
         except SIGTERMException:  # which Lightning raises when all else is done
             self._save()
             raise
-        if not self._is_last():
+        if not self._is_last() and not self._trainer.fit_loop.epoch_loop.done:
             self._save()
 
     def _end_epoch(self, end: Callable[[], None]) -> None:
@@ -98,8 +111,91 @@ class StepEnds:
     def _save(self) -> None:
         self.is_within = False
         due, self._due = self._due, []
-        for hook in due:
-            hook()
+        trainer: Any = self._trainer
+        save = trainer.save_checkpoint
+        written: list[tuple[Any, Callable[[], None] | None]] = []
+
+        def write(
+            saver: Any, path: Any, weights_only: bool | None = None, storage_options: Any = None
+        ) -> None:
+            if isinstance(saver, ModelCheckpoint):  # sets it too late for this file
+                saver._last_global_step_saved, saver._last_checkpoint_saved = (
+                    trainer.global_step,
+                    path,
+                )
+            again = partial(save, path, weights_only, storage_options)
+            written.append((saver, None if weights_only else again))
+            again()
+
+        try:
+            for saver in self._savers:
+                trainer.save_checkpoint = partial(write, saver)
+                for hook in [hook for owner, hook in due if owner is saver]:
+                    hook()
+        finally:
+            trainer.save_checkpoint = save
+        # A run may resume from any of these files, and all but the last one lack what came later.
+        for place, (saver, again) in enumerate(written, 1):
+            has_all = place == len(written) and getattr(saver, "save_last", None) != "link"
+            if again is not None and not has_all:
+                again()
+
+
+def _is_resumed_from(saver: Any) -> bool:
+    return bool(getattr(saver, "is_resumed_from", False) or getattr(saver, "save_last", False))
+
+
+def left_out(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """What each `ModelCheckpoint` knows and its `state_dict` leaves out, or does not load."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return {
+        each.state_key: {name: getattr(each, name) for name in _LEFT_OUT if hasattr(each, name)}
+        for each in callbacks
+        if isinstance(each, ModelCheckpoint)
+    }
+
+
+def loaders_made(trainer: Trainer) -> list[float]:
+    """The epochs in which the loaders of the training and the validation were made."""
+    loop = trainer.fit_loop
+    return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+
+
+def resume_run(trainer: Trainer, made: list[float]) -> None:
+    """Let a run that resumes make its loaders as in the epochs `made`, and call the hooks of the begin
+    and the end also if nothing is left to do, where Lightning calls none."""
+    loop: Any = trainer.fit_loop
+
+    def run() -> None:
+        del loop.run
+        training, validation = made
+        with _in_epoch(loop, training):
+            loop.setup_data()
+        if validation != float("-inf"):
+            trainer.validating = True
+            with _in_epoch(loop, validation):
+                loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+        if trainer.limit_train_batches == 0 or loop.max_batches == 0 or not loop.done:
+            loop.run()
+            return
+        loop.reset()
+        loop.on_run_start()
+        loop.restarting = False
+        loop.on_run_end()
+
+    loop.run = run
+
+
+@contextmanager
+def _in_epoch(loop: Any, epoch: float) -> Iterator[None]:
+    progress = loop.epoch_progress.current
+    now = progress.completed
+    progress.completed = now if epoch == float("-inf") else epoch
+    try:
+        yield
+    finally:
+        progress.completed = now
 
 
 def continue_epoch(trainer: Trainer) -> None:
@@ -114,7 +210,9 @@ def continue_epoch(trainer: Trainer) -> None:
 
     def reset() -> None:
         del epoch_loop.reset
-        epoch_loop.reset()  # counts as in a restart
+        stepped = epoch_loop._batches_that_stepped
+        epoch_loop.reset()  # counts as in a restart, and perhaps the last step once more
+        epoch_loop._batches_that_stepped = stepped
         epoch_loop.restarting = False
 
     epoch_loop.reset = reset
@@ -132,18 +230,26 @@ def begin_next_epoch(trainer: Trainer) -> None:
 
 
 def metrics(trainer: Trainer) -> dict[str, Any]:
-    """What the callbacks see of the metrics, and what the epoch has added up of each until now."""
-    seen = trainer._logger_connector._callback_metrics
+    """The newest value of each metric, and what the epoch has added up of each until now."""
+    connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     sums = [[key, _sums(each)] for key, each in results.items() if not each.has_reset]
-    return {"seen": [[name, each.detach().cpu()] for name, each in seen.items()], "sums": sums}
+    return {"sums": sums} | {name: _on("cpu", getattr(connector, name)) for name in _NEWEST}
+
+
+def _on(device: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: each.detach().to(device) if torch.is_tensor(each) else each
+        for name, each in metrics.items()
+    }
 
 
 def put_metrics(trainer: Trainer, state: dict[str, Any], is_within_epoch: bool) -> None:
     """Restore what `metrics` has returned."""
     device = trainer.strategy.root_device
     connector = trainer._logger_connector
-    connector._callback_metrics.update({name: each.to(device) for name, each in state["seen"]})
+    for name in _NEWEST:
+        getattr(connector, name).update(_on(device, state[name]))
     if not is_within_epoch:
         return
     connector._first_loop_iter = False  # in the first step of an epoch Lightning begins new sums
@@ -157,7 +263,7 @@ def put_metrics(trainer: Trainer, state: dict[str, Any], is_within_epoch: bool) 
                 setattr(metric, name, each)
         else:  # it is the module's own, which comes back with the module
             metric.value = modules[str(meta.metric_attribute)]
-        metric._update_count = 1
+        metric._update_count, metric._forward_cache = 1, saved["newest"]
         trainer.fit_loop.epoch_loop._results[key] = metric.to(device)
 
 
@@ -174,4 +280,5 @@ def _sums(metric: _ResultMetric) -> dict[str, Any]:
         "meta": own | {"reduce_fx": meta.reduce_fx.__name__},
         "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only},
         "sums": sums,
+        "newest": None if metric._forward_cache is None else metric._forward_cache.detach().cpu(),
     }

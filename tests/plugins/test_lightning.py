@@ -467,10 +467,10 @@ def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> N
 
 @dataclass
 class Case:
-    """A run of four epochs of four batches, stopped in the batch `stop`, or where training ends."""
+    """A run of three epochs of four batches, stopped in the batch `stop`, or where training ends."""
 
     stop: int = 99
-    every: int = 1
+    every: int = 2
     arguments: dict[str, Any] = field(default_factory=dict)
     skipped: int = 99
 
@@ -478,12 +478,10 @@ class Case:
 CASES = {
     "the best checkpoint": Case(stop=5, every=4),
     "loaders made again, within": Case(stop=6, arguments={"reload_dataloaders_every_n_epochs": 2}),
-    "loaders made again, between": Case(stop=8, arguments={"reload_dataloaders_every_n_epochs": 3}),
-    "a metric of the batch before": Case(stop=6),
-    "a batch left out": Case(stop=8, skipped=5),
-    "the end": Case(),
-    "the end within an epoch": Case(arguments={"max_steps": 6}),
-    "the end after one checkpoint": Case(every=16),
+    "loaders made again, between": Case(stop=8, arguments={"reload_dataloaders_every_n_epochs": 2}),
+    "a batch left out": Case(stop=8, every=6, skipped=5),
+    "the end": Case(every=4),
+    "the end within an epoch": Case(every=6, arguments={"max_steps": 6}),
 }
 
 
@@ -542,7 +540,7 @@ def test_a_resumed_run_logs_and_returns_what_the_undisturbed_one_does(
             pass
 
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-            seen.append((step, {key: value.hex() for key, value in metrics.items()}))
+            seen.append((step, {key: float(value).hex() for key, value in metrics.items()}))
 
     class Stop(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
@@ -557,14 +555,14 @@ def test_a_resumed_run_logs_and_returns_what_the_undisturbed_one_does(
         best = ModelCheckpoint(directory / "best", monitor="grows", mode="min")
         newest = ModelCheckpoint(directory / "newest", save_last=True)
         trainer = Trainer(
-            **{"max_epochs": 4, "log_every_n_steps": 1, **case.arguments},
+            **{"max_epochs": 3, "log_every_n_steps": 1, **case.arguments},
             **{**quiet(tmp_path), "logger": Lines()},
             num_sanity_val_steps=0,
             callbacks=[best, newest, Stop()],
         )
         fit(trainer, directory / "run", Model(), every_n_train_steps=case.every)
         metrics = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
-        files = sorted(str(path.relative_to(directory)) for path in directory.glob("*/*.ckpt"))
+        files = sorted(str(path.relative_to(directory)) for path in directory.glob("[bn]*/*.ckpt"))
         ends = [trainer.global_step, trainer.current_epoch, trainer.fit_loop.total_batch_idx]
         scores = [best.best_model_score, newest._last_checkpoint_saved.split("/")[-1]]
         weights = [value.tolist() for value in trainer.lightning_module.state_dict().values()]
@@ -579,12 +577,11 @@ def test_a_resumed_run_logs_and_returns_what_the_undisturbed_one_does(
         trained(tmp_path / "run")
     begun, stop = len(seen), -1
     assert trained(tmp_path / "run") == whole
-    made_again = [each for each in seen[begun:] if each[0] == "made"][0]
+    made_again = next(each for each in seen[begun:] if each[0] == "made")
     assert made_again in seen[:begun]
     seen.remove(made_again)
     repeated = seen[begun:]
     assert repeated == lines[len(lines) - len(repeated) :]
-    assert trained(tmp_path / "run") == whole
 
 
 def test_every_checkpoint_knows_all_saves_of_its_step(tmp_path: Path) -> None:
@@ -598,7 +595,7 @@ def test_every_checkpoint_knows_all_saves_of_its_step(tmp_path: Path) -> None:
     savers: list[Any] = [
         ModelCheckpoint(tmp_path / "a", every_n_train_steps=3, save_last=True),
         ModelCheckpoint(tmp_path / "b", monitor="step", mode="max", every_n_train_steps=3),
-        ModelCheckpoint(tmp_path / "c", every_n_train_steps=3, save_last="link"),
+        ModelCheckpoint(tmp_path / "c", mode="max", every_n_train_steps=3, save_last="link"),
     ]
     trainer = Trainer(
         max_steps=3,

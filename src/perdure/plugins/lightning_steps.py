@@ -8,7 +8,8 @@ callbacks come last. Lightning's checkpoints have no metrics, which decide on ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -155,26 +156,31 @@ def left_out(trainer: Trainer) -> dict[str, dict[str, Any]]:
     }
 
 
-def loaders_made(trainer: Trainer) -> list[float]:
-    """The epochs in which the loaders of the training and the validation were made."""
-    loop = trainer.fit_loop
-    return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+def loaders_made(trainer: Trainer) -> list[Any]:
+    """The epochs in which the loaders of the training and the validation were made, and how many
+    batches each of the latter has given, by which Lightning logs."""
+    training = trainer.fit_loop
+    validation = training.epoch_loop.val_loop
+    epochs = [training._last_train_dl_reload_epoch, validation._last_val_dl_reload_epoch]
+    seen = getattr(validation, "_seen_batches_per_dataloader", {})
+    return [*epochs, [[loader, count] for loader, count in seen.items()]]
 
 
-def resume_run(trainer: Trainer, made: list[float]) -> None:
-    """Let a run that resumes make its loaders as in the epochs `made`, and call the hooks of the begin
-    and the end also if nothing is left to do, where Lightning calls none."""
+def resume_run(trainer: Trainer, made: list[Any]) -> None:
+    """Let a run that resumes make its loaders in the epochs of `loaders_made`, and call the hooks of the
+    begin and the end also if nothing is left to do, where Lightning calls none."""
     loop: Any = trainer.fit_loop
 
     def run() -> None:
         del loop.run
-        training, validation = made
+        training, validation, seen = made
         with _in_epoch(loop, training):
             loop.setup_data()
         if validation != float("-inf"):
             trainer.validating = True
             with _in_epoch(loop, validation):
                 loop.epoch_loop.val_loop.setup_data()
+            loop.epoch_loop.val_loop._seen_batches_per_dataloader = defaultdict(int, seen)
             trainer.training = True
         if trainer.limit_train_batches == 0 or loop.max_batches == 0 or not loop.done:
             loop.run()
@@ -234,14 +240,14 @@ def metrics(trainer: Trainer) -> dict[str, Any]:
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     sums = [[key, _sums(each)] for key, each in results.items() if not each.has_reset]
-    return {"sums": sums} | {name: _on("cpu", getattr(connector, name)) for name in _NEWEST}
+    return {"sums": sums} | {name: _on("cpu", getattr(connector, name).items()) for name in _NEWEST}
 
 
-def _on(device: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: each.detach().to(device) if torch.is_tensor(each) else each
-        for name, each in metrics.items()
-    }
+def _on(device: Any, metrics: Iterable[Any]) -> list[Any]:
+    return [
+        [name, each.detach().to(device) if torch.is_tensor(each) else each]
+        for name, each in metrics
+    ]
 
 
 def put_metrics(trainer: Trainer, state: dict[str, Any], is_within_epoch: bool) -> None:

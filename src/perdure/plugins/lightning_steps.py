@@ -112,6 +112,8 @@ class StepEnds:
     def _save(self) -> None:
         self.is_within = False
         due, self._due = self._due, []
+        if not due:
+            return
         trainer: Any = self._trainer
         save = trainer.save_checkpoint
         written: list[tuple[Any, Callable[[], None] | None]] = []
@@ -120,10 +122,8 @@ class StepEnds:
             saver: Any, path: Any, weights_only: bool | None = None, storage_options: Any = None
         ) -> None:
             if isinstance(saver, ModelCheckpoint):  # sets it too late for this file
-                saver._last_global_step_saved, saver._last_checkpoint_saved = (
-                    trainer.global_step,
-                    path,
-                )
+                saver._last_global_step_saved = trainer.global_step
+                saver._last_checkpoint_saved = path
             again = partial(save, path, weights_only, storage_options)
             written.append((saver, None if weights_only else again))
             again()
@@ -167,8 +167,8 @@ def loaders_made(trainer: Trainer) -> list[Any]:
 
 
 def resume_run(trainer: Trainer, made: list[Any]) -> None:
-    """Let a run that resumes make its loaders in the epochs of `loaders_made`, and call the hooks of the
-    begin and the end also if nothing is left to do, where Lightning calls none."""
+    """Let a run that resumes make its loaders in the epochs of `loaders_made`, and call the hooks of its
+    begin and its end also if nothing is left to do, where Lightning calls none."""
     loop: Any = trainer.fit_loop
 
     def run() -> None:
@@ -176,7 +176,7 @@ def resume_run(trainer: Trainer, made: list[Any]) -> None:
         training, validation, seen = made
         with _in_epoch(loop, training):
             loop.setup_data()
-        if validation != float("-inf"):
+        if validation != float("-inf") and trainer.enable_validation:
             trainer.validating = True
             with _in_epoch(loop, validation):
                 loop.epoch_loop.val_loop.setup_data()

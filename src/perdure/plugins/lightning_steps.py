@@ -167,8 +167,8 @@ def loaders_made(trainer: Trainer) -> list[Any]:
 
 
 def resume_run(trainer: Trainer, made: list[Any]) -> None:
-    """Let a run that resumes make its loaders in the epochs of `loaders_made`, and call the hooks of its
-    begin and its end also if nothing is left to do, where Lightning calls none."""
+    """Let a run that resumes make its loaders in the epochs of `loaders_made`, and call the hooks of
+    its begin and its end also if nothing is left to do, where Lightning calls none."""
     loop: Any = trainer.fit_loop
 
     def run() -> None:

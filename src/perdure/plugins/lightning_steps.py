@@ -9,8 +9,7 @@ callbacks come last. Lightning's checkpoints have no metrics, which decide on ra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -173,15 +172,19 @@ def resume_run(trainer: Trainer, made: list[Any]) -> None:
 
     def run() -> None:
         del loop.run
-        training, validation, seen = made
-        with _in_epoch(loop, training):
-            loop.setup_data()
-        if validation != float("-inf") and trainer.enable_validation:
-            trainer.validating = True
-            with _in_epoch(loop, validation):
-                loop.epoch_loop.val_loop.setup_data()
-            loop.epoch_loop.val_loop._seen_batches_per_dataloader = defaultdict(int, seen)
+        *epochs, seen = made
+        validation = loop.epoch_loop.val_loop
+        progress = loop.epoch_progress.current
+        now = progress.completed
+        for each, epoch in zip((loop, validation), epochs, strict=True):
+            if epoch == float("-inf") or (each is validation and not trainer.enable_validation):
+                continue  # none was made, or none is given now
+            trainer.validating = each is validation
+            progress.completed = epoch
+            each.setup_data()
             trainer.training = True
+        progress.completed = now
+        validation._seen_batches_per_dataloader = defaultdict(int, seen)
         if trainer.limit_train_batches == 0 or loop.max_batches == 0 or not loop.done:
             loop.run()
             return
@@ -191,17 +194,6 @@ def resume_run(trainer: Trainer, made: list[Any]) -> None:
         loop.on_run_end()
 
     loop.run = run
-
-
-@contextmanager
-def _in_epoch(loop: Any, epoch: float) -> Iterator[None]:
-    progress = loop.epoch_progress.current
-    now = progress.completed
-    progress.completed = now if epoch == float("-inf") else epoch
-    try:
-        yield
-    finally:
-        progress.completed = now
 
 
 def continue_epoch(trainer: Trainer) -> None:

@@ -9,7 +9,7 @@ callbacks come last. Lightning's checkpoints have no metrics, which decide on ra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -232,14 +232,15 @@ def metrics(trainer: Trainer) -> dict[str, Any]:
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     sums = [[key, _sums(each)] for key, each in results.items() if not each.has_reset]
-    return {"sums": sums} | {name: _on("cpu", getattr(connector, name).items()) for name in _NEWEST}
+    state: dict[str, Any] = {"sums": sums}
+    for name in _NEWEST:
+        newest = getattr(connector, name).items()
+        state[name] = [[metric, _on("cpu", each)] for metric, each in newest]
+    return state
 
 
-def _on(device: Any, metrics: Iterable[Any]) -> list[Any]:
-    return [
-        [name, each.detach().to(device) if torch.is_tensor(each) else each]
-        for name, each in metrics
-    ]
+def _on(device: Any, value: Any) -> Any:
+    return value.detach().to(device) if torch.is_tensor(value) else value
 
 
 def put_metrics(trainer: Trainer, state: dict[str, Any], is_within_epoch: bool) -> None:
@@ -247,7 +248,8 @@ def put_metrics(trainer: Trainer, state: dict[str, Any], is_within_epoch: bool) 
     device = trainer.strategy.root_device
     connector = trainer._logger_connector
     for name in _NEWEST:
-        getattr(connector, name).update(_on(device, state[name]))
+        newest = {metric: _on(device, each) for metric, each in state[name]}
+        getattr(connector, name).update(newest)
     if not is_within_epoch:
         return
     connector._first_loop_iter = False  # in the first step of an epoch Lightning begins new sums
@@ -278,5 +280,5 @@ def _sums(metric: _ResultMetric) -> dict[str, Any]:
         "meta": own | {"reduce_fx": meta.reduce_fx.__name__},
         "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only},
         "sums": sums,
-        "newest": None if metric._forward_cache is None else metric._forward_cache.detach().cpu(),
+        "newest": _on("cpu", metric._forward_cache),
     }

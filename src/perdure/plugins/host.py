@@ -32,6 +32,7 @@ GeneratorStates = dict[str, np.ndarray[Any, Any]]
 
 _EPOCH_BEGAN = "epoch_began"
 _LOADING = "loading"
+_EVALUATIONS = "evaluations"  # in the member `_LOADING`
 _PARTS = (
     "dataset",
     "collate_fn",
@@ -54,7 +55,7 @@ class HostRun:
     def __init__(self, manager: CheckpointManager, index: int, count: int) -> None:
         manager.claim()
         self.manager = manager
-        self.loading = Loading()
+        self.loading, self._evaluations = Loading(), Loading("the data of the evaluations")
         self._index = index
         self.resumed: Restored | None = manager.restore() if manager.all_steps() else None
         if self.resumed is not None:
@@ -63,9 +64,11 @@ class HostRun:
         self._at_save = generator_states()
         self._epoch_began: GeneratorStates = {}
 
-    def load_from(self, loader: Any) -> None:
-        """The batches are those of `loader`, whose generators are as at the save until it loads."""
+    def load_from(self, loader: Any, *evaluations: Any) -> None:
+        """The batches are those of `loader`, whose generators are as at the save until it loads. Those
+        of the loaders of `evaluations` are then as at the save, too."""
         self.loading.of(loader)
+        self._evaluations.of(*evaluations)
         if self.resumed is not None:
             self._restore_loading("now")
 
@@ -76,7 +79,10 @@ class HostRun:
 
     def _restore_loading(self, when: str) -> None:
         # Without a generator the states are an empty dict, which is in no checkpoint.
-        self.loading.restore(self.of_process(_LOADING).get(when, {}))
+        states = self.of_process(_LOADING)
+        self.loading.restore(states.get(when, {}))
+        if when == "now":
+            self._evaluations.restore(states.get(_EVALUATIONS, {}))
 
     def begin(self, members: Mapping[str, Any], *read_only: str) -> None:
         """Begin with the objects of the host, by name. A resumed run restores them, or MismatchError;
@@ -129,7 +135,8 @@ class HostRun:
             self.manager.save(step, self._whole(state), force=True)
 
     def _whole(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        extra = {_EPOCH_BEGAN: self._epoch_began, _LOADING: self.loading.state()}
+        loading = self.loading.state() | {_EVALUATIONS: self._evaluations.between_passes()}
+        extra = {_EPOCH_BEGAN: self._epoch_began, _LOADING: loading}
         return state() | {name: PerRank(value) for name, value in extra.items()}
 
 
@@ -142,7 +149,8 @@ class Loading:
     batches of the epoch again draws the same ones, without training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "the data") -> None:
+        self._what = what
         self._parts: list[Any] = []
         self._held: list[Any] = []
         self._began: dict[str, Any] = {}
@@ -181,7 +189,7 @@ class Loading:
         """Those that `set_epoch` may have exchanged."""
         if len(found := self._found()) > len(self._held):
             raise StateError(
-                "the data: the dataset, its sampler or its `collate_fn` has made a random "
+                f"{self._what}: the dataset, its sampler or its `collate_fn` has made a random "
                 "generator for its first batch. A resumed run would begin its epoch with another "
                 "one. Make it when you make that object (a collator of transformers: "
                 "`collator.create_rng()`)."
@@ -197,8 +205,8 @@ class Loading:
         torch = sys.modules["torch"]
         if len(states) != len(self._held):
             raise StateError(
-                f"the data: expected {len(states)} random generators in the dataset, its sampler and "
-                f"its `collate_fn`, as the run had, found {len(self._held)}. Without them a resumed "
+                f"{self._what}: expected {len(states)} random generators in the dataset, its sampler "
+                f"and its `collate_fn`, as the run had, found {len(self._held)}. Without them a resumed "
                 f"run would see other batches. Make the same loader, and its generators at once."
             )
         for number, generator in enumerate(self._held):

@@ -7,6 +7,7 @@ In this module, too, `import transformers` means the library.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -26,7 +27,7 @@ from perdure.state.per_rank import PerRank
 host.require_version("transformers", "transformers", "5", "6")
 with needs_extra("transformers"):
     import transformers.trainer as hosts
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer
     from transformers.trainer_callback import ExportableState
 
 __all__ = ["train"]
@@ -35,6 +36,8 @@ _STATE_FILE = "trainer_state.json"  # tells `Trainer.train` where to resume
 _OWN = "perdure"  # what it does not say
 _END = "train_runtime"  # is in the last entry of the log
 _PLAIN = (type(None), bool, int, float, str)
+_HOOKS = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_epoch_end", "on_log")
+_LIMITS = ("max_steps", "num_train_epochs")  # which the Trainer gives its state at each start
 
 
 def train(
@@ -73,15 +76,12 @@ def train(
         recipe=_recipe(trainer),
     ) as manager:
         rank, count = trainer.args.process_index, trainer.args.world_size
-        callback = _Checkpoints(trainer, host.HostRun(manager, rank, count))
-        trainer.add_callback(callback)
-        try:
-            return callback.train(arguments)
-        finally:
-            trainer.remove_callback(callback)
+        return _Checkpoints(trainer, host.HostRun(manager, rank, count)).train(arguments)
 
 
-class _Checkpoints(TrainerCallback):
+class _Checkpoints:
+    """Stands around the callbacks of a Trainer: each of its hooks calls theirs (`others`)."""
+
     def __init__(self, trainer: Trainer, run: host.HostRun) -> None:
         self._trainer = trainer
         self._run = run
@@ -91,7 +91,10 @@ class _Checkpoints(TrainerCallback):
         if run.resumed is not None:
             self._told = json.loads(run.of_process("trainer"))
             self._saved = self._told.pop(_OWN)
+        self._loaded: dict[str, Any] = {}  # the state of the Trainer at the save
         self._args: dict[str, Any] = {}
+        self._limits: dict[str, Any] = {}
+        self._begun: int | None = None
         self._per_epoch = 0
         self._place = 0
         self._epoch, self._first, self._at = 0, 0, None
@@ -101,16 +104,19 @@ class _Checkpoints(TrainerCallback):
         with self._loading_apart(), tempfile.TemporaryDirectory(prefix="perdure-") as folder:
             trainer, path = self._trainer, Path(folder, _STATE_FILE)
             count = partial(self._counts, trainer.set_initial_training_values, path)
-            with _replaced(trainer, set_initial_training_values=count):
+            handler = trainer.callback_handler
+            hooks = {name: partial(getattr(self, name), getattr(handler, name)) for name in _HOOKS}
+            with (
+                _replaced(trainer, set_initial_training_values=count),
+                _replaced(handler, **hooks),
+            ):
                 if self._run.resumed is None:
                     return trainer.train(**arguments)
                 # The Trainer reads its position from a file that stands beside weights. Those and all
                 # else come from the checkpoint, once the optimizer exists (`on_train_begin`).
                 path.write_text(json.dumps(self._told))
-                load_callbacks = partial(self._load_callbacks, trainer._load_callback_state)
                 with (
                     _replaced(trainer, _load_from_checkpoint=lambda *_, **__: None),
-                    _replaced(trainer, _load_callback_state=load_callbacks),
                     _replaced(trainer.args, eval_on_start=False),  # it was done at step 0
                 ):
                     return trainer.train(resume_from_checkpoint=folder, **arguments)
@@ -128,7 +134,7 @@ class _Checkpoints(TrainerCallback):
         def skipped(loader: Any, count: int) -> Any:
             is_loaded = self._run.resumed is not None and self._run.must_load_again(loader)
             if not is_loaded:
-                return skip(loader, count)
+                return _of_same_epoch(skip(loader, count), loader)
             # As many as the Trainer loads at once: the first load of an epoch is another one.
             first = min(count, trainer.args.gradient_accumulation_steps)
             return _LoadedAgain(loader, [first, *[1] * (count - first)], loading)
@@ -146,9 +152,10 @@ class _Checkpoints(TrainerCallback):
         """What `count` returns. The Trainer then reads a step, and divides it by the steps of
         an epoch. The file names a step that gives the right epoch, also if some ended early."""
         counts = count(*given)
-        epochs, self._per_epoch, most = counts[0], counts[1], counts[-1]
+        epochs, self._per_epoch = counts[:2]
         if (resumed := self._run.resumed) is not None:
             saved, end = self._saved, epochs * self._per_epoch
+            most = saved.get("state", {}).get("max_steps", counts[-1])
             place = saved["epoch"] * self._per_epoch + saved["steps"]
             self._is_over = saved["stopped"] or resumed.step >= most or place >= end
             self._place = end if self._is_over else place
@@ -158,72 +165,90 @@ class _Checkpoints(TrainerCallback):
             path.write_text(json.dumps(self._told | {"global_step": self._place}))
         return counts
 
-    def _load_callbacks(self, load: Callable[[], None]) -> None:
-        load()  # and so others come after this one, which has to be the last
-        self._trainer.remove_callback(self)
-        self._trainer.add_callback(self)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, others: Callable[..., Any], args: Any, state: Any, control: Any
+    ) -> Any:
+        trainer, resumed = self._trainer, self._run.resumed
+        if resumed is not None:
+            if state.global_step != self._place:
+                raise StateError(
+                    f"{self._run.manager.directory}: expected that the Trainer resumes at step "
+                    f"{self._place}, found {state.global_step}."
+                )
+            state.global_step = resumed.step
+            trainer._initial_global_step = trainer._globalstep_last_logged = resumed.step
+            kept = {name: value for name, value in vars(state).items() if name not in _LIMITS}
+            self._loaded = copy.deepcopy(kept) | self._saved.get("state", {})
+        control = others(args, state, control)
         # `get_train_dataloader` of a subclass may not follow the arguments.
-        loader = kwargs.get("train_dataloader")
+        loader = trainer.callback_handler.train_dataloader
         is_kept = host.keeps_workers([loader])
         host.require_new_workers(is_kept, "Make the DataLoader with persistent_workers=False.")
-        collator = self._trainer.data_collator
+        collator = trainer.data_collator
         if getattr(collator, "seed", None) and getattr(collator, "generator", self) is None:
             collator.create_rng()  # type: ignore[attr-defined]  # it would for its first batch
-        self._run.load_from(loader)
-        host.arrange_buckets([self._trainer.model_wrapped])
+        self._run.load_from(loader, *_evaluation_loaders(trainer))
+        host.arrange_buckets([trainer.model_wrapped])
         self._args = dict(vars(args))
+        self._limits = {name: vars(state)[name] for name in _LIMITS}
         self._restore(args)
-        if (resumed := self._run.resumed) is None:
-            return
-        if state.global_step != self._place:
-            raise StateError(
-                f"{self._run.manager.directory}: expected that the Trainer resumes at step "
-                f"{self._place}, found {state.global_step}."
-            )
-        state.global_step = resumed.step
-        self._trainer._initial_global_step = self._trainer._globalstep_last_logged = resumed.step
-        if self._is_over:
+        vars(state).update(copy.deepcopy(self._loaded))
+        if resumed is not None and self._is_over:
             self._run.between_steps(resumed.step, dict)  # there is none to come
-        elif self._began:  # `on_epoch_begin` sees what it saw
-            state.global_step, state.epoch = self._first, self._saved["at"]
+        return control
 
     def _restore(self, args: Any) -> None:
+        # The modes of the modules come back beside that of the model.
+        self._trainer.model.train(self._saved.get("training", self._trainer.model.training))
         self._run.begin(self._members(), "trainer")
         vars(args).update(self._saved.get("args", {}))
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._at = state.epoch
-        if (resumed := self._run.resumed) is not None and self._began:
-            state.global_step, state.epoch = resumed.step, self._told["epoch"]
-            callbacks = [*self._trainer.callback_handler.callbacks]
-            if any(_changes_epochs(each) for each in callbacks if each is not self):
+    def on_epoch_begin(
+        self, others: Callable[..., Any], args: Any, state: Any, control: Any
+    ) -> Any:
+        is_again = self._run.resumed is not None and self._began
+        if is_again:  # the callbacks see what they saw
+            state.global_step, state.epoch = self._first, self._saved["at"]
+        self._first, self._at = state.global_step, state.epoch
+        control = others(args, state, control)
+        if is_again:
+            callbacks = self._trainer.callback_handler.callbacks
+            if any(map(_changes_epochs, callbacks)):
                 self._restore(args)
                 if args.restore_callback_states_from_checkpoint:
                     _restore_callbacks(callbacks, self._told["stateful_callbacks"])
-        else:
-            self._first = state.global_step
+            vars(state).update(copy.deepcopy(self._loaded))
         self._began = True
         self._run.begin_epoch()
+        return control
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The state of the Trainer has its whole log only now.
-        self._run.between_steps(state.global_step, lambda: self._state(state))
+    def on_step_begin(self, others: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
+        # Before the callbacks, which do this again in a resumed run. The end of an epoch may have
+        # accumulated gradients without a step: the next one begins with the same number, and the save
+        # of that number repeats them.
+        step: int = state.global_step
+        is_whole, self._begun = step != self._begun, step
+        self._run.between_steps(step, lambda: self._state(state), may_save=is_whole)
+        return others(args, state, control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, others: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
+        control = others(args, state, control)
         stops = control.should_training_stop or state.global_step >= state.max_steps
         if control.should_epoch_stop or not stops:
             self._epoch, self._first, self._began = self._epoch + 1, state.global_step, False
+        return control
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if _END not in (logs or ()):
-            return
-        # After the last evaluation, which may stop the run, and before the best model is loaded.
-        self._is_stopped = control.should_training_stop and state.global_step < state.max_steps
-        if not self._began or state.global_step - self._first >= self._per_epoch:
-            self._run.begin_epoch()  # a later run may begin another epoch
-        self._run.finish(state.global_step, lambda: self._state(state))
+    def on_log(
+        self, others: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any
+    ) -> Any:
+        control = others(args, state, control, logs)
+        if _END in logs:
+            # After the last evaluation, which may stop the run, and before the best model is loaded.
+            self._is_stopped = control.should_training_stop and state.global_step < state.max_steps
+            if not self._began or state.global_step - self._first >= self._per_epoch:
+                self._run.begin_epoch()  # a later run may begin another epoch
+            self._run.finish(state.global_step, lambda: self._state(state))
+        return control
 
     def _members(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -242,7 +267,13 @@ class _Checkpoints(TrainerCallback):
         for member in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
             if isinstance(member, ExportableState):
                 exported.setdefault(type(member).__name__, []).append(member.state())
-        values = dataclasses.asdict(state) | {"stateful_callbacks": exported}
+        values = dataclasses.asdict(state)
+        own = {
+            name: value
+            for name, value in vars(state).items()
+            if name not in values or self._limits.get(name, value) != value
+        }
+        values["stateful_callbacks"] = exported
         values["log_history"] = [each for each in state.log_history if _END not in each]
         values[_OWN] = {
             "epoch": self._epoch,
@@ -250,6 +281,8 @@ class _Checkpoints(TrainerCallback):
             "at": self._at,
             "began": self._began,
             "stopped": self._is_stopped,
+            "training": self._trainer.model.training,
+            "state": own,
             "args": {
                 name: value
                 for name, value in vars(self._trainer.args).items()
@@ -262,8 +295,9 @@ class _Checkpoints(TrainerCallback):
         except TypeError as error:
             raise StateError(
                 f"the state of the Trainer: expected numbers, texts, lists and dicts, because the "
-                f"Trainer keeps it as JSON (`state()` of a callback, or `log`); found: {error}. Turn "
-                f"an array into a list there (`x.tolist()`), or make what has it a part of the model."
+                f"Trainer keeps it as JSON (an attribute, `state()` of a callback, or `log`); found: "
+                f"{error}. Turn an array into a list there (`x.tolist()`), or make what has it a part "
+                f"of the model."
             ) from error
         # Says also which process this is.
         return self._members() | {"trainer": PerRank(text)}
@@ -282,6 +316,25 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
             delattr(owner, name)
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+def _evaluation_loaders(trainer: Trainer) -> list[Any]:
+    data = trainer.eval_dataset
+    names = [] if data is None else data if isinstance(data, dict) else [None]
+    return [*map(trainer.get_eval_dataloader, names)]
+
+
+def _of_same_epoch(skipping: Any, loader: Any) -> Any:
+    """`skipping`, which tells the parts of `loader` of an epoch as that does. Accelerate's own looks
+    for a sampler one level too high, and tells the dataset if `loader` does not, and conversely."""
+
+    def set_epoch(epoch: int) -> None:
+        skipping.iteration = epoch
+        loader.set_epoch(epoch)
+
+    if hasattr(loader, "set_epoch"):
+        skipping.set_epoch = set_epoch
+    return skipping
 
 
 def _changes_epochs(callback: Any) -> bool:

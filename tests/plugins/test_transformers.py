@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import signal
 from functools import partial
@@ -285,6 +286,36 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(self.rows)
 
 
+class Growing(torch.utils.data.Dataset[Any]):
+    """Has more examples in each epoch."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 5 + self.epoch
+
+    def __getitem__(self, place: int) -> Any:
+        return self.rows[place]
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Has a random generator of its own."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.source = rows, torch.Generator().manual_seed(2)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Any:
+        row = self.rows[place]
+        return row | {"x": row["x"] + torch.randn(4, generator=self.source)}
+
+
 def epochs_of_two(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
     control.should_epoch_stop = state.global_step % 2 == 0
 
@@ -308,6 +339,29 @@ def counts(self: Any, args: Any, *_: Any, optimizer: Any, **__: Any) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.1 * self.count
 
 
+def limits(self: Any, args: Any, state: Any, *_: Any, model: Any, **__: Any) -> None:
+    state.seen = getattr(state, "seen", 0) + 1
+    model.drop.p = 0.01 * state.seen
+    if state.global_step == 3:
+        state.max_steps = 9
+
+
+def logs(self: Any, *_: Any, **__: Any) -> None:
+    self.trainer.log({"begins": 1.0})
+
+
+def ends_epoch(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+    control.should_epoch_stop = state.global_step == 2 and not hasattr(self, "has_ended")
+    if control.should_epoch_stop:
+        self.has_ended = True
+
+
+def ends_epoch_and_run(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+    ends_epoch(self, args, state, control)
+    if control.should_epoch_stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def stops(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
     control.should_training_stop = state.global_step in (6, 8)
 
@@ -317,9 +371,10 @@ def state_of(self: Any) -> dict[str, Any]:
 
 
 def with_callback(
-    directory: Path, methods: dict[str, Any], stream: bool = False, end: int = 0, **settings: Any
-) -> tuple[list[str], Any]:
-    """The losses of the steps, and what there is at the end: parameters, step, operations, log."""
+    directory: Path, methods: dict[str, Any], data: type = list, end: int = 0, **settings: Any
+) -> tuple[list[tuple[int, str]], Any]:
+    """The step and the loss of each batch, and what there is at the end: parameters, modes, whether
+    it was stopped, step, epoch, operations, log."""
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 
@@ -329,12 +384,12 @@ def with_callback(
         if state.global_step == end:
             raise Stopped
 
-    losses: list[str] = []
+    losses: list[tuple[int, str]] = []
 
     class Seeing(Trainer):
         def training_step(self, *given: Any, **named: Any) -> Any:
             loss = super().training_step(*given, **named)
-            losses.append(float(loss).hex())
+            losses.append((self.state.global_step, float(loss).hex()))
             return loss
 
     bases = (TrainerCallback, ExportableState) if "state" in methods else (TrainerCallback,)
@@ -352,46 +407,68 @@ def with_callback(
         lr_scheduler_type="constant",
         **settings,
     )
-    data: Any = Stream(rows) if stream else rows
     each: Any = [kind() for kind in kinds]
-    trainer = Seeing(model, args, train_dataset=data, eval_dataset=rows, callbacks=each)  # type: ignore[arg-type]
+    trainer = Seeing(model, args, None, data(rows), Noisy(rows), callbacks=each)  # type: ignore[arg-type]
+    kinds[0].trainer = trainer  # type: ignore[attr-defined]
     try:
         train(trainer, directory)
     except Stopped:
         assert end
     state = trainer.state
-    log = [entry["step"] for entry in state.log_history]
+    log = [(entry["step"], entry.get("eval_loss")) for entry in state.log_history]
     bits = [value.tolist() for value in model.parameters()]
-    return losses, (bits, state.global_step, state.epoch, state.total_flos, log)
+    modes = [module.training for module in model.modules()]
+    is_stopped = trainer.control.should_training_stop
+    return losses, (bits, modes, is_stopped, state.global_step, state.epoch, state.total_flos, log)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the import of transformers
 @pytest.mark.parametrize(
-    ("methods", "stream", "settings"),
+    ("methods", "data", "settings"),
     [
-        ({"on_step_end": epochs_of_two}, False, {"num_train_epochs": 5}),
-        ({}, True, {"max_steps": 10}),
-        ({"on_step_end": clips}, False, {}),
-        ({"on_epoch_begin": decays}, False, {}),
-        ({"on_epoch_begin": drops}, False, {}),
+        ({"on_step_end": epochs_of_two}, list, {"num_train_epochs": 5}),
+        ({}, Stream, {"max_steps": 10}),
+        ({}, Stream, {"max_steps": 10, "gradient_accumulation_steps": 3}),  # and a rest
+        ({}, Growing, {"max_steps": 10}),
+        ({}, list, {"eval_strategy": "steps", "eval_steps": 3}),
+        ({"on_step_end": clips}, list, {}),
+        ({"on_step_end": limits}, list, {}),
+        ({"on_step_begin": decays}, list, {}),
+        ({"on_epoch_begin": decays}, list, {}),
+        ({"on_epoch_begin": drops}, list, {}),
+        ({"on_train_begin": logs, "on_epoch_begin": logs}, list, {}),
         (
             {"on_epoch_begin": counts, "state": state_of},
-            False,
+            list,
             {"restore_callback_states_from_checkpoint": True},
         ),
     ],
 )
 def test_what_callbacks_change_is_as_in_the_undisturbed_run(
-    tmp_path: Path, methods: dict[str, Any], stream: bool, settings: dict[str, Any]
+    tmp_path: Path, methods: dict[str, Any], data: type, settings: dict[str, Any]
 ) -> None:
-    whole, at_end = with_callback(tmp_path / "whole", methods, stream, **settings)
+    whole, at_end = with_callback(tmp_path / "whole", methods, data, **settings)
     newest = 0
     for end in (2, 4, 5, 7):
-        losses, _ = with_callback(tmp_path / "run", methods, stream, end, **settings)
-        assert losses == whole[newest:end]
+        losses, _ = with_callback(tmp_path / "run", methods, data, end, **settings)
+        assert losses == [each for each in whole if newest <= each[0] < end]
         newest = Run(tmp_path / "run").steps()[-1]
         assert newest == end - 1
-    assert with_callback(tmp_path / "run", methods, stream, **settings) == (whole[newest:], at_end)
+    rest = [each for each in whole if newest <= each[0]]
+    assert with_callback(tmp_path / "run", methods, data, **settings) == (rest, at_end)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+def test_gradients_that_no_step_has_used_delay_the_end_of_a_terminated_run(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_train_epochs": 3}
+    whole, at_end = with_callback(tmp_path / "whole", {"on_substep_end": ends_epoch}, **settings)
+    with pytest.raises(SystemExit) as caught:
+        with_callback(tmp_path / "run", {"on_substep_end": ends_epoch_and_run}, **settings)
+    assert caught.value.code == EXIT_PREEMPTED
+    assert Run(tmp_path / "run").steps() == [1, 2, 3]
+    rest = [each for each in whole if each[0] >= 3]
+    answer = with_callback(tmp_path / "run", {"on_substep_end": ends_epoch}, **settings)
+    assert answer == (rest, at_end)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the import of transformers

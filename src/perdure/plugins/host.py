@@ -206,8 +206,9 @@ class Loading:
         if len(states) != len(self._held):
             raise StateError(
                 f"{self._what}: expected {len(states)} random generators in the dataset, its sampler "
-                f"and its `collate_fn`, as the run had, found {len(self._held)}. Without them a resumed "
-                f"run would see other batches. Make the same loader, and its generators at once."
+                f"and its `collate_fn`, as the run had, found {len(self._held)}. Without them a "
+                f"resumed run would see other batches. Make the same loader, and its generators at "
+                f"once."
             )
         for number, generator in enumerate(self._held):
             state = states[f"{number}"]

@@ -195,6 +195,8 @@ class _Checkpoints:
         vars(state).update(copy.deepcopy(self._loaded))
         if resumed is not None and self._is_over:
             self._run.between_steps(resumed.step, dict)  # there is none to come
+            (saved,) = self._told["stateful_callbacks"]["TrainerControl"]
+            vars(control).update(saved["args"])
         return control
 
     def _restore(self, args: Any) -> None:

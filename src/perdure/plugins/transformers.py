@@ -134,7 +134,7 @@ class _Checkpoints:
         def skipped(loader: Any, count: int) -> Any:
             is_loaded = self._run.resumed is not None and self._run.must_load_again(loader)
             if not is_loaded:
-                return _of_same_epoch(skip(loader, count), loader)
+                return _Skipped(loader, partial(skip, loader, count), loading)
             # As many as the Trainer loads at once: the first load of an epoch is another one.
             first = min(count, trainer.args.gradient_accumulation_steps)
             return _LoadedAgain(loader, [first, *[1] * (count - first)], loading)
@@ -166,7 +166,7 @@ class _Checkpoints:
         return counts
 
     def on_train_begin(
-        self, others: Callable[..., Any], args: Any, state: Any, control: Any
+        self, others: Callable[..., Any], args: Any, state: Any, control: Any, **named: Any
     ) -> Any:
         trainer, resumed = self._trainer, self._run.resumed
         if resumed is not None:
@@ -179,7 +179,7 @@ class _Checkpoints:
             trainer._initial_global_step = trainer._globalstep_last_logged = resumed.step
             kept = {name: value for name, value in vars(state).items() if name not in _LIMITS}
             self._loaded = copy.deepcopy(kept) | self._saved.get("state", {})
-        control = others(args, state, control)
+        control = others(args, state, control, **named)
         # `get_train_dataloader` of a subclass may not follow the arguments.
         loader = trainer.callback_handler.train_dataloader
         is_kept = host.keeps_workers([loader])
@@ -200,19 +200,21 @@ class _Checkpoints:
         return control
 
     def _restore(self, args: Any) -> None:
-        # The modes of the modules come back beside that of the model.
-        self._trainer.model.train(self._saved.get("training", self._trainer.model.training))
+        # Each module has its mode beside that of the model, which an evaluation changes.
+        model = self._trainer.model
+        if model.training != (mode := self._saved.get("training", model.training)):
+            model.train(mode)
         self._run.begin(self._members(), "trainer")
         vars(args).update(self._saved.get("args", {}))
 
     def on_epoch_begin(
-        self, others: Callable[..., Any], args: Any, state: Any, control: Any
+        self, others: Callable[..., Any], args: Any, state: Any, control: Any, **named: Any
     ) -> Any:
         is_again = self._run.resumed is not None and self._began
         if is_again:  # the callbacks see what they saw
             state.global_step, state.epoch = self._first, self._saved["at"]
         self._first, self._at = state.global_step, state.epoch
-        control = others(args, state, control)
+        control = others(args, state, control, **named)
         if is_again:
             callbacks = self._trainer.callback_handler.callbacks
             if any(map(_changes_epochs, callbacks)):
@@ -224,26 +226,36 @@ class _Checkpoints:
         self._run.begin_epoch()
         return control
 
-    def on_step_begin(self, others: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
+    def on_step_begin(
+        self, others: Callable[..., Any], args: Any, state: Any, control: Any, **named: Any
+    ) -> Any:
         # Before the callbacks, which do this again in a resumed run. The end of an epoch may have
         # accumulated gradients without a step: the next one begins with the same number, and the save
         # of that number repeats them.
         step: int = state.global_step
         is_whole, self._begun = step != self._begun, step
         self._run.between_steps(step, lambda: self._state(state), may_save=is_whole)
-        return others(args, state, control)
+        return others(args, state, control, **named)
 
-    def on_epoch_end(self, others: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
-        control = others(args, state, control)
+    def on_epoch_end(
+        self, others: Callable[..., Any], args: Any, state: Any, control: Any, **named: Any
+    ) -> Any:
+        control = others(args, state, control, **named)
         stops = control.should_training_stop or state.global_step >= state.max_steps
         if control.should_epoch_stop or not stops:
             self._epoch, self._first, self._began = self._epoch + 1, state.global_step, False
         return control
 
     def on_log(
-        self, others: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any
+        self,
+        others: Callable[..., Any],
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Any,
+        **named: Any,
     ) -> Any:
-        control = others(args, state, control, logs)
+        control = others(args, state, control, logs, **named)
         if _END in logs:
             # After the last evaluation, which may stop the run, and before the best model is loaded.
             self._is_stopped = control.should_training_stop and state.global_step < state.max_steps
@@ -273,7 +285,7 @@ class _Checkpoints:
         own = {
             name: value
             for name, value in vars(state).items()
-            if name not in values or self._limits.get(name, value) != value
+            if name not in values or (name in self._limits and value != self._limits[name])
         }
         values["stateful_callbacks"] = exported
         values["log_history"] = [each for each in state.log_history if _END not in each]
@@ -326,19 +338,6 @@ def _evaluation_loaders(trainer: Trainer) -> list[Any]:
     return [*map(trainer.get_eval_dataloader, names)]
 
 
-def _of_same_epoch(skipping: Any, loader: Any) -> Any:
-    """`skipping`, which tells the parts of `loader` of an epoch as that does. Accelerate's own looks
-    for a sampler one level too high, and tells the dataset if `loader` does not, and conversely."""
-
-    def set_epoch(epoch: int) -> None:
-        skipping.iteration = epoch
-        loader.set_epoch(epoch)
-
-    if hasattr(loader, "set_epoch"):
-        skipping.set_epoch = set_epoch
-    return skipping
-
-
 def _changes_epochs(callback: Any) -> bool:
     """Whether a callback, which is none of transformers, does something where an epoch begins."""
     return not type(callback).on_epoch_begin.__module__.startswith("transformers.")
@@ -349,6 +348,21 @@ def _restore_callbacks(callbacks: Iterable[Any], exported: Mapping[str, Iterable
     for callback in callbacks:
         state = next(states.get(type(callback).__name__, iter(())), {})
         vars(callback).update(state.get("attributes", {}))
+
+
+class _Skipped(host.LoaderInPlace):
+    """A loader without its first batches, whose parts hear of an epoch as without a resume. The loader
+    that Accelerate makes for it looks for them one level too high."""
+
+    def __init__(self, loader: Any, skip: Callable[[], Any], loading: host.Loading) -> None:
+        super().__init__(loader, loading)
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        rest = self._skip()
+        if hasattr(self._loader, "set_epoch"):
+            rest.set_epoch = self._loader.set_epoch
+        return iter(rest)
 
 
 class _LoadedAgain(host.LoaderInPlace):

@@ -92,17 +92,17 @@ def _batches(
     if is_longer:  # the save knows the number of batches in its last epoch, and not in the next one
         loader.set_epoch(epoch - 1)
         _require_batches(run, position, loader)
-    run.load_from(loader)
+    others = [each for each in accelerator._dataloaders if each is not loader]
+    if run.resumed is not None and "passes" in run.resumed.state:
+        _restore_passes(others, run.of_process("passes"))
+    run.load_from(loader, *others)
     batches = _even_count(loader)
     accumulation = accelerator.gradient_accumulation_steps
-    others = _OtherLoaders(accelerator, loader)
-    run.begin(_members(accelerator, position.get("apart", {}).values()), "position", "loaders")
+    run.begin(_members(accelerator, position.get("apart", {}).values()), "position", "passes")
     if run.resumed is not None:
         accelerator.step = position["accumulated"]
         if position["accumulation"] is not None:
             accelerator.gradient_accumulation_steps = position["accumulation"]
-        if "loaders" in run.resumed.state:
-            others.restore(run.of_process("loaders"))
 
     def state() -> dict[str, Any]:
         nonlocal has_warned
@@ -115,7 +115,8 @@ def _batches(
         counts |= {"batches": batches, "batches_now": _count(loader), "ended": epoch >= epochs}
         steps = accelerator.gradient_accumulation_steps
         counts["accumulation"] = None if steps == accumulation else steps
-        saved = {"position": counts | {"apart": apart}, "loaders": PerRank(others.state())}
+        passes = {f"{number}": each.iteration for number, each in enumerate(others)}
+        saved = {"position": counts | {"apart": apart}, "passes": PerRank(passes)}
         return _members(accelerator, apart) | saved
 
     while epoch < epochs:
@@ -162,29 +163,15 @@ def _require_batches(run: host.HostRun, position: dict[str, Any], loader: Any) -
             )
 
 
-class _OtherLoaders:
-    """The prepared loaders that were not passed. What a pass of one depends on is its number, and the
-    generators that its parts hold."""
-
-    def __init__(self, accelerator: Any, loader: Any) -> None:
-        self._loaders = [each for each in accelerator._dataloaders if each is not loader]
-        self._loading = host.Loading()
-        self._loading.of(*self._loaders)
-
-    def state(self) -> dict[str, Any]:
-        passes = {f"{number}": each.iteration for number, each in enumerate(self._loaders)}
-        return {"passes": passes, "generators": self._loading.between_passes()}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        passes = saved["passes"]
-        if len(passes) != len(self._loaders):
-            raise StateError(
-                f"batches: expected {len(passes)} prepared loaders beside the one that is passed, as "
-                f"the run had, found {len(self._loaders)}. Prepare the same ones before the loop."
-            )
-        for number, each in enumerate(self._loaders):
-            each.iteration = passes[f"{number}"]
-        self._loading.restore(saved.get("generators", {}))
+def _restore_passes(loaders: list[Any], passes: dict[str, Any]) -> None:
+    """Let the loaders that were not passed begin their next pass as they would have."""
+    if len(passes) != len(loaders):
+        raise StateError(
+            f"batches: expected {len(passes)} prepared loaders beside the one that is passed, as "
+            f"the run had, found {len(loaders)}. Prepare the same ones before the loop."
+        )
+    for number, each in enumerate(loaders):
+        each.iteration = passes[f"{number}"]
 
 
 _OTHER_LOADER = (

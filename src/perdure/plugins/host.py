@@ -32,7 +32,7 @@ GeneratorStates = dict[str, np.ndarray[Any, Any]]
 
 _EPOCH_BEGAN = "epoch_began"
 _LOADING = "loading"
-_EVALUATIONS = "evaluations"  # in the member `_LOADING`
+_OTHERS = "others"  # in the member `_LOADING`
 _PARTS = (
     "dataset",
     "collate_fn",
@@ -55,7 +55,7 @@ class HostRun:
     def __init__(self, manager: CheckpointManager, index: int, count: int) -> None:
         manager.claim()
         self.manager = manager
-        self.loading, self._evaluations = Loading(), Loading("the data of the evaluations")
+        self.loading, self._others = Loading(), Loading("the data of another loader")
         self._index = index
         self.resumed: Restored | None = manager.restore() if manager.all_steps() else None
         if self.resumed is not None:
@@ -64,11 +64,11 @@ class HostRun:
         self._at_save = generator_states()
         self._epoch_began: GeneratorStates = {}
 
-    def load_from(self, loader: Any, *evaluations: Any) -> None:
+    def load_from(self, loader: Any, *others: Any) -> None:
         """The batches are those of `loader`, whose generators are as at the save until it loads. Those
-        of the loaders of `evaluations` are then as at the save, too."""
+        of the `others`, as of evaluations, are then as at the save, too."""
         self.loading.of(loader)
-        self._evaluations.of(*evaluations)
+        self._others.of(*others)
         if self.resumed is not None:
             self._restore_loading("now")
 
@@ -82,7 +82,7 @@ class HostRun:
         states = self.of_process(_LOADING)
         self.loading.restore(states.get(when, {}))
         if when == "now":
-            self._evaluations.restore(states.get(_EVALUATIONS, {}))
+            self._others.restore(states.get(_OTHERS, {}))
 
     def begin(self, members: Mapping[str, Any], *read_only: str) -> None:
         """Begin with the objects of the host, by name. A resumed run restores them, or MismatchError;
@@ -135,7 +135,7 @@ class HostRun:
             self.manager.save(step, self._whole(state), force=True)
 
     def _whole(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        loading = self.loading.state() | {_EVALUATIONS: self._evaluations.between_passes()}
+        loading = self.loading.state() | {_OTHERS: self._others.between_passes()}
         extra = {_EPOCH_BEGAN: self._epoch_began, _LOADING: loading}
         return state() | {name: PerRank(value) for name, value in extra.items()}
 

@@ -280,10 +280,11 @@ class Attributes(ExtraMember):
                 vars(owner.value).pop(name, None)
         # Names last: an attribute may be computed from one that has gone. An array comes before the
         # containers that have it too, because it is restored in place.
-        in_order = sorted(stored.keys, key=lambda path: path not in states.numbers)
-        in_order.sort(key=lambda path: stored.keys[path][-1] == _NAMES)
-        for path in in_order:
-            first, *key = stored.keys[path]
+        in_order = sorted(
+            stored.keys.items(),
+            key=lambda item: (item[1][-1] == _NAMES, item[0] not in states.numbers),
+        )
+        for path, (first, *key) in in_order:
             owner_path = restoring.renamed(str(first))
             if (owner := owners.get(owner_path)) is None:
                 if (value := static.get(owner_path)) is not None:
@@ -297,7 +298,7 @@ class Attributes(ExtraMember):
                         _set(owner, place, same, {id(same)})
                 else:
                     value = states.value(path, _get(owner, place))
-                    put[path] = _set(owner, place, value, states.ids())
+                    put[path] = _set(owner, place, value, states.ids)
                     states.note(path, put[path])
             except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
                 raise StateError(
@@ -639,22 +640,22 @@ class _WithSharedArrays(ObjectStates):
         super().__init__(leaves, member=member)
         self.numbers = {path: number for number, paths in enumerate(groups) for path in paths}
         self._built: dict[int, Any] = {}
+        self.ids = set[int]()
+        """The `id` of each of these arrays that is built."""
 
     def shared(self, path: str, build: Callable[[], Any]) -> Any:
         number = self.numbers.get(path)
         if number is None:
             return build()
         if number not in self._built:
-            self._built[number] = build()
+            self.note(path, build())
         return self._built[number]
 
     def note(self, path: str, value: Any) -> None:
         """The array at `path` is `value`, perhaps that of the target."""
         if (number := self.numbers.get(path)) is not None:
             self._built[number] = value
-
-    def ids(self) -> set[int]:
-        return set(map(id, self._built.values()))
+            self.ids.add(id(value))
 
 
 def _get(owner: Owner, key: Key) -> Any:

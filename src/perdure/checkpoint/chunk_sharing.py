@@ -1,30 +1,25 @@
-"""Divides the chunks and the whole arrays that several processes of one machine need: one reads and
-verifies each, and the others copy their elements out of the very bytes that were verified, or map them.
+"""Divides the chunks that several processes of one machine need: one reads and verifies each, and the
+others copy their elements out of the very bytes that were verified.
 
 Invariant: no restore depends on another process: each reads by itself what it did not get.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from mmap import ALLOCATIONGRANULARITY
+from contextlib import suppress
 
 import msgspec
 from msgspec import Struct
 
 from perdure.checkpoint.connections import (
     Connections,
-    SharedPages,
     Slots,
     exactly,
     hello_of,
-    own_pages,
-    received_file,
     received_memory,
 )
 from perdure.store.format import CHUNK_BYTES
@@ -34,9 +29,8 @@ SLOTS = 6
 
 _NUMBER = struct.Struct("!I")
 """The number of a process, the bytes of a request, or a slot whose elements were copied."""
-_DONE = struct.Struct("!qQQ")
-"""A verified chunk: its number, its place in the memory of the slots, and its bytes; or a whole array:
-its number below 0, its place in the shared pages, and its bytes."""
+_DONE = struct.Struct("!QQQ")
+"""A verified chunk: its number, its place in the memory of the slots, and its bytes."""
 _END = _DONE.pack(0, 2**64 - 1, 0)
 
 
@@ -62,11 +56,6 @@ class ChunkSharing:
         self._peers = Connections("perdure-share")
         self._guard = self._peers.guard
         self._slots = Slots(SLOTS)
-        self._pages = SharedPages()
-        self._places: dict[int, tuple[int, int]] = {}
-        """Place and bytes of the whole arrays that this process reads."""
-        self._whole: dict[int, memoryview] = {}
-        """The whole arrays that are there, by number."""
         self._listener: socket.socket | None = None
         self._request, self._place = _NOTHING, _ignore
         self._connected: set[int] = set()
@@ -88,7 +77,7 @@ class ChunkSharing:
         """Let others of this machine connect that know the name that this returns; empty where that
         is forbidden. All listen before one reads."""
         name = f"perdure-{secrets.token_hex(16)}"
-        if self._slots.file is not None and self._pages.file is not None:
+        if self._slots.file is not None:
             self._listener = self._peers.listen_locally(name)
         self._name = "" if self._listener is None else name
         return self._name
@@ -127,7 +116,7 @@ class ChunkSharing:
                 self._peers.start(self._take, index, connection)
         return bool(connections)
 
-    def divide(self) -> set[int]:
+    def divide(self) -> tuple[set[int], set[int]]:
 
         def is_complete() -> bool:
             wanting = {index for index, request in self._requests.items() if request.wanted}
@@ -142,7 +131,7 @@ class ChunkSharing:
                     self._takers[number] = group[1:]
                 elif self._index in group:
                     others.add(number)
-            return others
+            return others, {number for number, group in self._takers.items() if group}
 
     def take(self) -> tuple[int, memoryview]:
         slot = self._slots.free.get()
@@ -161,26 +150,6 @@ class ChunkSharing:
                 self._send(index, message)
             self._free()
 
-    def room(self, sizes: Mapping[int, int]) -> dict[int, memoryview]:
-        total = 0
-        for number, nbytes in sizes.items():
-            self._places[number] = total, nbytes
-            total += -(-nbytes // ALLOCATIONGRANULARITY) * ALLOCATIONGRANULARITY
-        memory = self._pages.grow(total)
-        return {n: memory[start : start + nbytes] for n, (start, nbytes) in self._places.items()}
-
-    def give_whole(self) -> None:
-        assert self._pages.file is not None
-        with self._guard:
-            for number, (start, nbytes) in self._places.items():
-                self._whole[number] = own_pages(self._pages.file, start, nbytes)
-                for index in self._takers.get(number, ()):
-                    if index in self._consumers:
-                        self._send(index, _DONE.pack(number, start, nbytes))
-
-    def whole(self, number: int) -> memoryview:
-        return self._whole[number]
-
     def finish(self) -> set[int]:
         with self._guard:
             for index in self._consumers:
@@ -193,7 +162,6 @@ class ChunkSharing:
         self._listener = None
         self._place = _ignore  # it refers to the shards
         self._slots.close()
-        self._pages.close()
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer the request of a peer, and learn which chunks it has copied, until it closes."""
@@ -208,7 +176,6 @@ class ChunkSharing:
                     self._request if index in self._connected else _NOTHING
                 )
                 self._slots.share(connection)
-                self._pages.share(connection)
                 connection.sendall(_NUMBER.pack(len(body)) + body)
                 self._consumers[index] = connection
                 self._accepted.add(index)
@@ -226,11 +193,9 @@ class ChunkSharing:
         connection.close()
 
     def _take(self, index: int, connection: socket.socket) -> None:
-        """Copy elements of the chunks that a peer hands out, and map whole arrays, until it ends."""
-        with suppress(OSError, ValueError, struct.error), ExitStack() as at_end:
+        """Copy elements of the chunks that a peer hands out, until it ends."""
+        with suppress(OSError, ValueError, struct.error):
             memory = received_memory(connection, SLOTS * CHUNK_BYTES)
-            pages = received_file(connection)
-            at_end.callback(os.close, pages)
             (size,) = _NUMBER.unpack(exactly(connection, _NUMBER.size))
             request = msgspec.msgpack.decode(exactly(connection, size), type=_Request)
             is_same = request.fingerprint == self._request.fingerprint
@@ -239,17 +204,12 @@ class ChunkSharing:
                 self._guard.notify_all()
             while (message := exactly(connection, _DONE.size)) != _END:
                 number, start, nbytes = _DONE.unpack(message)
-                if self._request.wanted.get(number) != nbytes:
+                data = memory[start : start + nbytes]
+                if self._request.wanted.get(number) != nbytes or len(data) != nbytes:
                     raise ConnectionAbortedError
-                if number < 0:
-                    self._whole[number] = own_pages(pages, start, nbytes)
-                else:
-                    data = memory[start : start + nbytes]
-                    if len(data) != nbytes:
-                        raise ConnectionAbortedError
-                    self._place(number, data)
-                    # If this fails, the peer may have used the memory again: then it did not come.
-                    connection.sendall(_NUMBER.pack(start // CHUNK_BYTES))
+                self._place(number, data)
+                # If this fails, the peer may have used the memory again: then it did not come.
+                connection.sendall(_NUMBER.pack(start // CHUNK_BYTES))
                 with self._guard:
                     self._received.add(number)
         with self._guard:

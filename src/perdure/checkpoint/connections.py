@@ -94,23 +94,21 @@ class Connections:
             connection.close()
 
 
-class SharedFile:
-    """A `file` in memory that other processes of this machine may map, None where that is forbidden. No
-    process can cut it, which would kill its readers."""
+class Slots:
+    """Memory for a few chunks. Other processes of this machine may map its `file`, which is None where
+    that is forbidden. No process can cut it, which would kill its readers."""
 
-    def __init__(self, size: int, seals: int = 0) -> None:
-        self.file: int | None = None
-        if not HAS_SHARED_MEMORY:
-            return
-        with suppress(OSError):
-            file = os.memfd_create("perdure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
-                os.ftruncate(file, size)
-                seals |= fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-                fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-                self.file = file
-            except OSError:
-                os.close(file)
+    def __init__(self, count: int) -> None:
+        size = count * CHUNK_BYTES
+        self.file = _shared_file(size)
+        self.free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(count):
+            self.free.put(slot)
+        self._memory = memoryview(mmap.mmap(-1 if self.file is None else self.file, size))
+
+    def memory(self, slot: int) -> memoryview:
+        """The memory of a slot."""
+        return self._memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
 
     def share(self, connection: socket.socket) -> None:
         """Let the process at the other end map the memory."""
@@ -125,59 +123,33 @@ class SharedFile:
             self.file = None
 
 
-class Slots(SharedFile):
-    """Memory for a few chunks, which others may map if there is a file."""
-
-    def __init__(self, count: int) -> None:
-        size = count * CHUNK_BYTES
-        super().__init__(size, getattr(fcntl, "F_SEAL_GROW", 0))
-        self.free: SimpleQueue[int] = SimpleQueue()
-        for slot in range(count):
-            self.free.put(slot)
-        self._memory = memoryview(mmap.mmap(-1 if self.file is None else self.file, size))
-
-    def memory(self, slot: int) -> memoryview:
-        """The memory of a slot."""
-        return self._memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
-
-
-class SharedPages(SharedFile):
-    """Memory for what several processes of this machine need whole. It is written once; then each
-    process, this one too, has pages of it that become its own when it changes them."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def grow(self, size: int) -> memoryview:
-        """The memory to be written, of `size` bytes; raises `OSError` if there is none."""
-        assert self.file is not None
-        os.ftruncate(self.file, size)
-        return memoryview(mmap.mmap(self.file, size))
-
-
-def own_pages(file: int, start: int, size: int) -> memoryview:
-    """Pages of a file of `SharedPages`; `start` is a multiple of the size of a page."""
-    return memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, offset=start))
-
-
-def received_file(connection: socket.socket) -> int:
-    """The file of the memory that the process at the other end shares, to be closed by the caller."""
-    _, files, _, _ = socket.recv_fds(connection, len(_FILE), 1)
-    if not files:
-        raise ConnectionResetError("the connection was closed")
-    if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        os.close(files[0])
-        raise OSError("its shared memory could be cut while it is read")
-    return files[0]
+def _shared_file(size: int) -> int | None:
+    if not HAS_SHARED_MEMORY:
+        return None
+    with suppress(OSError):
+        file = os.memfd_create("perdure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(file, size)
+            seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+        except OSError:
+            os.close(file)
+        else:
+            return file
+    return None
 
 
 def received_memory(connection: socket.socket, size: int) -> memoryview:
     """The memory of `size` bytes that the process at the other end shares; others may not change it."""
-    file = received_file(connection)
+    _, files, _, _ = socket.recv_fds(connection, len(_FILE), 1)
+    if not files:
+        raise ConnectionResetError("the connection was closed")
     try:
-        return memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
+        if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError("its shared memory could be cut while it is read")
+        return memoryview(mmap.mmap(files[0], size, prot=mmap.PROT_READ))
     finally:
-        os.close(file)
+        os.close(files[0])
 
 
 def hello_of(connection: socket.socket, size: int) -> memoryview:

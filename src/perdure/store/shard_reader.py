@@ -8,23 +8,28 @@ has whole. Without that, chunks that lie in several shards are read through the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate, count
 from typing import NamedTuple, Protocol
 
-from perdure.store.aligned_buffers import SMALL_BYTES, give_buffer, leaf_memory, take_buffer
+from perdure.store.aligned_buffers import (
+    SMALL_BYTES,
+    copy_bytes,
+    give_buffer,
+    leaf_memory,
+    take_buffer,
+)
 from perdure.store.format import CHUNK_BYTES, PACKS, batches, chunk_spans
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Chunk, LeafEntry, Manifest
 from perdure.store.pools import map_ahead
 from perdure.store.reader import (
     READ_THREADS,
-    Wanted,
     grouped,
     load_chunks,
-    load_entries,
     no_memory,
     of_step,
     require_packs,
@@ -35,7 +40,6 @@ from perdure.store.shard_plan import (
     Region,
     RegionIndex,
     Shards,
-    Slice,
     place_elements,
     slices_size,
     volume,
@@ -50,8 +54,7 @@ Regions = Mapping[str, tuple[Region, ...]]
 
 
 class SharedReads(Protocol):
-    """Divides chunks of which several processes of this machine need elements, and arrays that they
-    need whole, whose numbers are below 0."""
+    """Divides chunks of which several processes of this machine need elements."""
 
     def announce(
         self,
@@ -68,8 +71,9 @@ class SharedReads(Protocol):
         """
         ...
 
-    def divide(self) -> set[int]:
-        """The numbers of what others read; waits until all have announced theirs."""
+    def divide(self) -> tuple[set[int], set[int]]:
+        """The numbers of what others read, and of what this process reads for others; waits until
+        all have announced theirs."""
         ...
 
     def take(self) -> tuple[int, memoryview]:
@@ -78,20 +82,6 @@ class SharedReads(Protocol):
 
     def give(self, slot: int, chunks: Sequence[tuple[int, int, int]]) -> None:
         """Hand verified chunks in a slot to the others: (number, place in the slot, bytes)."""
-        ...
-
-    def room(self, sizes: Mapping[int, int]) -> dict[int, memoryview]:
-        """Memory for the whole arrays that this process reads (bytes by number). Called once; raises
-        `OSError` if there is none."""
-        ...
-
-    def give_whole(self) -> None:
-        """Hand out the arrays in that memory, which are verified and not written again."""
-        ...
-
-    def whole(self, number: int) -> memoryview:
-        """The memory of a whole array that this or another process has read. Its changes are seen by
-        nobody else."""
         ...
 
     def finish(self) -> set[int]:
@@ -103,20 +93,17 @@ class SharedReads(Protocol):
         ...
 
 
-class _Passing(NamedTuple):
-    """A chunk of `nbytes` bytes, by its number, of which some elements belong into shards."""
+class _Needed(NamedTuple):
+    """A chunk of `nbytes` bytes, by its number. All of them belong into `target`, or without one
+    `place` copies the elements that are needed; `is_shared` if other processes need some, too."""
 
     number: int
     entry: LeafEntry
     chunk: Chunk
     nbytes: int
-    shards: Shards
-    slices: Sequence[Slice]
-
-    def is_shared(self) -> bool:
-        """Whether other processes need elements of it, too, and it is large."""
-        is_needed = slices_size(self.slices, self.shards.itemsize) < self.nbytes
-        return is_needed and self.nbytes >= SMALL_BYTES
+    place: Callable[[memoryview], None]
+    target: memoryview | None
+    is_shared: bool
 
 
 def load_shards(
@@ -132,49 +119,45 @@ def load_shards(
     paths = [leaf.path for leaf in manifest.leaves]
     firsts = dict(zip(paths, accumulate(leaf_counts, initial=0), strict=False))
     leaves: dict[str, Leaf] = {}
-    in_place: list[Wanted] = []
-    passing: list[_Passing] = []
-    whole: dict[int, LeafEntry] = {}
+    needed: list[_Needed] = []
     require_packs(storage, manifest, entries)
-    places = {path: place for place, path in enumerate(paths)}
     for entry in entries:
-        if entry.path not in regions:
-            whole[-1 - places[entry.path]] = entry
-            continue
-        shape, itemsize = entry.shape, entry.nbytes // max(1, math.prod(entry.shape))
-        wanted = tuple(dict.fromkeys(regions[entry.path]))
+        chunks = zip(count(firsts[entry.path]), entry.chunks, chunk_spans(entry.nbytes))
         try:
-            parts = tuple(leaf_memory(volume(region) * itemsize) for region in wanted)
+            if entry.path in regions:
+                shards = _new_shards(entry, tuple(dict.fromkeys(regions[entry.path])))
+                data = memoryview(b"")
+            else:
+                shards, data = None, leaf_memory(entry.nbytes)
         except (MemoryError, OSError) as error:
             raise no_memory(storage, manifest, entry, error) from error
-        shards = Shards(shape, itemsize, wanted, parts)
-        leaves[entry.path] = Leaf(
-            entry.dtype, entry.shape, memoryview(b""), frozen=True, shards=shards
-        )
-        index = RegionIndex(shards.shape, itemsize, wanted)
-        for number, (start, stop) in enumerate(chunk_spans(entry.nbytes)):
+        leaves[entry.path] = Leaf(entry.dtype, entry.shape, data, frozen=True, shards=shards)
+        if shards is None:
+            for number, chunk, (start, stop) in chunks:
+                target = data[start:stop]
+                place = partial(copy_bytes, target)
+                needed.append(_Needed(number, entry, chunk, stop - start, place, target, True))
+            continue
+        index = RegionIndex(shards.shape, shards.itemsize, shards.regions)
+        for number, chunk, (start, stop) in chunks:
             if not (slices := index.slices(start, stop)):
                 continue
-            chunk = entry.chunks[number]
-            if (target := shards.inside(slices, start, stop)) is not None:
-                in_place.append(wanted_chunk(manifest, entry, chunk, target))
-            else:
-                place = firsts[entry.path] + number
-                passing.append(_Passing(place, entry, chunk, stop - start, shards, slices))
+            nbytes, target = stop - start, shards.inside(slices, start, stop)
+            is_shared = nbytes >= SMALL_BYTES and slices_size(slices, shards.itemsize) < nbytes
+            place = partial(place_elements, shards=shards, slices=slices)
+            needed.append(_Needed(number, entry, chunk, nbytes, place, target, is_shared))
     if sharing is not None:
         with closing(sharing):
-            shared = _read_shared(storage, manifest, in_place, passing, whole, sharing)
-        if shared is not None:
-            return leaves | shared
-    leaves |= load_entries(storage, manifest, [*whole.values()])
-    load_chunks(storage, manifest, in_place)
-    _pass_through(storage, manifest, passing)
+            if _read_shared(storage, manifest, needed, sharing):
+                return leaves
+    _read_alone(storage, manifest, needed)
     return leaves
 
 
-def _chunks_of(manifest: Manifest, entry: LeafEntry, data: memoryview) -> Iterator[Wanted]:
-    for chunk, (start, stop) in zip(entry.chunks, chunk_spans(entry.nbytes), strict=True):
-        yield wanted_chunk(manifest, entry, chunk, data[start:stop])
+def _new_shards(entry: LeafEntry, regions: tuple[Region, ...]) -> Shards:
+    itemsize = entry.nbytes // max(1, math.prod(entry.shape))
+    parts = tuple(leaf_memory(volume(region) * itemsize) for region in regions)
+    return Shards(entry.shape, itemsize, regions, parts)
 
 
 def is_large(entry: LeafEntry) -> bool:
@@ -182,99 +165,96 @@ def is_large(entry: LeafEntry) -> bool:
     return entry.text is None and entry.nbytes >= SMALL_BYTES
 
 
+def _read_alone(storage: Storage, manifest: Manifest, needed: Sequence[_Needed]) -> None:
+    in_place = [
+        wanted_chunk(manifest, item.entry, item.chunk, item.target)
+        for item in needed
+        if item.target is not None
+    ]
+    load_chunks(storage, manifest, in_place)
+    _pass_through(storage, manifest, [item for item in needed if item.target is None])
+
+
 def _read_shared(
-    storage: Storage,
-    manifest: Manifest,
-    in_place: list[Wanted],
-    passing: Sequence[_Passing],
-    whole: Mapping[int, LeafEntry],
-    sharing: SharedReads,
-) -> dict[str, Leaf] | None:
-    """Read what this process needs, a part in others, and return the arrays that it needs whole; None,
-    without a read, if none share."""
-    shared = {item.number: item for item in passing if item.is_shared()}
-    alone = sum(chunk.size for chunk in in_place)
-    alone += sum(item.nbytes for item in passing if item.number not in shared)
+    storage: Storage, manifest: Manifest, needed: Sequence[_Needed], sharing: SharedReads
+) -> bool:
+    """Read what this process needs, a part in others; False, without a read, if none share."""
+    shared = {item.number: item for item in needed if item.is_shared}
+    alone = [item for item in needed if not item.is_shared]
 
     def place(number: int, data: memoryview) -> None:
-        place_elements(data, shared[number].shards, shared[number].slices)
+        shared[number].place(data)
 
     wanted = {number: item.nbytes for number, item in shared.items()}
-    wanted |= {number: entry.nbytes for number, entry in whole.items()}
-    if not sharing.announce(manifest.fingerprint, wanted, alone, place):
-        return None
-    load_chunks(storage, manifest, in_place)
-    theirs = sharing.divide()
-    mine = {number: entry for number, entry in whole.items() if number not in theirs}
-    if mine:
-        try:
-            room = sharing.room({number: entry.nbytes for number, entry in mine.items()})
-        except (MemoryError, OSError) as error:
-            raise no_memory(storage, manifest, next(iter(mine.values())), error) from error
-        chunks = [
-            chunk for n, entry in mine.items() for chunk in _chunks_of(manifest, entry, room[n])
-        ]
-        load_chunks(storage, manifest, chunks)
-        sharing.give_whole()
-    chunks_of_mine = [item for item in passing if item.number not in theirs]
-    _pass_through(storage, manifest, chunks_of_mine, sharing)
+    size = sum(item.nbytes for item in alone)
+    if not sharing.announce(manifest.fingerprint, wanted, size, place):
+        return False
+    _read_alone(storage, manifest, alone)
+    theirs, given = sharing.divide()
+    _pass_through(storage, manifest, [shared[number] for number in given], sharing)
+    own = shared.keys() - theirs - given
+    _read_alone(storage, manifest, [shared[number]._replace(is_shared=False) for number in own])
     missing = theirs - sharing.finish()
-    _pass_through(storage, manifest, [shared[number] for number in missing if number >= 0])
-    lost = [whole[number] for number in missing if number < 0]
-    leaves = load_entries(storage, manifest, lost)
-    for number, entry in whole.items():
-        if entry.path not in leaves:
-            data = sharing.whole(number)
-            leaves[entry.path] = Leaf(entry.dtype, entry.shape, data, frozen=True)
-    return leaves
+    _read_alone(storage, manifest, [shared[number] for number in missing])
+    return True
 
 
 def _pass_through(
     storage: Storage,
     manifest: Manifest,
-    passing: Sequence[_Passing],
+    needed: Sequence[_Needed],
     sharing: SharedReads | None = None,
 ) -> None:
-    """Read and verify chunks in the memory of a few, and copy their elements into the shards."""
-    if not passing:
+    """Read and verify chunks in their target or in the memory of a few, copy what is needed of these,
+    and hand all to the other processes that need some.
+
+    No chunk is read into the memory that others map: it is in ordinary pages, and a disk took twice
+    the time for these as for huge ones.
+    """
+    if not needed:
         return
     threads = min(storage.streams, MOST_STREAMS) or READ_THREADS
 
-    def work(batch: Sequence[_Passing]) -> None:
-        buffer, slot = None, 0
-        if sharing is None:
-            buffer = take_buffer()
-            memory = memoryview(buffer)
-        else:
-            slot, memory = sharing.take()
-        starts = list(accumulate([item.nbytes for item in batch], initial=0))
-        parts = [memory[start:stop] for start, stop in pairwise(starts)]
-        done: list[tuple[int, int, int]] = []
+    def work(batch: Sequence[_Needed]) -> None:
+        buffer = take_buffer()
         try:
+            starts = accumulate([item.nbytes for item in batch], initial=0)
+            parts = [
+                item.target or memoryview(buffer)[start : start + item.nbytes]
+                for item, start in zip(batch, starts, strict=False)
+            ]
             wanted = [
                 wanted_chunk(manifest, item.entry, item.chunk, data)
                 for item, data in zip(batch, parts, strict=True)
             ]
             if sharing is None:
                 for item, chunk in zip(batch, wanted, strict=True):
-                    if item.is_shared():
+                    if item.is_shared:
                         storage.keep_cached(PACKS + chunk.pack, chunk.offset)
             for read in grouped(of_step(storage, manifest), wanted):
                 verified(storage, read)
             for item, data in zip(batch, parts, strict=True):
-                place_elements(data, item.shards, item.slices)
-            done = [
-                (item.number, start, item.nbytes)
-                for item, start in zip(batch, starts, strict=False)
-            ]
+                if item.target is None:
+                    item.place(data)
+            if sharing is not None:
+                hand_out(sharing, batch, parts)
         finally:
-            if buffer is not None:
-                give_buffer(buffer)
-            elif sharing is not None:
-                sharing.give(slot, done)
+            give_buffer(buffer)
+
+    def hand_out(
+        sharing: SharedReads, batch: Sequence[_Needed], parts: Sequence[memoryview]
+    ) -> None:
+        slot, memory = sharing.take()
+        start = 0
+        places: list[tuple[int, int, int]] = []
+        for item, data in zip(batch, parts, strict=True):
+            copy_bytes(memory[start:], data)
+            places.append((item.number, start, item.nbytes))
+            start += item.nbytes
+        sharing.give(slot, places)
 
     # In the order of the packs, small ones together.
-    in_order = sorted(passing, key=lambda item: (item.chunk.pack, item.chunk.offset))
+    in_order = sorted(needed, key=lambda item: (item.chunk.pack, item.chunk.offset))
     together = batches(in_order, lambda item: item.nbytes, CHUNK_BYTES)
     # Threads of its own: they wait for other processes, and no other restore may wait for them.
     with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as readers:

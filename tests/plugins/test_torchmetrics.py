@@ -36,6 +36,10 @@ class Measured(torch.nn.Module):
             ]
         )
         self.best = library.MaxMetric()
+        # As many programs keep them, which register no module then.
+        self.listed = {"recent": [library.Accuracy(**of_classes)]}
+        self.recent = library.wrappers.Running(library.MeanMetric(), 3)
+        self.range = library.MinMaxMetric(library.Accuracy(**of_classes))
 
     def measure(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         scores = self.inner(x).softmax(-1)
@@ -43,6 +47,9 @@ class Measured(torch.nn.Module):
         for metric in (self.reset_often, *self.metrics):
             metric.update(seen, classes)
         self.best.update(self.reset_often.compute())
+        self.listed["recent"][0].update(seen, classes)
+        self.recent.update(seen.square().mean())
+        self.range(seen, classes)
         return torch.nn.functional.nll_loss(scores.log(), classes)
 
 
@@ -61,7 +68,8 @@ def test_what_a_metric_has_added_up_comes_back(tmp_path: Path, stop: int) -> Non
                 model.measure(torch.randn(32, 4), torch.randint(3, (32,))).backward()
                 optimizer.step()
                 manager.save(step + 1, state)
-        return [str(each.compute()) for each in (model.reset_often, model.best, *model.metrics)]
+        held = *model.metrics, *model.listed["recent"], model.recent, model.range
+        return [str(each.compute()) for each in (model.reset_often, model.best, *held)]
 
     whole = trained(tmp_path / "whole", 9)
     assert trained(tmp_path / "run", stop) != whole

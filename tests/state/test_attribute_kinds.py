@@ -535,6 +535,38 @@ def as_list_of_modules(net: Net) -> Any:
     return use, lambda: [each is net.two for each in net.value]
 
 
+class Teacher(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.calls, self.kept = 0, [torch.nn.BatchNorm1d(2)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.kept[0](self.layer(x))
+
+
+def as_module_in_a_dict(net: Net) -> Any:
+    teacher = Teacher()
+    net.value = {"teachers": [teacher]}
+
+    def use() -> None:
+        net.value["teachers"][0](torch.rand(3, 2))
+        teacher.kept[0].eval()
+        teacher.layer.requires_grad_(False)
+
+    def look() -> list[Any]:
+        inner = teacher.kept[0]
+        return [
+            teacher.calls,
+            inner.training,
+            inner.state_dict(),
+            teacher.layer.weight.requires_grad,
+        ]
+
+    return use, look
+
+
 def as_bound_method_of_a_module(net: Net) -> Any:
     net.value = net.one.forward
 
@@ -670,6 +702,7 @@ def as_bit_generator(net: Net) -> Any:
         as_closure_of_a_hook,
         as_hidden_state,
         as_list_of_modules,
+        as_module_in_a_dict,
         as_bound_method_of_a_module,
         as_random_state,
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -191,3 +192,56 @@ def test_optimizers_that_share_tensors_of_their_states_are_refused_and_copies_ar
             manager.save(1, state)
         other.load_state_dict(copy.deepcopy(one.state_dict()))
         manager.save(1, state)
+
+
+class Holder(torch.nn.Module):
+    """Each attribute of a group begins as one array."""
+
+    counted: torch.Tensor
+    hidden: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counted", torch.zeros(2))
+        self.inner: Any = torch.nn.Identity()
+        self.first = self.second = self.inner.third = torch.zeros(2)
+        self.of_numpy = self.other = np.zeros(2)
+        self.listed = [one := torch.zeros(2), one]
+        self.named = dict.fromkeys("ab", torch.zeros(2))
+        self.fields = SimpleNamespace(a=one, b=torch.zeros(2))
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.register_buffer("seen", self.hidden, persistent=False)
+        self.shown = self.counted
+        self.both = torch.zeros(2)
+        self.together = {"x": self.both, "y": [self.both]}
+
+    def learn(self) -> None:
+        self.first = torch.ones(2)
+        self.other = np.ones(2)
+        self.listed[0] = self.named["a"] = torch.full((2,), 2.0)
+        self.fields.b = self.fields.a
+        self.seen = torch.full((2,), 3.0)
+        self.shown = self.counted + 4
+        self.both += 5
+
+    def look(self) -> list[Any]:
+        arrays = [self.first, self.second, self.inner.third, self.of_numpy, self.other]
+        arrays += [*self.listed, *self.named.values(), self.fields.a, self.fields.b]
+        arrays += [self.hidden, self.seen, self.counted, self.shown]
+        arrays += [self.both, self.together["x"], self.together["y"][0]]
+        return [(each.tolist(), [each is other for other in arrays]) for each in arrays]
+
+
+def test_what_is_one_array_only_at_the_start_is_several_after_a_restore() -> None:
+    storage, found = MemoryStorage(), []
+    for number in range(2):
+        holder = Holder()
+        outside = holder.both
+        with CheckpointManager(storage) as manager:
+            assert manager.restore_or_initialize({"holder": holder}).step == number
+            if not number:
+                holder.learn()
+                manager.save(1, {"holder": holder})
+        found.append(holder.look())
+        assert outside is holder.both, "all that have it have changed together"
+    assert found[0] == found[1]

@@ -254,8 +254,8 @@ def stored_form(value: Any) -> Any:
 
 def put_value(present: Any, stored: Any, shared: AbstractSet[int] = frozenset()) -> Any:
     """The stored value, if possible in the object `present`, which others may have too. An object that
-    is `shared`, by `id`, is already in another place."""
-    if present is stored or id(stored) in shared:
+    is `shared`, by `id`, stays as it is."""
+    if present is stored or id(stored) in shared or id(present) in shared:
         return stored
     if kind_of(stored) is Kind.OBJECT or isinstance(stored, MethodType):
         return stored  # what the state has

@@ -84,6 +84,7 @@ _VIEW = "!view"
 _LOCAL = "local"
 """The key of what this process has of a sharded tensor."""
 _SCALARS = "!scalars"
+_HELD = "!held"
 _LAMBDAS, _SCHEDULES = "lr_lambdas", "_schedulers"
 _COMPUTED = ("_orig", "_v")
 """The ends of the names of parameters from which a parametrization computes an attribute."""
@@ -133,8 +134,8 @@ class Attributes(ExtraMember):
                 for path, value, names in static_owners(walk)
                 for name in names
             }
-        if owners := [*_owners(walk)]:
-            known = Known(walk)
+        owners, known = _owners(walk)
+        if known is not None:
             for owner in owners:
                 fresh = self._at[owner.path] = self._fresh_of(owner, known)
                 self._owners[owner.path] = id(owner.value)
@@ -152,8 +153,8 @@ class Attributes(ExtraMember):
         # Keeps the values alive, so that no `id` is used again.
         first: dict[int, tuple[str, Any]] = {}
         arrays = _Arrays()
-        owners = [*_owners(saving.walk)]
-        known = Known(saving.walk) if owners else None
+        unchanged: list[tuple[Owner, Key, Any]] = []
+        owners, known = _owners(saving.walk)
         wholes = [owner for owner in owners if owner.is_whole]
         has_moved = any(
             self._owners.get(path, id(value)) != id(value) for path, value, *_ in wholes
@@ -178,6 +179,7 @@ class Attributes(ExtraMember):
             while values:
                 key, value = values.popleft()
                 if key in fresh and fresh[key] == mark_of(value, is_fresh=False):
+                    unchanged.append((owner, key, value))
                     continue
                 if whole and any(key[:length] in whole for length in range(1, len(key))):
                     continue
@@ -231,6 +233,18 @@ class Attributes(ExtraMember):
                 keys[path] = (owner.path, *key)
                 if is_whole:
                     whole.add(key)
+        # Where a stored array is too, or its places would not be one after the restore.
+        for owner, key, value in unchanged if arrays else ():
+            path = path_of(join_part(top, owner.path), key)
+            if key[-1] == _SHAPE or kind_of(value) is Kind.PLAIN:
+                continue
+            if any(id(part) in arrays for part in parts_inside(value)):
+                if id(value) in first:
+                    same[path] = first[id(value)][0]
+                elif not _add(leaves, value, path, None, arrays):
+                    continue
+                first.setdefault(id(value), (path, value))
+                keys[path] = (owner.path, *key)
         for path, value, names in static_owners(saving.walk):
             for name in names:
                 part = getattr(value, name)
@@ -266,13 +280,14 @@ class Attributes(ExtraMember):
         if (stored := restoring.stored("attributes_index", _decoder)) is None:
             return []
         top = restoring.path("attributes_index").removesuffix("_index")
-        owners = {owner.path: owner for owner in _owners(walk)}
-        known = Known(walk)
+        found, known = _owners(walk)
+        owners, known = {owner.path: owner for owner in found}, known or Known(walk)
         states = _WithSharedArrays(
             Leaves(restoring.leaves, stored.containers),
             stored.arrays,
             lambda name: known.real((name,))[0],
         )
+        states.ids |= _apart(owners.values(), known, top, stored.arrays)
         static = {path: value for path, value, _ in static_owners(walk)}
         put: dict[str, Any] = {}
         for path, name in stored.deleted:
@@ -297,7 +312,9 @@ class Attributes(ExtraMember):
                         same = put[stored.same[path]]
                         _set(owner, place, same, {id(same)})
                 else:
-                    value = states.value(path, _get(owner, place))
+                    if known.has(present := _get(owner, place)):
+                        states.ids.add(id(present))  # the run has put another one there
+                    value = states.value(path, present)
                     put[path] = _set(owner, place, value, states.ids)
                     states.note(path, put[path])
             except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
@@ -399,7 +416,40 @@ def _form_by_names(value: Any, known: Known) -> Any:
     return None
 
 
-def _owners(walk: Walk) -> Iterator[Owner]:
+def _owners(walk: Walk) -> tuple[list[Owner], Known | None]:
+    """Those of `_registered`, and the modules that they have in attributes and containers, with what
+    the state then has; None without any."""
+    owners = [*_registered(walk)]
+    known = Known(walk) if owners else None
+    seen = {id(owner.value) for owner in owners}
+    for owner in owners:  # which grow
+        assert known is not None
+        for key in _held(owner, known):
+            module = _get(owner, known.real(key))
+            if kind_of(module) is not Kind.OBJECT or known.has(module):
+                continue
+            known.add(module)
+            path = path_of(owner.path, key)
+            for name, part in module.named_modules():
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    is_whole = is_owner(type(part))
+                    owners.append(Owner(join_dotted(path, name), part, owner.root, is_whole))
+    return owners, known
+
+
+def _held(owner: Owner, known: Known) -> list[Key]:
+    """The keys of the modules that an owner has beside its registered ones. There are none that it has
+    not had at first: `_require_present`."""
+    fresh = fresh_marks().get(owner.value, {})
+    if owner.is_whole and (_HELD,) not in fresh:
+        values = _values(owner, known) if _scalars(owner, known) is None else ()
+        module = sys.modules["torch"].nn.Module
+        fresh[_HELD,] = [key for key, value in values if isinstance(value, module)]
+    return fresh.get((_HELD,), [])
+
+
+def _registered(walk: Walk) -> Iterator[Owner]:
     """The modules and optimizers in a state, and the modules inside, whose attributes are saved, and
     schedulers, of which what their lambdas close over is. Of a module of another library its mode and
     which of its parameters are trained."""
@@ -631,6 +681,26 @@ def _add(leaves: Leaves, value: Any, path: str, form: Any, arrays: _Arrays) -> b
     return True
 
 
+def _apart(owners: Iterable[Owner], known: Known, top: str, groups: list[list[str]]) -> set[int]:
+    """The arrays of a target, by `id`, that it has in several places, unless they are in all of these
+    in the checkpoint: to restore one in place would change the other places."""
+    arrays, containers = _Arrays(), set[int]()
+    for owner in owners:
+        for key, value in _values(owner, known):
+            if kind_of(value) is Kind.PLAIN or id(value) in containers:
+                continue
+            if isinstance(value, CONTAINERS):
+                containers.add(id(value))  # in two places itself
+            names = key[:-1] if key[-1] == _SHAPE else key
+            _add(Leaves(), value, path_of(join_part(top, owner.path), names), None, arrays)
+    together = [*map(set, groups)]
+    return {
+        number
+        for number, (_, paths) in arrays.items()
+        if len(places := set(paths)) > 1 and not any(places <= group for group in together)
+    }
+
+
 class _WithSharedArrays(ObjectStates):
     """Builds an array that is in several places once. `groups` are its paths."""
 
@@ -641,7 +711,8 @@ class _WithSharedArrays(ObjectStates):
         self.numbers = {path: number for number, paths in enumerate(groups) for path in paths}
         self._built: dict[int, Any] = {}
         self.ids = set[int]()
-        """The `id` of each of these arrays that is built."""
+        """The `id` of each array that is not restored in place: one of these that is built already, and
+        those of the target in whose place another one comes."""
 
     def shared(self, path: str, build: Callable[[], Any]) -> Any:
         number = self.numbers.get(path)

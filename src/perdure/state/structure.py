@@ -73,6 +73,14 @@ class Known:
         """Whether the state has a tensor of an optimizer. Without any, the program saves its model
         elsewhere."""
 
+    def add(self, module: Any) -> None:
+        """Count the tensors in the `state_dict` of a module that the state has as an attribute."""
+        self._tensors += [
+            each for each in module.state_dict(keep_vars=True).values() if memory_of(each)
+        ]
+        self._ids.update(map(id, self._tensors))
+        vars(self).pop("_memory", None)
+
     def leaves_out(self, module: Any) -> bool:
         """Whether the `state_dict` of a module of the state may leave some of its tensors out."""
         return id(module) in self._filtered

@@ -17,7 +17,7 @@ from plugin_programs import answer_of, run_program
 from torch.utils.data import DataLoader, TensorDataset
 
 from perdure import EXIT_PREEMPTED, CheckpointManager
-from perdure.errors import StateError
+from perdure.errors import MismatchError, StateError
 from perdure.store import Run
 from perdure.torch import ResumableLoader
 
@@ -399,3 +399,44 @@ def test_what_differs_between_processes(tmp_path: Path, monkeypatch: pytest.Monk
         StateError, match=r"same number of batches .* found 1 and 2\. .*even_batches=True"
     ):
         trained(3)
+
+
+class Kept(torch.nn.Module):
+    """Has no `state_dict`, as a metric of torchmetrics has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.mean = 0, torch.zeros(2)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.mean = self.mean * 0.9 + batch.mean() * self.count
+        return self.mean
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+@pytest.mark.parametrize("count", [1, 2])
+def test_registered_modules_without_a_state_dict_come_back(tmp_path: Path, count: int) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(directory: Path, end: int = 0, *others: Any) -> list[Any]:
+        accelerator, seen = Accelerator(cpu=True), list[Any]()
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12.0)), 2))
+        kept = [Kept() for _ in range(count)]
+        accelerator.register_for_checkpointing(*kept, *others)
+        with CheckpointManager(directory, save_interval_steps=1, recipe={}) as manager:
+            for step, (batch,) in batches(accelerator, loader, manager, epochs=2):
+                if end and step == end:
+                    break
+                seen.append([each(batch).tolist() for each in kept])
+        return seen
+
+    whole = trained(tmp_path / "whole")
+    for end in (1, 6, 8):
+        trained(tmp_path / f"{end}", end)
+        assert trained(tmp_path / f"{end}") == whole[end:]
+    for other in (Counter(), torch.nn.Linear(1, 1)):  # which the run had not
+        with pytest.raises(MismatchError, match=f"objects/{count}"):
+            trained(tmp_path / "whole", 0, other)

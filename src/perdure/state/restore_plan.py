@@ -184,7 +184,9 @@ class RestorePlan:
                     f"{pattern}: the target has no such leaf or branch; nothing was changed. An object "
                     f"with `load_state_dict` that is no module (an optimizer) is restored as a whole."
                 )
-        if strict and not_stored:
+        # A run resumes with members of its own: one without any leaf there, such as a metric, is its
+        # attributes, and one that lacks leaves is found with the other differences.
+        if strict and not_stored and not self._request.resumes:
             raise MismatchError(
                 f"{not_stored[0]}: the checkpoint has no such leaf or branch; nothing was changed."
             )

@@ -106,14 +106,14 @@ def load_leaves(storage: Storage, manifest: Manifest, needs: Needs) -> Leaves:
     """Read and verify the leaves of a manifest that are needed.
 
     Raises CorruptionError (with leaf, pack and offset), UnreachableError, or LeafNotFoundError if
-    no leaf is wanted.
+    no leaf is wanted and the process leaves are not, either.
     """
     wanted = needs.wanted
     regions = {} if needs.regions is None else needs.regions(manifest)
     if regions and needs.verifies_all:
         verify_leaves(storage, manifest, wanted)
     entries = [leaf for leaf in manifest.leaves if wanted is None or wanted(leaf.path)]
-    if wanted is not None and not entries:
+    if wanted is not None and not entries and not needs.has_process_leaves:
         asked, text = (
             (wanted.asked, f" ({wanted.text})") if isinstance(wanted, WantedLeaves) else ((), "")
         )

@@ -401,6 +401,44 @@ def test_what_differs_between_processes(tmp_path: Path, monkeypatch: pytest.Monk
         trained(3)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_an_object_that_has_differed_between_processes_stays_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no other object when it is equal in all of them again."""
+    from accelerate import Accelerator
+
+    from perdure.plugins import accelerate as plugin
+
+    class Local(Counter):
+        """No restore can make one, so that the save would refuse another one in its place."""
+
+    def trained(directory: Path, end: int = 0) -> list[float]:
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12.0)), 2))
+        accelerator.register_for_checkpointing(same := Local(), other := Local())
+        with CheckpointManager(directory, save_interval_steps=1, recipe={}) as manager:
+            for step, (batch,) in plugin.batches(accelerator, loader, manager, epochs=1):
+                if end and step == end:
+                    break
+                differs[:] = [step in (1, 3)]
+                same.count, other.count = same.count + 1, other.count + batch.sum()
+        return [same.count.item(), other.count.item()]
+
+    def gathered(own: list[Any]) -> list[Any]:
+        differ = isinstance(own[0], list) and differs[0]
+        return [*own, [own[0][0], "other"] if differ else own[0]]
+
+    differs = [False]
+    monkeypatch.setattr(plugin, "gather_object", gathered)
+    whole = trained(tmp_path / "whole")
+    for end in (1, 2, 3, 4):
+        trained(tmp_path / f"{end}", end)
+        leaves = Run(tmp_path / f"{end}").load(end).leaves
+        assert ("objects/1/rank0/count" in leaves) == (end >= 2)
+        assert trained(tmp_path / f"{end}") == whole
+
+
 class Kept(torch.nn.Module):
     """Has no `state_dict`, as a metric of torchmetrics has none."""
 

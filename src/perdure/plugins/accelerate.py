@@ -39,9 +39,9 @@ def batches(
     `accelerator.prepare` and `register_for_checkpointing` were given, the gradient scaler, the random
     generators and the position in the data. After SIGTERM it is saved, and the process exits with
     status 75. A step that has only accumulated gradients is not saved. Every process of a group
-    (DDP, FSDP2) goes through its own batches. Registered objects that differ between the processes are
-    saved by each. The other prepared loaders begin their next pass as in the undisturbed run; a save
-    warns if one is within its batches, whose position is not saved.
+    (DDP, FSDP2) goes through its own batches. A registered object that has differed between the
+    processes at a save is saved by each from then on. The other prepared loaders begin their next pass
+    as in the undisturbed run; a save warns if one is within its batches, whose position is not saved.
 
     Args:
         accelerator: Has prepared everything that the loop changes.
@@ -98,7 +98,9 @@ def _batches(
     run.load_from(loader, *others)
     batches = _even_count(loader)
     accumulation = accelerator.gradient_accumulation_steps
-    run.begin(_members(accelerator, position.get("apart", {}).values()), "position", "passes")
+    # One that has differed stays apart: equal ones may differ again, and each has its place in a state.
+    apart = set[int](position.get("apart", {}).values())
+    run.begin(_members(accelerator, apart), "position", "passes")
     if run.resumed is not None:
         accelerator.step = position["accumulated"]
         if position["accumulation"] is not None:
@@ -110,13 +112,13 @@ def _batches(
             has_warned = True
             warn_caller(_OTHER_LOADER)
         host.share_buffers(accelerator, map(accelerator.unwrap_model, accelerator._models))
-        apart = _differing(accelerator._custom_objects)
+        apart.update(_differing(accelerator._custom_objects))
         counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
         counts |= {"batches": batches, "batches_now": _count(loader), "ended": epoch >= epochs}
         steps = accelerator.gradient_accumulation_steps
         counts["accumulation"] = None if steps == accumulation else steps
         passes = {f"{number}": each.iteration for number, each in enumerate(others)}
-        saved = {"position": counts | {"apart": apart}, "passes": PerRank(passes)}
+        saved = {"position": counts | {"apart": sorted(apart)}, "passes": PerRank(passes)}
         return _members(accelerator, apart) | saved
 
     while epoch < epochs:

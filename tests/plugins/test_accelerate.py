@@ -478,3 +478,57 @@ def test_registered_modules_without_a_state_dict_come_back(tmp_path: Path, count
     for other in (Counter(), torch.nn.Linear(1, 1)):  # which the run had not
         with pytest.raises(MismatchError, match=f"objects/{count}"):
             trained(tmp_path / "whole", 0, other)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_resumed_epoch_knows_how_many_examples_its_last_batch_has(
+    tmp_path: Path, drop_last: bool
+) -> None:
+    """`gather_for_metrics` leaves out the others, with which the processes fill it."""
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(directory: Path, end: int = 0) -> list[Any]:
+        accelerator, seen = Accelerator(cpu=True), list[Any]()
+        rows = DataLoader(TensorDataset(torch.arange(10)), 4, drop_last=drop_last)
+        loader = accelerator.prepare(rows)
+        with CheckpointManager(directory, save_interval_steps=1, recipe={}) as manager:
+            for step, (batch,) in batches(accelerator, loader, manager, epochs=2):
+                if end and step == end:
+                    break
+                state = accelerator.gradient_state
+                seen.append((batch.tolist(), state.remainder, state.end_of_dataloader))
+        return seen
+
+    whole = trained(tmp_path / "whole")
+    assert whole[0][1] == (-1 if drop_last else 2)
+    for end in (1, 2, len(whole) // 2 + 1):
+        trained(tmp_path / f"{end}", end)
+        assert trained(tmp_path / f"{end}") == whole[end:]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+@pytest.mark.parametrize(("split", "as_sampler"), [(False, False), (True, False), (False, True)])
+def test_a_skipped_loader_knows_the_batches_of_all_processes(split: bool, as_sampler: bool) -> None:
+    from accelerate import Accelerator
+    from accelerate.data_loader import prepare_data_loader
+
+    from perdure.plugins.accelerate import _skipped
+
+    Accelerator(cpu=True)
+    rows = TensorDataset(torch.arange(36))
+    order = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(rows), 4, False)
+    loader = DataLoader(rows, batch_sampler=order)
+    if as_sampler:
+        loader = DataLoader(rows, batch_size=None, sampler=order)
+    prepared: Any = prepare_data_loader(
+        loader, num_processes=2, process_index=1, split_batches=split, dispatch_batches=False
+    )
+    found = []
+    for each in (prepared, _skipped(prepared, 2)):
+        *_, (batch,) = each
+        found.append((batch.tolist(), each.total_batch_size, each.remainder))
+    assert found[0] == found[1]
+    assert found[0][1] == (4 if split else 8)

@@ -21,6 +21,7 @@ from perdure.state.per_rank import PerRank
 host.require_version("accelerate", "accelerate", "1.1", "2")
 with needs_extra("accelerate"):
     from accelerate import Accelerator, skip_first_batches
+    from accelerate.data_loader import SkipBatchSampler
     from accelerate.utils import gather_object
 
 __all__ = ["batches"]
@@ -195,7 +196,7 @@ def _is_another_within(accelerator: Any, loader: Any) -> bool:
 def _after(loader: Any, finished: int, run: host.HostRun) -> Iterator[Any]:
     """The batches of an epoch after the first `finished` ones, which a resumed run has trained on."""
     loaded = finished if finished and run.must_load_again(loader) else 0
-    batches = iter(skip_first_batches(loader, finished) if finished > loaded else loader)
+    batches = iter(_skipped(loader, finished) if finished > loaded else loader)
     for number in itertools.count():
         try:
             batch = run.loading.apart(partial(next, batches))
@@ -203,6 +204,19 @@ def _after(loader: Any, finished: int, run: host.HostRun) -> Iterator[Any]:
             return
         if number >= loaded:
             yield batch
+
+
+def _skipped(loader: Any, count: int) -> Any:
+    """`loader` without its first batches, which says the same of its batches: `gather_for_metrics` asks
+    their size, to leave out the examples with which the last one was filled."""
+    skipped = skip_first_batches(loader, count)
+    skipped._drop_last = getattr(loader, "_drop_last", False)
+    for part in (skipped.sampler, skipped.batch_sampler):
+        if isinstance(part, SkipBatchSampler):
+            whole = part.batch_sampler
+            names = ("batch_size", "split_batches", "num_processes")
+            vars(part).update({n: getattr(whole, n) for n in names if hasattr(whole, n)})
+    return skipped
 
 
 def _members(accelerator: Any, apart: Collection[int]) -> dict[str, Any]:

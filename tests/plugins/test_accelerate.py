@@ -17,7 +17,7 @@ from plugin_programs import answer_of, run_program
 from torch.utils.data import DataLoader, TensorDataset
 
 from perdure import EXIT_PREEMPTED, CheckpointManager
-from perdure.errors import MismatchError, StateError
+from perdure.errors import MismatchError, StateError, UnsupportedLeafError
 from perdure.store import Run
 from perdure.torch import ResumableLoader
 
@@ -532,3 +532,34 @@ def test_a_skipped_loader_knows_the_batches_of_all_processes(split: bool, as_sam
         found.append((batch.tolist(), each.total_batch_size, each.remainder))
     assert found[0] == found[1]
     assert found[0][1] == (4 if split else 8)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate, and of one process in DDP
+def test_a_communication_hook_with_a_state_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    from perdure.plugins import host
+    from perdure.plugins.accelerate import batches
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.zeros(4, 2)), 2))
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.MULTI_CPU)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ddp = torch.nn.parallel.DistributedDataParallel(model)  # as `prepare` in several processes
+        begun = batches(accelerator, loader, tmp_path / "run", epochs=1)
+        assert next(begun)[0] == 0  # the control
+        begun.close()  # type: ignore[attr-defined]
+        ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+        with pytest.raises(UnsupportedLeafError, match="PowerSGDState, which keeps errors"):
+            next(batches(accelerator, loader, tmp_path / "run", epochs=1))
+        with pytest.raises(UnsupportedLeafError, match="PowerSGDState, which keeps errors"):
+            host.arrange_buckets([ddp])  # of the Trainer
+    finally:
+        torch.distributed.destroy_process_group()

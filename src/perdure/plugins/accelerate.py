@@ -7,6 +7,7 @@ In this module, too, `import accelerate` means the library.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Collection, Iterator
@@ -20,6 +21,7 @@ from perdure.state.per_rank import PerRank
 
 host.require_version("accelerate", "accelerate", "1.1", "2")
 with needs_extra("accelerate"):
+    import torch
     from accelerate import Accelerator, skip_first_batches
     from accelerate.data_loader import SkipBatchSampler
     from accelerate.utils import gather_object
@@ -57,6 +59,7 @@ def batches(
         StateError: The checkpoint is of another number of processes, of other prepared loaders, or of
             an epoch with another number of batches, the processes have different numbers of batches,
             a loader has `persistent_workers=True`, or `loader` is not prepared.
+        UnsupportedLeafError: A communication hook of DDP keeps a state, as PowerSGD does.
     """
     if not any(loader is prepared for prepared in accelerator._dataloaders):
         raise StateError(
@@ -76,6 +79,8 @@ def batches(
             f"DDP arranges its buckets after the first backward pass, and the first step after a "
             f"resume would add the gradients in another order."
         )
+    if is_ddp:
+        host.refuse_hook_states(_wrappers(accelerator))
     with host.manager_of(run, count, save_interval_steps=500) as manager:
         yield from _batches(accelerator, loader, host.HostRun(manager, rank, count), epochs)
 
@@ -135,6 +140,14 @@ def _batches(
         epoch, finished = epoch + 1, 0
     run.begin_epoch()
     run.finish(step, state)
+
+
+def _wrappers(accelerator: Any) -> list[Any]:
+    """The DDP modules of its models, of which it keeps no reference."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    own = {id(each) for model in accelerator._models for each in model.parameters()}
+    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [each for each in found if not own.isdisjoint(map(id, each.parameters()))]
 
 
 def _count(loader: Any) -> int:

@@ -295,9 +295,20 @@ def arrange_buckets(modules: Iterable[Any]) -> None:
     `perdure.state.torch_buckets`. A collective, or StateError in all processes."""
     from perdure.state.torch_buckets import arrange, not_arranged, refuse_fixed
 
+    modules = [*modules]
+    refuse_hook_states(modules)
     found = not_arranged({f"model {number}": module for number, module in enumerate(modules)})
     refuse_fixed(found)
     arrange(found.values())
+
+
+def refuse_hook_states(modules: Iterable[Any]) -> None:
+    """UnsupportedLeafError for a DDP module whose communication hook keeps what no checkpoint gets: a
+    plug-in saves the module inside, which does not show it."""
+    from perdure.state.torch_state import refuse_hook_state
+
+    for module in modules:
+        refuse_hook_state(module)
 
 
 def share_buffers(accelerator: Any, models: Iterable[Any]) -> None:

@@ -165,13 +165,7 @@ class TorchState(Adapter):
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Stateful | None:
         if isinstance(value, torch.nn.Module):
-            for _, held in getattr(value, "_comm_hooks", ()):
-                if type(held).__module__.startswith(_COMMUNICATION):
-                    raise UnsupportedLeafError(
-                        f"the communication hook of this module has a {type_name(held)}, which "
-                        f"keeps errors and a step count that no checkpoint gets. Use a hook "
-                        f"without a state, such as `bf16_compress_hook`."
-                    )
+            refuse_hook_state(value)
             return ModuleState(value)
         if isinstance(value, torch.optim.Optimizer):
             if type(value).__name__ == "ZeroRedundancyOptimizer":
@@ -190,6 +184,17 @@ class TorchState(Adapter):
                 "the object, and make or pass it where it is used."
             )
         return None
+
+
+def refuse_hook_state(module: Any) -> None:
+    """Refuse a DDP module whose communication hook keeps a state."""
+    for _, held in getattr(module, "_comm_hooks", ()):
+        if type(held).__module__.startswith(_COMMUNICATION):
+            raise UnsupportedLeafError(
+                f"the communication hook of this module has a {type_name(held)}, which "
+                f"keeps errors and a step count that no checkpoint gets. Use a hook "
+                f"without a state, such as `bf16_compress_hook`."
+            )
 
 
 class _TrainedTensor(Stateful):

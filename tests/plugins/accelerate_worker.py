@@ -1,8 +1,8 @@
 """A loop on Accelerate with dropout and a shuffled loader: `accelerate_worker.py HOW DIRECTORY`.
 
 HOW: `plugin`, or `own` (`save_state`, `load_state` and `skip_first_batches`, as Accelerate's pages
-say), and `-killed` for a SIGKILL in the tenth batch, in the middle of the second epoch; `-terminated`
-for a SIGTERM. The last line of the output is JSON.
+say), and `-killed` for a SIGKILL in the tenth batch, in the middle of the second epoch (`-killed3`: in
+that of step 3); `-terminated` for a SIGTERM. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def own_batches(accelerator: Any, loader: Any, directory: str) -> Iterator[tuple
 
 def main() -> None:
     how, directory = sys.argv[1:]
+    interruption = how.partition("-")[2]
+    killed_at = int(interruption.lstrip("adeiklmnrt") or KILLED_AT)
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     layer = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
@@ -65,8 +67,8 @@ def main() -> None:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if how.endswith("ed") and step == KILLED_AT:
-            killed = how.endswith("killed")
+        if interruption and step == killed_at:
+            killed = interruption.startswith("killed")
             os.kill(os.getpid(), signal.SIGKILL if killed else signal.SIGTERM)
 
     if how.startswith("own"):

@@ -45,6 +45,14 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -
     assert ended("plugin", tmp_path / "terminated")["bits"] == whole["bits"]
 
 
+def test_a_signal_in_the_last_step_is_no_end_of_the_program(tmp_path: Path) -> None:
+    """What follows the loop would be killed, and a restart begins there."""
+    status, answer, err = work(f"plugin-terminated{BATCHES - 1}", tmp_path / "run")
+    assert (status, answer) == (EXIT_PREEMPTED, None), err
+    whole = ended("plugin", tmp_path / "whole")
+    assert ended("plugin", tmp_path / "run") == {"bits": whole["bits"], "steps": []}
+
+
 def test_accelerate_alone_ends_with_other_bits(tmp_path: Path) -> None:
     whole = ended("own", tmp_path / "whole")
     assert work("own-killed", tmp_path / "run")[0] == -signal.SIGKILL
@@ -160,6 +168,28 @@ def test_a_second_loader_within_its_batches_is_warned_of(tmp_path: Path, is_with
                 _ = next(drawn) if is_within else [*other]
     found = [each for each in caught if "another prepared loader" in str(each.message)]
     assert len(found) == is_within
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_loader_that_the_loop_prepares_and_keeps_is_warned_of(
+    tmp_path: Path, is_kept: bool
+) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    accelerator = Accelerator(cpu=True)
+    rows = [DataLoader(TensorDataset(torch.zeros(4, 4)), 1) for _ in range(2)]
+    loader, late = accelerator.prepare(rows[0]), None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with CheckpointManager(tmp_path / "run", save_interval_steps=1, recipe={}) as manager:
+            for _ in batches(accelerator, loader, manager, epochs=1):
+                late = late if late and is_kept else accelerator.prepare(rows[1])
+                assert len([*late]) == 4
+    found = [each for each in caught if "prepared within the loop" in str(each.message)]
+    assert len(found) == is_kept
 
 
 class Noisy(torch.utils.data.Dataset[Any]):

@@ -44,7 +44,8 @@ def batches(
     status 75. A step that has only accumulated gradients is not saved. Every process of a group
     (DDP, FSDP2) goes through its own batches. A registered object that has differed between the
     processes at a save is saved by each from then on. The other prepared loaders begin their next pass
-    as in the undisturbed run; a save warns if one is within its batches, whose position is not saved.
+    as in the undisturbed run; a save warns if one is within its batches, whose position is not saved,
+    and of one that the loop has prepared and goes through again.
 
     Args:
         accelerator: Has prepared everything that the loop changes.
@@ -89,7 +90,7 @@ def _batches(
     accelerator: Any, loader: Any, run: host.HostRun, epochs: int
 ) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
-    has_warned = False
+    told = set[str]()
     position: dict[str, Any] = {}
     if run.resumed is not None:
         step, position = run.resumed.step, run.resumed.state["position"]
@@ -113,10 +114,9 @@ def _batches(
             accelerator.gradient_accumulation_steps = position["accumulation"]
 
     def state() -> dict[str, Any]:
-        nonlocal has_warned
-        if not has_warned and _is_another_within(accelerator, loader):
-            has_warned = True
-            warn_caller(_OTHER_LOADER)
+        for note in _of_others(accelerator, loader, others) - told:
+            told.add(note)
+            warn_caller(note)
         host.share_buffers(accelerator, map(accelerator.unwrap_model, accelerator._models))
         apart.update(_differing(accelerator._custom_objects))
         counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
@@ -140,6 +140,9 @@ def _batches(
         epoch, finished = epoch + 1, 0
     run.begin_epoch()
     run.finish(step, state)
+    # In the last step: what follows the loop would be killed.
+    if run.manager.reached_preemption(step):
+        run.manager.exit_preempted()
 
 
 def _wrappers(accelerator: Any) -> list[Any]:
@@ -200,10 +203,21 @@ _OTHER_LOADER = (
 )
 
 
-def _is_another_within(accelerator: Any, loader: Any) -> bool:
-    """Whether a prepared loader other than `loader` has begun and not finished its batches."""
-    within = set(map(id, accelerator.gradient_state.dataloader_references)) - {id(loader)}
-    return not within.isdisjoint(map(id, accelerator._dataloaders))
+_LATE_LOADER = (
+    "perdure.plugins.accelerate.batches: a loader that was prepared within the loop has been gone "
+    "through more than once. A resumed run prepares it anew and begins with its first order, and so "
+    "has other batches if it shuffles. Prepare it before the loop."
+)
+
+
+def _of_others(accelerator: Any, loader: Any, known: list[Any]) -> set[str]:
+    """What to warn of at a save: the other prepared loaders that a resume does not continue."""
+    prepared = {id(each): each for each in accelerator._dataloaders if each is not loader}
+    within = set(map(id, accelerator.gradient_state.dataloader_references))
+    notes = set[str]() if within.isdisjoint(prepared) else {_OTHER_LOADER}
+    # One that the loop prepares for each evaluation has one pass, in every run.
+    late = (prepared[each] for each in prepared.keys() - set(map(id, known)))
+    return notes | ({_LATE_LOADER} if any(each.iteration > 1 for each in late) else set())
 
 
 def _after(loader: Any, finished: int, run: host.HostRun) -> Iterator[Any]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import itertools
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -19,10 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.errors import ArgumentError, StateError, needs_extra
 from perdure.plugins import host
+from perdure.state import bits
 from perdure.state.per_rank import PerRank
+from perdure.state.value_forms import made_value, with_pairs
 
 host.require_version("transformers", "transformers", "5", "6")
 with needs_extra("transformers"):
@@ -34,9 +40,11 @@ __all__ = ["train"]
 
 _STATE_FILE = "trainer_state.json"  # tells `Trainer.train` where to resume
 _OWN = "perdure"  # what it does not say
-_END = "train_runtime"  # is in the last entry of the log
-_PLAIN = (type(None), bool, int, float, str)
-_HOOKS = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_epoch_end", "on_log")
+_ENDS = "_finalize_training"  # what the Trainer calls after its loop; not in its first releases
+_AT_END = {"train_runtime", "train_loss", "total_flos"}  # are in the last entry of the log of these
+_DTYPE = "dtype"
+_ACCUMULATION = "gradient_accumulation_steps"
+_HOOKS = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_epoch_end")
 _LIMITS = ("max_steps", "num_train_epochs")  # which the Trainer gives its state at each start
 
 
@@ -92,10 +100,13 @@ class _Checkpoints:
             self._told = json.loads(run.of_process("trainer"))
             self._saved = self._told.pop(_OWN)
         self._loaded: dict[str, Any] = {}  # the state of the Trainer at the save
-        self._args: dict[str, Any] = {}
+        self._args: dict[str, Any] = {}  # before the first step
+        self._marks: dict[str, bytes] = {}
         self._limits: dict[str, Any] = {}
         self._begun: int | None = None
         self._per_epoch = 0
+        self._batches = math.inf  # of an epoch
+        self._accumulation = 1  # in this epoch
         self._place = 0
         self._epoch, self._first, self._at = 0, 0, None
         self._began = self._is_over = self._is_stopped = False
@@ -109,6 +120,7 @@ class _Checkpoints:
             with (
                 _replaced(trainer, set_initial_training_values=count),
                 _replaced(handler, **hooks),
+                self._ending(),
             ):
                 if self._run.resumed is None:
                     return trainer.train(**arguments)
@@ -148,11 +160,34 @@ class _Checkpoints:
         ):
             yield
 
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Inside, the last save comes before all that the Trainer does at its end (its last entry of
+        the log, the best model, `on_train_end`): a run that has ended does that at each start."""
+        trainer = self._trainer
+        log, ends = trainer.log, getattr(trainer, _ENDS, None)
+
+        def finalize(*given: Any, **named: Any) -> Any:
+            self._finish()
+            assert ends is not None
+            return ends(*given, **named)
+
+        def logged(logs: Any, *given: Any, **named: Any) -> Any:
+            if logs.keys() >= _AT_END:
+                self._finish()
+            return log(logs, *given, **named)
+
+        with _replaced(trainer, **({"log": logged} if ends is None else {_ENDS: finalize})):
+            yield
+
     def _counts(self, count: Callable[..., Any], path: Path, *given: Any) -> Any:
         """What `count` returns. The Trainer then reads a step, and divides it by the steps of
         an epoch. The file names a step that gives the right epoch, also if some ended early."""
         counts = count(*given)
         epochs, self._per_epoch = counts[:2]
+        self._batches = counts[5] or math.inf
+        args = self._trainer.args
+        self._accumulation = vars(args)[_ACCUMULATION]
         if (resumed := self._run.resumed) is not None:
             saved, end = self._saved, epochs * self._per_epoch
             most = saved.get("state", {}).get("max_steps", counts[-1])
@@ -163,6 +198,8 @@ class _Checkpoints:
             self._first = resumed.step - steps
             self._began = saved["began"] and steps == saved["steps"]
             path.write_text(json.dumps(self._told | {"global_step": self._place}))
+            # By which the Trainer multiplies the steps of the epoch, for the batches to skip.
+            args.gradient_accumulation_steps = saved.get("accumulation", self._accumulation)
         return counts
 
     def on_train_begin(
@@ -179,6 +216,7 @@ class _Checkpoints:
             trainer._initial_global_step = trainer._globalstep_last_logged = resumed.step
             kept = {name: value for name, value in vars(state).items() if name not in _LIMITS}
             self._loaded = copy.deepcopy(kept) | self._saved.get("state", {})
+            args.gradient_accumulation_steps = self._accumulation  # as the callbacks saw it
         control = others(args, state, control, **named)
         # `get_train_dataloader` of a subclass may not follow the arguments.
         loader = trainer.callback_handler.train_dataloader
@@ -190,6 +228,7 @@ class _Checkpoints:
         self._run.load_from(loader, *_evaluation_loaders(trainer))
         host.arrange_buckets([trainer.model_wrapped])
         self._args = dict(vars(args))
+        self._marks = {name: bits.hash_of(value) for name, value in self._args.items()}
         self._limits = {name: vars(state)[name] for name in _LIMITS}
         self._restore(args)
         vars(state).update(copy.deepcopy(self._loaded))
@@ -205,7 +244,8 @@ class _Checkpoints:
         if model.training != (mode := self._saved.get("training", model.training)):
             model.train(mode)
         self._run.begin(self._members(), "trainer")
-        vars(args).update(self._saved.get("args", {}))
+        saved = copy.deepcopy(self._saved.get("args", {}))
+        vars(args).update(self._args | {name: _made(value) for name, value in saved.items()})
 
     def on_epoch_begin(
         self, others: Callable[..., Any], args: Any, state: Any, control: Any, **named: Any
@@ -223,6 +263,7 @@ class _Checkpoints:
                     _restore_callbacks(callbacks, self._told["stateful_callbacks"])
             vars(state).update(copy.deepcopy(self._loaded))
         self._began = True
+        self._accumulation = args.gradient_accumulation_steps
         self._run.begin_epoch()
         return control
 
@@ -246,23 +287,19 @@ class _Checkpoints:
             self._epoch, self._first, self._began = self._epoch + 1, state.global_step, False
         return control
 
-    def on_log(
-        self,
-        others: Callable[..., Any],
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: Any,
-        **named: Any,
-    ) -> Any:
-        control = others(args, state, control, logs, **named)
-        if _END in logs:
-            # After the last evaluation, which may stop the run, and before the best model is loaded.
-            self._is_stopped = control.should_training_stop and state.global_step < state.max_steps
-            if not self._began or state.global_step - self._first >= self._per_epoch:
-                self._run.begin_epoch()  # a later run may begin another epoch
-            self._run.finish(state.global_step, lambda: self._state(state))
-        return control
+    def _finish(self) -> None:
+        # After the last evaluation, which may stop the run.
+        state, control = self._trainer.state, self._trainer.control
+        self._is_stopped = control.should_training_stop and state.global_step < state.max_steps
+        if not self._began or self._steps(state) >= self._per_epoch:
+            self._run.begin_epoch()  # a later run may begin another epoch
+        self._run.finish(state.global_step, lambda: self._state(state))
+
+    def _steps(self, state: Any) -> int:
+        """The steps of this epoch; as many as the Trainer has counted for one if its batches are used
+        up, which a callback that lets each step accumulate more does with fewer."""
+        steps = state.global_step - self._first
+        return self._per_epoch if steps * self._accumulation >= self._batches else steps
 
     def _members(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -276,6 +313,9 @@ class _Checkpoints:
         return {name: member for name, member in members.items() if member is not None}
 
     def _state(self, state: Any) -> dict[str, Any]:
+        steps, args = self._steps(state), self._trainer.args
+        if self._began and steps < self._per_epoch:
+            _require_accumulation(self._accumulation, args.gradient_accumulation_steps)
         self._trainer.store_flos()
         exported: dict[str, list[Any]] = {}
         for member in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
@@ -288,19 +328,19 @@ class _Checkpoints:
             if name not in values or (name in self._limits and value != self._limits[name])
         }
         values["stateful_callbacks"] = exported
-        values["log_history"] = [each for each in state.log_history if _END not in each]
         values[_OWN] = {
             "epoch": self._epoch,
-            "steps": state.global_step - self._first,
+            "steps": steps,
+            "accumulation": self._accumulation,
             "at": self._at,
             "began": self._began,
             "stopped": self._is_stopped,
             "training": self._trainer.model.training,
             "state": own,
             "args": {
-                name: value
-                for name, value in vars(self._trainer.args).items()
-                if type(value) in _PLAIN and self._args.get(name, self) != value
+                name: _stored(name, value)
+                for name, value in vars(args).items()
+                if self._marks.get(name) != bits.hash_of(value)
             },
         }
         host.share_buffers(self._trainer.accelerator, [self._trainer.model])
@@ -330,6 +370,43 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
             delattr(owner, name)
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+def _stored(name: str, value: Any) -> Any:
+    """What JSON keeps of a changed argument, from which `_made` makes the same bits."""
+    stored = value
+    if isinstance(value, np.generic):
+        stored = {_DTYPE: value.dtype.str, "bytes": value.tobytes().hex()}
+    elif isinstance(value, enum.Enum):
+        stored = with_pairs(value)
+    try:
+        is_same = bits.same(_made(json.loads(json.dumps(stored))), value)
+    except (TypeError, ValueError):
+        is_same = False
+    if not is_same:
+        raise StateError(
+            f"args.{name}: expected a number, a text, None, a member of an enum, or lists and dicts of "
+            f"numbers and texts, because the run has changed it; found {type(value).__name__}, which "
+            f"would not come back. Set it before the training or in `on_train_begin`."
+        )
+    return stored
+
+
+def _made(stored: Any) -> Any:
+    if not isinstance(stored, dict):
+        return stored
+    if stored.keys() == {_DTYPE, "bytes"}:
+        return np.frombuffer(bytes.fromhex(stored["bytes"]), stored[_DTYPE])[0]
+    return made_value(stored)
+
+
+def _require_accumulation(began: int, found: int) -> None:
+    if found != began:
+        raise StateError(
+            f"args.{_ACCUMULATION}: expected {began}, as where the epoch began, found {found}. The "
+            f"Trainer finds its place in an epoch by it, and a resumed run would accumulate other "
+            f"batches. Change it where an epoch begins or ends (`on_epoch_begin`, `on_epoch_end`)."
+        )
 
 
 def _evaluation_loaders(trainer: Trainer) -> list[Any]:

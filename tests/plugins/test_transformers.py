@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plugin_programs import answer_of, run_program
@@ -350,6 +351,45 @@ def logs(self: Any, *_: Any, **__: Any) -> None:
     self.trainer.log({"begins": 1.0})
 
 
+def logs_runtime(self: Any, *_: Any, **__: Any) -> None:
+    self.trainer.log({"train_runtime": 1.0})
+
+
+def accumulates_two(self: Any, args: Any, *_: Any, **__: Any) -> None:
+    args.gradient_accumulation_steps = 2
+
+
+def accumulates_one(self: Any, args: Any, *_: Any, **__: Any) -> None:
+    args.gradient_accumulation_steps = 1
+
+
+def alternates(self: Any, args: Any, *_: Any, **__: Any) -> None:
+    args.gradient_accumulation_steps = 3 - args.gradient_accumulation_steps
+
+
+def clips_by_numpy(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+    if state.global_step == 2:
+        args.max_grad_norm, args.run_name = np.float32(0.01), [np.pi, {"a": None}]
+    elif state.global_step > 2:
+        assert type(args.max_grad_norm) is np.float32
+        assert args.run_name == [np.pi, {"a": None}]
+
+
+def evaluates_no_more(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+    if state.global_step == 2:
+        args.eval_strategy = type(args.eval_strategy).NO
+    assert (args.eval_strategy is type(args.eval_strategy).NO) == (state.global_step >= 2)
+
+
+def shifts(self: Any, *_: Any, model: Any, **__: Any) -> None:
+    with torch.no_grad():
+        model.layer.bias.add_(torch.rand(1))
+
+
+def sets_an_object(self: Any, args: Any, *_: Any, **__: Any) -> None:
+    args.run_name = object()
+
+
 def ends_epoch(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
     control.should_epoch_stop = state.global_step == 2 and not hasattr(self, "has_ended")
     if control.should_epoch_stop:
@@ -364,6 +404,11 @@ def ends_epoch_and_run(self: Any, args: Any, state: Any, control: Any, **_: Any)
 
 def stops(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
     control.should_training_stop = state.global_step in (6, 8)
+
+
+def terminates(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+    if state.global_step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def state_of(self: Any) -> dict[str, Any]:
@@ -431,6 +476,17 @@ def with_callback(
         ({}, Stream, {"max_steps": 10, "gradient_accumulation_steps": 3}),  # and a rest
         ({}, Growing, {"max_steps": 10}),
         ({}, list, {"eval_strategy": "steps", "eval_steps": 3}),
+        ({}, list, {"include_num_input_tokens_seen": "all", "logging_steps": 1}),
+        ({"on_step_end": logs_runtime}, list, {}),
+        ({"on_epoch_end": accumulates_two}, list, {"num_train_epochs": 5}),
+        (
+            {"on_epoch_end": accumulates_one},
+            list,
+            {"num_train_epochs": 5, "gradient_accumulation_steps": 2},
+        ),
+        ({"on_epoch_begin": alternates}, list, {"num_train_epochs": 5}),
+        ({"on_step_end": clips_by_numpy}, list, {}),
+        ({"on_step_end": evaluates_no_more}, list, {"eval_strategy": "steps", "eval_steps": 1}),
         ({"on_step_end": clips}, list, {}),
         ({"on_step_end": limits}, list, {}),
         ({"on_step_begin": decays}, list, {}),
@@ -479,6 +535,7 @@ def test_gradients_that_no_step_has_used_delay_the_end_of_a_terminated_run(tmp_p
         ({"on_step_end": epochs_of_two}, {"num_train_epochs": 2}, True),
         ({"on_step_end": stops}, {}, False),
         ({"on_evaluate": stops}, {"eval_strategy": "epoch"}, False),
+        ({"on_log": shifts, "on_train_end": shifts}, {"logging_steps": 1}, True),
     ],
 )
 def test_a_run_that_has_ended_makes_no_step_more(
@@ -490,3 +547,51 @@ def test_a_run_that_has_ended_makes_no_step_more(
     longer: dict[str, Any] = settings | {"num_train_epochs": 4}
     more, _ = with_callback(run, methods, **longer)
     assert bool(more) == continues
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+@pytest.mark.parametrize("ends", ["_finalize_training", "not_in_the_first_releases"])
+def test_a_longer_run_is_one_that_has_not_ended_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    from perdure.plugins import transformers as plugin
+
+    monkeypatch.setattr(plugin, "_ENDS", ends)
+    settings: dict[str, Any] = {"logging_steps": 1, "include_num_input_tokens_seen": "all"}
+    # The fourth step ends the first epoch, and the sixth one the second.
+    methods = {"on_epoch_end": accumulates_two, "on_step_end": shifts}
+    whole, at_end = with_callback(tmp_path / "whole", methods, max_steps=12, **settings)
+    for steps in (4, 5, 6):
+        run = tmp_path / f"run{steps}"
+        with_callback(run, methods, max_steps=steps, **settings)
+        assert Run(run).steps() == [*range(1, steps + 1)]
+        rest = [each for each in whole if each[0] >= steps]
+        assert with_callback(run, methods, max_steps=12, **settings) == (rest, at_end)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+@pytest.mark.parametrize(
+    ("method", "found"),
+    [
+        (accumulates_two, r"gradient_accumulation_steps: expected 1.*`on_epoch_end`"),
+        (sets_an_object, r"args\.run_name: .*found object"),
+    ],
+)
+def test_a_change_of_an_argument_that_would_not_come_back_is_refused(
+    tmp_path: Path, method: Any, found: str
+) -> None:
+    with pytest.raises(StateError, match=found):
+        with_callback(tmp_path / "run", {"on_step_end": method})
+    assert not Run(tmp_path / "run").steps()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+def test_a_run_that_is_terminated_in_its_last_step_exits_after_the_last_save(
+    tmp_path: Path,
+) -> None:
+    _, at_end = with_callback(tmp_path / "whole", {}, max_steps=3)
+    with pytest.raises(SystemExit) as caught:
+        with_callback(tmp_path / "run", {"on_step_end": terminates}, max_steps=3)
+    assert caught.value.code == EXIT_PREEMPTED
+    assert Run(tmp_path / "run").steps() == [1, 2, 3]
+    assert with_callback(tmp_path / "run", {}, max_steps=3) == ([], at_end)

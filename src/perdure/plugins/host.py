@@ -63,6 +63,7 @@ class HostRun:
         self._saved = None if self.resumed is None else self.resumed.step
         self._at_save = generator_states()
         self._epoch_began: GeneratorStates = {}
+        self._is_new_epoch = False
 
     def load_from(self, loader: Any, *others: Any) -> None:
         """The batches are those of `loader`, whose generators are as at the save until it loads. Those
@@ -94,8 +95,10 @@ class HostRun:
         if names:
             self.manager.resume_members(members, resumed.step, sorted(names))
 
-    def begin_epoch(self) -> None:
-        """Note the generators with which an epoch begins; those of the interrupted one come back."""
+    def begin_epoch(self, *, is_new: bool = False) -> None:
+        """Note the generators with which an epoch begins; those of the interrupted one come back. One
+        that `is_new` begins where the save was, which has not drawn its order yet."""
+        self._is_new_epoch = is_new
         if self.resumed is not None:
             restore_generators(self.of_process(_EPOCH_BEGAN))
             self._restore_loading("began")
@@ -118,9 +121,10 @@ class HostRun:
         """Save `state()` if it is time and the step is whole; exit with status 75 after a signal."""
         is_preempted = self.manager.reached_preemption(step)
         if self.resumed is not None:
-            self._restore_loading("now")
+            if not self._is_new_epoch:
+                self._restore_loading("now")
+                restore_generators(self._at_save)
             self.resumed = None
-            restore_generators(self._at_save)
             if is_preempted:  # nothing was trained since
                 self.manager.exit_preempted()
         elif step and may_save:
@@ -131,8 +135,13 @@ class HostRun:
                 self._saved = step
 
     def finish(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Save the end; exit with status 75 after a signal in the last step, because the program may
+        go on with another training."""
+        is_preempted = self.manager.reached_preemption(step)
         if step != self._saved:
             self.manager.save(step, self._whole(state), force=True)
+        if is_preempted:
+            self.manager.exit_preempted()
 
     def _whole(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         loading = self.loading.state() | {_OTHERS: self._others.between_passes()}

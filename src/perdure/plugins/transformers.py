@@ -262,9 +262,9 @@ class _Checkpoints:
                 if args.restore_callback_states_from_checkpoint:
                     _restore_callbacks(callbacks, self._told["stateful_callbacks"])
             vars(state).update(copy.deepcopy(self._loaded))
+        self._run.begin_epoch(is_new=not self._began)
         self._began = True
         self._accumulation = args.gradient_accumulation_steps
-        self._run.begin_epoch()
         return control
 
     def on_step_begin(

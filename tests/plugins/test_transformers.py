@@ -478,7 +478,6 @@ def with_callback(
         ({}, list, {"eval_strategy": "steps", "eval_steps": 3}),
         ({}, list, {"include_num_input_tokens_seen": "all", "logging_steps": 1}),
         ({"on_step_end": logs_runtime}, list, {}),
-        ({"on_epoch_end": accumulates_two}, list, {"num_train_epochs": 5}),
         (
             {"on_epoch_end": accumulates_one},
             list,

@@ -140,9 +140,6 @@ def _batches(
         epoch, finished = epoch + 1, 0
     run.begin_epoch()
     run.finish(step, state)
-    # In the last step: what follows the loop would be killed.
-    if run.manager.reached_preemption(step):
-        run.manager.exit_preempted()
 
 
 def _wrappers(accelerator: Any) -> list[Any]:

@@ -467,12 +467,14 @@ def test_a_run_that_a_callback_has_stopped_stays_at_its_end(tmp_path: Path) -> N
 
 @dataclass
 class Case:
-    """A run of three epochs of four batches, stopped in the batch `stop`, or where training ends."""
+    """A run of three epochs of four batches, stopped in the batch `stop`, or where training ends; or by
+    SIGTERM in the validation after the batch `terminated`."""
 
     stop: int = 99
     every: int = 2
     arguments: dict[str, Any] = field(default_factory=dict)
     skipped: int = 99
+    terminated: int = 99
 
 
 CASES = {
@@ -481,6 +483,8 @@ CASES = {
     "loaders made again, between": Case(stop=8, arguments={"reload_dataloaders_every_n_epochs": 2}),
     "a batch left out": Case(stop=8, every=6, skipped=5),
     "the end": Case(every=4),
+    "the end after a save": Case(every=5),
+    "SIGTERM in a validation": Case(every=4, terminated=7),
     "the end within an epoch": Case(every=6, arguments={"max_steps": 6}),
 }
 
@@ -524,6 +528,9 @@ def test_a_resumed_run_logs_and_returns_what_the_undisturbed_one_does(
             return loss
 
         def validation_step(self, batch: Any, index: int) -> None:
+            batches = self.trainer.fit_loop.total_batch_idx
+            if stop >= 0 and index == 0 and batches == case.terminated:
+                signal.raise_signal(signal.SIGTERM)
             self.log("count", float(len(batch[0])), on_step=True, on_epoch=False)
             self.log("grows", float(self.current_epoch) + float(torch.rand(())))
 
@@ -573,7 +580,7 @@ def test_a_resumed_run_logs_and_returns_what_the_undisturbed_one_does(
     whole = trained(tmp_path / "whole")
     lines, stop = list(seen), case.stop
     seen.clear()
-    with pytest.raises(Stopped):
+    with pytest.raises(SystemExit if case.terminated < 99 else Stopped) as stopped:
         trained(tmp_path / "run")
     begun, stop = len(seen), -1
     assert trained(tmp_path / "run") == whole

@@ -36,6 +36,7 @@ host.require_version("lightning", "lightning", "2.5", "3")
 with errors.needs_extra("lightning"):
     import torch
     from lightning.fabric.utilities import move_data_to_device
+    from lightning.fabric.utilities.data import _set_sampler_epoch
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import (
         BatchSizeFinder,
@@ -107,6 +108,12 @@ class _Saver(ModelCheckpoint):
         super().__init__(
             where, monitor="step", mode="max", save_top_k=2, every_n_train_steps=interval
         )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Save at the end too: started again, the run has no step to make."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if lightning_steps.is_over(trainer) and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         # A module may log a metric `step`, which Lightning then takes for the axis of its plots.
@@ -452,7 +459,8 @@ class ExactResume(Callback):
             host.restore_generators(self._epoch_began)
             self._loading.restore(self._loading_at_save["began"])
             for loader in fetcher.combined_loader.flattened:
-                _set_epoch(loader, trainer.fit_loop.epoch_progress.current.processed)
+                # Lightning does it when it begins the epoch, which is later.
+                _set_sampler_epoch(loader, trainer.fit_loop.epoch_progress.current.processed)
             iter(fetcher)
             for _ in range(self._batches):
                 next(fetcher)
@@ -591,15 +599,6 @@ def _fetcher(trainer: Trainer) -> Any:
             "batches were trained on; take a batch instead."
         )
     return fetcher
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """As Lightning does when it begins an epoch, which is later: a sampler for several processes draws
-    its order from the number of the epoch."""
-    batches = getattr(loader, "batch_sampler", None)
-    for each in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-        if hasattr(each, "set_epoch"):
-            each.set_epoch(epoch)  # type: ignore[union-attr]
 
 
 def _is_positioned(fetcher: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -61,6 +62,7 @@ class StepEnds:
             for name in _HOOKS:
                 self._replace(callback, name, partial(self._later, callback))
         self._replace(trainer.fit_loop.epoch_loop, "on_advance_end", self._end_batch)
+        self._replace(trainer.fit_loop.epoch_loop.val_loop, "_evaluation_step", _evaluate)
         self._replace(trainer.fit_loop, "on_advance_end", self._end_epoch)
 
     def close(self) -> None:
@@ -82,7 +84,7 @@ class StepEnds:
     def _end_batch(self, end: Callable[..., None], *arguments: Any) -> None:
         try:
             end(*arguments)
-        except SIGTERMException:  # which Lightning raises when all else is done
+        except SIGTERMException:  # which Lightning raises when all else is done; see `_evaluate`
             self._save()
             raise
         if not self._is_last() and not self._trainer.fit_loop.epoch_loop.done:
@@ -139,6 +141,23 @@ class StepEnds:
             has_all = place == len(written) and getattr(saver, "save_last", None) != "link"
             if again is not None and not has_all:
                 again()
+
+
+def _evaluate(step: Callable[..., None], *arguments: Any) -> None:
+    """Let a validation end after SIGTERM, which Lightning breaks off: it is a part of the training step
+    whose save may follow. Lightning asks again when the step is over."""
+    with suppress(SIGTERMException):  # which Lightning raises when a batch is done
+        step(*arguments)
+
+
+def is_over(trainer: Trainer) -> bool:
+    """Whether no epoch comes after the one that ends. Lightning's `done` counts while it answers."""
+    loop = trainer.fit_loop
+    return (
+        -1 < loop.max_steps <= trainer.global_step
+        or loop.epoch_progress.current.processed == loop.max_epochs
+        or (trainer.should_stop and loop._can_stop_early)
+    )
 
 
 def _is_resumed_from(saver: Any) -> bool:

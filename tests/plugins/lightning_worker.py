@@ -2,6 +2,8 @@
 
 HOW: `plugin` or `fit` (`perdure.plugins.lightning.fit`); with `-SIGKILL` or `-SIGTERM` for that signal
 in the eighth step, in the second epoch of four steps.
+`group` is `fit` in two processes with DDP, BatchNorm and accumulation, `sharded` the same with FSDP2;
+each process writes its answer to `DIRECTORY-RANK.json`.
 `large RANK` loads a large checkpoint as one of two processes, `large-late` in process 0 alone first.
 The last line of the output is JSON.
 """
@@ -13,14 +15,18 @@ import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import perdure.plugins.lightning
+from perdure.state.torch_tensors import local_tensor
 from perdure.store import reader
 
 KILLED_AT = 8
@@ -39,6 +45,29 @@ class Model(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Normalizing(Model):
+    """Validates with statistics of each process, and has a buffer that grows."""
+
+    def __init__(self, is_sharded: bool) -> None:
+        super().__init__()
+        self.layer.insert(0, torch.nn.BatchNorm1d(4))
+        self.register_buffer("losses", torch.zeros(0))
+        self.seen: list[str] = []
+        self._is_sharded = is_sharded
+
+    def configure_model(self) -> None:
+        if self._is_sharded:
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        self.losses = torch.cat([self.losses, loss.detach()[None]])
+        return loss * self.losses.mean()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.seen.append(super().training_step(batch, index).item().hex())
 
 
 class Begin(Callback):
@@ -79,8 +108,38 @@ def load_large(how: str, directory: str) -> None:
     print(json.dumps({"read": sum(nbytes >= 2**20 for nbytes in read), "equal": is_equal}))
 
 
+def in_group(how: str, directory: str) -> None:
+    seed_everything(0)
+    way, _, fault = how.partition("-")
+    model = Normalizing(way == "sharded")
+    rows = torch.randn(48, 5, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(rows[:, :4], rows[:, 4:])
+    trainer = Trainer(
+        max_epochs=2,
+        default_root_dir=directory,
+        accelerator="cpu",
+        devices=2,
+        strategy=ModelParallelStrategy(2, 1) if way == "sharded" else "ddp",
+        accumulate_grad_batches=3,
+        val_check_interval=5,  # also where the last forward pass was without an exchange
+        callbacks=[Killer(fault)] if fault else [],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loaders = DataLoader(data, 2, shuffle=True), DataLoader(data, 8)
+    perdure.plugins.lightning.fit(trainer, directory, model, *loaders, every_n_train_steps=1)
+    values = [local_tensor(value) for value in model.state_dict().values()]
+    bits = [value.tolist() for value in values]
+    answer = Path(f"{directory}-{trainer.global_rank}.json")
+    answer.write_text(json.dumps({"bits": bits, "seen": model.seen[-6:]}))
+
+
 def main() -> None:
     how, directory = sys.argv[1:]
+    if how.startswith(("group", "sharded")):
+        in_group(how, directory)
+        return
     if how.startswith("large"):
         load_large(how, directory)
         return

@@ -582,6 +582,7 @@ def test_a_resumed_run_logs_and_returns_what_the_undisturbed_one_does(
     seen.clear()
     with pytest.raises(SystemExit if case.terminated < 99 else Stopped) as stopped:
         trained(tmp_path / "run")
+    assert getattr(stopped.value, "code", 75) == 75
     begun, stop = len(seen), -1
     assert trained(tmp_path / "run") == whole
     made_again = next(each for each in seen[begun:] if each[0] == "made")
@@ -589,6 +590,156 @@ def test_a_resumed_run_logs_and_returns_what_the_undisturbed_one_does(
     seen.remove(made_again)
     repeated = seen[begun:]
     assert repeated == lines[len(lines) - len(repeated) :]
+
+
+class InPasses:
+    """A sampler of batches with an order of its own in each epoch of which it hears."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[(first + self.epoch) % 4] for first in range(4)])
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_samplers_hear_of_an_epoch_as_without_a_resume(tmp_path: Path, is_inner: bool) -> None:
+    """Lightning tells the sampler in a sampler of batches, and not that one itself."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from perdure.plugins.lightning import fit
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            if self.trainer.global_step == stop:
+                raise Stopped
+            seen.append(batch.tolist())
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    class Outer:
+        def __init__(self) -> None:
+            self.sampler = InPasses()
+
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter(self.sampler)
+
+    def train(directory: Path) -> None:
+        sampler: Any = Outer() if is_inner else InPasses()
+        rows: Any = torch.arange(4.0).view(4, 1)
+        trainer = Trainer(max_epochs=3, **quiet(tmp_path))
+        loader = DataLoader(rows, batch_sampler=sampler)
+        fit(trainer, directory, Model(), loader, every_n_train_steps=2)
+
+    seen: list[Any] = []
+    stop = -1
+    train(tmp_path / "whole")
+    whole, stop = list(seen), 7
+    with pytest.raises(Stopped):
+        train(tmp_path / "run")
+    seen.clear()
+    stop = -1
+    train(tmp_path / "run")
+    assert seen == whole[6:]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
+def test_buffers_that_a_run_makes_or_changes_come_back(tmp_path: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from perdure.plugins.lightning import fit
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.normal = torch.nn.Linear(5, 1), torch.nn.LazyBatchNorm1d()
+            self.inner.register_buffer("bank", torch.zeros(0, 5))
+            self.register_buffer("rows", torch.zeros(1, 5))
+            self.register_buffer("mean", None)
+            self.register_buffer("first", torch.zeros(5))
+            self.register_buffer("wide", torch.zeros(5))
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            x = self.normal(batch[0])
+            self.inner.bank = torch.cat([self.inner.bank, x.detach()])[-3:]
+            self.rows = torch.cat([self.rows, x.detach()])
+            mean = x.detach().mean(0)
+            self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+            if not hasattr(self, "late"):
+                self.register_buffer("late", torch.zeros(5))
+            self.late += mean
+            self.first = None
+            self.wide = self.wide.double() + mean / 3
+            scale = 1 + 0.1 * (self.inner.bank.sum() + self.rows.sum() + self.mean.sum())
+            loss = self.inner(x + self.late + self.wide.float()).square().mean() * scale
+            if self.trainer.global_step == stop:
+                raise Stopped
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    def trained(directory: Path) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = Model()
+        model.normal(torch.ones(2, 5))
+        trainer = Trainer(max_epochs=3, **quiet(tmp_path))
+        rows = DataLoader(TensorDataset(torch.arange(40).view(8, 5) / 40), 2)
+        fit(trainer, directory, model, rows, every_n_train_steps=1)
+        assert model.first is None
+        return {name: (value.dtype, value.tolist()) for name, value in model.state_dict().items()}
+
+    stop = -1
+    whole = trained(tmp_path / "whole")
+    stop = 2
+    with pytest.raises(Stopped):
+        trained(tmp_path / "run")
+    stop = 5
+    with pytest.raises(Stopped):
+        trained(tmp_path / "run")
+    stop = -1
+    assert trained(tmp_path / "run") == whole
+    assert trained(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("way", ["group", "sharded"])
+def test_each_process_gets_its_own_buffers_back(tmp_path: Path, way: str) -> None:
+    """DDP gives all processes those of the first only after a step that exchanges gradients."""
+
+    def processes(how: str, directory: Path) -> tuple[int, list[str], str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*launcher, "--nproc-per-node=2", WORKER, how, directory],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        found = [Path(f"{directory}-{rank}.json") for rank in range(2)]
+        return done.returncode, [each.read_text() for each in found if each.exists()], done.stderr
+
+    status, whole, err = processes(way, tmp_path / "whole")
+    assert status == 0, err
+    assert whole[0] != whole[1]
+    assert processes(f"{way}-SIGKILL", tmp_path / "run")[0] != 0
+    status, resumed, err = processes(way, tmp_path / "run")
+    assert status == 0, err
+    assert resumed == whole
 
 
 def test_every_checkpoint_knows_all_saves_of_its_step(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ with errors.needs_extra("lightning"):
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-    from perdure.plugins import lightning_shards, lightning_steps
+    from perdure.plugins import lightning_buffers, lightning_shards, lightning_steps
     from perdure.state.torch_loader import ResumableLoader
 
 __all__ = ["CheckpointIO", "ExactResume", "fit"]
@@ -298,6 +298,9 @@ class ExactResume(Callback):
         self._extras = host.HostExtras()
         self._extras_at_save: dict[str, Any] = {}
         self._callbacks_at_save: dict[str, Any] = {}
+        self._buffers_at_save: dict[str, Any] = {}
+        self._changed_buffers = lightning_buffers.ChangedBuffers()
+        self._exchanges_buffers: bool | None = None  # DDP, before its next forward pass
         self._savers_at_save: dict[str, Any] = {}  # what their own states leave out
         self._accumulation: tuple[int, int | None] = 1, None  # at the begin, and in the checkpoint
         self._steps: lightning_steps.StepEnds | None = None
@@ -329,8 +332,18 @@ class ExactResume(Callback):
         self._rank, self._count = trainer.global_rank, trainer.world_size
         vars(trainer.fit_loop).pop("run", None)  # of a resume that failed before it began
         self._extras = host.HostExtras(self._rank, self._count)
+        self._changed_buffers = lightning_buffers.ChangedBuffers()
+        vars(strategy).pop("load_model_state_dict", None)
+        load = strategy.load_model_state_dict
+
+        def load_all(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+            self._changed_buffers.make(strategy.lightning_module, checkpoint)
+            load(checkpoint, strict=strict)
+
+        strategy.load_model_state_dict = load_all
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        vars(trainer.strategy).pop("load_model_state_dict", None)
         self._trainer = None
         if self._steps is not None:
             self._steps.close()
@@ -349,10 +362,11 @@ class ExactResume(Callback):
             if self._trainer is not None:
                 own["extras"] = self._extras.take(_members(self._trainer))
                 own["metrics"] = lightning_steps.metrics(self._trainer)
+                own["exchanges"] = _exchanges_buffers(self._trainer)
         except errors.StateError as error:  # the others wait for what this process gathers
             own["refused"] = error
-        callbacks = self._states_of_callbacks() if self._count > 1 else {}
-        digests = {key: host.digest_of(_State(state)) for key, state in callbacks.items()}
+        states = self._states_of_the_first() if self._count > 1 else {}
+        digests = {key: host.digest_of(_State(state)) for key, state in states.items()}
         gathered = self._gathered((own, digests))
         processes = [each for each, _ in gathered]
         for each in processes:
@@ -361,10 +375,11 @@ class ExactResume(Callback):
         # Lightning saves those of one process, and they may be large.
         found = {item for _, seen in gathered for item in seen.items()}
         if differing := {key for key, n in Counter(key for key, _ in found).items() if n > 1}:
-            states = {key: callbacks[key] for key in differing & callbacks.keys()}
-            of_callbacks = self._gathered(move_data_to_device(states, "cpu"))
-            for each, state in zip(processes, of_callbacks, strict=True):
-                each["callbacks"] = state
+            different = {key: states[key] for key in differing & states.keys()}
+            found_there = self._gathered(move_data_to_device(different, "cpu"))
+            for each, there in zip(processes, found_there, strict=True):
+                for (kind, name), state in there.items():
+                    each.setdefault(kind, {})[name] = state
         positions = [loader.state_dict() for loader in self._loaders]
         state = {"batches": self._batches, "positions": positions, "processes": processes}
         state |= {"has_ended": self._has_ended, "within": self._warn_within()}
@@ -382,10 +397,17 @@ class ExactResume(Callback):
             torch.distributed.all_gather_object(values, own)
         return values
 
-    def _states_of_callbacks(self) -> dict[str, Any]:
-        callbacks = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+    def _states_of_the_first(self) -> dict[tuple[str, str], Any]:
+        """What Lightning saves of the first process alone, by kind and name."""
+        if self._trainer is None:
+            return {}
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         states = {each.state_key: each.state_dict() for each in callbacks if each is not self}
-        return {key: state for key, state in states.items() if state}
+        return {("callbacks", key): state for key, state in states.items() if state} | {
+            (kind, name): buffer
+            for kind, module in _with_buffers(self._trainer).items()
+            for name, buffer in lightning_buffers.persistent(module).items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches, self._has_ended = state_dict["batches"], state_dict["has_ended"]
@@ -400,7 +422,14 @@ class ExactResume(Callback):
         self._extras_at_save = own["extras"]
         self._metrics_at_save = own.get("metrics")
         self._callbacks_at_save = own.get("callbacks", {})
+        self._buffers_at_save = {kind: own[kind] for kind in own if kind.startswith("buffers")}
+        self._exchanges_buffers = own.get("exchanges")
         self._savers_at_save = state_dict.get("savers", {})
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self._changed_buffers.save(pl_module, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
@@ -416,6 +445,7 @@ class ExactResume(Callback):
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
         """What this validation changes in the module is none of a resumed run's."""
         self._extras.see(_members(trainer))
+        self._changed_buffers.see(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         beat("compile", trainer.global_step)
@@ -429,6 +459,12 @@ class ExactResume(Callback):
         self._extras.see(members := _members(trainer))
         self._extras.put(members, self._extras_at_save, "ExactResume")
         self._extras_at_save = {}
+        self._changed_buffers.see(pl_module)
+        for kind, module in _with_buffers(trainer).items():
+            lightning_buffers.put(module, self._buffers_at_save.pop(kind, {}))
+        if (exchanges := self._exchanges_buffers) is not None:
+            trainer.strategy.model.require_forward_param_sync = exchanges
+        self._exchanges_buffers = None
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if (state := self._callbacks_at_save.pop(callback.state_key, None)) is not None:
                 callback.load_state_dict(state)
@@ -585,6 +621,24 @@ def _members(trainer: Trainer) -> dict[str, Any]:
         "optimizers": list(trainer.optimizers),
         "schedulers": schedulers,
     }
+
+
+def _with_buffers(trainer: Trainer) -> dict[str, torch.nn.Module]:
+    """The module and those that callbacks hold (averages), by the kind of their buffers in a save."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    held = {
+        f"buffers {callback.state_key} {name}": each
+        for callback in callbacks
+        for name, each in vars(callback).items()
+        if isinstance(each, torch.nn.Module) and each is not trainer.lightning_module
+    }
+    return {"buffers": trainer.lightning_module, **held}
+
+
+def _exchanges_buffers(trainer: Trainer) -> bool | None:
+    """Whether DDP gives all processes the buffers of the first before the next forward pass; not after
+    one without an exchange of gradients (accumulation, manual optimization)."""
+    return getattr(trainer.strategy.model, "require_forward_param_sync", None)
 
 
 def _fetcher(trainer: Trainer) -> Any:

@@ -70,17 +70,21 @@ def _save(
 def _load(strategy: Any, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
     """Give model and optimizers the stored values, and return the rest. CorruptionError."""
     path = Path(strategy.broadcast(checkpoint_path))
+    rest: dict[str, Any] = {_REST: b""}
+    dcp.load(rest, storage_reader=Reader(path, save_random_state=False))
+    checkpoint = torch.load(io.BytesIO(rest[_REST]), weights_only=bool(weights_only))
+    # By itself this loads nothing here. `ExactResume` makes the buffers that the run has made.
+    strategy.load_model_state_dict(checkpoint)
     model, optimizers = strategy.model, strategy.optimizers
     # The optimizers come first: to have moments at all, PyTorch lets them take a step without change.
     moments = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
     state = _members(get_model_state_dict(model), moments)
-    state[_REST] = b""
     dcp.load(state, storage_reader=Reader(path, save_random_state=False))
     for place, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, optim_state_dict=state[f"optimizer_{place}"])
     options = StateDictOptions(strict=strategy.lightning_module.strict_loading)
     set_model_state_dict(model, state["state_dict"], options=options)
-    return torch.load(io.BytesIO(state[_REST]), weights_only=bool(weights_only))
+    return checkpoint
 
 
 def step_after(checkpoint: dict[str, Any], older: list[int]) -> int:

@@ -67,7 +67,7 @@ class Normalizing(Model):
         return loss * self.losses.mean()
 
     def validation_step(self, batch: Any, index: int) -> None:
-        self.seen.append(super().training_step(batch, index).item().hex())
+        self.seen.append(float(super().training_step(batch, index)).hex())
 
 
 class Begin(Callback):

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -665,6 +665,8 @@ def test_buffers_that_a_run_makes_or_changes_come_back(tmp_path: Path) -> None:
     from perdure.plugins.lightning import fit
 
     class Model(LightningModule):
+        rows: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.inner, self.normal = torch.nn.Linear(5, 1), torch.nn.LazyBatchNorm1d()
@@ -676,7 +678,7 @@ def test_buffers_that_a_run_makes_or_changes_come_back(tmp_path: Path) -> None:
 
         def training_step(self, batch: Any, index: int) -> Any:
             x = self.normal(batch[0])
-            self.inner.bank = torch.cat([self.inner.bank, x.detach()])[-3:]
+            self.inner.bank = torch.cat([cast(Any, self.inner.bank), x.detach()])[-3:]
             self.rows = torch.cat([self.rows, x.detach()])
             mean = x.detach().mean(0)
             self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean

@@ -75,9 +75,9 @@ class Known:
 
     def add(self, module: Any) -> None:
         """Count the tensors in the `state_dict` of a module that the state has as an attribute."""
-        self._tensors += [
-            each for each in module.state_dict(keep_vars=True).values() if memory_of(each)
-        ]
+        tensor = sys.modules["torch"].Tensor
+        values = module.state_dict(keep_vars=True).values()
+        self._tensors += [each for each in values if isinstance(each, tensor)]
         self._ids.update(map(id, self._tensors))
         vars(self).pop("_memory", None)
 

@@ -405,6 +405,10 @@ def main() -> None:
     values = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
     answer = {"bits": [value.tolist() for value in values], "seen": SEEN}
     Path(f"{directory}-{RANK}.json").write_text(json.dumps(answer))
+    if (
+        torch.distributed.is_initialized()
+    ):  # a thread of gloo that works while Python ends aborts it
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

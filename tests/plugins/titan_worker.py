@@ -198,6 +198,7 @@ def main() -> None:
         "tokens": trainer.ntokens_seen,
     }
     Path(f"{directory}-{RANK}.json").write_text(json.dumps(answer))
+    torch.distributed.destroy_process_group()  # a thread of gloo that works while Python ends aborts it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The proof and the benchmark of a GPU find one, or refuse in a sentence. They run where there is one."""
+"""The proof and the benchmark of a GPU find one, or refuse in a sentence. They run where one is."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -178,6 +179,8 @@ def main() -> None:
         if arguments.programs is None:
             print(how_to_get(), flush=True)
             return
+        # A test that a signal has ended leaves it ignored, and every program would inherit that.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         pythons = [sys.executable, *(shutil.which(name) or name for name in arguments.python)]
         programs, digits = arguments.programs.resolve(), arguments.digits.resolve()
         lab = Laboratory(programs, digits, pythons, arguments.runs)

@@ -46,7 +46,6 @@ def train_torch(run: Path, steps: int) -> str:
             return self.end(mixed.mean(1))
 
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Net().to(device)

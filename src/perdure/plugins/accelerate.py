@@ -201,9 +201,9 @@ _OTHER_LOADER = (
 
 
 _LATE_LOADER = (
-    "perdure.plugins.accelerate.batches: a loader that was prepared within the loop has been gone "
-    "through more than once. A resumed run prepares it anew and begins with its first order, and so "
-    "has other batches if it shuffles. Prepare it before the loop."
+    "perdure.plugins.accelerate.batches: a loader that was prepared within the loop has been iterated "
+    "more than once. A resumed run prepares it again, so that it begins with its first order: if it "
+    "shuffles, its batches are other ones. Prepare it before the loop."
 )
 
 

@@ -135,8 +135,8 @@ class HostRun:
                 self._saved = step
 
     def finish(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Save the end; exit with status 75 after a signal in the last step, because the program may
-        go on with another training."""
+        """Save the end; exit with status 75 after a signal in the last step: what the program does
+        next may take longer than it has."""
         is_preempted = self.manager.reached_preemption(step)
         if step != self._saved:
             self.manager.save(step, self._whole(state), force=True)

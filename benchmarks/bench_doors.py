@@ -6,10 +6,12 @@ Two processes (gloo; Orbax: two of JAX) hold a transformer of 17 million paramet
 tensors and 200 MB of float32: in full in each of them (DDP), or half in each (FSDP2). They save it, and
 load it into new objects. A write ends when the files and directories are synced: if the program itself
 does not do that, it is done afterwards, and there is a row without it. The stall is the time until the
-training loop continues. A load begins with files that are not in the page cache, and without freed
-memory, and ends when model and optimizer hold the values. All take turns, with other values before each
-save. Ratios are medians of those of the turns; CPU times are sums over both processes. Under FSDP2,
-`torch.save` writes one file for each process, which only as many processes can load.
+training loop continues. A load begins with files that are not in the page cache, and ends when model
+and optimizer hold the values; the processes have no freed memory to use again. Before each, memory of
+the machine is touched and freed, because the host of a virtual machine takes back what is long free.
+All take turns, with other values before each save. Ratios are medians of those of the turns; CPU times
+are sums over both processes. Under FSDP2, `torch.save` writes one file for each process, which only as
+many processes can load.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any
 
@@ -99,12 +100,16 @@ class Slots:
     that is forbidden. No process can cut it, which would kill its readers."""
 
     def __init__(self, count: int) -> None:
-        size = count * CHUNK_BYTES
-        self.file = _shared_file(size)
+        self._size = count * CHUNK_BYTES
+        self.file = _shared_file(self._size)
         self.free: SimpleQueue[int] = SimpleQueue()
         for slot in range(count):
             self.free.put(slot)
-        self._memory = memoryview(mmap.mmap(-1 if self.file is None else self.file, size))
+
+    @cached_property
+    def _memory(self) -> memoryview:
+        """Mapped at its first use: one process alone needs none."""
+        return memoryview(mmap.mmap(-1 if self.file is None else self.file, self._size))
 
     def memory(self, slot: int) -> memoryview:
         """The memory of a slot."""

@@ -490,6 +490,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     ) -> Restored | None:
         beat("restore")
         self._saver.settle(wait=True)
+        self._saver.release_memory()
         self._saver.forget_highest()
         # After the wait for the save: a name is then the same step in every process.
         number = step_or_name(step, self._run)

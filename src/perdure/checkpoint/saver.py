@@ -250,6 +250,10 @@ class Saver:
         self._highest = None
         self.journal.forget()
 
+    def release_memory(self) -> None:
+        """Free the last snapshot, before a restore that needs as much. No save may be under way."""
+        self._buffer.release()
+
     def release(self) -> None:
         """Give back the memory of snapshots, the journal and the lock of the run."""
         self.journal.close()

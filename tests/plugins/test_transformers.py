@@ -18,7 +18,7 @@ from plugin_programs import answer_of, run_program
 from torch.utils.data import DataLoader
 
 from damage import flip
-from perdure import EXIT_PREEMPTED
+from perdure import EXIT_PREEMPTED, CheckpointManager
 from perdure.errors import ArgumentError, StateError
 from perdure.store import Run
 
@@ -242,6 +242,28 @@ def test_what_no_state_dict_has_comes_back(tmp_path: Path, end: int) -> None:
     newest = Run(tmp_path / "run").steps()[-1]
     assert newest == end - 1  # the save of a step begins with the next one
     assert trained(tmp_path / "run") == (whole[newest:], bits)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of transformers
+def test_what_a_program_keeps_in_a_model_of_transformers_comes_back(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2))
+
+    model = made()
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.restore_or_initialize({"model": model})
+        model.average = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+        model.transformer.seen = 3
+        manager.save(1, {"model": model})
+    fresh = made()
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.restore_or_initialize({"model": fresh})
+    assert fresh.transformer.seen == 3
+    assert fresh.average.keys() == model.average.keys()
+    assert all(torch.equal(fresh.average[name], model.average[name]) for name in model.average)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the import of transformers

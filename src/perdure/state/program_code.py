@@ -51,7 +51,13 @@ _SCALARS = tuple(SCALARS)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")
 """Packages whose objects, other than tuples, are functions with settings."""
-_LAYERS = ("torch.nn.modules.", "torch.optim.", "torch.ao.nn.", "torch.ao.quantization.")
+_LAYERS = (
+    "torch.nn.modules.",
+    "torch.optim.",
+    "torch.ao.nn.",
+    "torch.ao.quantization.",
+    "transformers.",
+)
 _OF_PYTHON = 1 << 9
 """The flag of a class that a `class` statement has made (Py_TPFLAGS_HEAPTYPE)."""
 _NOTHING = object()
@@ -131,8 +137,9 @@ def is_program_module(name: str) -> bool:
 @cache
 def is_owner(kind: type) -> bool:
     """Whether the attributes of a module or an optimizer are saved: of a class of the program, of a
-    layer or an optimizer of PyTorch, or of a metric. Other libraries keep what belongs to the process
-    in theirs. A class that a library makes of another one (`fully_shard`) counts as that one."""
+    layer or an optimizer of PyTorch, of a model of Transformers, or of a metric. Other libraries keep
+    what belongs to the process in theirs. A class that a library makes of another one (`fully_shard`)
+    counts as that one."""
     if is_made(kind) and not is_of_program(kind):
         return any(is_owner(base) for base in kind.__bases__)
     return is_of_program(kind) or kind.__module__.startswith(_LAYERS) or is_metric(kind)

@@ -719,6 +719,43 @@ def test_buffers_that_a_run_makes_or_changes_come_back(tmp_path: Path) -> None:
     assert trained(tmp_path / "run") == whole
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_module_that_lightning_converts_comes_back_with_all_bits(
+    tmp_path: Path, precision: Any
+) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from perdure.plugins.lightning import fit
+
+    class Model(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normal = torch.nn.BatchNorm1d(32)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            if self.trainer.global_step == stop:
+                raise Stopped
+            return self(self.normal(batch)).square().mean()
+
+    def trained(directory: Path) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = Model()
+        trainer = Trainer(max_epochs=2, precision=precision, **quiet(tmp_path))
+        rows = DataLoader(cast(Any, torch.randn(8, 32)), 2)
+        fit(trainer, directory, model, rows, every_n_train_steps=1)
+        return {name: (value.dtype, value.tolist()) for name, value in model.state_dict().items()}
+
+    stop = -1
+    whole = trained(tmp_path / "whole")
+    stop = 3
+    with pytest.raises(Stopped):
+        trained(tmp_path / "run")
+    stop = -1
+    assert trained(tmp_path / "run") == whole
+
+
 @pytest.mark.parametrize("way", ["group", "sharded"])
 def test_each_process_gets_its_own_buffers_back(tmp_path: Path, way: str) -> None:
     """DDP gives all processes those of the first only after a step that exchanges gradients."""

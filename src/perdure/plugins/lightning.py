@@ -46,6 +46,7 @@ with errors.needs_extra("lightning"):
         StochasticWeightAveraging,
     )
     from lightning.pytorch.plugins.io import TorchCheckpointIO
+    from lightning.pytorch.plugins.precision import DoublePrecision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
     from perdure.plugins import lightning_buffers, lightning_shards, lightning_steps
@@ -337,6 +338,9 @@ class ExactResume(Callback):
         load = strategy.load_model_state_dict
 
         def load_all(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+            if isinstance(strategy.precision_plugin, DoublePrecision):
+                # Lightning converts a module after it has loaded, so that values lose bits on the way.
+                strategy.precision_plugin.convert_module(strategy.lightning_module)
             self._changed_buffers.make(strategy.lightning_module, checkpoint)
             load(checkpoint, strict=strict)
 

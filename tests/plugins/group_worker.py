@@ -355,19 +355,32 @@ def on_lightning(how: str, directory: str, model: Model) -> torch.nn.Module:
 
 def on_fabric(how: str, directory: str, model: Model) -> torch.nn.Module:
     import lightning
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
     from perdure import CheckpointManager
     from perdure.torch import PerRank, ResumableLoader, process_group
 
-    fabric = lightning.Fabric(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp"
-    )
+    strategy: Any = "ddp"
+    devices = int(os.environ["WORLD_SIZE"])
+    if "fsdp" in how:
+
+        def shard(module: Any, mesh: Any) -> Any:
+            fully_shard(module.inner, mesh=mesh["data_parallel"])
+            return fully_shard(module, mesh=mesh["data_parallel"])
+
+        strategy = ModelParallelStrategy(shard, devices, 1, process_group_backend="gloo")
+    fabric = lightning.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
     fabric.launch()
-    wrapped, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.05))
+    wrapped = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.05))
+    assert isinstance(next(wrapped.parameters()), DTensor) == ("fsdp" in how)
     rows = Rows("noise" in how)
     sampler = torch.utils.data.DistributedSampler(rows, fabric.world_size, fabric.global_rank)
     loader = ResumableLoader(torch.utils.data.DataLoader(rows, batch_size=2, sampler=sampler))
-    state = {"model": PerRank(wrapped), "optimizer": optimizer, "loader": PerRank(loader)}
+    member = wrapped if "fsdp" in how else PerRank(wrapped)
+    state = {"model": member, "optimizer": optimizer, "loader": PerRank(loader)}
     with CheckpointManager(directory, save_interval_steps=2, processes=process_group()) as manager:
         start = manager.restore_or_initialize(state)
         step = start.step

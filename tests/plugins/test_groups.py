@@ -33,6 +33,7 @@ ROWS = [
     ("lightning", "ddp_val"),
     ("lightning", "ddp_nodes"),
     ("fabric", "ddp"),
+    ("fabric", "fsdp"),
     ("torchtitan", "fsdp"),
     ("torchtitan", "2d"),
     ("transformers", "ddp_noise"),

@@ -23,7 +23,15 @@ from perdure.store.leaf import Leaf, containers_of
 _EXACT = (torch.Tensor, torch.nn.Parameter)
 _WRAPPER = re.compile(r"module\.|_orig_mod\.")
 _OTHER_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
+_WRAPPING = ("lightning.fabric.", "lightning_fabric.", "accelerate.optimizer.")
 Shape = tuple[int, ...]
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """What a wrapper of Fabric or of Accelerate wraps, which has all of its state; another one itself."""
+    kinds = type(optimizer).__mro__
+    is_wrapper = any(f"{kind.__module__}.".startswith(_WRAPPING) for kind in kinds)
+    return optimizer.optimizer if is_wrapper else optimizer
 
 
 class OptimizerState(Stateful):

@@ -14,7 +14,11 @@ from perdure.state.leaf_spec import LeafSpec, type_name
 from perdure.state.leaf_values import BUFFER_DTYPES
 from perdure.state.per_rank import current_rank_context
 from perdure.state.torch_module import ModuleState
-from perdure.state.torch_optimizers import OptimizerState, SchedulerState
+from perdure.state.torch_optimizers import (
+    OptimizerState,
+    SchedulerState,
+    unwrapped_optimizer,
+)
 from perdure.state.torch_tensors import (
     ALIGNMENT,
     LAZY,
@@ -168,6 +172,7 @@ class TorchState(Adapter):
             refuse_hook_state(value)
             return ModuleState(value)
         if isinstance(value, torch.optim.Optimizer):
+            value = unwrapped_optimizer(value)
             if type(value).__name__ == "ZeroRedundancyOptimizer":
                 raise UnsupportedLeafError(
                     "a ZeroRedundancyOptimizer has the state of its own parameters only, and no "

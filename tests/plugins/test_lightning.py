@@ -839,9 +839,18 @@ def test_several_processes_of_another_strategy_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the import of lightning
-def test_stochastic_weight_averaging_is_refused_before_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("StochasticWeightAveraging", [0.1], "average checkpoints afterwards"),
+        ("ModelPruning", ["l1_unstructured"], "ModelPruning gives layers masks"),
+    ],
+)
+def test_callbacks_that_change_what_is_trained_are_refused_before_the_first_step(
+    tmp_path: Path, name: str, arguments: list[Any], reason: str
+) -> None:
     import lightning
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch import callbacks
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     from perdure.plugins.lightning import fit
@@ -851,8 +860,8 @@ def test_stochastic_weight_averaging_is_refused_before_the_first_step(tmp_path: 
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
-        callbacks=[StochasticWeightAveraging(0.1)],
+        callbacks=[getattr(callbacks, name)(*arguments)],
     )
-    with pytest.raises(StateError, match="average checkpoints afterwards"):
+    with pytest.raises(StateError, match=reason):
         fit(trainer, tmp_path / "run", BoringModel())
     assert trainer.global_step == 0

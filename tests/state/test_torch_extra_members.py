@@ -443,3 +443,27 @@ def test_a_group_that_the_run_has_added_is_to_be_added_before_the_restore() -> N
         restore({"optimizer": target}, saved)
     target.add_param_group({"params": list(net[0].parameters())})
     restore({"optimizer": target}, saved)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about groups
+def test_ddp_exchanges_buffers_in_the_next_forward_pass_as_without_a_resume(tmp_path: Path) -> None:
+    def wrapped() -> torch.nn.parallel.DistributedDataParallel:
+        return torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+
+    rows = torch.ones(2, 2)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        net = wrapped()
+        with CheckpointManager(tmp_path, recipe={}) as manager:
+            manager.save(1, {"net": net})
+            with net.no_sync():
+                net(rows).sum().backward()
+            manager.save(2, {"net": net})
+            manager.restore(1, like={"net": net})
+            assert net.require_forward_param_sync
+            net = wrapped()
+            manager.restore(2, like={"net": net})
+            assert not net.require_forward_param_sync
+    finally:
+        torch.distributed.destroy_process_group()

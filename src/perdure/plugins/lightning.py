@@ -43,6 +43,7 @@ with errors.needs_extra("lightning"):
         Checkpoint,
         LearningRateFinder,
         ModelCheckpoint,
+        ModelPruning,
         StochasticWeightAveraging,
     )
     from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -301,7 +302,6 @@ class ExactResume(Callback):
         self._callbacks_at_save: dict[str, Any] = {}
         self._buffers_at_save: dict[str, Any] = {}
         self._changed_buffers = lightning_buffers.ChangedBuffers()
-        self._exchanges_buffers: bool | None = None  # DDP, before its next forward pass
         self._savers_at_save: dict[str, Any] = {}  # what their own states leave out
         self._accumulation: tuple[int, int | None] = 1, None  # at the begin, and in the checkpoint
         self._steps: lightning_steps.StepEnds | None = None
@@ -329,6 +329,12 @@ class ExactResume(Callback):
                 "ExactResume: the callback StochasticWeightAveraging exchanges the schedulers during "
                 "the training, and has the averaged model in no checkpoint. Train without it, and "
                 "average checkpoints afterwards (`perdure average`)."
+            )
+        if any(isinstance(each, ModelPruning) for each in callbacks):
+            raise errors.StateError(
+                "ExactResume: the callback ModelPruning gives layers masks and other parameters, which "
+                "a new module does not have, so that Lightning cannot load its checkpoints. Train "
+                "without it, or prune with `torch.nn.utils.prune` in a loop with a CheckpointManager."
             )
         self._rank, self._count = trainer.global_rank, trainer.world_size
         vars(trainer.fit_loop).pop("run", None)  # of a resume that failed before it began
@@ -366,7 +372,6 @@ class ExactResume(Callback):
             if self._trainer is not None:
                 own["extras"] = self._extras.take(_members(self._trainer))
                 own["metrics"] = lightning_steps.metrics(self._trainer)
-                own["exchanges"] = _exchanges_buffers(self._trainer)
         except errors.StateError as error:  # the others wait for what this process gathers
             own["refused"] = error
         states = self._states_of_the_first() if self._count > 1 else {}
@@ -427,7 +432,6 @@ class ExactResume(Callback):
         self._metrics_at_save = own.get("metrics")
         self._callbacks_at_save = own.get("callbacks", {})
         self._buffers_at_save = {kind: own[kind] for kind in own if kind.startswith("buffers")}
-        self._exchanges_buffers = own.get("exchanges")
         self._savers_at_save = state_dict.get("savers", {})
 
     def on_save_checkpoint(
@@ -466,9 +470,6 @@ class ExactResume(Callback):
         self._changed_buffers.see(pl_module)
         for kind, module in _with_buffers(trainer).items():
             lightning_buffers.put(module, self._buffers_at_save.pop(kind, {}))
-        if (exchanges := self._exchanges_buffers) is not None:
-            trainer.strategy.model.require_forward_param_sync = exchanges
-        self._exchanges_buffers = None
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if (state := self._callbacks_at_save.pop(callback.state_key, None)) is not None:
                 callback.load_state_dict(state)
@@ -621,7 +622,7 @@ def _members(trainer: Trainer) -> dict[str, Any]:
     """The objects that Lightning restores itself, by their `state_dict`."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     return {
-        "module": trainer.lightning_module,
+        "module": trainer.strategy.model,  # perhaps in DDP, which has a state of its own
         "optimizers": list(trainer.optimizers),
         "schedulers": schedulers,
     }
@@ -637,12 +638,6 @@ def _with_buffers(trainer: Trainer) -> dict[str, torch.nn.Module]:
         if isinstance(each, torch.nn.Module) and each is not trainer.lightning_module
     }
     return {"buffers": trainer.lightning_module, **held}
-
-
-def _exchanges_buffers(trainer: Trainer) -> bool | None:
-    """Whether DDP gives all processes the buffers of the first before the next forward pass; not after
-    one without an exchange of gradients (accumulation, manual optimization)."""
-    return getattr(trainer.strategy.model, "require_forward_param_sync", None)
 
 
 def _fetcher(trainer: Trainer) -> Any:

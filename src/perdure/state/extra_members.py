@@ -101,6 +101,7 @@ _MEMBERS = {
     "perdure.state.class_values:ClassValues": None,
     "perdure.state.attributes:Attributes": None,
     "perdure.state.torch_gradients:Gradients": "torch",
+    "perdure.state.torch_exchanges:Exchanges": "torch",
     "perdure.state.keras_optimizers:LeftOutOptimizers": "keras",
     "perdure.state.tensorflow_state:Iterators": "tensorflow",
     "perdure.state.extra_members:MemoryOrders": None,

@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:
-    """What a wrapper of Fabric or of Accelerate wraps, which has all of its state; another one itself."""
+    """What a wrapper of Fabric or Accelerate wraps, which has all of its state; another one itself."""
     kinds = type(optimizer).__mro__
     is_wrapper = any(f"{kind.__module__}.".startswith(_WRAPPING) for kind in kinds)
     return optimizer.optimizer if is_wrapper else optimizer

@@ -245,3 +245,50 @@ def test_what_is_one_array_only_at_the_start_is_several_after_a_restore() -> Non
         found.append(holder.look())
         assert outside is holder.both, "all that have it have changed together"
     assert found[0] == found[1]
+
+
+class Env:
+    def __init__(self, make: Any) -> None:
+        self.x = make(0)
+
+
+class Agent:
+    def __init__(self, env: Env) -> None:
+        self.env, self.state = env, env.x
+        self.replay: deque[Any] = deque(maxlen=9)
+
+
+class World(torch.nn.Module):
+    """The path of the agent is before that of its environment in the order of paths."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.env = Env(make)
+        self.agent = Agent(self.env)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("kind", [np, torch])
+def test_an_array_that_two_objects_share_is_one_after_a_restore(
+    kind: Any, keeps: bool
+) -> None:
+    def make(value: int) -> Any:
+        return kind.ones(2) * value
+
+    storage, found = MemoryStorage(), []
+    for number in range(2):
+        world = World(make)
+        agent = world.agent
+        with CheckpointManager(storage) as manager:
+            assert manager.restore_or_initialize({"world": world}).step == number
+            if not number:
+                for step in range(1, 4):
+                    agent.env.x = make(step)
+                    if keeps:
+                        agent.replay.append((agent.state,))
+                    agent.state = agent.env.x
+                manager.save(1, {"world": world})
+        assert agent.env is world.env
+        assert agent.state is world.env.x
+        found.append([agent.state.tolist(), [part.tolist() for (part,) in agent.replay]])
+    assert found[0] == found[1]

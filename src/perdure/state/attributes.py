@@ -293,11 +293,16 @@ class Attributes(ExtraMember):
         for path, name in stored.deleted:
             if (owner := owners.get(restoring.renamed(path))) is not None:
                 vars(owner.value).pop(name, None)
-        # Names last: an attribute may be computed from one that has gone. An array comes before the
-        # containers that have it too, because it is restored in place.
+        # Names last: an attribute may be computed from one that has gone. A value comes before the
+        # other places that have it. An array comes before the containers that have it too, because it
+        # is restored in place.
         in_order = sorted(
             stored.keys.items(),
-            key=lambda item: (item[1][-1] == _NAMES, item[0] not in states.numbers),
+            key=lambda item: (
+                item[1][-1] == _NAMES,
+                item[0] in stored.same,
+                item[0] not in states.numbers,
+            ),
         )
         for path, (first, *key) in in_order:
             owner_path = restoring.renamed(str(first))

@@ -968,3 +968,32 @@ def test_a_function_of_a_loop_keeps_what_it_counts() -> None:
                 manager.save(1, {"loop": loop})
         found.append(look())
     assert found == [1, 1]
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+@pytest.mark.parametrize("inside", [torch.ones(2), 1.5, Meter(1)])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_named_tuples_that_the_run_adds_come_back_or_are_refused(
+    is_local: bool, inside: Any, begun: int
+) -> None:
+    """Those of a class that a function has made, which no restore finds, were dropped."""
+    kind: Any = collections.namedtuple("Local", "x y") if is_local else Point
+    storage, found = MemoryStorage(), []
+    for number in range(2):
+        net = Net()
+        net.value = Meter(collections.deque(kind(np.zeros(1), -1) for _ in range(begun)))
+        with CheckpointManager(storage) as manager:
+            start = manager.restore_or_initialize({"net": net}).step
+            if not number:
+                net.value.total.append(kind(inside, 1))
+                if is_local:
+                    with pytest.raises(
+                        UnsupportedLeafError, match="net/value/total: has a .*Local"
+                    ):
+                        manager.save(1, {"net": net})
+                    return
+                manager.save(1, {"net": net})
+            else:
+                assert start == 1
+        found.append([flat(part) for part in net.value.total])
+    assert same(found[0], found[1])

@@ -269,9 +269,7 @@ class World(torch.nn.Module):
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("kind", [np, torch])
-def test_an_array_that_two_objects_share_is_one_after_a_restore(
-    kind: Any, keeps: bool
-) -> None:
+def test_an_array_that_two_objects_share_is_one_after_a_restore(kind: Any, keeps: bool) -> None:
     def make(value: int) -> Any:
         return kind.ones(2) * value
 

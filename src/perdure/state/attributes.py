@@ -66,7 +66,13 @@ from perdure.state.structure import (
     stepped,
     structure_of,
 )
-from perdure.state.value_forms import SCALARS, attributes_of, refuse_pending, whole_form
+from perdure.state.value_forms import (
+    SCALARS,
+    attributes_of,
+    class_named,
+    refuse_pending,
+    whole_form,
+)
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container
@@ -227,6 +233,8 @@ class Attributes(ExtraMember):
                     if isinstance(value, dict) and len(key) <= _DEEPEST and not is_whole:
                         parts = [*items_of(value, known.name_of)]
                         values.extendleft(((*key, name), part) for name, part in reversed(parts))
+                    else:
+                        _require_form(value, path_of(owner.path, key))
                     continue
                 elif not is_plain:
                     first[id(value)] = path, value
@@ -404,6 +412,7 @@ def _form_of_whole(value: Any, known: Known, path: str) -> Any:
         described(form, path)
     except StateError as error:
         if isinstance(value, CONTAINERS):
+            _require_classes(value, path)
             return None
         raise UnsupportedLeafError(
             f"{path}: this {type_name(value)} was not there when the program gave the state to the "
@@ -411,6 +420,30 @@ def _form_of_whole(value: Any, known: Known, path: str) -> Any:
             f"owner is made, or give it `state_dict` and `load_state_dict`."
         ) from error
     return form
+
+
+def _require_form(value: Any, path: str) -> None:
+    """Refuse a container without an exact form, unless it has what no save stores: a resumed program
+    would have the first one."""
+    if isinstance(value, CONTAINERS) and not has_others(value):
+        _require_classes(value, path)
+        raise UnsupportedLeafError(
+            f"{path}: the run has changed this {type_name(value)}, which has no exact form in a "
+            f"checkpoint, so that a resumed program would have the first one. Keep plain values, "
+            f"arrays and objects of the program in it."
+        )
+
+
+def _require_classes(container: Any, path: str) -> None:
+    """Refuse named tuples of a class that no restore finds, because a function has made it."""
+    for part in parts_inside(container):
+        kind = type(part)
+        if hasattr(kind, "_fields") and class_named(type_name(part)) is not kind:
+            raise UnsupportedLeafError(
+                f"{path}: has a {type_name(part)} that was not there when the program gave the state "
+                f"to the restore or first saved it, and cannot be made again: no module has this class "
+                f"under its name. Make the class at the top of a module, outside of all functions."
+            )
 
 
 def _form_by_names(value: Any, known: Known) -> Any:

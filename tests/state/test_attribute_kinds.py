@@ -988,7 +988,7 @@ def test_named_tuples_that_the_run_adds_come_back_or_are_refused(
                 net.value.total.append(kind(inside, 1))
                 if is_local:
                     with pytest.raises(
-                        UnsupportedLeafError, match="net/value/total: has a .*Local"
+                        UnsupportedLeafError, match=r"net/value/total: has a .*Local"
                     ):
                         manager.save(1, {"net": net})
                     return

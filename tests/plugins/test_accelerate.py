@@ -593,3 +593,106 @@ def test_a_communication_hook_with_a_state_is_refused(
             host.arrange_buckets([ddp])  # of the Trainer
     finally:
         torch.distributed.destroy_process_group()
+
+
+def drawn(batches: Any, how: str) -> Any:
+    """Lists of batches to train on together, drawn from `batches` in another way than a plain loop."""
+    if how == "two":  # the batches of one update, before the first of them is used
+        while got := [each for _, each in zip(range(2), batches, strict=False)]:
+            yield got
+    elif how == "ahead":
+        held = next(batches)
+        for each in batches:
+            yield [held]
+            held = each
+        yield [held]
+    else:
+        for each in batches:
+            yield [each]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+@pytest.mark.parametrize("how", ["two", "hand", "skips", "own", "plain"])
+def test_a_save_counts_no_batch_as_trained_that_the_loop_only_holds(
+    tmp_path: Path, how: str
+) -> None:
+    """Nor does it miss one of a loop that leaves out some steps, or steps by an optimizer inside."""
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(directory: Path, end: int = -1) -> tuple[list[int], list[Any]]:
+        torch.manual_seed(0)
+        accelerator, seen = Accelerator(cpu=True), list[int]()
+        layer = torch.nn.Linear(4, 1)
+        adam = torch.optim.Adam(layer.parameters(), lr=0.05)
+        rows = DataLoader(TensorDataset(torch.arange(56).view(14, 4) / 56), 2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(layer, adam, rows)
+        stepped = torch.optim.SGD(layer.parameters(), lr=0.1) if how == "own" else optimizer
+        with CheckpointManager(directory, save_interval_steps=1) as manager:
+            for group in drawn(batches(accelerator, loader, manager, epochs=3), how):
+                for step, (batch,) in group:
+                    accelerator.backward(model(batch).square().mean())
+                    seen.append(step)
+                if end in seen:
+                    return seen, []
+                if not (how == "skips" and step in (0, 1, 8, 20)) and not (
+                    how == "hand" and step % 3
+                ):
+                    stepped.step()
+                stepped.zero_grad() if how != "hand" or step % 3 == 0 else None
+        return seen, [value.tolist() for value in layer.parameters()]
+
+    whole, bits = trained(tmp_path / "whole")
+    assert whole == list(range(21))
+    for end in (5, 9, 14, 20):
+        trained(where := tmp_path / f"{end}", end)
+        assert Run(where).steps(), "no save"
+        again, ended = trained(where)
+        assert ended == bits, end
+        assert end - 3 <= again[0] <= end
+    assert trained(tmp_path / "whole")[1] == bits
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_a_loop_that_is_a_batch_ahead_is_refused_before_it_saves(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    accelerator, layer = Accelerator(cpu=True), torch.nn.Linear(4, 1)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.05)
+    rows = DataLoader(TensorDataset(torch.zeros(14, 4)), 2)
+    model, optimizer, loader = accelerator.prepare(layer, sgd, rows)
+    with CheckpointManager(tmp_path / "run", save_interval_steps=1, recipe={}) as manager:
+        got = drawn(batches(accelerator, loader, manager, epochs=3), "ahead")
+        with pytest.raises(StateError, match="is a batch ahead"):
+            for ((_, (batch,)),) in got:
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+    assert not Run(tmp_path / "run").steps()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the import of accelerate
+def test_the_loader_says_in_a_resumed_epoch_where_it_is(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from perdure.plugins.accelerate import batches
+
+    def trained(directory: Path, end: int = 0) -> list[Any]:
+        torch.manual_seed(0)
+        accelerator, seen = Accelerator(cpu=True), list[Any]()
+        rows = DataLoader(TensorDataset(torch.arange(10)), 4, shuffle=True)
+        loader = accelerator.prepare(rows)
+        with CheckpointManager(directory, save_interval_steps=1, recipe={}) as manager:
+            for step, _ in batches(accelerator, loader, manager, epochs=2):
+                if end and step == end:
+                    return seen
+                seen.append((loader.end_of_dataloader, loader.remainder, loader.iteration))
+        return [*seen, loader.iteration, [batch.tolist() for (batch,) in loader]]
+
+    whole = trained(tmp_path / "whole")
+    assert whole[2:4] == [(True, 2, 0), (False, 2, 1)]
+    for end in (1, 2, 4, 5):
+        trained(tmp_path / f"{end}", end)
+        assert trained(tmp_path / f"{end}") == whole[end:]

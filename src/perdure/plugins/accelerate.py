@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ with needs_extra("accelerate"):
     from accelerate import Accelerator, skip_first_batches
     from accelerate.data_loader import SkipBatchSampler
     from accelerate.utils import gather_object
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = ["batches"]
 
@@ -41,7 +43,8 @@ def batches(
     When the loop asks for the next batch, the step that it has finished is saved if it is time: what
     `accelerator.prepare` and `register_for_checkpointing` were given, the gradient scaler, the random
     generators and the position in the data. After SIGTERM it is saved, and the process exits with
-    status 75. A step that has only accumulated gradients is not saved. Every process of a group
+    status 75. A step that has only accumulated gradients is not saved, nor one at whose end no prepared
+    optimizer has stepped since the batch before: the loop may have read it ahead. Every process of a group
     (DDP, FSDP2) goes through its own batches. A registered object that has differed between the
     processes at a save is saved by each from then on. The other prepared loaders begin their next pass
     as in the undisturbed run; a save warns if one is within its batches, whose position is not saved,
@@ -59,7 +62,8 @@ def batches(
     Raises:
         StateError: The checkpoint is of another number of processes, of other prepared loaders, or of
             an epoch with another number of batches, the processes have different numbers of batches,
-            a loader has `persistent_workers=True`, or `loader` is not prepared.
+            a loader has `persistent_workers=True`, `loader` is not prepared, the manager is of another
+            number of processes than the Accelerator, or the loop is a batch ahead of its training.
         UnsupportedLeafError: A communication hook of DDP keeps a state, as PowerSGD does.
     """
     if not any(loader is prepared for prepared in accelerator._dataloaders):
@@ -83,11 +87,17 @@ def batches(
     if is_ddp:
         host.refuse_hook_states(_wrappers(accelerator))
     with host.manager_of(run, count, save_interval_steps=500) as manager:
-        yield from _batches(accelerator, loader, host.HostRun(manager, rank, count), epochs)
+        drawn = _Drawn(accelerator)
+        hook = register_optimizer_step_post_hook(drawn.on_step)
+        try:
+            resumed = host.HostRun(manager, rank, count)
+            yield from _batches(accelerator, loader, resumed, epochs, drawn)
+        finally:
+            hook.remove()
 
 
 def _batches(
-    accelerator: Any, loader: Any, run: host.HostRun, epochs: int
+    accelerator: Any, loader: Any, run: host.HostRun, epochs: int, drawn: _Drawn
 ) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
     told = set[str]()
@@ -134,12 +144,94 @@ def _batches(
         if run.resumed is not None and not is_longer:
             _require_batches(run, position, loader)
         for batch in _after(loader, finished, run):
-            run.between_steps(step, state, may_save=accelerator.sync_gradients)
+            may_save = drawn.are_trained(is_new_epoch=not finished)
+            run.between_steps(step, state, may_save=may_save)
+            drawn.add(batch)
             yield step, batch
             step, finished = step + 1, finished + 1
         epoch, finished = epoch + 1, 0
     run.begin_epoch()
-    run.finish(step, state)
+    run.finish(step, state, may_save=drawn.may_end())
+
+
+class _Drawn:
+    """The batches that the loop has: a save counts all of them as trained.
+
+    That holds where an optimizer has stepped since the last one was drawn, also in a loop that draws the
+    batches of an accumulation before it trains on the first. A loop that is a batch ahead throughout has
+    stepped there, too: it shows itself by its first step, which comes after more batches than the
+    second one, while it still holds the batch before the last. A loop that has skipped its first
+    steps (an overflow, a NaN) does not hold that one.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._last: list[list[Any]] = []  # weak references to what the last two consist of
+        self._has_stepped = False  # since the last one
+        self._waiting = 0  # batches without a step
+        self._began: int | None = None  # with so many of them; 0 where nothing is to be found out
+        self._is_ahead = self._is_blind = False
+
+    def on_step(self, optimizer: Any, *_: Any) -> None:
+        """After a step of any optimizer: one that a prepared one has inside (SAM) counts as well."""
+        if not self._has_stepped:
+            own = {id(each) for prepared in self._accelerator._optimizers for each in _of(prepared)}
+            self._has_stepped = any(id(each) in own for each in _of(optimizer))
+
+    def add(self, batch: Any) -> None:
+        self._last = [*self._last[-1:], [*_references(batch)]]
+
+    def are_trained(self, *, is_new_epoch: bool) -> bool:
+        """Asked once for each batch, before it is added."""
+        has_stepped, self._has_stepped = self._has_stepped, False
+        if not self._last or not self._accelerator.sync_gradients:
+            return False
+        if not self._accelerator._optimizers:
+            return True
+        if not has_stepped:
+            self._waiting += 1
+            self._is_ahead = self._is_ahead or self._holds_more()
+            if is_new_epoch and self._began is None and self._waiting > 1:
+                self._is_blind = not self._is_ahead  # trains by other means
+            return self._is_blind
+        waiting, self._waiting, self._is_blind = self._waiting, 0, False
+        if self._began is None:
+            self._began = waiting
+            return not waiting
+        if self._began and not is_new_epoch:  # the last accumulation of an epoch may be shorter
+            self._began = 0
+            if not waiting and self._holds_more():
+                raise StateError(
+                    "batches: expected a loop that trains on a batch before it asks for the next one; "
+                    "this one is a batch ahead, and each save would leave out the batches that it "
+                    "holds. Take the batches as they come, without a prefetcher around `batches` "
+                    "(workers of the DataLoader load ahead)."
+                )
+        return True
+
+    def may_end(self) -> bool:
+        """Whether the end may be saved: the loop may have asked for more before it trains on some."""
+        is_whole = not self._last or self._has_stepped or not self._accelerator._optimizers
+        return is_whole or not (self._is_ahead or self._holds_more())
+
+    def _holds_more(self) -> bool:
+        """Whether the program still has the batch before the last one."""
+        before = self._last[0] if len(self._last) > 1 else []
+        return bool(before) and all(each() is not None for each in before)
+
+
+def _of(optimizer: Any) -> Iterator[Any]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def _references(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        batch = [*batch.values()]
+    if isinstance(batch, (list, tuple)):
+        for each in batch:
+            yield from _references(each)
+    elif type(batch).__weakrefoffset__:
+        yield weakref.ref(batch)
 
 
 def _wrappers(accelerator: Any) -> list[Any]:
@@ -217,14 +309,20 @@ def _of_others(accelerator: Any, loader: Any, known: list[Any]) -> set[str]:
     return notes | ({_LATE_LOADER} if any(each.iteration > 1 for each in late) else set())
 
 
+_PLACE = ("end_of_dataloader", "remainder", "iteration")
+_END = object()
+
+
 def _after(loader: Any, finished: int, run: host.HostRun) -> Iterator[Any]:
     """The batches of an epoch after the first `finished` ones, which a resumed run has trained on."""
     loaded = finished if finished and run.must_load_again(loader) else 0
-    batches = iter(_skipped(loader, finished) if finished > loaded else loader)
+    source = _skipped(loader, finished) if finished > loaded else loader
+    batches = iter(source)
     for number in itertools.count():
-        try:
-            batch = run.loading.apart(partial(next, batches))
-        except StopIteration:
+        batch = run.loading.apart(partial(next, batches, _END))
+        for name in _PLACE if source is not loader else ():
+            setattr(loader, name, getattr(source, name))  # what the program has says where it is
+        if batch is _END:
             return
         if number >= loaded:
             yield batch

@@ -134,11 +134,13 @@ class HostRun:
                 self.manager.save(step, self._whole(state))
                 self._saved = step
 
-    def finish(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+    def finish(
+        self, step: int, state: Callable[[], dict[str, Any]], *, may_save: bool = True
+    ) -> None:
         """Save the end; exit with status 75 after a signal in the last step: what the program does
         next may take longer than it has."""
         is_preempted = self.manager.reached_preemption(step)
-        if step != self._saved:
+        if step != self._saved and may_save:
             self.manager.save(step, self._whole(state), force=True)
         if is_preempted:
             self.manager.exit_preempted()

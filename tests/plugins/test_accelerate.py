@@ -666,7 +666,7 @@ def test_a_loop_that_is_a_batch_ahead_is_refused_before_it_saves(tmp_path: Path)
     model, optimizer, loader = accelerator.prepare(layer, sgd, rows)
     with CheckpointManager(tmp_path / "run", save_interval_steps=1, recipe={}) as manager:
         got = drawn(batches(accelerator, loader, manager, epochs=3), "ahead")
-        with pytest.raises(StateError, match="is a batch ahead"):
+        with pytest.raises(StateError, match="is a batch ahead"):  # noqa: PT012
             for ((_, (batch,)),) in got:
                 accelerator.backward(model(batch).square().mean())
                 optimizer.step()
@@ -696,3 +696,16 @@ def test_the_loader_says_in_a_resumed_epoch_where_it_is(tmp_path: Path) -> None:
     for end in (1, 2, 4, 5):
         trained(tmp_path / f"{end}", end)
         assert trained(tmp_path / f"{end}") == whole[end:]
+
+
+def test_a_manager_of_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    """Accelerate counts one in each if `PartialState()` was made before `Accelerator(cpu=True)`."""
+    from perdure.plugins import host
+
+    with CheckpointManager(tmp_path / "run", recipe={}) as manager:
+        with host.manager_of(manager, 1) as found:
+            assert found is manager
+        with pytest.raises(
+            StateError, match=r"of 2 processes, .*, found 1\. .* make the Accelerator"
+        ):
+            host.manager_of(manager, 2).__enter__()

@@ -43,8 +43,8 @@ def batches(
     When the loop asks for the next batch, the step that it has finished is saved if it is time: what
     `accelerator.prepare` and `register_for_checkpointing` were given, the gradient scaler, the random
     generators and the position in the data. After SIGTERM it is saved, and the process exits with
-    status 75. A step that has only accumulated gradients is not saved, nor one at whose end no prepared
-    optimizer has stepped since the batch before: the loop may have read it ahead. Every process of a group
+    status 75. A step that has only accumulated gradients is not saved, nor one after which no prepared
+    optimizer has stepped: the loop may have read its batch ahead. Every process of a group
     (DDP, FSDP2) goes through its own batches. A registered object that has differed between the
     processes at a save is saved by each from then on. The other prepared loaders begin their next pass
     as in the undisturbed run; a save warns if one is within its batches, whose position is not saved,
@@ -157,10 +157,10 @@ def _batches(
 class _Drawn:
     """The batches that the loop has: a save counts all of them as trained.
 
-    That holds where an optimizer has stepped since the last one was drawn, also in a loop that draws the
-    batches of an accumulation before it trains on the first. A loop that is a batch ahead throughout has
-    stepped there, too: it shows itself by its first step, which comes after more batches than the
-    second one, while it still holds the batch before the last. A loop that has skipped its first
+    That holds where an optimizer has stepped since the last one was drawn, also in a loop that draws
+    the batches of an accumulation before it trains on the first. A loop that is a batch ahead
+    throughout has stepped there, too: it shows itself by its first step, which comes after more
+    batches than the second one, while it still holds the batch before the last. A loop that has skipped its first
     steps (an overflow, a NaN) does not hold that one.
     """
 

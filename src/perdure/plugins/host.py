@@ -276,6 +276,14 @@ def manager_of(
     """The manager that the user has passed, or one with these options for a run directory, of the
     group of the host's `count` processes."""
     if isinstance(run, CheckpointManager):
+        if (found := run._processes.count) != count:
+            raise StateError(
+                f"{run.directory}: expected a manager of {count} processes, as many as the framework "
+                f"of the loop counts, found {found}. Make it with "
+                f"`processes=perdure.torch.process_group()`; Accelerate "
+                f"counts one in each process if `PartialState()` was made before "
+                f"`Accelerator(cpu=True)`: make the Accelerator first."
+            )
         yield run
         return
     with CheckpointManager(run, processes=_processes_of(count), **options) as manager:

@@ -160,8 +160,8 @@ class _Drawn:
     That holds where an optimizer has stepped since the last one was drawn, also in a loop that draws
     the batches of an accumulation before it trains on the first. A loop that is a batch ahead
     throughout has stepped there, too: it shows itself by its first step, which comes after more
-    batches than the second one, while it still holds the batch before the last. A loop that has skipped its first
-    steps (an overflow, a NaN) does not hold that one.
+    batches than the second one, while it still holds the batch before the last. A loop that has
+    skipped its first steps (an overflow, a NaN) does not hold that one.
     """
 
     def __init__(self, accelerator: Any) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -62,8 +61,8 @@ def batches(
     Raises:
         StateError: The checkpoint is of another number of processes, of other prepared loaders, or of
             an epoch with another number of batches, the processes have different numbers of batches,
-            a loader has `persistent_workers=True`, `loader` is not prepared, the manager is of another
-            number of processes than the Accelerator, or the loop is a batch ahead of its training.
+            a loader has `persistent_workers=True`, `loader` is not prepared, or the manager is of
+            another number of processes than the Accelerator.
         UnsupportedLeafError: A communication hook of DDP keeps a state, as PowerSGD does.
     """
     if not any(loader is prepared for prepared in accelerator._dataloaders):
@@ -144,33 +143,24 @@ def _batches(
         if run.resumed is not None and not is_longer:
             _require_batches(run, position, loader)
         for batch in _after(loader, finished, run):
-            may_save = drawn.are_trained(is_new_epoch=not finished)
+            may_save = accelerator.sync_gradients and drawn.are_trained
             run.between_steps(step, state, may_save=may_save)
-            drawn.add(batch)
+            drawn.add()
             yield step, batch
             step, finished = step + 1, finished + 1
         epoch, finished = epoch + 1, 0
     run.begin_epoch()
-    run.finish(step, state, may_save=drawn.may_end())
+    run.finish(step, state, may_save=drawn.are_trained)
 
 
 class _Drawn:
-    """The batches that the loop has: a save counts all of them as trained.
-
-    That holds where an optimizer has stepped since the last one was drawn, also in a loop that draws
-    the batches of an accumulation before it trains on the first. A loop that is a batch ahead
-    throughout has stepped there, too: it shows itself by its first step, which comes after more
-    batches than the second one, while it still holds the batch before the last. A loop that has
-    skipped its first steps (an overflow, a NaN) does not hold that one.
-    """
+    """The batches that the loop has drawn, all of which a save counts as trained. They are if a
+    prepared optimizer has stepped since the last one: a loop may draw the batches of an accumulation
+    before it trains on the first."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
-        self._last: list[list[Any]] = []  # weak references to what the last two consist of
-        self._has_stepped = False  # since the last one
-        self._waiting = 0  # batches without a step
-        self._began: int | None = None  # with so many of them; 0 where nothing is to be found out
-        self._is_ahead = self._is_blind = False
+        self._has_stepped = True
 
     def on_step(self, optimizer: Any, *_: Any) -> None:
         """After a step of any optimizer: one that a prepared one has inside (SAM) counts as well."""
@@ -178,60 +168,16 @@ class _Drawn:
             own = {id(each) for prepared in self._accelerator._optimizers for each in _of(prepared)}
             self._has_stepped = any(id(each) in own for each in _of(optimizer))
 
-    def add(self, batch: Any) -> None:
-        self._last = [*self._last[-1:], [*_references(batch)]]
+    def add(self) -> None:
+        self._has_stepped = False
 
-    def are_trained(self, *, is_new_epoch: bool) -> bool:
-        """Asked once for each batch, before it is added."""
-        has_stepped, self._has_stepped = self._has_stepped, False
-        if not self._last or not self._accelerator.sync_gradients:
-            return False
-        if not self._accelerator._optimizers:
-            return True
-        if not has_stepped:
-            self._waiting += 1
-            self._is_ahead = self._is_ahead or self._holds_more()
-            if is_new_epoch and self._began is None and self._waiting > 1:
-                self._is_blind = not self._is_ahead  # trains by other means
-            return self._is_blind
-        waiting, self._waiting, self._is_blind = self._waiting, 0, False
-        if self._began is None:
-            self._began = waiting
-            return not waiting
-        if self._began and not is_new_epoch:  # the last accumulation of an epoch may be shorter
-            self._began = 0
-            if not waiting and self._holds_more():
-                raise StateError(
-                    "batches: expected a loop that trains on a batch before it asks for the next one; "
-                    "this one is a batch ahead, and each save would leave out the batches that it "
-                    "holds. Take the batches as they come, without a prefetcher around `batches` "
-                    "(workers of the DataLoader load ahead)."
-                )
-        return True
-
-    def may_end(self) -> bool:
-        """Whether the end may be saved: the loop may have asked for more before it trains on some."""
-        is_whole = not self._last or self._has_stepped or not self._accelerator._optimizers
-        return is_whole or not (self._is_ahead or self._holds_more())
-
-    def _holds_more(self) -> bool:
-        """Whether the program still has the batch before the last one."""
-        before = self._last[0] if len(self._last) > 1 else []
-        return bool(before) and all(each() is not None for each in before)
+    @property
+    def are_trained(self) -> bool:
+        return self._has_stepped or not self._accelerator._optimizers
 
 
 def _of(optimizer: Any) -> Iterator[Any]:
     return (each for group in optimizer.param_groups for each in group["params"])
-
-
-def _references(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        batch = [*batch.values()]
-    if isinstance(batch, (list, tuple)):
-        for each in batch:
-            yield from _references(each)
-    elif type(batch).__weakrefoffset__:
-        yield weakref.ref(batch)
 
 
 def _wrappers(accelerator: Any) -> list[Any]:

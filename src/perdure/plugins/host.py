@@ -280,9 +280,8 @@ def manager_of(
             raise StateError(
                 f"{run.directory}: expected a manager of {count} processes, as many as the framework "
                 f"of the loop counts, found {found}. Make it with "
-                f"`processes=perdure.torch.process_group()`; Accelerate "
-                f"counts one in each process if `PartialState()` was made before "
-                f"`Accelerator(cpu=True)`: make the Accelerator first."
+                f"`processes=perdure.torch.process_group()`; Accelerate counts one in each process if "
+                f"`PartialState()` was made before `Accelerator(cpu=True)`: make the Accelerator first."
             )
         yield run
         return

@@ -7,7 +7,7 @@ depends on where an element lies in its bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -21,16 +21,23 @@ from perdure.state.paths import join_dotted
 _arranged: WeakSet[DistributedDataParallel] = WeakSet()
 
 
+def ddp_modules(
+    objects: Iterable[tuple[str, Any]],
+) -> Iterator[tuple[str, DistributedDataParallel]]:
+    """Path and module of each DDP in objects with their paths."""
+    for path, module in objects:
+        if isinstance(module, torch.nn.Module):
+            for name, part in module.named_modules():
+                if isinstance(part, DistributedDataParallel):
+                    yield join_dotted(path, name) if name else path, part
+
+
 def not_arranged(objects: Mapping[str, Any]) -> dict[str, DistributedDataParallel]:
     """The DDP modules in objects, by path, whose buckets may still change, and with them the bits."""
     return {
-        (join_dotted(path, name) if name else path or "the state"): part
-        for path, module in objects.items()
-        if isinstance(module, torch.nn.Module)
-        for name, part in module.named_modules()
-        if isinstance(part, DistributedDataParallel)
-        and part not in _arranged
-        and _depends_on_buckets(part)
+        path or "the state": part
+        for path, part in ddp_modules(objects.items())
+        if part not in _arranged and _depends_on_buckets(part)
     }
 
 

@@ -3,13 +3,10 @@ next forward pass: not after one without an exchange of gradients (`no_sync`, ac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
-from torch.nn.parallel import DistributedDataParallel
 
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
-from perdure.state.paths import join_dotted
+from perdure.state.torch_buckets import ddp_modules
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 
@@ -21,19 +18,12 @@ class Exchanges(ExtraMember):
     """See `perdure.state.extra_members.ExtraMember`. Without a leaf each DDP exchanges."""
 
     def take(self, saving: Saving) -> dict[str, Leaf]:
-        found = _wrappers(saving.walk)
+        found = ddp_modules(saving.walk.of_torch("nn.Module"))
         without = {p: False for p, ddp in found if not getattr(ddp, _EXCHANGES, True)}
         return {f"process/{saving.process}/exchanges": json_leaf(without)} if without else {}
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
         stored = restoring.by_path("exchanges", _decoder)
-        for path, ddp in _wrappers(walk):
+        for path, ddp in ddp_modules(walk.of_torch("nn.Module")):
             setattr(ddp, _EXCHANGES, stored.get(path, True))
         return []
-
-
-def _wrappers(walk: Walk) -> Iterator[tuple[str, DistributedDataParallel]]:
-    for path, module in walk.of_torch("nn.Module"):
-        for name, part in module.named_modules():
-            if isinstance(part, DistributedDataParallel):
-                yield join_dotted(path, name) if name else path, part

@@ -82,15 +82,15 @@ class JaxState(Adapter):
 
     def leaves(self, values: Sequence[Any]) -> Sequence[Leaf] | None:
         # The training loop waits for this: arrays of one CPU device, which take it half as long.
-        if not isinstance(values[0], jax.Array) or len(places := set(map(_SHARDING, values))) > 1:
+        if not isinstance(values[0], jax.Array):
             return None
-        (sharding,) = places
+        shardings = list(map(_SHARDING, values))
         names = list(map(BUFFER_DTYPES.get, map(_DTYPE, values)))
         shapes = list(map(_SHAPE, values))
         if (
             None in names  # keys, and dtypes of which NumPy shows no bytes
-            or type(sharding) is not SingleDeviceSharding
-            or not _is_local(sharding)
+            or {*map(type, shardings)} != {SingleDeviceSharding}
+            or not _is_local(shardings[0])
             or values[0].is_deleted()  # `platform` of a deleted array ends the process
             or values[0].platform() != "cpu"
             or any(map(_IS_WEAK, values))
@@ -102,7 +102,7 @@ class JaxState(Adapter):
             deleted = map(_IS_DELETED, values)
             nothing = repeat(None)
             return list(map(Leaf, names, shapes, octets, repeat(True), nothing, nothing, deleted))
-        except (RuntimeError, BufferError):  # the data of one are deleted, which `leaf` explains
+        except (RuntimeError, BufferError):  # one is deleted, which `leaf` explains, or elsewhere
             return None
 
     def regions(self, like: Any) -> tuple[Region, ...] | None:

@@ -132,7 +132,7 @@ def capture() -> dict[str, bytes]:
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (the generator that user code shares)
     states = {
         "python": msgspec.msgpack.encode(random.getstate()),
-        "numpy": json.dumps(numpy, default=np.ndarray.tolist).encode(),
+        "numpy": msgspec.json.encode(numpy, enc_hook=np.ndarray.tolist),
     }
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):  # it is not being imported right now

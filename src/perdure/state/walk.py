@@ -317,6 +317,9 @@ class Walk:
             paths = join_keys(path, keys)
             kind = type(values[0])
             # There may be very many leaves of a type that was met before.
+            if kind not in self.takers:
+                parts.append(self._visit(values[0], paths[0]))
+                values, paths = values[1:], paths[1:]
             is_known = self._selection is None and self.takers.get(kind) is not None
             if self._grown:
                 is_known = is_known and self._grown.isdisjoint(paths)

@@ -271,6 +271,27 @@ def test_undo_restores_everything_that_was_rolled_back(place: Path | MemoryStora
         assert verify_run(run).problems == ()
 
 
+def test_rolled_back_checkpoints_out_of_a_backup_stay_aside_however_many(tmp_path: Path) -> None:
+    """An additive backup merges both histories; the next writer removes the copies."""
+    with filled(tmp_path, 10, 20, 30, 40) as run:
+        held = {step: (tmp_path / manifest_name(step)).read_bytes() for step in (20, 30, 40)}
+        run.rollback(10)
+        run.save(15, make_leaves(15))
+    for copies, kept in ((held, [10, 15]), ({20: held[20]}, [10, 15])):
+        for step, data in copies.items():
+            (tmp_path / manifest_name(step)).write_bytes(data)
+        with Run(tmp_path) as run:
+            run.begin_writing()
+            assert run.steps() == kept
+    with Run(tmp_path) as run:
+        run.delete([15])
+        for step, data in held.items():
+            (tmp_path / manifest_name(step)).write_bytes(data)
+    with Run(tmp_path) as run:  # the control: these follow what is there
+        run.begin_writing()
+        assert run.steps() == [10, 20, 30, 40]
+
+
 def test_undo_continues_a_step_that_was_saved_again_with_the_same_bits(
     place: Path | MemoryStorage,
 ) -> None:
@@ -418,11 +439,12 @@ def test_a_rollback_whose_log_is_damaged_is_not_undone_in_part(tmp_path: Path, l
         run.rollback(1)
     log = tmp_path / LOG_FILE
     lines = log.read_bytes().splitlines(keepends=True)
-    damaged = [*lines]
-    damaged[line + 1] = damaged[line + 1].replace(b'"step"', b'"stop"')
+    rollbacks = [number for number, text in enumerate(lines) if b'"rolled back"' in text]
+    damaged, at = [*lines], rollbacks[line - 1]
+    damaged[at] = damaged[at].replace(b'"step"', b'"stop"')
     log.write_bytes(b"".join(damaged))
     with Run(tmp_path) as run:
-        with pytest.raises(CorruptionError, match=f"line {line + 2}"):
+        with pytest.raises(CorruptionError, match=f"line {at + 1}"):
             run.undo_rollback()
         plan = run.plan(PruneRequest(frozenset({1}), everywhere=True, compact_from=0))
         assert plan.empty
@@ -467,7 +489,10 @@ def cut_log(run: Path, lost: int) -> bytes:
     """Cut the log by so many bytes, or (0) by its last line; returns the whole one."""
     log = run / LOG_FILE
     whole = log.read_bytes()
-    log.write_bytes(whole[: -lost or whole[:-1].rindex(b"\n") + 1])
+    kept = whole
+    if b'"done"' in whole.splitlines()[-1]:  # nothing is lost with it
+        kept = whole[: whole[:-1].rindex(b"\n") + 1]
+    log.write_bytes(kept[: -lost or kept[:-1].rindex(b"\n") + 1])
     return whole
 
 
@@ -519,7 +544,8 @@ def test_a_lost_object_of_the_log_in_a_bucket_is_found_by_what_is_in_quarantine(
     with filled(storage, 10, 20) as run:
         run.rollback(10)
     assert verify_run(Run(storage)).ok, "the control"
-    storage.delete(max(storage.list("log/")))
+    for _ in range(2):  # the line `done`, and that of the rollback
+        storage.delete(max(storage.list("log/")))
     (problem,) = [each for each in verify_run(Run(storage)).problems if each.harmful]
     assert "none for quarantine/000000000020-0.json" in problem.what
 
@@ -654,7 +680,8 @@ def test_a_rollback_on_a_full_disk_raises_and_can_be_repeated(tmp_path: Path) ->
     assert full.fired
     with run_on(tmp_path) as run:
         assert run.steps() == [1, 2]
-        assert run.rollback(1) == [2]
+        assert run.rollback(1) == [], "the next writer has finished it"
+        assert run.steps() == [1]
         assert run.undo_rollback() == [2, 3]
 
 

@@ -22,7 +22,7 @@ from perdure.store.manifest import Manifest
 from perdure.store.manifest_json import decode_manifest, encode_manifest
 from perdure.store.names import committed_steps, moved_aside, quarantined, step_aside
 from perdure.store.reader import verify_leaves
-from perdure.store.run_events import Cut, Returned, RolledBack, RolledBackCheckpoint
+from perdure.store.run_events import Cut, Done, Returned, RolledBack, RolledBackCheckpoint
 from perdure.store.run_log import Aside, LogView, RunLog, free_name, line_references
 from perdure.store.run_marker import require_folders
 from perdure.store.storage import Storage
@@ -87,18 +87,18 @@ def roll_back(storage: Storage, log: RunLog, step: int, *, when: str, dry_run: b
         )
     if not dry_run:
         if newer:
-            _put_aside(storage, log, steps, step, when)
-        if view.journal.steps_after(step) is not None:
+            log.append(_rolled_back(storage, log, steps, step, when))
+            _move(storage, log)
+        elif view.journal.steps_after(step) is not None:
             log.append(Cut(step=step))
     return newer
 
 
-def _put_aside(storage: Storage, log: RunLog, steps: Iterable[int], target: int, when: str) -> None:
-    """Move the manifests of all `steps` above `target` to quarantine, the newest first.
-
-    The log says before the first move what moves, and after which checkpoint each comes. Each move
-    is durable before the next one.
-    """
+def _rolled_back(
+    storage: Storage, log: RunLog, steps: Iterable[int], target: int, when: str
+) -> RolledBack:
+    """The line by which all `steps` above `target` move to quarantine: under which name, and after
+    which checkpoint each comes."""
     taken = {*quarantined(storage)}
     predecessor: tuple[int, str] | None = None
     moved: list[RolledBackCheckpoint] = []
@@ -108,9 +108,27 @@ def _put_aside(storage: Storage, log: RunLog, steps: Iterable[int], target: int,
             moved.append(RolledBackCheckpoint(step, name, predecessor))
         with suppress(CorruptionError):
             predecessor = step, read_manifest(storage, step, log.run).fingerprint
-    log.append(RolledBack(step=target, checkpoints=tuple(moved), time=when))
-    for checkpoint in reversed(moved):
-        storage.move(manifest_name(checkpoint.step), checkpoint.to)
+    return RolledBack(step=target, checkpoints=tuple(moved), time=when)
+
+
+def _move(storage: Storage, log: RunLog) -> None:
+    """Move the checkpoints of which the last line says so, if it is one of a rollback or an undo.
+
+    To quarantine the newest first, back from there the oldest first, each durable before the next.
+    """
+    committed, aside = committed_steps(storage), quarantined(storage)
+    match log.view.moving:
+        case RolledBack(step=target, checkpoints=moved):
+            for checkpoint in reversed(moved):
+                if checkpoint.step in committed and checkpoint.to not in aside:
+                    storage.move(manifest_name(checkpoint.step), checkpoint.to)
+            if log.view.journal.steps_after(target) is not None:
+                log.append(Cut(step=target))
+        case Returned(checkpoints=names):
+            for name in filter(aside.__contains__, names):
+                if (step := step_aside(name)) is not None and step not in committed:
+                    storage.move(name, manifest_name(step))
+    log.append(Done())
 
 
 class UndoPlan(NamedTuple):
@@ -225,11 +243,11 @@ def _returning(
 def undo_rollback(storage: Storage, log: RunLog, *, dry_run: bool) -> list[int]:
     """Bring back what continues the newest checkpoint; returns the steps, oldest first."""
     plan = plan_undo(storage, log)
-    if plan.newest and not dry_run:
-        if plan.lines is not None:
-            log.append(Returned(step=plan.newest.step, cuts=plan.lines.cuts))
-        for returned in plan.line:  # each is durable before the next one
-            storage.move(returned.name, manifest_name(returned.manifest.step))
+    if plan.newest and (plan.line or plan.lines) and not dry_run:
+        cuts = plan.lines.cuts if plan.lines is not None else ()
+        names = tuple(returned.name for returned in plan.line)
+        log.append(Returned(step=plan.newest.step, cuts=cuts, checkpoints=names))
+        _move(storage, log)
     return [returned.manifest.step for returned in plan.line]
 
 
@@ -240,7 +258,7 @@ def moving(directory: Directory, operation: str, *, dry_run: bool) -> Iterator[N
     require_folders(storage, directory.log.run)
     try:
         if not dry_run:
-            finish_moves(storage, directory.log.view)
+            finish_moves(storage, directory.log)
         yield
     except ConnectionError as error:
         raise UnreachableError(
@@ -257,12 +275,14 @@ def moving(directory: Directory, operation: str, *, dry_run: bool) -> Iterator[N
             directory.durable.clear()
 
 
-def finish_moves(storage: Storage, log: LogView) -> None:
-    """Finish a move that a crash left in both places: it stays committed, its copy is deleted.
+def finish_moves(storage: Storage, log: RunLog) -> None:
+    """Finish a rollback or an undo whose process was killed: its line has decided what moves.
 
-    One that does not continue what is committed was copied back, out of a backup: it stays aside.
+    A checkpoint that a crash left in both places is committed, and its copy is deleted. One that does
+    not continue what is committed was copied back, out of a backup: it stays aside.
     """
-    aside = list(filter(log.is_rolled_back, quarantined(storage)))
+    view = log.view
+    aside = list(filter(view.is_rolled_back, quarantined(storage)))
     committed = committed_steps(storage) if aside else []
     for name in aside:
         if (step := step_aside(name)) in committed and step is not None:
@@ -276,11 +296,14 @@ def finish_moves(storage: Storage, log: LogView) -> None:
             if data != twin:
                 continue
             before = max((other for other in committed if other < step), default=None)
-            if _has_fingerprint(storage, before, log.aside[name].after):
+            if _has_fingerprint(storage, before, view.aside[name].after):
                 storage.replace(manifest_name(step), data)
                 storage.delete(name)
             else:
                 storage.delete(manifest_name(step))
+                committed.remove(step)  # the next copy does not follow it
+    if view.moving is not None and log.check().problem is None:
+        _move(storage, log)
 
 
 def _has_fingerprint(storage: Storage, step: int | None, place: tuple[int, str] | None) -> bool:

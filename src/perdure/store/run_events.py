@@ -110,10 +110,16 @@ class Cut(Event, frozen=True, kw_only=True, tag="cut"):
 
 
 class Returned(Event, frozen=True, kw_only=True, tag="returned"):
-    """The lines return that the lines `cuts` set aside; others after `step` are set aside."""
+    """The `checkpoints`, by their names in quarantine, return, and the lines that the lines `cuts`
+    set aside; if there are `cuts`, other lines after `step` are set aside."""
 
     step: int
     cuts: tuple[int, ...]
+    checkpoints: tuple[str, ...] = ()
+
+
+class Done(Event, frozen=True, kw_only=True, tag="done"):
+    """Every checkpoint has moved of which the last rollback or return says so."""
 
 
 class Dropped(Event, frozen=True, kw_only=True, tag="dropped"):
@@ -139,6 +145,7 @@ decoder = msgspec.json.Decoder(
     | RolledBack
     | Cut
     | Returned
+    | Done
     | Dropped
     | Lost
 )

@@ -109,6 +109,8 @@ class LogView:
         """What the log knows of objects in quarantine, by name. Not all need be there."""
         self.knows_aside = True
         """Whether no line that says so was lost in a repair."""
+        self.moving: RolledBack | Returned | None = None
+        """The last line, if it moves checkpoints: its writer may have been killed before the end."""
         self.damaged: dict[str, str] = {}
         """Packs that are damaged, with the reason."""
         self._hashes = bytearray()
@@ -151,6 +153,7 @@ class LogView:
         self.last = line
 
     def _apply(self, event: Event, number: int) -> None:
+        self.moving = event if isinstance(event, (RolledBack, Returned)) else None
         match event:
             case Started():
                 self.run = event.run
@@ -175,7 +178,7 @@ class LogView:
                     )
             case Cut():
                 self.journal.cut(event.step, number)
-            case Returned():
+            case Returned() if event.cuts:
                 self.journal.bring_back(event.cuts, event.step, number)
             case Dropped():
                 self.journal.drop_cuts()

@@ -73,7 +73,7 @@ class WriterSession:
             self._claim()
             for name in leftovers(self._storage):
                 self._storage.delete(name)
-            finish_moves(self._storage, self._log.view)
+            finish_moves(self._storage, self._log)
         except OSError as error:
             self.close()
             raise SaveError(f"{self._storage.where}: cannot be written to: {error}.") from error

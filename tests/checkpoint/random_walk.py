@@ -553,6 +553,18 @@ class Walk:
         assert present.keys() <= may.keys(), (
             f"{kind}: unexpected {sorted(present.keys() - may.keys())}"
         )
+        if not ended and kind in ("rollback", "undo"):
+            with Run(self.place.storage(), create=True) as run:
+                run.begin_writing()  # it finishes what the crash has left
+            present = self.present(may)
+            wholes = [
+                self.expected.keys(),
+                must.keys(),
+                {**self.expected, **self.undo_gives}.keys(),
+            ]
+            assert (kind == "undo" and not self.undo_gives) or present.keys() in wholes, (
+                f"{kind}: {sorted(present)} is half of the way, expected one of {wholes}"
+            )
         for step in self.expected.keys() - present.keys():
             if kind == "rollback":
                 self.aside.append((step, self.expected[step]))

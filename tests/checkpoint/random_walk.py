@@ -364,7 +364,6 @@ class Walk:
             self.place = other
             self.expected = {step: self.expected[step]}
             self.pinned, self.aside, self.undo_gives, self.damage = set(), [], {}, None
-            self.scarred = False
             self.manager = self.open()
 
     def prune(self) -> None:

@@ -155,6 +155,26 @@ def losses_resumed(work: Path) -> dict[str, Any]:
     return report
 
 
+class Unfreezing(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            model: Any = self.model
+            model.layers[0].trainable = True
+
+
+def unfrozen_and_resumed(work: Path) -> bool:
+    def model() -> Any:
+        made = compiled(run_eagerly=True)
+        made.optimizer.build(made.trainable_variables)
+        made.layers[0].trainable = False
+        return made
+
+    options: dict[str, Any] = {"model": model, "callbacks": lambda: [Unfreezing()]}
+    with suppress(Fault):
+        train(work / "unfrozen", (1, 2), **options)
+    return same(train(work / "unfrozen", **options), train(None, **options))
+
+
 class Autoencoder(keras.Model):
     """Has no `call`, and a decoder that only `train_step` builds."""
 
@@ -333,6 +353,7 @@ def main(work: Path) -> None:
         report["resumed"] = killed_and_resumed(work)
         report["augmented"] = augmented_and_resumed(work)
         report["losses"] = losses_resumed(work)
+        report["unfrozen"] = unfrozen_and_resumed(work)
         report["late"] = built_late(work)
     report["behaviours"] = check_behaviours(work)
     if backend == "tensorflow":

@@ -65,6 +65,12 @@ def test_what_a_loss_changes_comes_back(report: Any) -> None:
     assert report["losses"] == {name: [True, ""] for name in names}
 
 
+def test_a_layer_that_a_callback_unfreezes_stays_unfrozen(report: Any) -> None:
+    if report["backend"] != "tensorflow":
+        pytest.skip("test_fit_state.py has PyTorch; on JAX Keras refuses it without `compile`")
+    assert report["unfrozen"]
+
+
 def test_a_model_whose_step_makes_its_variables_resumes(report: Any) -> None:
     if report["backend"] != "tensorflow":
         pytest.skip("elsewhere Keras itself refuses a model without `call`")

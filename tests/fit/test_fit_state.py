@@ -32,7 +32,7 @@ from perdure import CheckpointManager
 from perdure.errors import RecipeMismatchError, TrainError
 from perdure.keras import BackupAndRestore, ModelCheckpoint, fit_saving
 from perdure.keras.callback_state import pack, unpack
-from perdure.state import bits
+from perdure.state import bits, keras_state
 from perdure.store import Run
 
 
@@ -384,6 +384,47 @@ def test_attributes_of_a_model_that_training_changes_come_back(tmp_path: Path) -
             train(tmp_path / "run", fault_at, callbacks=lambda: [Changing()], model=weighted)
         end = train(tmp_path / "run", callbacks=lambda: [Changing()], model=weighted)
         assert same(end, whole)
+
+
+class Unfreezing(keras.callbacks.Callback):
+    """Changes what Keras keeps in private attributes, and a regularizer, after the first epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            outer = self.model.get_layer("outer")  # pyright: ignore[reportOptionalMemberAccess]
+            outer.trainable = True
+            outer.layers[0].trainable = False
+            outer.layers[1].kernel_regularizer.l2 = 0.5
+            outer.layers[2].dtype_policy = "mixed_bfloat16"
+
+
+def frozen() -> Any:
+    dense, start = keras.layers.Dense, keras.Input((5,))
+    shared = dense(5)  # Keras lists it before the layer that contains it
+    layers = [start, shared, dense(6, kernel_regularizer=keras.regularizers.L2(0.01)), dense(3)]
+    outer = keras.Sequential(layers, name="outer")
+    model: Any = keras.Model(start, dense(3)(outer(shared(start))))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    model.optimizer.build(model.trainable_variables)
+    outer.trainable = False
+    return model
+
+
+def test_layers_that_a_callback_unfreezes_stay_unfrozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resumed(fault_at: tuple[int, int]) -> Any:
+        with pytest.raises(Fault):
+            train(tmp_path / "run", fault_at, callbacks=lambda: [Unfreezing()], model=frozen)
+        return train(tmp_path / "run", callbacks=lambda: [Unfreezing()], model=frozen)
+
+    whole = train(None, callbacks=lambda: [Unfreezing()], model=frozen)
+    assert not same(whole, train(None, model=frozen))
+    for fault_at in ((1, 2), (2, 1)):
+        assert same(resumed(fault_at), whole)
+    monkeypatch.setattr(keras_state, "_PROPERTIES", ("supports_masking",))
+    assert not same(resumed((1, 2)), whole), "negative control: without `trainable`"
 
 
 def of_closure() -> Any:

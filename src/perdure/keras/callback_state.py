@@ -299,7 +299,9 @@ def _owners(model: Any) -> dict[str, Any]:
     the code of each."""
     layers = {f"layer {number}": layer for number, layer in enumerate(layers_of(model))}
     optimizer = {} if model.optimizer is None else {"optimizer": model.optimizer}
-    owners = {"model": model, **optimizer, **layers}
+    # An outer layer first, because its `trainable` sets that of those inside.
+    outer_first = sorted(layers.items(), key=lambda item: -len(layers_of(item[1])))
+    owners = {"model": model, **optimizer, **dict(outer_first)}
     seen: set[int] = set()
     for name, value in {**compiled_with(model), **optimizer, **layers, "model": model}.items():
         owners |= {path: part for path, part in _parts(value, name, seen) if path not in owners}
@@ -310,9 +312,10 @@ def _owners(model: Any) -> dict[str, Any]:
 
 def _parts(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """The parts of the program, by path, that a step of the model calls: losses, metrics, optimizers,
-    schedules, functions and other objects that can be called."""
+    schedules, functions and other objects that can be called; and regularizers, also Keras's own."""
     value = value.__self__ if isinstance(value, MethodType) else value
     is_users = is_of_program(type(value)) and callable(value)
+    is_users = is_users or isinstance(value, keras.regularizers.Regularizer)
     is_part = is_users or isinstance(value, (*_COMPILED, FunctionType, keras.Layer, partial))
     if id(value) in seen or not (is_part or isinstance(value, (dict, list, tuple))):
         return
@@ -361,7 +364,9 @@ def _attributes(owner: Any) -> dict[str, Any]:
         return owner.values()
     if isinstance(owner, type):
         return {n: v for n, v in vars(owner).items() if not n.startswith("__") and _is_counted(v)}
-    if isinstance(owner, (keras.Layer, *_COMPILED)):
+    if isinstance(owner, keras.Layer):  # a policy is an object that layers share
+        return {**attributes_of(owner), "dtype_policy": owner.dtype_policy.name}
+    if isinstance(owner, _COMPILED):
         return attributes_of(owner)
     held = getattr(owner, "__dict__", {})
     return {n: v for n, v in held.items() if n not in CALLBACK_ATTRIBUTES}

@@ -34,6 +34,9 @@ SET_BY_KERAS = frozenset(
 )
 """Attributes that Keras sets while it trains."""
 
+_PROPERTIES = ("trainable", "supports_masking")
+"""Of every layer, with the values in private attributes."""
+
 _TENSORFLOW_CHILDREN = "_self_unconditional_dependency_names"
 """Where TensorFlow lists attributes of an object once more."""
 
@@ -92,17 +95,23 @@ def variables_by_path(owner: Any) -> dict[str, Any]:
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
-    """The attributes of a layer or an optimizer that are the program's, or settings of Keras's own."""
+    """The attributes of a layer or an optimizer that are the program's, or settings of Keras's own.
+
+    `trainable` of a layer sets that of the layers inside: restore the outer layers first."""
+    names = _PROPERTIES if isinstance(owner, keras.Layer) else ()
+    settings = {name: getattr(owner, name) for name in names}
     if is_of_program(type(owner)):
         of_keras = _names_of_keras()
-        return {n: v for n, v in vars(owner).items() if n not in of_keras}
-    return {n: v for n, v in vars(owner).items() if n[0] != "_" and n not in SET_BY_KERAS}
+        return settings | {n: v for n, v in vars(owner).items() if n not in of_keras}
+    own = {n: v for n, v in vars(owner).items() if n[0] != "_" and n not in SET_BY_KERAS}
+    return settings | own
 
 
 @cache
 def _names_of_keras() -> frozenset[str]:
-    """What Keras keeps in every model, layer and optimizer."""
-    return frozenset([*vars(keras.Model()), *vars(keras.layers.Layer())]) | SET_BY_KERAS
+    """What Keras keeps in every model, layer and optimizer, without what a program sets."""
+    names = {*vars(keras.Model()), *vars(keras.layers.Layer())} - {"activity_regularizer"}
+    return frozenset(names | SET_BY_KERAS)
 
 
 def static_attributes(value: Any, path: str) -> Iterator[tuple[str, Any, list[str]]]:
@@ -118,7 +127,7 @@ def static_attributes(value: Any, path: str) -> Iterator[tuple[str, Any, list[st
         names = [name for name, part in attributes_of(owner).items() if kind_of(part) is Kind.PLAIN]
         # The numbers sort, because the `trainable` of a layer sets that of those inside.
         inside = join_part(path, f"layer {number:05}") if number else path
-        yield inside, owner, names + ["trainable"] * is_layer
+        yield inside, owner, names
 
 
 def _recurrent_states(owner: Any) -> Iterator[Any]:

@@ -30,6 +30,7 @@ from perdure import (
     CheckpointManager,
     MemoryStorage,
     Retention,
+    RunConfig,
     Trainer,
     load_checkpoint,
 )
@@ -573,6 +574,11 @@ def test_a_missing_learning_rate_is_refused_at_the_start(tmp_path: Path) -> None
             lambda: trainer("x").train(0),
             "max_steps: expected None or an integer of at least 1, found 0",
         ),
+        (
+            lambda: trainer("x").train(cast(int, data), steps=2),
+            "max_steps: expected a number of steps, found a function. The data are given to",
+        ),
+        (RunConfig, "model_dir: expected a run directory, as RunConfig("),
         (
             lambda: trainer("x").train(cast(int, 2.5)),
             "max_steps: expected None or an integer of at least 1, found 2.5",

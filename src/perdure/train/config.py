@@ -97,7 +97,7 @@ class RunConfig(TensorFlowNames):
         ArgumentError: A field has a value that cannot be used.
     """
 
-    model_dir: str | os.PathLike[str] | Storage
+    model_dir: str | os.PathLike[str] | Storage = None  # type: ignore[assignment]
     _: KW_ONLY  # TensorFlow has these in another order
     save_checkpoints_steps: int | None = None
     save_checkpoints_secs: float | Literal["auto"] | AutoInterval | None = None
@@ -118,6 +118,8 @@ class RunConfig(TensorFlowNames):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        if self.model_dir is None:
+            raise ArgumentError('model_dir: expected a run directory, as RunConfig("runs/name").')
         steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
         if steps is not None and secs is not None:
             raise ArgumentError(

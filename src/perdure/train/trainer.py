@@ -158,15 +158,15 @@ class Trainer(TrainingState, TensorFlowNames):
             TrainError: Both numbers were given; or none, with data that have no end.
             SystemExit: The run was preempted; its last step is durable.
         """
-        if max_steps is not None and steps is not None:
-            raise TrainError(
-                f"expected one of max_steps (in all) and steps (more than now), found "
-                f"max_steps={max_steps!r} and steps={steps!r}."
-            )
         if callable(max_steps) or hasattr(max_steps, "__iter__") or hasattr(max_steps, "batch"):
             raise TrainError(
                 f"max_steps: expected a number of steps, found a {type(max_steps).__name__}. The data "
                 f"are given to `Trainer(step_fn, state, data, config)`, and then `train(max_steps=n)`."
+            )
+        if max_steps is not None and steps is not None:
+            raise TrainError(
+                f"expected one of max_steps (in all) and steps (more than now), found "
+                f"max_steps={max_steps!r} and steps={steps!r}."
             )
         integer("max_steps", max_steps, optional=True)
         integer("steps", steps, optional=True)

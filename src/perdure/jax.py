@@ -27,7 +27,7 @@ from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_
 from perdure.distribute.strategy import Strategy
 from perdure.errors import needs_extra
 from perdure.runtime.process_group import SingleProcess
-from perdure.tensorflow_names import missing
+from perdure.tensorflow_names import missing, names_forms
 
 with needs_extra("jax"):
     from perdure.distribute.jax import group
@@ -56,7 +56,7 @@ class MirroredStrategy(Strategy):
     """The local devices of one process; each holds the whole state.
 
     Args:
-        devices: All (None), the first n (a number), or a list.
+        devices: All (None), the first n (a number), or a list; also names such as "/gpu:0".
         replicas: V, the number of logical replicas; by default the number of devices.
         seed: 0 to 2**63 - 1.
         threads: The size of the CPU's thread pool, which is part of the recipe; by default PJRT_NPROC,
@@ -66,6 +66,7 @@ class MirroredStrategy(Strategy):
         TopologyError: The devices do not exist, or `threads` contradicts a pool that is fixed already.
     """
 
+    @names_forms("Strategy")
     def __init__(
         self,
         devices: Devices = None,
@@ -81,6 +82,7 @@ class MirroredStrategy(Strategy):
 class OneDeviceStrategy(MirroredStrategy):
     """One device; by default the first."""
 
+    @names_forms("Strategy")
     def __init__(
         self,
         device: Any = None,
@@ -112,6 +114,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         RecipeMismatchError: The processes have different recipes.
     """
 
+    @names_forms("Strategy")
     def __init__(
         self,
         cluster_resolver: ClusterResolver | str | None = None,

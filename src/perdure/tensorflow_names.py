@@ -29,8 +29,45 @@ _CLUSTER = (
     "`perdure.distribute.ClusterResolver` and `strategy.cluster_resolver` describe the group."
 )
 
+_FIXED = (
+    "Nothing: additions have a fixed order. Time limits are in perdure.distribute.ClusterOptions."
+)
+
+_ROWS = {
+    _STEPS: "global_step get_global_step create_global_step get_or_create_global_step",
+    _SAVES: "CheckpointSaverHook LoggingTensorHook SummarySaverHook StepCounterHook SecondOrStepTimer",
+    "perdure.train.EarlyStopping, or a Hook that calls `trainer.request_stop(reason)`.": """
+        make_early_stopping_hook stop_if_higher_hook stop_if_lower_hook stop_if_no_decrease_hook
+        stop_if_no_increase_hook""",
+    "`strategy.step(..., check_finite=True)`, or a Hook that raises.": (
+        "NanTensorHook NanLossDuringTrainingError"
+    ),
+    "A method of a perdure.train.Hook gets the trainer: `after_step(trainer, logs)`.": (
+        "SessionRunArgs SessionRunContext SessionRunValues"
+    ),
+    "trainer.train_and_evaluate(data, max_steps, every=steps)": """
+        TrainSpec EvalSpec train_and_evaluate InMemoryEvaluatorHook""",
+    "`perdure export RUN OUT` after the training, or RUN@best.": "BestExporter LatestExporter",
+    _CLUSTER: "ClusterSpec cluster_resolver",
+    _ITS_OWN: """Variable Module GradientTape function io random summary config saved_model tensorflow
+        compat nn losses initializers AUTOTUNE""",
+    "Keras's own, keras.optimizers and so on.": "optimizers models layers",
+    _STRATEGIES: "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy get_strategy",
+    f"{_STRATEGIES} There is none for TPUs or parameter servers.": (
+        "TPUStrategy ParameterServerStrategy CentralStorageStrategy"
+    ),
+    "The same name in perdure.torch and perdure.jax.": "get_replica_context InputContext ReduceOp",
+    "The same name in perdure.distribute.": "DistributedDataset Strategy TFConfigClusterResolver",
+    _FIXED: """CommunicationOptions CommunicationImplementation CrossDeviceOps NcclAllReduce
+        HierarchicalCopyAllReduce ReductionToOneDevice""",
+    "Nothing to choose: leave it out.": "InputOptions RunOptions",
+    "There are no queues and no parameter servers: leave it out.": "Coordinator coordinator",
+}
+"""Names of `perdure` and its modules, by what to write in their place."""
+
 FORMS: dict[str, dict[str, str]] = {
     "perdure": {
+        **{name: form for form, names in _ROWS.items() for name in names.split()},
         "CheckpointOptions": "perdure.ManagerOptions",
         "checkpoints_iterator": "Call perdure.latest_checkpoint(directory) again until it changes.",
         "get_checkpoint_state": "perdure.latest_checkpoint(directory), or `perdure ls RUN`.",
@@ -38,68 +75,34 @@ FORMS: dict[str, dict[str, str]] = {
         "load_variable": "perdure.load_checkpoint(run, leaves=path)",
         "Estimator": "perdure.Trainer",
         "EstimatorSpec": "perdure.Trainer(step_fn, state, data, config, eval_fn=eval_fn)",
-        "TrainSpec": "trainer.train_and_evaluate(data, max_steps, every=steps)",
-        "EvalSpec": "trainer.train_and_evaluate(data, max_steps, every=steps)",
         "estimator": "perdure.Trainer and perdure.RunConfig",
-        "train_and_evaluate": "trainer.train_and_evaluate(data, max_steps, every=steps)",
         "SessionRunHook": "perdure.train.Hook",
         "CheckpointSaverListener": "perdure.train.Hook, with before_save and after_save.",
         "Saver": "perdure.CheckpointManager(directory, max_to_keep=5)",
         "NewCheckpointReader": "perdure.load_checkpoint(run), or `perdure show RUN`.",
         "StopAtStepHook": "trainer.train(max_steps=n)",
-        "NanTensorHook": "`strategy.step(..., check_finite=True)`, or a Hook that raises.",
         "MonitoredTrainingSession": "perdure.Trainer",
         "MonitoredSession": "perdure.Trainer",
         "Scaffold": _NO_SESSIONS,
-        "ClusterSpec": _CLUSTER,
         "Server": _NO_SESSIONS,
-        **dict.fromkeys(
-            ("global_step", "get_global_step", "create_global_step", "get_or_create_global_step"),
-            _STEPS,
-        ),
-        **dict.fromkeys(
-            ("CheckpointSaverHook", "LoggingTensorHook", "SummarySaverHook", "StepCounterHook"),
-            _SAVES,
-        ),
         "PreemptionCheckpointHandler": "perdure.PreemptionCheckpointHandler",
-        **dict.fromkeys(
-            (
-                *("Variable", "Module", "GradientTape", "function", "io", "random", "summary"),
-                *("config", "saved_model", "tensorflow", "compat", "nn", "losses", "initializers"),
-            ),
-            _ITS_OWN,
-        ),
-        **dict.fromkeys(
-            ("optimizers", "models", "layers"), "Keras's own, keras.optimizers and so on."
-        ),
         "BackupAndRestore": "perdure.keras.BackupAndRestore",
         "ModelCheckpoint": "perdure.keras.ModelCheckpoint",
-        **dict.fromkeys(
-            (
-                "MirroredStrategy",
-                "MultiWorkerMirroredStrategy",
-                "OneDeviceStrategy",
-                "get_strategy",
-            ),
-            _STRATEGIES,
-        ),
-        **dict.fromkeys(
-            ("TPUStrategy", "ParameterServerStrategy", "CentralStorageStrategy"),
-            f"{_STRATEGIES} There is none for TPUs or parameter servers.",
-        ),
         "experimental": f"The same names without `experimental`. {_STRATEGIES}",
-        **dict.fromkeys(
-            ("CommunicationOptions", "CrossDeviceOps"),
-            "Nothing: the order of additions is fixed. Time limits are in "
-            "perdure.distribute.ClusterOptions.",
-        ),
         "ExponentialMovingAverage": "A copy of the weights that is a member of the state, averaged in "
         "each step (docs/MODELS.md).",
         "ProfilerHook": "jax.profiler or torch.profiler, in a perdure.train.Hook.",
+        "GlobalStepWaiterHook": "Nothing: the processes of a strategy compute the same step.",
+        "LearningRateScheduler": "A schedule of the optimizer, or perdure.train.ReduceLROnPlateau.",
+        "ModeKeys": "A function for each mode: step_fn, eval_fn, and predict_fn of `trainer.predict`.",
+        "WarmStartSettings": "perdure.Trainer(..., warm_start_from=RUN)",
+        "SlurmClusterResolver": 'MultiWorkerMirroredStrategy("slurm")',
+        "DistributedValues": "perdure.distribute.PerReplica, which `strategy.run` returns.",
+        "DistributedIterator": "iter(strategy.distribute_dataset(dataset))",
+        "experimental_set_strategy": "with strategy.scope():",
         "FeedFnHook": "The data are an argument of perdure.Trainer.",
         "FinalOpsHook": "perdure.train.Hook, with end.",
         "checkpoint_exists": "perdure.latest_checkpoint(directory) is not None",
-        "Coordinator": "There are no queues to coordinate: leave it out.",
     },
     "perdure.train": {
         name: f"perdure.{name}"
@@ -124,6 +127,11 @@ FORMS: dict[str, dict[str, str]] = {
     },
     "save": {"options": "CheckpointManager(..., options=perdure.ManagerOptions(...))"},
     "restore": {"options": "CheckpointManager(..., options=perdure.ManagerOptions(...))"},
+    "latest_checkpoint": {"latest_filename": "A run directory has its own list: leave it out."},
+    "ModelCheckpoint": {
+        "period": "save_freq=, 'epoch' or a number of batches.",
+        "options": "max_to_keep=, or nothing.",
+    },
     "RunConfig": {
         "tf_random_seed": "RunConfig(seed=...)",
         "train_distribute": "Trainer(..., strategy=strategy)",
@@ -154,8 +162,13 @@ FORMS: dict[str, dict[str, str]] = {
         "model_fn": "step_fn, the first argument of Trainer.",
         "eval_dir": "Evaluations are in the summaries of model_dir, under `eval/`.",
         "get_variable_value": "perdure.load_checkpoint(run, leaves=name)",
-        "export_saved_model": "`perdure export RUN`, or Keras's `model.export(path)`",
-        "experimental_export_all_saved_models": "`perdure export RUN`, or Keras's `model.export(path)`",
+        **dict.fromkeys(
+            ("export_saved_model", "export_savedmodel", "experimental_export_all_saved_models"),
+            "`perdure export RUN`, or Keras's `model.export(path)`",
+        ),
+        "fit": "trainer.train(max_steps=n)",
+        "compile": "Trainer(step_fn, state, data, config): step_fn has the loss and the optimizer.",
+        "get_global_step": "trainer.step",
     },
     "Strategy": {
         "experimental_run_v2": "strategy.run(fn, args)",
@@ -163,6 +176,7 @@ FORMS: dict[str, dict[str, str]] = {
         "experimental_distribute_values_from_function": "strategy.distribute_values_from_function",
         "experimental_make_numpy_dataset": "perdure.ArrayDataset(arrays, batch_size)",
         "make_dataset_iterator": "strategy.distribute_dataset(dataset)",
+        **dict.fromkeys(("cross_device_ops", "communication_options"), _FIXED),
         "extended": "There is no `extended`: a strategy has its methods itself.",
     },
     "Metric": {

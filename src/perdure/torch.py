@@ -30,7 +30,7 @@ from perdure.errors import ClusterError, StateError, needs_extra
 from perdure.runtime.process_group import Processes, SingleProcess
 from perdure.store import Storage
 from perdure.store.selection import WantedLeaves
-from perdure.tensorflow_names import missing
+from perdure.tensorflow_names import missing, names_forms
 
 with needs_extra("torch"):
     import torch
@@ -73,7 +73,7 @@ class MirroredStrategy(Strategy):
     a process for each, with MultiWorkerMirroredStrategy (`perdure run --workers 2`): the same bits.
 
     Args:
-        devices: None (the CPU), a number of CPU devices, a device, or a list.
+        devices: None (the CPU), a number of CPU devices, a device ("cuda:0" or "/gpu:0"), or a list.
         replicas: V, the number of logical replicas; by default the number of devices.
         seed: 0 to 2**63 - 1.
         threads: The number of threads inside an operation, which is part of the recipe; by default 1.
@@ -84,6 +84,7 @@ class MirroredStrategy(Strategy):
         TopologyError: The devices or the backend do not exist, or are several accelerators.
     """
 
+    @names_forms("Strategy")
     def __init__(
         self,
         devices: Any = None,
@@ -101,6 +102,7 @@ class MirroredStrategy(Strategy):
 class OneDeviceStrategy(MirroredStrategy):
     """One device; by default the CPU."""
 
+    @names_forms("Strategy")
     def __init__(
         self,
         device: Any = None,
@@ -131,6 +133,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         RecipeMismatchError: The processes have different recipes.
     """
 
+    @names_forms("Strategy")
     def __init__(
         self,
         cluster_resolver: ClusterResolver | str | None = None,

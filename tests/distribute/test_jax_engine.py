@@ -144,7 +144,7 @@ def test_invalid_states_functions_and_devices_are_refused() -> None:
     ):
         MirroredStrategy("cpu")  # pyright: ignore[reportArgumentType]
     device = jax.devices()[0]
-    for devices in ([], [device, device], ["cpu:0"]):
+    for devices in ([], [device, device], ["cpu"], ["/gpu:0"]):
         with pytest.raises(TopologyError):
             MirroredStrategy(devices)
 

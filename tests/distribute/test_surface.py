@@ -11,11 +11,14 @@ import pytest
 import surface_worker
 import torch
 
+import perdure.jax
+import perdure.torch
 from perdure.data import ArrayDataset
 from perdure.distribute import get_replica_context, metrics
 from perdure.distribute.engine import Stream
+from perdure.distribute.topology import tensorflow_device
 from perdure.distribute.torch.eager import TorchEagerRun
-from perdure.errors import StateError
+from perdure.errors import ArgumentError, StateError, TopologyError
 from perdure.jax import OneDeviceStrategy as JaxStrategy
 from perdure.torch import OneDeviceStrategy
 
@@ -119,6 +122,33 @@ def test_a_collective_inside_jit_is_refused() -> None:
     assert "reduce takes values, found one that is traced: call it outside of jit" in str(
         error.value
     )
+
+
+@pytest.mark.parametrize("module", [perdure.jax, perdure.torch])
+def test_devices_and_arguments_in_tensorflows_spelling(module: Any) -> None:
+    first = module.OneDeviceStrategy(module.MirroredStrategy(1).engine.devices[0]).engine.devices
+    for name in ("/cpu:0", "CPU:0", "/job:localhost/replica:0/task:0/device:CPU:0"):
+        assert module.OneDeviceStrategy(name).engine.devices == first
+        assert module.MirroredStrategy([name]).engine.devices == first
+    for devices in (["/gpu:0", "/gpu:1"], ["cpus"], ["/tpu:0"]):
+        with pytest.raises(TopologyError):
+            module.MirroredStrategy(devices)
+    for make, name in (
+        (module.MirroredStrategy, "cross_device_ops"),
+        (module.MultiWorkerMirroredStrategy, "communication_options"),
+    ):
+        with pytest.raises(ArgumentError, match="additions have a fixed order"):
+            make(**{name: None})
+
+
+def test_a_gpu_in_tensorflows_spelling_has_the_name_of_pytorch() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(TopologyError, match="cuda:0 was asked for"):
+            OneDeviceStrategy("/gpu:0")
+    names = ("/gpu:0", "GPU:1", "/job:worker/task:1/device:GPU:3", "/device:CPU:0")
+    found = [tensorflow_device(name) for name in names]
+    assert found == [("gpu", 0), ("gpu", 1), ("gpu", 3), ("cpu", 0)]
+    assert [tensorflow_device(name) for name in ("cuda:0", "cpu", "/job:a", 0)] == [None] * 4
 
 
 def test_names_of_tensorflow_that_a_strategy_and_a_metric_have() -> None:

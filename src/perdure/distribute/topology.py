@@ -6,6 +6,7 @@ is empty.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,15 @@ from perdure.distribute.engine import Engine
 from perdure.distribute.reduction_tree import partial_roots
 from perdure.distribute.values import PerReplica
 from perdure.errors import TopologyError
+
+_TENSORFLOW_DEVICE = re.compile(r"(?:/\w+:\w+)*/?(?:device:)?([cg]pu):(\d+)", re.IGNORECASE)
+
+
+def tensorflow_device(name: Any) -> tuple[str, int] | None:
+    """ "cpu" or "gpu" and the number, if a device is named as in TensorFlow: "/gpu:0", "GPU:0",
+    "/job:worker/task:0/device:GPU:0"."""
+    match = _TENSORFLOW_DEVICE.fullmatch(name) if isinstance(name, str) else None
+    return (match[1].lower(), int(match[2])) if match else None
 
 
 def bounds(replicas: int, devices: int) -> tuple[tuple[int, int], ...]:

@@ -47,6 +47,7 @@ from perdure.distribute.jax.programs import (
     words,
 )
 from perdure.distribute.jax.xla_settings import ask_for_determinism, check_determinism
+from perdure.distribute.topology import tensorflow_device
 from perdure.errors import TopologyError
 from perdure.runtime.environment import of_jax
 from perdure.runtime.excluded_devices import without_excluded
@@ -220,6 +221,15 @@ class _Runner:
         self._compiled = True
 
 
+def _device(name: Any, local: list[Any]) -> Any:
+    if (found := tensorflow_device(name)) is None:
+        return name
+    platform, number = found
+    with contextlib.suppress(RuntimeError, IndexError):
+        return jax.local_devices(backend=platform)[number]
+    raise TopologyError(f"devices: expected devices of this process, {local}, found {name!r}.")
+
+
 def _choose(devices: Devices) -> tuple[Any, ...]:
     local = jax.local_devices()
     if devices is None:
@@ -233,12 +243,13 @@ def _choose(devices: Devices) -> tuple[Any, ...]:
                 f"JAX_NUM_CPU_DEVICES={devices} before JAX starts"
             )
         return tuple(local[:devices])
-    if isinstance(devices, str):
+    if isinstance(devices, str) and not tensorflow_device(devices):
         raise TopologyError(
             f"devices: expected a number, a list of devices or None, found {devices!r}; for instance "
             f"jax.local_devices(backend={devices!r})"
         )
-    chosen = tuple(devices)
+    chosen = [devices] if isinstance(devices, str) else devices
+    chosen = tuple(_device(each, local) for each in chosen)
     if not chosen or len(set(chosen)) != len(chosen):
         raise TopologyError(f"devices: expected different devices, found {list(chosen)}")
     foreign = [device for device in chosen if device not in local]

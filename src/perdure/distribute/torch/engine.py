@@ -31,6 +31,7 @@ from perdure.distribute.engine import (
     Update,
     Work,
 )
+from perdure.distribute.topology import tensorflow_device
 from perdure.distribute.torch import buffers as torch_buffers
 from perdure.distribute.torch import group as torch_group
 from perdure.distribute.torch import optimizer_calls
@@ -304,6 +305,17 @@ def fix_cublas(environ: MutableMapping[str, str], started: bool) -> None:
     environ[CUBLAS] = ":4096:8"
 
 
+def _device(name: Any) -> torch.device:
+    if found := tensorflow_device(name):
+        return torch.device("cpu") if found[0] == "cpu" else torch.device("cuda", found[1])
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise TopologyError(
+            f'devices: expected names of PyTorch, such as "cuda:0" or "cpu", found {name!r}.'
+        ) from error
+
+
 def _choose(devices: Any) -> tuple[torch.device, ...]:
     if isinstance(devices, int):
         if devices < 1:
@@ -311,7 +323,7 @@ def _choose(devices: Any) -> tuple[torch.device, ...]:
         devices = ["cpu"] * devices
     if not isinstance(devices, (list, tuple)):
         devices = ["cpu" if devices is None else devices]
-    chosen: tuple[torch.device, ...] = tuple(torch.device(device) for device in devices)
+    chosen = tuple(map(_device, devices))
     if len(chosen) == 0 or (len(chosen) > 1 and any(device.type != "cpu" for device in chosen)):
         raise TopologyError(
             f"a process has one accelerator, or any number of CPU devices, and {devices!r} was asked "

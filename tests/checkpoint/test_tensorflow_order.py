@@ -152,6 +152,76 @@ def test_there_is_no_latest_checkpoint_before_the_first(tmp_path: Path) -> None:
         Checkpoint(**members()).save()
 
 
+def test_a_prefix_of_tensorflow_by_position_is_found_in_its_folder(tmp_path: Path) -> None:
+    assert Checkpoint(**members(3)).save(f"{tmp_path}/z/ckpt") == f"{tmp_path}/z/ckpt@1"
+    Checkpoint(**members(4)).save(f"{tmp_path}/z/ckpt")
+    newest = perdure.latest_checkpoint(f"{tmp_path}/z")
+    assert newest == f"{tmp_path}/z/ckpt@2"
+    ckpt: Any = Checkpoint(**members())
+    assert ckpt.restore(newest).assert_consumed() == 2
+    assert ckpt.step == 4
+    Checkpoint(**members(5)).save(f"{tmp_path}/z/other")
+    with pytest.raises(ArgumentError, match="expected a run directory, found one that contains"):
+        perdure.latest_checkpoint(f"{tmp_path}/z")
+
+
+@pytest.mark.parametrize(
+    ("module", "names", "form"),
+    [
+        ("perdure", "get_replica_context ReduceOp InputContext", "perdure.torch and perdure.jax"),
+        ("perdure", "DistributedDataset Strategy TFConfigClusterResolver", "perdure.distribute"),
+        ("perdure", "DistributedValues", "perdure.distribute.PerReplica"),
+        ("perdure", "InputOptions RunOptions", "leave it out"),
+        ("perdure", "SlurmClusterResolver", 'MultiWorkerMirroredStrategy("slurm")'),
+        ("perdure", "NcclAllReduce HierarchicalCopyAllReduce", "additions have a fixed order"),
+        ("perdure", "ReductionToOneDevice CommunicationImplementation", "fixed order"),
+        ("perdure", "AUTOTUNE", "It stays TensorFlow's"),
+        ("perdure", "ModeKeys", "eval_fn"),
+        ("perdure", "WarmStartSettings", "warm_start_from=RUN"),
+        ("perdure", "BestExporter LatestExporter", "perdure export RUN OUT"),
+        ("perdure", "SecondOrStepTimer", "perdure.RunConfig"),
+        ("perdure", "NanLossDuringTrainingError", "check_finite=True"),
+        ("perdure.distribute", "cluster_resolver", "perdure.distribute.ClusterResolver"),
+        ("perdure.torch", "InputOptions RunOptions", "leave it out"),
+        ("perdure.jax", "NcclAllReduce", "additions have a fixed order"),
+        ("perdure.distribute", "coordinator", "leave it out"),
+        ("perdure.distribute", "experimental_set_strategy", "with strategy.scope():"),
+        ("perdure.distribute", "DistributedIterator", "iter(strategy.distribute_dataset"),
+        ("perdure.train", "stop_if_no_decrease_hook stop_if_no_increase_hook", "EarlyStopping"),
+        ("perdure.train", "stop_if_higher_hook stop_if_lower_hook", "trainer.request_stop(reason)"),
+        ("perdure.train", "make_early_stopping_hook", "perdure.train.EarlyStopping"),
+        ("perdure.train", "InMemoryEvaluatorHook", "trainer.train_and_evaluate"),
+        ("perdure.train", "GlobalStepWaiterHook", "the same step"),
+        ("perdure.train", "SessionRunArgs SessionRunContext SessionRunValues", "after_step"),
+        ("perdure.train", "LearningRateScheduler", "perdure.train.ReduceLROnPlateau"),
+    ],
+)
+def test_neighbours_of_names_say_what_to_write(module: str, names: str, form: str) -> None:
+    for name in names.split():
+        with pytest.raises(AttributeError, match=re.escape(form)):
+            getattr(importlib.import_module(module), name)
+
+
+def test_arguments_of_tensorflow_say_what_to_write(tmp_path: Path) -> None:
+    pytest.importorskip("keras", reason="keras is not installed")
+    latest: Any = perdure.latest_checkpoint
+    for call, name, form in (
+        (latest, "latest_filename", "leave it out"),
+        (perdure.keras.ModelCheckpoint, "period", "save_freq="),
+        (perdure.keras.ModelCheckpoint, "options", "max_to_keep="),
+    ):
+        with pytest.raises(ArgumentError, match=form):
+            call(tmp_path, **{name: 1})
+    for name, form in (
+        ("export_savedmodel", "perdure export RUN"),
+        ("fit", r"trainer\.train\(max_steps=n\)"),
+        ("compile", "step_fn"),
+        ("get_global_step", r"trainer\.step"),
+    ):
+        with pytest.raises(AttributeError, match=form):
+            getattr(perdure.Trainer.__new__(perdure.Trainer), name)
+
+
 def test_a_checkpoint_in_place_of_a_run_directory_begins_no_run(tmp_path: Path) -> None:
     Checkpoint(**members(3)).save(tmp_path / "run", 5)
     for name in ("run@5", "run@latest"):

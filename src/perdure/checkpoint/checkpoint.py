@@ -276,9 +276,11 @@ managers: WeakKeyDictionary[Checkpoint, ref[Any]] = WeakKeyDictionary()
 """The manager that was made for a `Checkpoint`."""
 
 
+@names_forms("latest_checkpoint")
 def latest_checkpoint(directory: Directory) -> str | None:
     """The newest checkpoint of a run directory as `RUN@STEP` (after a save under way); None if
-    there is none.
+    there is none. In a folder whose only run directory is named as TensorFlow's prefixes are
+    (`checkpoint.save("folder/ckpt")`), that one's.
 
     Raises `ArgumentError` if `directory` is no run directory, and has one below it or names a
     checkpoint.
@@ -294,6 +296,8 @@ def latest_checkpoint(directory: Directory) -> str | None:
         if isinstance(storage, LocalStorage) and os.path.isdir(storage.where):
             with os.scandir(storage.where) as entries:
                 below = [e.path for e in entries if os.path.exists(os.path.join(e.path, MARKER))]
+            if len(below) == 1 and "ckpt" in os.path.basename(below[0]):
+                return latest_checkpoint(below[0])
             if below:  # None would let a program start over
                 raise ArgumentError(
                     f"directory: expected a run directory, found one that contains {few(below)}. Name "

@@ -21,6 +21,7 @@ from perdure.state import restore
 from perdure.state.keras_optimizers import known_left_out
 from perdure.store import Run, Storage
 from perdure.store.selection import Selection
+from perdure.tensorflow_names import names_forms
 
 
 class ModelCheckpoint(fit_internals.MonitorCallback):
@@ -53,6 +54,7 @@ class ModelCheckpoint(fit_internals.MonitorCallback):
         StepExistsError: From `fit`, if the directory holds other weights for a step.
     """
 
+    @names_forms("ModelCheckpoint")
     def __init__(
         self,
         filepath: str | os.PathLike[str] | Storage,

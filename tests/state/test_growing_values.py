@@ -251,6 +251,46 @@ def test_a_buffer_that_begins_empty_is_resumed(wrap: Any) -> None:
             manager.restore(like={"m": torch.nn.BatchNorm1d(2, track_running_stats=False)})
 
 
+class Rotary(torch.nn.Module):
+    """Registers a table whenever a sequence is longer than all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.length = torch.nn.Linear(2, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.length:
+            self.length = len(x)
+            table = self.inner.weight.detach().sum() + torch.arange(len(x)).float()
+            self.register_buffer("table", table.cos(), persistent=False)
+        return self.inner(x) + self.get_buffer("table")[: len(x), None]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_a_buffer_that_the_run_registers_is_a_buffer_after_a_resume(stop: int) -> None:
+    def train(storage: MemoryStorage, stop: int) -> Any:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(Rotary())
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        state = {"m": module, "o": optimizer}
+        with CheckpointManager(storage, recipe={}) as manager:
+            start = manager.restore_or_initialize(state).step
+            assert [name for name, _ in module.named_buffers()] == ["0.table"] * (start > 0)
+            for step in range(start, stop):
+                optimizer.zero_grad()
+                module(torch.rand(3 + step // 3, 2)).square().mean().backward()
+                optimizer.step()
+                manager.save(step + 1, state)
+        table = module[0].get_buffer("table")
+        assert list(module.state_dict()) == ["0.inner.weight", "0.inner.bias"]
+        return snapshot({**state, "table": table.clone()})
+
+    train(storage := MemoryStorage(), stop)
+    resumed = train(storage, 6)
+    assert resumed == train(MemoryStorage(), 6)
+    assert resumed != train(MemoryStorage(), 5)
+
+
 class Dataset:
     """Draws from a generator of its own, as a data set with augmentation does."""
 

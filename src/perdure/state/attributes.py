@@ -80,6 +80,8 @@ from perdure.store.manifest import Container
 _OF_OPTIMIZERS = frozenset(["state", "param_groups", "defaults", "_opt_called", "_step_count"])
 """What an optimizer saves, and what a learning rate scheduler sets in it."""
 _MODE, _TRAINED = "training", "requires_grad"
+_NOT_PERSISTENT = "_non_persistent_buffers_set"
+"""The names of the buffers of a module that its `state_dict` leaves out."""
 _SHAPE = "!shape"
 """The key of what has to be equal so that the parts of a container or an object are stored one by
 one: class, length, keys. Else the whole is stored."""
@@ -301,13 +303,15 @@ class Attributes(ExtraMember):
         for path, name in stored.deleted:
             if (owner := owners.get(restoring.renamed(path))) is not None:
                 vars(owner.value).pop(name, None)
-        # Names last: an attribute may be computed from one that has gone. A value comes before the
+        # The names of buffers first: a value with such a name becomes a buffer. Names of attributes
+        # last: an attribute may be computed from one that has gone. A value comes before the
         # other places that have it. An array comes before the containers that have it too, because it
         # is restored in place.
         in_order = sorted(
             stored.keys.items(),
             key=lambda item: (
                 item[1][-1] == _NAMES,
+                item[1][-1] != _NOT_PERSISTENT,
                 item[0] in stored.same,
                 item[0] not in states.numbers,
             ),
@@ -548,6 +552,7 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
         if not owner.is_whole:
             return
         # Left out by PyTorch are buffers that are not persistent, by a program what it likes.
+        yield (_NOT_PERSISTENT,), part._non_persistent_buffers_set
         for name, buffer in part._buffers.items():
             if not known.has(buffer):
                 yield from _inside((name,), buffer, known, owner)
@@ -828,7 +833,7 @@ def _set(owner: Owner, key: Key, value: Any, shared: AbstractSet[int]) -> Any:
         raise ValueError("a shard of another shape or dtype, or no sharded tensor, is there")
     if isinstance(parent, (dict, list, deque)):
         parent[last] = result  # type: ignore[index]
-    elif last in getattr(parent, "_buffers", ()):
+    elif last in getattr(parent, "_buffers", ()) or last in getattr(parent, _NOT_PERSISTENT, ()):
         parent._buffers[last] = result
     elif isinstance(parent, FunctionType):
         _cell_of(parent, last).cell_contents = result

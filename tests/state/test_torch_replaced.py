@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from perdure import CheckpointManager, MemoryStorage
-from perdure.errors import StateError
+from perdure.errors import StateError, UnsupportedLeafError
 
 
 def test_the_buffers_of_a_module_in_a_dict_are_not_saved_stale(tmp_path: Path) -> None:
@@ -80,3 +81,91 @@ def test_a_dict_of_parameters_that_the_program_goes_on_with_gives_no_warning(
         train(rates, stop, storage)
     assert rates["w"].tolist() == [-0.5, -0.5]
     assert not recwarn.list
+
+
+class Adapter(torch.nn.Module):
+    """A layer with an addition of low rank, in the place of the layer."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.calls = layer, 0
+        self.added = torch.nn.Parameter(torch.full((layer.out_features, layer.in_features), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) + x @ self.added.T * (1 + self.calls % 3)
+
+
+class Scaled(torch.nn.Module):
+    """Has a factor outside of its `state_dict`, which every call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.factor *= 0.9
+        return x * self.factor
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Counter:
+    """A hook that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return out + self.calls / 8
+
+
+def _two_phases(storages: list[MemoryStorage], stops: tuple[int, int]) -> Any:
+    """Train, put an adapter and a hook into the model, and train on with a manager of its own."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(3, 3), Scaled(), torch.nn.Linear(3, 1)
+    model = torch.nn.Sequential(*layers)
+    optimizer: Any = None
+    for storage, stop in zip(storages, stops, strict=True):
+        if optimizer is not None:
+            model[0] = Adapter(layers[0])
+            model[1].register_forward_hook(Counter())
+        optimizer = torch.optim.Adam(model.parameters())
+        state = {"model": model, "optimizer": optimizer}
+        with CheckpointManager(storage, recipe={}) as manager:
+            for step in range(manager.restore_or_initialize(state).step, stop):
+                optimizer.zero_grad()
+                model(torch.rand(2, 3)).square().mean().backward()
+                optimizer.step()
+                manager.save(step + 1, state)
+    kept = model[0].calls, model[1].factor, torch.get_rng_state().tolist()
+    return kept, [value.tolist() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_a_layer_that_is_replaced_between_two_managers_is_trained_and_resumed(stop: int) -> None:
+    whole = _two_phases([MemoryStorage(), MemoryStorage()], (3, 6))
+    _two_phases(storages := [MemoryStorage(), MemoryStorage()], (3, stop))
+    assert _two_phases(storages, (3, 6)) == whole
+    assert _two_phases([MemoryStorage(), MemoryStorage()], (3, 5)) != whole
+
+
+def test_a_layer_that_is_replaced_after_the_restore_of_a_manager_is_refused_by_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    with (
+        CheckpointManager(MemoryStorage(), recipe={}) as one,
+        CheckpointManager(MemoryStorage(), recipe={}) as other,
+    ):
+        one.restore_or_initialize({"model": model})
+        model[0] = Doubled(3, 3)
+        other.restore_or_initialize({"model": model})
+        other.save(1, {"model": model})
+        with pytest.raises(UnsupportedLeafError, match=r"model/0: is a .*Doubled, and was"):
+            one.save(1, {"model": model})
+        model[0] = torch.nn.Linear(3, 3)
+        with pytest.raises(UnsupportedLeafError, match=r"model/0: is a .*Linear, and was"):
+            other.save(2, {"model": model})

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import ChainMap, deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -54,6 +54,7 @@ from perdure.state.structure import (
     Key,
     Known,
     Owner,
+    by_identity,
     code_of,
     fresh_marks,
     memory_of,
@@ -130,10 +131,15 @@ class Attributes(ExtraMember):
 
     def __init__(self) -> None:
         self._static: dict[Key, Any] | None = None
-        self._at: dict[str, dict[Key, Any]] = {}
+        self._at: dict[str, MutableMapping[Key, Any]] = {}
         """The fresh marks of the owner that a path had at first."""
         self._owners: dict[str, int] = {}
         """The `id` of that owner, as long as no run has put another one there."""
+
+    @cached_property
+    def _marks(self) -> Any:
+        """The fresh marks by owner, of this manager: see `_fresh_of`."""
+        return by_identity()
 
     def see(self, walk: Walk) -> None:
         if self._static is None:  # by path, because these modules are made again in each step
@@ -173,7 +179,7 @@ class Attributes(ExtraMember):
             if owner.is_whole:
                 if has_moved:
                     require_same_names(owner, self._at.get(owner.path, {}), known)
-                require_same_slots(owner, fresh, wholes, known)
+                require_same_slots(owner, self._marks, wholes, known)
             before, now = fresh.get((_SCALARS,)), _scalars(owner, known)
             if before and now and len(before) == len(now) and all(map(operator.is_, now, before)):
                 continue  # nearly every one, in every save
@@ -272,18 +278,25 @@ class Attributes(ExtraMember):
             f"{top}_index": json_leaf(_Stored(keys, leaves.containers, same, groups, deleted)),
         }
 
-    def _fresh_of(self, owner: Owner, known: Known) -> dict[Key, Any]:
+    def _fresh_of(self, owner: Owner, known: Known) -> MutableMapping[Key, Any]:
         """The fresh marks of an owner: those of the one in whose place the run has put it, or those of
-        now if there was none."""
-        if (fresh := fresh_marks().get(owner.value)) is None:
-            if owner.path in self._at:
-                fresh = dict(self._at[owner.path])
-            else:
-                fresh = {key: mark_of(value) for key, value in _values(owner, known)}
-                if owner.is_whole:
-                    fresh |= structure_of(owner.value, known)
-                fresh[_SCALARS,] = _scalars(owner, known)
-            fresh_marks()[owner.value] = fresh
+        now if there was none. Values that the first manager of the program has seen count as fresh
+        for a later one, too; code (the structure, hooks, objects) is as the later one first sees it.
+        """
+        if (fresh := self._marks.get(owner.value)) is not None:
+            return fresh
+        if (first := fresh_marks().get(owner.value)) is not None:
+            fresh = ChainMap(_code_since(owner, first, known), first)
+            first.pop((_HELD,), None)
+        elif owner.path in self._at:
+            fresh = dict(self._at[owner.path])
+        else:
+            fresh = {key: mark_of(value) for key, value in _values(owner, known)}
+            fresh[_SCALARS,] = _scalars(owner, known)
+            if owner.is_whole:
+                fresh |= structure_of(owner.value, known)
+        fresh_marks().setdefault(owner.value, fresh)
+        self._marks[owner.value] = fresh
         return fresh
 
     def put(self, restoring: Restoring, walk: Walk) -> list[str]:
@@ -340,10 +353,23 @@ class Attributes(ExtraMember):
                     f"{type(owner.value).__name__} cannot take the stored value: {error}. The rest of "
                     f"the state is restored. Build the target with the code that saved it."
                 ) from error
-            if (fresh := fresh_marks().get(owner.value)) is not None:
+            fresh = self._marks.get(owner.value, fresh_marks().get(owner.value))
+            if fresh is not None:
                 fresh[tuple(key)] = _RESTORED
                 fresh[_SCALARS,] = None
         return []
+
+
+def _code_since(owner: Owner, first: MutableMapping[Key, Any], known: Known) -> dict[Key, Any]:
+    """The marks of an owner that are not those of the `first` manager that has seen it: the program
+    may change code between two managers, such as a layer after a first phase of training."""
+    marks = structure_of(owner.value, known) if owner.is_whole else {}
+    for key, value in _values(owner, known):
+        is_made = key[-1] == _LOCAL or kind_of(value) is Kind.OBJECT
+        is_code = key[-1] == _VIEW or any(name in ALL_HOOKS for name in key[:2])
+        if is_code or (is_made and first.get(key) != mark_of(value)):
+            marks[key] = mark_of(value) if key[-1] in (_SHAPE, _VIEW) else _RESTORED
+    return marks
 
 
 def _set_static(owner: Any, name: str, stored: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -203,7 +203,7 @@ def structure_of(value: Any, known: Known) -> dict[Key, Any]:
     }
 
 
-def require_same_names(owner: Owner, at_first: dict[Key, Any], known: Known) -> None:
+def require_same_names(owner: Owner, at_first: Mapping[Key, Any], known: Known) -> None:
     """Refuse an optimizer of which the program has put the parameters under other paths: the optimizer
     at this path has those of the model that a resumed program has at that path."""
     before = at_first.get((_NAMES,), [])
@@ -284,7 +284,7 @@ def _hook_name(hook: Any) -> str:
     return name if code is None else f"{name}, line {code.co_firstlineno}"
 
 
-def require_same_code(owner: Owner, fresh: dict[Key, Any]) -> None:
+def require_same_code(owner: Owner, fresh: Mapping[Key, Any]) -> None:
     """Refuse a member of another class than the first one, and hooks that the run adds or removes: both
     are code, which a resumed program has as at first."""
     kind, hooks = _class_name(_unwrapped(owner.value)), code_of(owner.value)
@@ -307,11 +307,12 @@ def require_same_code(owner: Owner, fresh: dict[Key, Any]) -> None:
 
 
 def require_same_slots(
-    owner: Owner, fresh: dict[Key, Any], owners: list[Owner], known: Known
+    owner: Owner, marks: Mapping[Any, Any], owners: list[Owner], known: Known
 ) -> None:
     """Refuse a module that training has replaced by one of another class, and what it has moved: a
-    resumed program builds the first one, and no `state_dict` says so."""
-    before = fresh.get((_SLOTS,), {})
+    resumed program builds the first one, and no `state_dict` says so. `marks` are the fresh ones by
+    owner."""
+    before = marks[owner.value].get((_SLOTS,), {})
     for name, (reference, kind) in _slots(owner.value, known).items():
         was, old_kind = before.get(name, (_nothing, "nothing"))
         part = reference()
@@ -321,7 +322,7 @@ def require_same_slots(
         if part is None:
             reason = "is one parameter with that of another module, and was not"
         for other in owners:
-            slots = fresh_marks().get(other.value, {}).get((_SLOTS,), {})
+            slots = marks.get(other.value, {}).get((_SLOTS,), {})
             if places := [
                 slot for slot, (held, _) in slots.items() if part is not None and held() is part
             ]:
@@ -334,7 +335,7 @@ def require_same_slots(
             )
 
 
-def require_same_parameters(owner: Owner, fresh: dict[Key, Any], known: Known) -> None:
+def require_same_parameters(owner: Owner, fresh: Mapping[Key, Any], known: Known) -> None:
     """Refuse an optimizer that keeps a parameter that its model no longer has, or has its parameters
     in another order: the optimizer of a resumed program has those of the model as at first."""
     held, before = dict(stepped(owner.value)), fresh.get((_STEPPED,), {})
@@ -358,7 +359,12 @@ def require_same_parameters(owner: Owner, fresh: dict[Key, Any], known: Known) -
 
 @cache
 def fresh_marks() -> Any:
-    """The fresh marks by owner, compared by identity: a class may hash by its values."""
+    """The fresh marks by owner that the first manager of the program has seen."""
+    return by_identity()
+
+
+def by_identity() -> Any:
+    """A dict with weak keys that are compared by identity: a class may hash by its values."""
     from torch.utils.weak import WeakIdKeyDictionary
 
     return WeakIdKeyDictionary()

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from perdure import CheckpointManager, MemoryStorage
-from perdure.errors import DataError, StateError
+from perdure.errors import DataError, StateError, UnsupportedLeafError
 from perdure.state import flatten, process_random, restore
 from perdure.torch import ResumableLoader
 
@@ -565,3 +565,103 @@ def test_a_generator_is_found_wherever_a_dataset_has_it(place: str) -> None:
         DataError, match="a random generator that the dataset or `collate_fn` holds"
     ):
         list(loader)
+
+
+class Rising(Sampler[int]):
+    """Draws from the first examples; computes a table whenever it is iterated."""
+
+    def __init__(self, examples: int) -> None:
+        self.examples, self.share, self.counts = examples, 0.3, {"raised": 0}
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        self.table = torch.randint(int(self.share * self.examples), (12,))
+        yield from self.table.tolist()
+
+
+class InBatches(Sampler[list[int]]):
+    """Draws batches of a size that the run raises, from a sampler inside."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.sampler, self.size = sampler, 3
+
+    def __len__(self) -> int:
+        return 12 // self.size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)[: len(self) * self.size]
+        yield from (order[at : at + self.size] for at in range(0, len(order), self.size))
+
+
+def _adapted(kind: str, storage: MemoryStorage, epochs: int, every: int, stop: int = 999) -> Any:
+    """Train with a sampler that is changed after each epoch; save there, or within epochs too."""
+    torch.manual_seed(0)
+    x = torch.rand(20, 2)
+    weighted, curriculum = WeightedRandomSampler(torch.ones(20), 12), Rising(20)
+    sampler: Any = weighted if kind == "weighted" else curriculum
+    data = torch.utils.data.TensorDataset(x, torch.arange(20))
+    inner = (
+        DataLoader(data, batch_sampler=InBatches(sampler))
+        if kind == "batches"
+        else DataLoader(data, batch_size=3, sampler=sampler)
+    )
+    loader = ResumableLoader(inner)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    state, seen = {"loader": loader, "model": model, "optimizer": optimizer}, []
+    with CheckpointManager(storage, recipe={}, save_interval_steps=every) as manager:
+        manager.restore_or_initialize(state)
+        for _ in range(loader.epoch, epochs):
+            for batch, numbers in loader:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+                seen += [loader.step, numbers.tolist()]
+                if every < 99:
+                    manager.save(loader.step, state)
+                if loader.step >= stop:
+                    return seen
+            with torch.no_grad():
+                weighted.weights = model(x).square().flatten().double()
+            curriculum.share = min(1.0, curriculum.share + 0.2)
+            curriculum.counts["raised"] += 1
+            manager.save(loader.step, state, force=True)
+    return seen, model.weight.tolist(), curriculum.share, curriculum.counts
+
+
+@pytest.mark.parametrize("kind", ["weighted", "curriculum", "batches"])
+@pytest.mark.parametrize(("every", "stop"), [(99, 8), (99, 12), (3, 7), (1, 8), (1, 10)])
+def test_a_sampler_that_the_run_changes_is_resumed(kind: str, every: int, stop: int) -> None:
+    whole = _adapted(kind, MemoryStorage(), 4, every)
+    _adapted(kind, storage := MemoryStorage(), 4, every, stop)
+    found = _adapted(kind, storage, 4, every)
+    assert found[0] == whole[0][-len(found[0]) :]
+    assert len(found[0]) < len(whole[0])
+    assert found[1] == whole[1]
+    assert kind == "weighted" or found[2:] == whole[2:]
+
+
+def test_control_with_the_first_weights_the_order_differs() -> None:
+    whole = _adapted("weighted", MemoryStorage(), 4, 99)
+    _adapted("weighted", storage := MemoryStorage(), 4, 99, 9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("perdure.state.torch_loader.samplers_of", lambda _: {})
+        found = _adapted("weighted", storage, 4, 99)
+    assert found[0] != whole[0][-len(found[0]) :]
+
+
+def test_a_sampler_that_the_run_changes_within_an_epoch_is_refused_there() -> None:
+    sampler = WeightedRandomSampler([1.0] * 8, 8)
+    loader = ResumableLoader(DataLoader(Noisy(8), batch_size=2, sampler=sampler))
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        manager.restore_or_initialize({"loader": loader})
+        for _ in loader:
+            if loader.step == 2:
+                manager.save(2, {"loader": loader})
+                sampler.weights = torch.rand(8)
+            elif loader.step == 3:
+                with pytest.raises(UnsupportedLeafError, match=r"loader/sampler: .* 'weights'"):
+                    manager.save(3, {"loader": loader})
+        assert manager.save(4, {"loader": loader})

@@ -188,6 +188,7 @@ class Attributes(ExtraMember):
                 require_same_parameters(owner, fresh, known)
             values, others = deque(_values(owner, known)), dict[int, bool]()
             whole: set[Key] = set()
+            count = len(keys)
             names = {str(key[0]) for key in fresh if str(key[0]).isidentifier()}.difference(HOOKS)
             deleted += [(owner.path, name) for name in names if not hasattr(owner.value, name)]
             while values:
@@ -249,6 +250,8 @@ class Attributes(ExtraMember):
                 keys[path] = (owner.path, *key)
                 if is_whole:
                     whole.add(key)
+            if len(keys) > count and (loader := _loader_of(owner)) is not None:
+                loader.require_sampler_as_begun(owner.root, owner.path)
         # Where a stored array is too, or its places would not be one after the restore.
         for owner, key, value in unchanged if arrays else ():
             path = path_of(join_part(top, owner.path), key)
@@ -492,7 +495,7 @@ def _owners(walk: Walk) -> tuple[list[Owner], Known | None]:
     seen = {id(owner.value) for owner in owners}
     for owner in owners:  # which grow
         assert known is not None
-        for key in _held(owner, known):
+        for key in _held(owner, known) if _loader_of(owner) is None else ():
             module = _get(owner, known.real(key))
             if kind_of(module) is not Kind.OBJECT or known.has(module):
                 continue
@@ -519,8 +522,8 @@ def _held(owner: Owner, known: Known) -> list[Key]:
 
 def _registered(walk: Walk) -> Iterator[Owner]:
     """The modules and optimizers in a state, and the modules inside, whose attributes are saved, and
-    schedulers, of which what their lambdas close over is. Of a module of another library its mode and
-    which of its parameters are trained."""
+    schedulers, of which what their lambdas close over is, and the samplers of loaders. Of a module of
+    another library its mode and which of its parameters are trained."""
     if (torch := sys.modules.get("torch")) is None:
         return
     from perdure.state.torch_module import parts_by_name
@@ -540,12 +543,21 @@ def _registered(walk: Walk) -> Iterator[Owner]:
             ]
         elif isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
             parts = [(path, value, True)]
+        elif (loader := _loader_of(Owner(path, value, value))) is not None:
+            samplers = loader.samplers_of(value).items()
+            parts = [(join_dotted(path, name), part, True) for name, part in samplers]
         else:
             continue
         for place, part, is_whole in parts:
             if id(part) not in seen:
                 seen.add(id(part))
                 yield Owner(place, part, value, is_whole)
+
+
+def _loader_of(owner: Owner) -> Any:
+    """The module of `ResumableLoader` if the owner is a sampler of one; else None."""
+    module: Any = sys.modules.get("perdure.state.torch_loader")
+    return module if module and isinstance(owner.root, module.ResumableLoader) else None
 
 
 def _has_tensors(module: Any) -> bool:
@@ -556,6 +568,10 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
     """The values that an owner holds and no member of the state has, with the names that lead there."""
     torch = sys.modules["torch"]
     part, is_module = owner.value, isinstance(owner.value, torch.nn.Module)
+    if (loader := _loader_of(owner)) is not None:
+        for name, value in loader.sampler_values(owner.root, part) if not known.has(part) else ():
+            yield from _inside((name,), value, known, owner)
+        return
     if not isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
         parts = enumerate(getattr(part, _SCHEDULES, ()))
         for key, each in [((), part), *(((_SCHEDULES, place), each) for place, each in parts)]:

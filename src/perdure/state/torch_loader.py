@@ -25,11 +25,12 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from perdure.errors import DataError
+from perdure.errors import DataError, UnsupportedLeafError
 from perdure.state import bits
+from perdure.state.attribute_values import mark_of
 from perdure.state.extra_members import ended_order
 from perdure.state.generators import read_generator
 from perdure.state.program_code import held_generators
@@ -287,6 +288,10 @@ class _Order:
     def __init__(self, owner: ResumableLoader) -> None:
         self._owner = weakref.proxy(owner)  # without a cycle, workers end with the last reference
         self.ahead: deque[str] = deque()
+        self.begun: dict[tuple[int, str], Any] = {}
+        """The marks of the samplers' attributes from which this epoch was drawn."""
+        self.computed: set[tuple[int, str]] = set()
+        """The attributes that a sampler of the program sets itself whenever it is iterated."""
         self._is_checked = False
 
     def __len__(self) -> int:
@@ -301,6 +306,7 @@ class _Order:
         if not self._is_checked:
             self._is_checked = True
             self._check_sampler()
+        self.begun = sampler_marks(owner)
         rank, ranks = _rank(owner._loader)
         has_workers, skip, expected = owner._loader.num_workers > 0, owner.batch, owner._digest
         digest, found = "", 0
@@ -340,7 +346,11 @@ class _Order:
         # Of a sampler or a list of indices without code of the user's.
         built_in = ("torch.", "builtins")
         own = [part for part in parts if not type(part).__module__.startswith(built_in)]
-        if own and self._whole_order() != self._whole_order():
+        before = sampler_marks(self._owner) if own else {}
+        is_other = bool(own) and self._whole_order() != self._whole_order()
+        after = sampler_marks(self._owner) if own else {}
+        self.computed = {key for key, mark in after.items() if before.get(key) != mark}
+        if is_other:
             raise DataError(
                 f"{type(own[-1]).__qualname__} gives another order when it is iterated again with the "
                 f"same seeds, so that a resume could not find its place. {_ORDER_RULE}"
@@ -356,6 +366,46 @@ class _Order:
     def _sampler(self) -> Any:
         loader = self._owner._loader
         return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def samplers_of(loader: ResumableLoader) -> dict[str, Any]:
+    """The samplers of a loader that have attributes, by name."""
+    plain: Any = loader._loader
+    parts = {"sampler": plain.sampler, "batch_sampler": plain.batch_sampler}
+    parts["batch_sampler.sampler"] = getattr(plain.batch_sampler, "sampler", None)
+    by_id = {id(part): (name, part) for name, part in reversed(parts.items())}
+    return {name: part for name, part in by_id.values() if hasattr(part, "__dict__")}
+
+
+def sampler_values(loader: ResumableLoader, sampler: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of a sampler that a run may change: without the data, what the loader sets for
+    each epoch (generators, `epoch`) and what the sampler computes whenever it is iterated."""
+    skipped = [loader._loader.dataset, *samplers_of(loader).values()]
+    for name, value in list(vars(sampler).items()):
+        is_set = name == "epoch" and hasattr(sampler, "set_epoch")
+        is_data = isinstance(value, (Dataset, torch.Generator)) or any(
+            value is each for each in skipped
+        )
+        if not (is_set or is_data or (id(sampler), name) in loader._order.computed):
+            yield name, value
+
+
+def sampler_marks(loader: ResumableLoader) -> dict[tuple[int, str], Any]:
+    parts = samplers_of(loader).values()
+    pairs = ((part, name, value) for part in parts for name, value in sampler_values(loader, part))
+    return {(id(part), name): mark_of(value) for part, name, value in pairs}
+
+
+def require_sampler_as_begun(loader: ResumableLoader, path: str) -> None:
+    """Refuse a save within an epoch whose sampler has changed since its order was drawn."""
+    begun = loader._order.begun if loader.batch else {}
+    for key, mark in sampler_marks(loader).items() if begun else ():
+        if begun.get(key) != mark:
+            raise UnsupportedLeafError(
+                f"{path}: the run has changed the attribute {key[1]!r} of this sampler in an epoch, "
+                "whose order was drawn before that: a resume within the epoch would draw another one. "
+                "Change the sampler before or after the loop over an epoch, or save only after it."
+            )
 
 
 class _SeededIndex:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import SimpleNamespace
@@ -399,3 +399,143 @@ def test_a_dict_of_objects_in_another_order(stop: int) -> None:
     assert again["models"]["_"] == whole["models"]["_"] == [0, 1, 2]
     for name in "abc":
         assert torch.equal(again["models"][name].weight, whole["models"][name].weight)
+
+
+class Plain(dict[str, Any]):
+    """A dict of the program's own class."""
+
+
+class Attributes(dict[str, Any]):
+    """Its items are its attributes."""
+
+    def __init__(self, *items: Any, **named: Any) -> None:
+        super().__init__(*items, **named)
+        self.__dict__ = self
+
+
+class Ordered(OrderedDict[str, Any]):
+    pass
+
+
+class Counts(Counter[Any]):
+    pass
+
+
+class Lists(defaultdict[Any, Any]):
+    pass
+
+
+class Replay(list[Any]):
+    pass
+
+
+class OfUser(UserDict[str, Any]):
+    pass
+
+
+KINDS = (Plain, Attributes, Ordered, Counts, Lists, Replay, OfUser, dict)
+
+
+def empty(kind: Any) -> Any:
+    return Lists(list) if kind is Lists else kind()
+
+
+def grow(value: Any, step: int) -> None:
+    if isinstance(value, Counts):
+        value[step % 3] += 1
+    elif isinstance(value, Lists):
+        value[step % 3].append(torch.full((2,), step / 3))
+    elif isinstance(value, list):
+        value.append([np.full(2, step / 7), step])
+    else:
+        value[f"k{step % 4}"] = np.full(2, step / 7)
+        value["last"] = value.pop("last", 0.0) + step / 3  # moves to the end
+
+
+def collect(where: MemoryStorage, kind: Any, first: int, stop: int) -> SimpleNamespace:
+    """Fills containers in attributes of plain objects from the step `first`."""
+    trainer = SimpleNamespace(at=empty(kind), nested=Plain(a=empty(kind)), new=None)
+    trainer.other = SimpleNamespace(at=trainer.at)
+    with CheckpointManager(where, recipe={}) as manager:
+        _, start = manager.restore_or_initialize({"trainer": trainer})
+        for step in range(start, stop):
+            if step >= first:
+                grow(trainer.at, step)
+                trainer.nested[f"n{step % 3}"] = empty(kind)
+                trainer.new = trainer.new or Plain(inside=empty(kind))
+                for part in (*trainer.nested.values(), trainer.new["inside"]):
+                    grow(part, step)
+            manager.save(step + 1, {"trainer": trainer})
+    return trainer
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, (dict, UserDict)):
+        return type(value), [(key, bits(part)) for key, part in value.items()]
+    if isinstance(value, list):
+        return type(value), [bits(part) for part in value]
+    octets = value.tobytes() if isinstance(value, np.ndarray) else None
+    octets = value.numpy().tobytes() if isinstance(value, torch.Tensor) else octets
+    return type(value), octets or value
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_containers_of_own_classes_grow_in_plain_objects(kind: Any, first: int) -> None:
+    whole = collect(MemoryStorage(), kind, first, 6)
+    for stop in (1, 3, 4):
+        collect(where := MemoryStorage(), kind, first, stop)
+        again = collect(where, kind, first, 6)
+        for name in ("at", "nested", "new"):
+            assert bits(getattr(again, name)) == bits(getattr(whole, name)), (stop, name)
+        assert again.other.at is again.at
+    for part in (again.at, again.new["inside"], again.nested["n2"]):
+        assert type(part) is kind
+        assert kind is not Attributes or vars(part) is part
+        assert kind is not Lists or part.default_factory is list
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_container_gets_another_class() -> None:
+    class Local(dict[str, Any]):
+        """Found in the target alone."""
+
+    def train(where: MemoryStorage, stop: int) -> SimpleNamespace:
+        trainer = SimpleNamespace(a=Plain(x=1), b=Attributes(x=1), c={"x": 1}, d=Local(x=1))
+        with CheckpointManager(where, recipe={}) as manager:
+            _, start = manager.restore_or_initialize({"trainer": trainer})
+            for step in range(start, stop):
+                if step == 1:
+                    trainer.a, trainer.b, trainer.c = {"x": 1}, Plain(x=1), Ordered(x=1)
+                trainer.d[f"k{step}"] = Local(x=step)
+                manager.save(step + 1, {"trainer": trainer})
+        return trainer
+
+    whole = train(MemoryStorage(), 4)
+    for stop in (1, 3):
+        train(where := MemoryStorage(), stop)
+        again = train(where, 4)
+        for name in "abc":
+            assert bits(getattr(again, name)) == bits(getattr(whole, name)), (stop, name)
+        assert {key: dict(d) for key, d in again.d.items() if key != "x"} == {
+            f"k{step}": {"x": step} for step in range(4)
+        }
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_a_grown_container_cannot_give_back_is_refused_by_the_save(first: int) -> None:
+    """Negative control: a module that the fresh target lacks, and a class that nothing finds."""
+
+    class Local(list[Any]):
+        pass
+
+    for make in (lambda: torch.nn.Linear(1, 1), Local):
+        trainer = SimpleNamespace(at=Plain(x=1))
+        with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+            manager.restore_or_initialize({"trainer": trainer})
+            for step in range(first):
+                manager.save(step + 1, {"trainer": trainer})
+            trainer.at["new"] = make()
+            with pytest.raises(UnsupportedLeafError, match="trainer/at/new"):
+                manager.save(first + 1, {"trainer": trainer})

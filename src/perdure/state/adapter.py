@@ -37,6 +37,11 @@ class Node(NamedTuple):
     object when they are loaded, as a loader looks at its sampler."""
 
 
+class Contents(Node):
+    """Of a subclass of a container, which its items make again: its child is a plain container with
+    them, which has the same path."""
+
+
 class ModuleValues(dict[str, Any]):
     """The state of a torch module: values by dotted name, which become nested leaf paths."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
@@ -15,7 +15,7 @@ import numpy as np
 from numpy import ndarray
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Adapter, Node, Stateful
+from perdure.state.adapter import Adapter, Contents, Node, Stateful
 from perdure.state.containers import (
     PLAIN_MAPPINGS,
     build_record,
@@ -73,7 +73,7 @@ _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 _COLLECTIONS = (deque, set, frozenset)
 _DEFAULTS = (type(None), bool, int, float, complex, str)
 # Mappings that `mapping_like` rebuilds exactly. Any other class is tried at the save.
-_MAPPINGS = {*PLAIN_MAPPINGS, MappingProxyType}
+_MAPPINGS = {*PLAIN_MAPPINGS, MappingProxyType, Form}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +226,7 @@ def is_fixed(value: Any) -> bool:
 
 def describe_object(value: Any) -> tuple[Container, list[tuple[str, Any]]] | None:
     """As `describe_record`, of an object of the program or a dataclass with slots."""
-    if record_class(type_name(value)) is not type(value):
+    if isinstance(value, Mapping) or record_class(type_name(value)) is not type(value):
         return None
     is_data = dataclasses.is_dataclass(value) and bool(slots_of(value))
     is_data = is_data and not any(map(is_static, dataclasses.fields(value)))
@@ -254,7 +254,9 @@ def _dtype_names(arrays: Sequence[Any]) -> list[str] | None:
 
 def _mapping_node(value: Mapping[Any, Any]) -> Node:
     if type(value) not in _MAPPINGS:
-        _check_rebuilt(value, partial(mapping_like, value), dict(value))
+        is_default = isinstance(value, defaultdict)
+        items = defaultdict(value.default_factory, value) if is_default else dict(value)
+        return _contents_node(value, items, partial(mapping_like, value))
     form = value if type(value) is Form else None
     if type(value) in PLAIN_MAPPINGS and not is_named(value):
         form = listed_form(value)
@@ -284,8 +286,14 @@ def _sequence_node(value: list[Any] | tuple[Any, ...]) -> Node:
             _check_rebuilt(value, make, tuple(value))
         return Node([(field, getattr(value, field)) for field in fields], make)
     if type(value) not in (list, tuple):
-        _check_rebuilt(value, type(value), list(value))
+        items = list(value) if isinstance(value, list) else tuple(value)
+        return _contents_node(value, items, type(value))
     return Node([(str(i), child) for i, child in enumerate(value)], type(value))
+
+
+def _contents_node(value: Any, items: Any, make: Callable[[Any], Any]) -> Node:
+    _check_rebuilt(value, make, items)
+    return Contents([("", items)], lambda new: make(new[0]))
 
 
 def _check_rebuilt(value: Any, rebuild: Callable[[Any], Any], items: Any) -> None:

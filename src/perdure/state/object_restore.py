@@ -176,7 +176,8 @@ class ObjectStates:
         if entry is not None and entry.type == BYTEARRAY:
             return bytearray(plain_value(self.leaves[path]))
         is_record = entry is not None and entry.kind == "object" and entry.keys is not None
-        if entry is not None and entry.type is not None and (not root or is_record):
+        kind = entry and entry.type and self.container_class(entry.type, like)
+        if not kind and entry is not None and entry.type is not None and (not root or is_record):
             return self._live(path, like, entry.type, arrays)
         if entry is not None and entry.arrays is not None:
             arrays = entry.arrays
@@ -191,7 +192,10 @@ class ObjectStates:
         if type(made) is defaultdict and made.default_factory is None:  # a function of the program
             like = like["in"] if isinstance(like, Mapping) and is_form(like) else like
             made.default_factory = getattr(like, "default_factory", None)
-        return made
+        if not kind:
+            return made
+        with PathInErrors(path, f"a {kind.__name__} could not be made from its items"):
+            return kind(made.default_factory, made) if issubclass(kind, defaultdict) else kind(made)
 
     def _part(self, path: str, like: Any, arrays: str) -> Any:
         return self.shared(path, lambda: self._value(path, like, arrays))
@@ -217,6 +221,10 @@ class ObjectStates:
                 f"object can rebuild it."
             )
         return self.rebuild(like, path)
+
+    def container_class(self, name: str, like: Any) -> type[Any] | None:
+        """The class of this name if it is a subclass of a container that its items make again."""
+        return None
 
     def record(self, kind: type, values: dict[str, Any], like: Any, path: str) -> Any:
         """A value of the class `kind` with these attributes, where the target has `like`."""
@@ -277,8 +285,9 @@ class _ComparedLeaves(Leaves):
 
 def _child(like: Any, key: Any) -> Any:
     try:
-        if isinstance(like, defaultdict) and key not in like:  # which `like[key]` would change
-            return _MISSING if like.default_factory is None else like.default_factory()
+        if isinstance(like, Mapping) and key not in like:  # which `like[key]` might change
+            factory = getattr(like, "default_factory", None)
+            return _MISSING if factory is None else factory()
         return like[key] if isinstance(like, (Mapping, Sequence)) else _MISSING
     except (KeyError, IndexError, TypeError):
         return _MISSING

@@ -19,6 +19,7 @@ import numpy as np
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import (
     Adapter,
+    Contents,
     ModuleValues,
     Node,
     Stateful,
@@ -53,8 +54,8 @@ from perdure.state.program_code import (
     is_plain_object,
 )
 from perdure.state.snapshot_buffer import SnapshotBuffer
-from perdure.state.value_forms import Form, is_form
-from perdure.state.walk import ANY_LENGTH, MAPPINGS, Branch, Unwalked, Walk, gives_way, node_of
+from perdure.state.value_forms import Form, class_named, is_form
+from perdure.state.walk import ANY_LENGTH, Branch, Unwalked, Walk, gives_way, node_of
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
@@ -67,7 +68,7 @@ TakeLeaf = Callable[[Any], Leaf | None]
 class ObjectFlattener:
     """Adds the leaves and the container entries of objects to `leaves`. Live objects inside of a
     state are in `live_paths` afterwards, and flattened too if it `enters` them. With `makes_objects`
-    those of the program are described as a restore can make them."""
+    those of the program are described as a restore can make them, and containers of `kinds`."""
 
     def __init__(
         self,
@@ -77,7 +78,9 @@ class ObjectFlattener:
         enters: bool = False,
         makes_objects: bool = False,
         takers: Sequence[TakeLeaf] | None = None,
+        kinds: Collection[type] = (),
     ) -> None:
+        self._kinds = kinds
         self._adapters = adapters
         self._takers = takers or [adapter.leaf for adapter in adapters]
         self._leaves = leaves
@@ -164,7 +167,15 @@ class ObjectFlattener:
         if isinstance(node, Node) and is_form(parts := dict(node.children)):
             self._add(Form(parts), path)  # a restore makes another one
             return
-        if type(value) is bytearray:
+        kind, name = type(value), type_name(value)
+        is_found = kind in self._kinds or (is_of_program(kind) and class_named(name) is kind)
+        if self._makes_objects and isinstance(node, Contents) and is_found:
+            ((_, items),) = node.children
+            self._add(items, path, needs_entry=True)
+            entry = self._leaves.containers[path]
+            self._leaves.containers[path] = msgspec.structs.replace(entry, type=name)
+            return
+        if kind is bytearray:
             self._add_leaf(scalar_leaf(bytes(value)), path)
             self._leaves.containers[path] = Container("object", type=BYTEARRAY)
             return
@@ -233,17 +244,18 @@ class FreshTarget:
         self._is_known = walk is not None
         walk = walk or Walk({})
         pairs = [*walk.pairs()]
-        self._first, self._code = _first_paths(walk), walk.code
+        self._first, self._code, self._kinds = _first_paths(walk), walk.code, walk.kinds
         self._plain = {path for path, value in pairs if value is None or is_plain(value)}
         self._none = {path for path, value in pairs if value is None}
         # What a run may exchange for a plain value of another kind.
         self._before: dict[str, tuple[type, Any]]
         self._before = {path: _SCALAR for path, value in pairs if type(value) in SCALARS}
         self._others: set[tuple[str, type]] = set()  # values that do not give way
-        for path, value in ((b.path, b.structure) for b in walk.branches):
-            if not gives_way(value):
+        for branch in reversed(walk.branches):  # a container has the path of its `Contents`
+            path, value = branch.path, branch.structure
+            if not (gives_way(value) or isinstance(branch.node, Contents)):
                 self._others.add((path, type(value)))
-            elif path or type(value) not in MAPPINGS:  # the root gains no keys
+            elif path or not isinstance(value, Mapping):  # the root gains no keys
                 self._before[path] = _form(value)
         self._attributes = {
             branch.path: (type(branch.value), {name for name, _ in branch.node.children})
@@ -264,9 +276,10 @@ class FreshTarget:
         for path, value in self._changed(walk, leaves):
             if nearest(path, containers) is None:
                 kind, size = self._before.get(path, _SCALAR)
-                found, live = _made(value, path)
-                is_filled = bool(size) and (kind is not type(value) or kind in MAPPINGS)
-                is_sorted = kind is type(value) and kind in MAPPINGS and set(size) == value.keys()
+                found, live = _made(value, path, self._kinds)
+                is_same, is_mapping = kind is type(value), isinstance(value, Mapping)
+                is_filled = bool(size) and (is_mapping or not is_same)
+                is_sorted = is_same and is_mapping and set(size) == value.keys()
                 if is_sorted and (
                     live or any(e.arrays == "jax" for e in found.containers.values())
                 ):
@@ -346,7 +359,7 @@ class FreshTarget:
             if one == before or (is_in_place and path in records):
                 continue  # a restore makes one object for all paths that have it
             if path in records:
-                found, live = _made(records[path], path)
+                found, live = _made(records[path], path, self._kinds)
                 if not live:
                     made |= _grown(found, path)
                     continue
@@ -378,7 +391,7 @@ class FreshTarget:
             yield path, walk.by_path[path]
 
     def _described(self, walk: Walk, value: Any, path: str) -> Leaves:
-        found, live = _made(value, path)
+        found, live = _made(value, path, self._kinds)
         if live:
             self._refuse(walk, live[0], path)
         return found
@@ -427,9 +440,9 @@ _SCALAR = NoneType, None
 def _form(value: Any) -> tuple[type, Any]:
     """The class of a value, and the length of a list or a tuple or the keys of a mapping."""
     kind = type(value)
-    if kind is list or kind is tuple:
+    if isinstance(value, (list, tuple)) and not hasattr(kind, "_fields"):
         return kind, len(value)
-    return kind, [*value] if kind in MAPPINGS else kind not in ANY_LENGTH
+    return kind, [*value] if isinstance(value, Mapping) else kind not in ANY_LENGTH
 
 
 def described(
@@ -438,12 +451,13 @@ def described(
     takers: Sequence[TakeLeaf] | None = None,
     *,
     makes_objects: bool = False,
+    kinds: Collection[type] = (),
 ) -> tuple[Leaves, list[str]]:
     """The leaves and the entries of a value and of all in it, and the paths of those in it that they
     cannot rebuild."""
     found = Leaves()
     flattener = ObjectFlattener(
-        found, loaded_adapters(), makes_objects=makes_objects, takers=takers
+        found, loaded_adapters(), makes_objects=makes_objects, takers=takers, kinds=kinds
     )
     flattener.add(Stateful(value), path, value)
     return found, flattener.live_paths
@@ -461,9 +475,9 @@ def _first_paths(walk: Walk) -> dict[str, str]:
     return {path: first.setdefault(id(value), path) for path, value in objects}
 
 
-def _made(value: Any, path: str) -> tuple[Leaves, list[str]]:
+def _made(value: Any, path: str, kinds: Collection[type]) -> tuple[Leaves, list[str]]:
     """As `described`, without bytes, of what a restore makes, objects of the program too."""
-    return described(value, path, [_without_bytes], makes_objects=True)
+    return described(value, path, [_without_bytes], makes_objects=True, kinds=kinds)
 
 
 def _grown(found: Leaves, path: str) -> dict[str, Container]:

@@ -25,10 +25,12 @@ from perdure.state.leaf_spec import (
 )
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
+from perdure.state.program_code import is_of_program
 from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_plan import RestorePlan, StoredState
 from perdure.state.restore_request import RestoreReport, RestoreRequest
 from perdure.state.snapshots import unflatten
+from perdure.state.value_forms import class_named
 from perdure.state.walk import Branch, Described, Walk, differences, template_of
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
@@ -274,6 +276,16 @@ class _Restore(ObjectStates):
         if lines := differences(template_of(walk), self._below(path)):
             raise mismatch_error(lines)
         return self._build(walk, walk.root)
+
+    def container_class(self, name: str, like: Any) -> type[Any] | None:
+        if not self._is_described:
+            return None
+        kinds = (type(like), *self._plan.walk.kinds)
+        of_target = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+        kind = of_target.get(name) or class_named(name)
+        is_one = kind is not None and issubclass(kind, (list, tuple, Mapping))
+        is_one = is_one and not hasattr(kind, "_fields")
+        return kind if is_one and (name in of_target or is_of_program(kind)) else None
 
     def record(self, kind: type, values: dict[str, Any], like: Any, path: str) -> Any:
         is_exchanged = type(like) is not kind or is_frozen(kind) or id(like) in self._taken

@@ -247,8 +247,10 @@ class Walk:
                 gives_way(value)
                 or (entry.kind == "array" and hasattr(value, "shape"))
                 or is_plain_object(value)
+                or isinstance(value, (list, tuple, Mapping))
             )
         ):
+            self.kinds.add(type(value))
             self.objects[path] = described = Described(value)
             return Branch(path, value, described)
         try:

@@ -253,8 +253,8 @@ def _refuse_views(walk: Walk) -> None:
         if one[2] is not other[2] and other[0][0] < one[0][1]:
             raise UnsupportedLeafError(
                 f"{one[1]} and {other[1]} share memory, and would be two arrays after a restore. "
-                f"Keep a copy (`clone()`, `copy()`) if they are to be two, or one of them in the "
-                f"state, and make the view again where it is used."
+                f"Keep a copy (`clone()`, `copy()`, `copy.deepcopy(model.state_dict())`) if they are "
+                f"to be two, or one of them in the state, and make the view again where it is used."
             )
 
 

@@ -10,7 +10,7 @@ import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from operator import attrgetter, eq
 from types import NoneType
@@ -416,6 +416,8 @@ def _remedy(value: Any) -> str:
         )
     if any(name.startswith("keras.src.optimizers.schedules.") for name in modules):
         return "It has no state: the optimizer counts its steps. Save the optimizer."
+    if type(value) is partial:
+        return "Write a lambda or a method in its place (`lambda: f(self.rng)`)."
     return (
         "Give it `state_dict` and `load_state_dict`, turn it into a list, arrays or scalars, or "
         "leave it out of the state."

@@ -44,7 +44,7 @@ def run_drill(
 ) -> DrillReport:
     """Run `command` undisturbed and under faults, and compare every checkpoint.
 
-    `directory` holds all runs; those that differ are kept. Raises LaunchError if the command fails
+    `directory` holds all runs; runs that differ are kept. Raises LaunchError if the command fails
     without a fault, saves nothing or never restores, if a fault cannot happen to it, or a directory
     cannot be used; DrillStopped, with the report so far, if this process was asked to end.
     """

@@ -150,7 +150,7 @@ class WorkingDirectory:
 
 
 def files_below(directory: str) -> Iterator[str]:
-    """The files of a directory, without those of run directories and compiled ones."""
+    """The files of a directory, without files of run directories and compiled files."""
     for folder, folders, names in os.walk(directory):
         if MARKER in names:
             folders.clear()

@@ -24,7 +24,7 @@ _MOST_LINES = 5_000_000
 
 
 def record(directory: str, event: str, **fields: Any) -> None:
-    """Append an event of this process to those of the drilled run in `directory`."""
+    """Append an event of this process to the events of the drilled run in `directory`."""
     worker = int(os.environ.get("RANK") or 0)  # set by the supervisor
     line = {"e": event, "t": time.monotonic(), "w": worker, **fields}
     # One write to a file opened for appending, so that lines of several processes do not mix.
@@ -92,7 +92,7 @@ class LineSigns:
         return f"{hash(frozenset(lines)) & 0xFFFFFFFF:08x}" if self._left else ""
 
     def _is_of_program(self, frame: FrameType) -> bool:
-        from perdure.state.held import is_program_frame
+        from perdure.state.reachable import is_program_frame
 
         known = self._known.get(frame.f_code)
         if known is None:

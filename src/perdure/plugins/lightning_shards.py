@@ -88,8 +88,8 @@ def _load(strategy: Any, checkpoint_path: Any, weights_only: bool | None = None)
 
 
 def step_after(checkpoint: dict[str, Any], older: list[int]) -> int:
-    """The step of a checkpoint at a path that has those of `older` steps: `last.ckpt` is written again
-    and again, perhaps twice after one step."""
+    """The step of a checkpoint at a path that had checkpoints of `older` steps: `last.ckpt` is written
+    again and again, perhaps twice after one step."""
     return max([step_number(checkpoint.get("global_step", 0)), *(step + 1 for step in older)])
 
 

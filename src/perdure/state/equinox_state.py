@@ -1,7 +1,7 @@
 """The adapter of Equinox: modules, and the `State` of stateful layers.
 
-Functions, static fields and the positions of tied weights are code: a restored module has those of
-the target. Invariant: a partitioned module has the same leaf paths as the whole one.
+Functions, static fields and the positions of tied weights are code: a restored module keeps the ones
+of the target. Invariant: a partitioned module has the same leaf paths as the whole one.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ import numpy as np
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node
-from perdure.state.attribute_values import Kind, kind_of
+from perdure.state.attribute_values import ValueKind, kind_of
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.paths import flatten_dict, join_part, unflatten_dict
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import is_user_class
 
 # The name of a variable that Keras keeps as uint32 on JAX, with the same bits as int32 on PyTorch, and
 # with the same numbers as int64 on TensorFlow. A checkpoint has uint32.
@@ -93,7 +93,7 @@ def variables_by_path(owner: Any) -> dict[str, Any]:
 
 def attributes_of(owner: Any) -> dict[str, Any]:
     """The attributes of a layer or an optimizer that are the program's, or settings of Keras's own."""
-    if is_of_program(type(owner)):
+    if is_user_class(type(owner)):
         of_keras = _names_of_keras()
         return {n: v for n, v in vars(owner).items() if n not in of_keras}
     return {n: v for n, v in vars(owner).items() if n[0] != "_" and n not in SET_BY_KERAS}
@@ -115,7 +115,8 @@ def static_attributes(value: Any, path: str) -> Iterator[tuple[str, Any, list[st
         return
     layers = value._flatten_layers(include_self=False) if is_layer else []
     for number, owner in enumerate([value, *layers]):
-        names = [name for name, part in attributes_of(owner).items() if kind_of(part) is Kind.PLAIN]
+        found = attributes_of(owner).items()
+        names = [name for name, part in found if kind_of(part) is ValueKind.PLAIN]
         # The numbers sort, because the `trainable` of a layer sets that of those inside.
         inside = join_part(path, f"layer {number:05}") if number else path
         yield inside, owner, names + ["trainable"] * is_layer

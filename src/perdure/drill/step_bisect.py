@@ -146,7 +146,7 @@ def bisect_step(
     replayed = one.judged(whole[0], progress), two.judged(whole[1], progress)
     is_topology = False
     if part is not None and part.part in _TOPOLOGY_PARTS and one.topology != two.topology:
-        other = replace(two, topology=one.topology, place=two.place / "other")
+        other = replace(two, topology=one.topology, directory=two.directory / "other")
         is_topology = first_different_part(parts[0], other.replay(step, progress).parts) is None
     cause = likely_cause(
         step,
@@ -171,7 +171,7 @@ class _Side:
     reference: Reference
     last: int
     topology: tuple[int, int | None]
-    place: Path
+    directory: Path
 
     @staticmethod
     def of(
@@ -181,12 +181,12 @@ class _Side:
         step: int,
         last_equal: int | None,
         options: BisectOptions,
-        place: Path,
+        directory: Path,
     ) -> _Side:
         """The side of the run `name`."""
-        run, place = Run(name), place.absolute()
+        run, directory = Run(name), directory.absolute()
         reference = Reference.of(run, last_equal or 0)
-        program = DrilledProgram.here(command, place.parent, read_only=options.read_only)
+        program = DrilledProgram.here(command, directory.parent, read_only=options.read_only)
         # Without a line of the journal, the step counts as a step of one process.
         entry = reference.entries.get(step)
         known = entry.topology if entry is not None else {}
@@ -194,17 +194,17 @@ class _Side:
         workers = processes if isinstance(processes, int) and processes > 0 else 1
         each = devices // workers if isinstance(devices, int) else None
         topology = options.workers or workers, options.devices or each
-        return _Side(run, named == name, named, program, reference, step, topology, place)
+        return _Side(run, named == name, named, program, reference, step, topology, directory)
 
     def replay(self, step: int, progress: Callable[[str], None]) -> Recomputed:
         """Compute the steps up to `step`, and the parts of that one."""
         stretch = Stretch(self.reference.start, step, step)
         progress(f"{self.run.where}: {stretch.describe()}")
         program = replace(self.program, workers=self.topology[0])
-        number = len([*self.place.glob("replay-*")]) + 1
-        place = self.place / f"replay-{number}"
+        number = len([*self.directory.glob("replay-*")]) + 1
+        directory = self.directory / f"replay-{number}"
         try:
-            return recompute(program, self.run, stretch, place, self.topology[1], self.named)
+            return recompute(program, self.run, stretch, directory, self.topology[1], self.named)
         except LaunchError as error:
             hint = "" if self.is_own else "\nIf it was started with another command: --command2."
             raise LaunchError(f"{self.run.where}, step {step}: {error}{hint}") from error

@@ -74,9 +74,9 @@ class WorkingDirectory:
 
     def _moved(self, root: Path, argument: str) -> str:
         parent, name = os.path.split(argument)
-        place = os.path.join(os.path.realpath(parent), name)
-        is_inside = os.path.isabs(argument) and place.startswith(self.source + os.sep)
-        return str(root) + place if is_inside and os.path.lexists(str(root) + place) else argument
+        real = os.path.join(os.path.realpath(parent), name)
+        is_inside = os.path.isabs(argument) and real.startswith(self.source + os.sep)
+        return str(root) + real if is_inside and os.path.lexists(str(root) + real) else argument
 
     def _list_parents(self) -> None:
         parents = [str(path) for path in reversed(Path(self.source).parents)]

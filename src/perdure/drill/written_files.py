@@ -58,11 +58,11 @@ def watch_files(directory: str) -> None:
         module = str(frame.f_globals.get("__name__"))
         if module.startswith(_OWN) and not module.startswith(_EXPORTS):
             return
-        place = os.path.abspath(path)
-        if place.startswith(_SYSTEM) or "__pycache__" in place:
+        absolute = os.path.abspath(path)
+        if absolute.startswith(_SYSTEM) or "__pycache__" in absolute:
             return
         left -= 1
-        record(directory, "written", path=place, append=bool(flags & os.O_APPEND))
+        record(directory, "written", path=absolute, append=bool(flags & os.O_APPEND))
 
     sys.addaudithook(hook)
 

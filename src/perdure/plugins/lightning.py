@@ -250,8 +250,8 @@ def _meet(sharing: ChunkSharing, path: str) -> None:
         return
     _loads[path] += 1
     store: Any = torch.distributed.distributed_c10d._get_default_store()
-    place = f"perdure/load/{path}/{_loads[path]}"
-    keys = [f"{place}/{rank}" for rank in range(torch.distributed.get_world_size())]
+    prefix = f"perdure/load/{path}/{_loads[path]}"
+    keys = [f"{prefix}/{rank}" for rank in range(torch.distributed.get_world_size())]
     store.set(keys[torch.distributed.get_rank()], sharing.listen())
     try:
         store.wait(keys, timedelta(seconds=_MEET_S))

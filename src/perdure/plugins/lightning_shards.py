@@ -80,8 +80,8 @@ def _load(strategy: Any, checkpoint_path: Any, weights_only: bool | None = None)
     moments = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
     state = _members(get_model_state_dict(model), moments)
     dcp.load(state, storage_reader=Reader(path, save_random_state=False))
-    for place, optimizer in enumerate(optimizers):
-        set_optimizer_state_dict(model, optimizer, optim_state_dict=state[f"optimizer_{place}"])
+    for number, optimizer in enumerate(optimizers):
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=state[f"optimizer_{number}"])
     options = StateDictOptions(strict=strategy.lightning_module.strict_loading)
     set_model_state_dict(model, state["state_dict"], options=options)
     return checkpoint
@@ -94,7 +94,7 @@ def step_after(checkpoint: dict[str, Any], older: list[int]) -> int:
 
 
 def _members(model: Any, optimizers: list[Any]) -> dict[str, Any]:
-    named = {f"optimizer_{place}": each for place, each in enumerate(optimizers)}
+    named = {f"optimizer_{number}": each for number, each in enumerate(optimizers)}
     return {"state_dict": model, **named}
 
 

@@ -93,7 +93,7 @@ class AttributeState:
 
 
 class Builtin(Adapter):
-    """See `perdure.state.adapter.Adapter`. Needs no framework."""
+    """Turns values of Python and NumPy into leaves and nodes, and back. Needs no framework."""
 
     def spec(self, value: Any) -> LeafSpec | None:
         if type(value) is ndarray and (name := BUFFER_DTYPES.get(value.dtype)) is not None:

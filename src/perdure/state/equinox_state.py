@@ -27,7 +27,7 @@ _TIED = getattr(sys.modules[eqx.nn.Shared.__module__], "SharedNode", None)
 
 
 class EquinoxState(Adapter):
-    """See `perdure.state.adapter.Adapter`. The adapter of JAX takes the arrays."""
+    """Turns modules and `State`s into nodes. The adapter of JAX takes their arrays."""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if isinstance(value, eqx.nn.State):

@@ -48,7 +48,7 @@ def key_entry_text(entry: Any) -> str:
 
 
 class JaxState(Adapter):
-    """See `perdure.state.adapter.Adapter`."""
+    """Turns arrays, typed keys and registered pytree nodes into leaves and nodes, and back."""
 
     def spec(self, value: Any) -> LeafSpec | None:
         if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):

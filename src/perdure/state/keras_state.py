@@ -39,7 +39,7 @@ _TENSORFLOW_CHILDREN = "_self_unconditional_dependency_names"
 
 
 class KerasState(Adapter):
-    """See `perdure.state.adapter.Adapter`. The adapter of the backend takes the arrays."""
+    """Turns Keras objects into nodes. The adapter of the backend takes their arrays."""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if isinstance(value, keras.Variable):

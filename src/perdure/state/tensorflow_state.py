@@ -28,7 +28,7 @@ _KERAS_CLASSES = ("Layer", "Variable", "Optimizer", "Metric")
 
 
 class TensorFlowState(Adapter):
-    """See `perdure.state.adapter.Adapter`. Keras's objects are taken by its own adapter."""
+    """Turns modules, iterators and tensors into nodes and leaves. Keras has its own adapter."""
 
     def spec(self, value: Any) -> LeafSpec | None:
         return array_spec(_array(value)) if _is_tensor(value) else None

@@ -159,8 +159,8 @@ class LogView:
             case Rules():
                 self.rules, self.knows_rules = event, True
             case Removed():
-                place = event.step, event.fingerprint
-                (self.removed.discard if event.again else self.removed.add)(place)
+                removed = event.step, event.fingerprint
+                (self.removed.discard if event.again else self.removed.add)(removed)
             case Pinned():
                 (self.pinned.add if event.pinned else self.pinned.discard)(event.step)
             case SetAside():
@@ -418,16 +418,16 @@ def free_name(taken: Collection[str], stem: str, suffix: str) -> str:
 
 
 def _salvaged(texts: Sequence[bytes]) -> dict[int, Event | None]:
-    """The lines after a damaged one that fit the hash which the line before states, by place.
+    """The lines after a damaged one that fit the hash which the line before states, by number.
 
     None stands for an event that makes no sense without the lost ones.
     """
     events: dict[int, Event | None] = {}
-    for place, (before, text) in enumerate(pairwise(texts), 1):
+    for number, (before, text) in enumerate(pairwise(texts), 1):
         with suppress(CorruptionError):
             event = next_line(before, text).decode(decoder, "")
             is_bound = isinstance(event, (JournalEntry, Started, Cut, Returned))
-            events[place] = None if is_bound else event
+            events[number] = None if is_bound else event
     return events
 
 

@@ -28,7 +28,7 @@ from perdure.demo.train_jax import all_reduce
 from perdure.distribute import SimpleClusterResolver
 from perdure.distribute.jax.fused import hlo as jax_hlo
 from perdure.distribute.jax.fused import proven_programs as jax_proven
-from perdure.distribute.jax.fused import step_by_form
+from perdure.distribute.jax.fused import step_by_signature
 from perdure.distribute.values import PerReplica
 from perdure.errors import WorkerLostError
 from perdure.jax import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -271,7 +271,7 @@ def by_comparison() -> dict[str, Any]:
             for name in originals:
                 setattr(jax_hlo, name, compared(name) if way == "compared" else lambda *_: "")
             if way == "both ways":
-                os.environ["PERDURE_FAST_ON"], step_by_form.MEASURED = "cpu", ()
+                os.environ["PERDURE_FAST_ON"], step_by_signature.MEASURED = "cpu", ()
             answers.clear()
             name, _, _ = model.partition(",")
             with warnings.catch_warnings(record=True) as warned:
@@ -279,7 +279,7 @@ def by_comparison() -> dict[str, Any]:
                 digests = [train(MirroredStrategy(d, REPLICAS), name) for d in topologies]
             out[model][way] = (len(set(digests)), list(answers))
             out[model]["warned"] = [str(warning.message) for warning in warned]
-    step_by_form.MEASURED = ("cpu",)
+    step_by_signature.MEASURED = ("cpu",)
     jax_proven._options = options
     for name, original in originals.items():
         setattr(jax_hlo, name, original)
@@ -296,16 +296,16 @@ def first_steps_both_ways() -> dict[str, tuple[str, str]]:
         return {"w": state["w"] + total["g"]}, total
 
     out, data = {}, dataset()
-    step_by_form.MEASURED = ()
+    step_by_signature.MEASURED = ()
     for name, devices in (("", 1), ("cpu", 2)):
         os.environ["PERDURE_FAST_ON"] = name
         strategy = MirroredStrategy(devices, REPLICAS)
         state, logs, train_step = {"w": np.zeros(16, np.float32)}, {}, strategy.step(grad, update)
         train_step.donate_results()
-        for step in range(FIRST, FIRST + step_by_form.STEPS + 1):
+        for step in range(FIRST, FIRST + step_by_signature.STEPS + 1):
             state, logs = train_step(state, strategy.batch(data, step))
         out[f"{name} {devices}"] = (digest((state, logs)), strategy.explain(train_step))
-    step_by_form.MEASURED = ("cpu",)
+    step_by_signature.MEASURED = ("cpu",)
     return out
 
 
@@ -333,21 +333,21 @@ def placed_shares() -> dict[str, list[Any]]:
         "mixed": [one, jnp.asarray(two)],
     }
     calls: list[Any] = []
-    find = step_by_form._pxla
+    find = step_by_signature._pxla
     place = find().batched_device_put
     modules = SimpleNamespace(batched_device_put=lambda *of: [calls.append(of), place(*of)][1])
     out = {}
     for module, note in ((modules, ""), (SimpleNamespace(), ", without it")):
-        step_by_form._pxla = lambda module=module: module
+        step_by_signature._pxla = lambda module=module: module
         for name, column in columns.items():
             calls.clear()
-            array = step_by_form._on_each(column, devices, sharding)
+            array = step_by_signature._on_each(column, devices, sharding)
             parts = {shard.device: shard.data for shard in array.addressable_shards}
             found = [digest(parts[device]) for device in devices]
             expected = [digest(jax.device_put(x, d)) for x, d in zip(column, devices, strict=True)]
             assert array.sharding == sharding
             out[name + note] = [len(calls), found == expected, found == expected[::-1]]
-    step_by_form._pxla = find
+    step_by_signature._pxla = find
     return out
 
 
@@ -396,7 +396,7 @@ def controls(devices: int) -> dict[str, str]:
 def main() -> None:
     args = arguments(devices="1", controls="", die_at=int, unmeasured=int, compared=int)
     if args.unmeasured:
-        step_by_form.MEASURED = ()
+        step_by_signature.MEASURED = ()
     out: dict[str, Any] = {}
     if args.compared:
         out["by comparison"] = by_comparison()

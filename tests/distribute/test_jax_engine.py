@@ -12,7 +12,7 @@ import pytest
 
 from perdure.checkpoint import CheckpointManager, ManagerOptions
 from perdure.data import ArrayDataset
-from perdure.distribute.jax.fused import hlo, step_by_form
+from perdure.distribute.jax.fused import hlo, step_by_signature
 from perdure.distribute.jax.xla_settings import pin
 from perdure.distribute.values import PerReplica
 from perdure.errors import StateError, TopologyError
@@ -181,11 +181,11 @@ def test_an_unpinned_thread_pool_is_in_the_recipe() -> None:
 
 def test_weakly_typed_values_are_not_placed_on_all_devices() -> None:
     for leaf in (np.float32(1), np.ones(2), jnp.ones(2)):
-        assert step_by_form._is_strong(leaf)
+        assert step_by_signature._is_strong(leaf)
     weak = jnp.asarray(0.1)
     assert weak.aval.weak_type
     for leaf in (0.1, 1, True, weak):
-        assert not step_by_form._is_strong(leaf)
+        assert not step_by_signature._is_strong(leaf)
 
 
 def test_a_smaller_last_batch_is_compared_once(monkeypatch: Any) -> None:

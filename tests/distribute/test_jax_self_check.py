@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from perdure.checkpoint import CheckpointManager
-from perdure.distribute.jax.fused import hlo, proven_programs, step_by_form
+from perdure.distribute.jax.fused import hlo, proven_programs, step_by_signature
 from perdure.distribute.jax.programs import update_program
 from perdure.distribute.step import TrainStep
 from perdure.distribute.values import PerReplica
@@ -102,7 +102,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Train:
         calls.clear()
         with pytest.MonkeyPatch.context() as patch:
             if on is not None:
-                patch.setattr(step_by_form, "MEASURED", ("abacus",))
+                patch.setattr(step_by_signature, "MEASURED", ("abacus",))
                 patch.setenv("PERDURE_FAST_ON", on)
             strategy = OneDeviceStrategy(replicas=replicas)
             step = strategy.step(*functions, donate=donate)
@@ -129,7 +129,7 @@ def test_a_platform_that_was_not_measured_is_slow_until_it_is_named(train: Train
 
 def test_a_step_is_fast_after_steps_that_were_equal(train: Train, caplog: Any) -> None:
     caplog.set_level("INFO", "perdure.distribute")
-    count = step_by_form.STEPS
+    count = step_by_signature.STEPS
 
     def run(on: str, donate: bool) -> Trained:
         functions = drawing_grad, drawing_update
@@ -148,12 +148,12 @@ def test_a_step_is_fast_after_steps_that_were_equal(train: Train, caplog: Any) -
 def test_another_shape_is_another_program_and_compared_again(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count, compared = step_by_form.STEPS, list[int]()
-    difference = step_by_form.difference
+    count, compared = step_by_signature.STEPS, list[int]()
+    difference = step_by_signature.difference
     monkeypatch.setattr(
-        step_by_form, "difference", lambda *words: (compared.append(1), difference(*words))[1]
+        step_by_signature, "difference", lambda *words: (compared.append(1), difference(*words))[1]
     )
-    monkeypatch.setattr(step_by_form, "MEASURED", ())
+    monkeypatch.setattr(step_by_signature, "MEASURED", ())
     monkeypatch.setenv("PERDURE_FAST_ON", "cpu")
     step = OneDeviceStrategy(replicas=1).step(
         lambda s, b, k: {"x": b["x"].sum()}, lambda s, t: (s + t["x"], t)
@@ -226,7 +226,7 @@ def failing(patch: pytest.MonkeyPatch) -> None:
 
         return proven_programs.Proof(run, "it fails")
 
-    patch.setattr(step_by_form, "prove", prove)
+    patch.setattr(step_by_signature, "prove", prove)
 
 
 MERGED = (
@@ -340,18 +340,20 @@ def test_both_ways_have_one_state_more_and_leave_nothing(
         return len({array.unsafe_buffer_pointer() for array in arrays})
 
     alive = []
-    monkeypatch.setattr(step_by_form, "difference", lambda *_: (alive.append(states()), differs)[1])
-    monkeypatch.setattr(step_by_form, "MEASURED", ())
+    monkeypatch.setattr(
+        step_by_signature, "difference", lambda *_: (alive.append(states()), differs)[1]
+    )
+    monkeypatch.setattr(step_by_signature, "MEASURED", ())
     monkeypatch.setenv("PERDURE_FAST_ON", "cpu")
     step = OneDeviceStrategy(replicas=1).step(
         lambda s, b, k: {"x": b["x"].sum()}, lambda s, t: ({"w": s["w"] + t["x"]}, t), donate=True
     )
     state: Any = {"w": jnp.zeros(4099)}
     with pytest.warns(RuntimeWarning) if differs else contextlib.nullcontext():
-        for number in range(step_by_form.STEPS + 1):
+        for number in range(step_by_signature.STEPS + 1):
             state, _ = step(state, shares(number, 1))
             assert states() == 1
-    assert alive == [2] * (1 if differs else step_by_form.STEPS)
+    assert alive == [2] * (1 if differs else step_by_signature.STEPS)
 
 
 # ---------------------------------------------------------------- attempts of one run
@@ -365,7 +367,7 @@ def test_attempts_may_decide_in_other_ways(train: Train, tmp_path: Path) -> None
     for first, stop, on in ((0, 5, "cpu"), (5, 7, ""), (7, 10, None), (10, 12, "cpu")):
         with pytest.MonkeyPatch.context() as patch:
             if on is not None:
-                patch.setattr(step_by_form, "MEASURED", ("abacus",))
+                patch.setattr(step_by_signature, "MEASURED", ("abacus",))
                 patch.setenv("PERDURE_FAST_ON", on)
             strategy = OneDeviceStrategy(replicas=1)
             step = strategy.step(grad, update, donate=True)

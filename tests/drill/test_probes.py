@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from perdure.drill.causes import STEADY, Diagnosis, diagnosis
+from perdure.drill.causes import NONDETERMINISM_PROBES, Diagnosis, diagnosis
 from perdure.drill.compare import LeafDifference, RunDifference, compare
 from perdure.drill.drill import _Drill, _estimate
 from perdure.drill.drill_report import DrillOptions, DrillReport, DrillRow, TextReporter
@@ -223,7 +223,7 @@ def test_what_is_needed_together_is_found(tmp_path: Path) -> None:
 
 def test_memory_is_tried_before_the_probes_that_move_it() -> None:
     """A clock that was replaced left other bytes in free memory, and was named in 5 of 5 drills."""
-    assert STEADY[0][1] == "memory"
+    assert NONDETERMINISM_PROBES[0][1] == "memory"
 
 
 @pytest.mark.parametrize(("equal", "repeats"), [(0.0, 3), (0.125, 3), (0.25, 4), (0.9, 10)])

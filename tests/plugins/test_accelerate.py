@@ -572,7 +572,7 @@ def test_a_communication_hook_with_a_state_is_refused(
     from accelerate.utils import DistributedType
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    from perdure.plugins import host
+    from perdure.plugins import trainer_library as library
     from perdure.plugins.accelerate import batches
 
     accelerator = Accelerator(cpu=True)
@@ -590,7 +590,7 @@ def test_a_communication_hook_with_a_state_is_refused(
         with pytest.raises(UnsupportedLeafError, match="PowerSGDState, which keeps errors"):
             next(batches(accelerator, loader, tmp_path / "run", epochs=1))
         with pytest.raises(UnsupportedLeafError, match="PowerSGDState, which keeps errors"):
-            host.arrange_buckets([ddp])  # of the Trainer
+            library.arrange_buckets([ddp])  # of the Trainer
     finally:
         torch.distributed.destroy_process_group()
 
@@ -676,12 +676,12 @@ def test_the_loader_says_in_a_resumed_epoch_where_it_is(tmp_path: Path) -> None:
 
 def test_a_manager_of_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     """Accelerate counts one in each if `PartialState()` was made before `Accelerator(cpu=True)`."""
-    from perdure.plugins import host
+    from perdure.plugins import trainer_library as library
 
     with CheckpointManager(tmp_path / "run", recipe={}) as manager:
-        with host.manager_of(manager, 1) as found:
+        with library.manager_of(manager, 1) as found:
             assert found is manager
         with pytest.raises(
             StateError, match=r"of 2 processes, .*, found 1\. .* make the Accelerator"
         ):
-            host.manager_of(manager, 2).__enter__()
+            library.manager_of(manager, 2).__enter__()

@@ -32,7 +32,7 @@ from perdure.errors import (
     NotARunError,
     StateError,
 )
-from perdure.plugins.host import require_version
+from perdure.plugins.trainer_library import require_version
 from perdure.runtime import heartbeats
 from perdure.store import Run
 

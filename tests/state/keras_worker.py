@@ -110,7 +110,7 @@ def main(where: Path) -> None:
     out["resumed equal"] = bits(resumed) == bits(straight)
 
     extras = ExtraMembers(save_random_state=False)  # training leaves gradients in PyTorch's tensors
-    out["extra"] = list(extras.take(Walk({"m": resumed}), Leaves(), 0))
+    out["extra"] = list(extras.capture(Walk({"m": resumed}), Leaves(), 0))
     if out["backend"] == "torch":
         out["control: has gradients"] = resumed.model.trainable_variables[0].value.grad is not None
 

@@ -276,7 +276,7 @@ def test_without_the_attributes_a_resume_differs(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the test above."""
-    monkeypatch.setattr(Attributes, "put", lambda *_: [])
+    monkeypatch.setattr(Attributes, "restore", lambda *_: [])
     whole = run(kind, MemoryStorage(), 6)
     run(kind, where := MemoryStorage(), 4)
     assert run(kind, where, 6) != whole

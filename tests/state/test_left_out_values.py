@@ -187,7 +187,7 @@ def test_tensors_that_the_run_puts_into_one_memory_are_in_one_after_a_resume(
         train(storage := MemoryStorage(), stop)
         assert train(storage, 5) == whole, stop
     # Control: as two tensors, one of them stays behind.
-    monkeypatch.setattr(SharedMembers, "put", lambda *_: [])
+    monkeypatch.setattr(SharedMembers, "restore", lambda *_: [])
     train(storage := MemoryStorage(), 3)
     assert train(storage, 5) != whole
 

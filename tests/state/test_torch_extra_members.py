@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 def leaves_beside(state: State, process: int = 0) -> dict[str, Leaf]:
     extras = ExtraMembers(save_random_state=False)
-    return extras.take(Walk(state), Leaves(), process)
+    return extras.capture(Walk(state), Leaves(), process)
 
 
 def model() -> torch.nn.Sequential:
@@ -215,7 +215,7 @@ def test_the_first_due_save_knows_whether_gradients_stay(
     whole = heads(MemoryStorage(), loop, 7, lambda _: None)
     heads(run := MemoryStorage(), loop, 2, lambda _: None, interval=2)
     assert heads(run, loop, 7, lambda _: None, interval=2) == whole
-    monkeypatch.setattr(torch_gradients.Gradients, "see", lambda *_: None)
+    monkeypatch.setattr(torch_gradients.Gradients, "observe", lambda *_: None)
     heads(run := MemoryStorage(), loop, 2, lambda _: None, interval=2)
     is_same = heads(run, loop, 7, lambda _: None, interval=2) == whole
     assert is_same == LOOPS[loop][0]  # the negative control
@@ -373,7 +373,7 @@ def test_each_process_has_the_gradients_that_it_has_accumulated() -> None:
     optimizer = torch.optim.SGD([value], 0.1)
     state, same = {"o": optimizer}, str
     extras = ExtraMembers(save_random_state=False)
-    extras.see(state)
+    extras.observe(state)
     value.sum().backward()
     leaves = leaves_beside(state, 0)
     value.sum().backward()
@@ -382,7 +382,7 @@ def test_each_process_has_the_gradients_that_it_has_accumulated() -> None:
     for process, gradient in enumerate(([1.0, 1.0], [2.0, 2.0])):
         value.grad = None
         group: Any = SimpleNamespace(index=process, count=2, is_chief=not process)
-        extras.put(Restoring(leaves, same, "here", group), Walk(state))
+        extras.restore(Restoring(leaves, same, "here", group), Walk(state))
         assert value.grad is not None
         assert value.grad.tolist() == gradient
     optimizer.step()

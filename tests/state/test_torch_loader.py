@@ -599,7 +599,7 @@ def _adapted(kind: str, storage: MemoryStorage, epochs: int, every: int, stop: i
     """Train with a sampler that is changed after each epoch; save there, or within epochs too."""
     torch.manual_seed(0)
     x = torch.rand(20, 2)
-    weighted, curriculum = WeightedRandomSampler(torch.ones(20), 12), Rising(20)
+    weighted, curriculum = WeightedRandomSampler([1.0] * 20, 12), Rising(20)
     sampler: Any = weighted if kind == "weighted" else curriculum
     data = torch.utils.data.TensorDataset(x, torch.arange(20))
     inner = (

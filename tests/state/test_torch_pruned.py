@@ -60,5 +60,5 @@ def test_a_resumed_run_prunes_the_same_weights(tmp_path: Path) -> None:
 def test_without_the_pruned_tensors_the_runs_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attributes.Attributes, "put", lambda *_: [])
+    monkeypatch.setattr(attributes.Attributes, "restore", lambda *_: [])
     assert not all(ends(tmp_path))

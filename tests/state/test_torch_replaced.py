@@ -109,8 +109,8 @@ class Scaled(torch.nn.Module):
 
 
 class Doubled(torch.nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
 
 
 class Counter:

@@ -123,7 +123,7 @@ def test_encoded_chunks_stay_encoded(tmp_path: Path) -> None:
     assert (one.format, one.stored_nbytes) == (other.format, other.stored_nbytes)
     assert one.stored_nbytes < one.nbytes
     with run_on(tmp_path / "plain") as run:  # the target holds the same chunks in plain form
-        run.be_copy_of(Run(tmp_path / "here"))
+        run.adopt_run_id(Run(tmp_path / "here"))
         run.save(0, repeated(make_leaves(1, (5000, 40))))
     (copied,) = copy_run(tmp_path / "here", tmp_path / "plain")
     assert copied.nbytes == 0
@@ -164,7 +164,7 @@ def test_steps_that_break_the_history_of_the_target_are_not_copied(
     origin: Path, tmp_path: Path
 ) -> None:
     with run_on(tmp_path / "there") as run:
-        run.be_copy_of(Run(origin))
+        run.adopt_run_id(Run(origin))
         run.save(2, make_leaves(2))
     before = Run(tmp_path / "there").manifest(2)
     for dry_run in (True, False):

@@ -194,7 +194,7 @@ def test_a_plan_reads_manifests_again_whose_packs_another_writer_has_moved(tmp_p
     other.execute(plan_prune(other, 3, Retention()).store)
     plan = plan_prune(run, 3, Retention(), saved=4)
     assert plan.store.empty, "by the remembered manifests, no checkpoint needs the new pack"
-    run.execute(plan.store, plan.held)
+    run.execute(plan.store, plan.view)
     assert verify_run(Run(tmp_path)).good == (2, 3, 4)
     assert verify_run(Run(tmp_path)).problems == ()
 
@@ -229,7 +229,7 @@ def test_a_prune_leaves_the_newest_and_what_was_just_saved(
             (2, True),
             (3, True),
         ]
-        run.execute(plan.store, plan.held)
+        run.execute(plan.store, plan.view)
         assert run.steps() == [2, 3]
 
 

@@ -132,7 +132,7 @@ def checkpoint_at(run: Run, step: int, given: str | None = None) -> StoredCheckp
 
 
 def with_advice(error: CorruptionError, run: Run) -> str:
-    """The text of an error for damage, with what to do about it; that of a manifest says so itself."""
+    """The text of an error about damage, with what to do; errors about a manifest say so already."""
     text = str(error)
     if "perdure verify" in text:
         return text

@@ -39,7 +39,7 @@ from perdure.state.restore_request import RestoreRequest
 from perdure.state.walk import Walk
 from perdure.store import Loaded, LocalStorage, Run, Storage
 from perdure.store.format import MARKER
-from perdure.store.loading import Needs
+from perdure.store.loading import ReadRequest
 from perdure.store.selection import Selection
 from perdure.store.urls import name_at_step, open_storage
 from perdure.tensorflow_names import TensorFlowNames, names_forms, refuse_arguments
@@ -255,9 +255,8 @@ class Checkpoint(AttributeState, TensorFlowNames):
 
 @contextmanager
 def kept_members(state: Any) -> Iterator[None]:
-    """After a restore inside, the NumPy arrays among the members of a `Checkpoint`, and the dicts and
-    lists of plain values and NumPy arrays, are those that they were, with the restored values: the
-    program may hold them."""
+    """A restore inside keeps the objects of a `Checkpoint` that the program may hold: its NumPy arrays,
+    and its dicts and lists of plain values and NumPy arrays, get the restored values in place."""
     members = vars(state) if isinstance(state, Checkpoint) else {}
     in_place = (np.ndarray, dict, list, deque)
     before = {n: each for n, each in members.items() if type(each) in in_place and _is_plain(each)}
@@ -377,7 +376,7 @@ def load_verified(
             "first save; `CheckpointManager.restore_or_initialize` then starts from a fresh state."
         )
     run, step = find_step(directory, step)
-    loaded = load_good(run, step, Needs(wanted, sharing=sharing)).loaded
+    loaded = load_good(run, step, ReadRequest(wanted, sharing=sharing)).loaded
     if loaded is None:
         raise StepNotFoundError(f"{run.where}: expected a checkpoint, found none. Save one first.")
     warn_of_skipped(run.where, loaded)

@@ -30,12 +30,12 @@ SLOTS = 6
 _NUMBER = struct.Struct("!I")
 """The number of a process, the bytes of a request, or a slot whose elements were copied."""
 _DONE = struct.Struct("!QQQ")
-"""A verified chunk: its number, its place in the memory of the slots, and its bytes."""
+"""A verified chunk: its number, its offset in the slot, and its bytes."""
 _END = _DONE.pack(0, 2**64 - 1, 0)
 
 
 class _Request(Struct, frozen=True, array_like=True):
-    """The numbers of what a process wants to share, with their bytes, and what it reads `alone`."""
+    """The chunks that a process wants to share, by number with their bytes, and bytes read `alone`."""
 
     fingerprint: str
     wanted: dict[int, int]
@@ -68,7 +68,7 @@ class ChunkSharing:
         """The peers that may still hand chunks to this process."""
         self._requests: dict[int, _Request] = {}
         self._takers: dict[int, list[int]] = {}
-        """By the number of what this process reads, who else needs it."""
+        """The peers that need a chunk which this process reads, by the number of the chunk."""
         self._held: dict[int, list[int]] = {}
         """By the slot, for each chunk in it the peers that have not copied their elements yet."""
         self._received: set[int] = set()
@@ -230,8 +230,8 @@ class ChunkSharing:
 
 
 def _readers(requests: Mapping[int, _Request]) -> Iterator[tuple[int, list[int]]]:
-    """The number of what several processes want, and these, first the one with the least to read,
-    which reads it."""
+    """The number of each chunk that several processes want, and these processes; the first one, which
+    has the least to read, reads it."""
     wanting: dict[int, list[int]] = {}
     for index in sorted(requests):
         for number in requests[index].wanted:

@@ -1,4 +1,4 @@
-"""The connections of processes that exchange bytes, and the memory that those of one machine share."""
+"""Connections of processes that exchange bytes, and the memory that processes of one machine share."""
 
 from __future__ import annotations
 

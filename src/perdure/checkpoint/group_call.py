@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from perdure import errors
 from perdure.errors import ClusterError, CorruptionError, StoreError, WorkerLostError
-from perdure.runtime.process_group import ByAgreement, Processes, framework_group
+from perdure.runtime.process_group import ATTEMPT, ByAgreement, Processes, framework_group
 
 _MOST_CALLS = 20
 
@@ -71,7 +71,7 @@ class _Message(Struct):
 
 class GroupCall(ByAgreement):
     """The group during one call: collectives of two different calls are an error in every process.
-    Otherwise the bytes of a `save` would be taken for those of a `restore` by another process."""
+    Otherwise a process that restores could take the bytes of a `save` for its own collective."""
 
     def __init__(self, processes: Processes, call: str) -> None:
         self._processes = processes
@@ -134,12 +134,12 @@ def together(
     if call:
         GroupCall(processes, call).barrier()
     if by_chief is None:
-        result, error = caught(action)
+        result, error = capture_error(action)
         if failed := gather_failures(processes, error):
             raise_first(processes, failed, error)
         return cast(R, result)
     if processes.is_chief:
-        result, error = caught(action)
+        result, error = capture_error(action)
         outcome = _Outcome(SentError.of(error), result)
         processes.broadcast(msgspec.msgpack.encode(outcome))
         if error is not None:
@@ -152,13 +152,12 @@ def together(
 
 
 _channels = itertools.count()
-"""The numbers of the channels of which this process is the chief."""
+"""The numbers of the channels in which this process is the chief."""
 
 
 def save_channel(processes: Processes, where: str) -> Processes:
-    """A channel for the saves of one manager, which overlap with those of others in threads. A
-    collective. No number is used twice, because messages of a save that failed may still be unread.
-    """
+    """A channel for the saves of one manager, which overlap in threads with saves of other managers. A
+    collective. No number is used twice, because messages of a failed save may still be unread."""
     name = where.rstrip("/").rpartition("/")[2]
     number = next(_channels) if processes.is_chief else 0
     call = GroupCall(processes, f"save into {name}")
@@ -170,7 +169,7 @@ def require_group(where: str) -> None:
     each of them would take itself for the only writer. So would the workers of `perdure run`."""
     group = framework_group()
     count = os.environ.get("WORLD_SIZE", "")
-    if group is None and "PERDURE_ATTEMPT" in os.environ and count.isdigit() and int(count) > 1:
+    if group is None and ATTEMPT in os.environ and count.isdigit() and int(count) > 1:
         raise ClusterError(
             f"{where}: `perdure run` has started {count} workers, and the manager was not given their "
             f"group, so that each would train alone. Call perdure.initialize_distributed('torch') (or "
@@ -190,7 +189,7 @@ def require_group(where: str) -> None:
         )
 
 
-def caught(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
+def capture_error(action: Callable[[], R]) -> tuple[R | None, BaseException | None]:
     """The result of `action`, or its error, so that the other processes can be informed of it."""
     try:
         return action(), None

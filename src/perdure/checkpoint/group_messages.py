@@ -104,10 +104,10 @@ class SaveOrder(Struct):
 class SaveAnswer(Struct):
     """What one process answers to an order for a step, or why it cannot.
 
-    For BEGIN, which needs no order: what it alone has by hashes, the `digest_of` its shards and
-    that of the layouts that it knows, and where it answers requests for slices. For LAYOUT its
-    shards; for HASH hashes of the chunks that it would write; for WRITE what it has written; for
-    COMPARE hashes.
+    For BEGIN, which needs no order: its own leaves by hashes, the `digest_of` its shards and the digest
+    of the layouts that it knows, and the address for requests for slices. For LAYOUT its shards; for
+    HASH hashes of the chunks that it would write; for WRITE the part that it has written; for COMPARE
+    hashes.
     """
 
     step: int

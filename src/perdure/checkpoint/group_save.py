@@ -15,7 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from perdure import errors
-from perdure.checkpoint.group_call import SentError, caught, decoded
+from perdure.checkpoint.group_call import SentError, capture_error, decoded
 from perdure.checkpoint.group_messages import (
     BEGIN,
     COMPARE,
@@ -58,7 +58,7 @@ _MOST_LINES = 20
 
 class SaveCache:
     """What this process keeps from one save to the next: the layouts of the sharded arrays, and the
-    manifests that it has read (the chief has those of its `Run`)."""
+    manifests that it has read (the chief has the manifests of its `Run`)."""
 
     def __init__(self) -> None:
         self.layouts = GroupLayouts()
@@ -97,17 +97,17 @@ def save_in_group(
     `Run.save`.
     """
     with ExitStack() as stack:
-        member = _Member(run, processes, state, cache or SaveCache(), stack, declines)
+        participant = _SaveParticipant(run, processes, state, cache or SaveCache(), stack, declines)
         if processes.is_chief:
             error: BaseException | None = None
             try:
-                _lead(member, recipe, metrics)
+                _lead(participant, recipe, metrics)
                 yield
             except BaseException as raised:  # noqa: BLE001 (raised below in all processes)
                 error = raised
-            _end(member, error)
+            _end(participant, error)
         else:
-            _follow(member)
+            _follow(participant)
             yield
 
 
@@ -141,8 +141,8 @@ def require_same(processes: Processes, leaves: Mapping[str, Leaf]) -> None:
         raise _differing([msgspec.json.decode(data) for data in sent], [])
 
 
-class _Member:
-    """One process in a save: its state, and what it knows of the others."""
+class _SaveParticipant:
+    """One process in a save of a group: its state, and the messages of the other processes."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Member:
     ) -> None:
         self.run, self.processes, self.state = run, processes, state
         self.stored_chunks: Mapping[str, StoredChunk] | None = None
-        """The chunks that need not be written, in the chief."""
+        """In the chief, the chunks that are stored already."""
         self.error: BaseException | None = None
         """The first error of this process."""
         self._declines, self._cache, self._stack = declines, cache, stack
@@ -165,7 +165,7 @@ class _Member:
         self._hashes: dict[str, list[str]] | None = None
         sent = processes.collect(self.answer(SaveOrder(BEGIN)))
         self.rows = [decoded(data, SaveAnswer) for data in sent]
-        """What each process began with, in the chief."""
+        """In the chief, the first answer of each process."""
 
     def _failure(self, error: BaseException) -> SentError:
         """An error for the other processes, with its class if they are to raise the same."""
@@ -208,7 +208,7 @@ class _Member:
 
     def answer(self, order: SaveOrder) -> bytes:
         """Do what an order asks for; the answer to send."""
-        answer, error = caught(lambda: self._done(order))
+        answer, error = capture_error(lambda: self._done(order))
         if answer is None:
             error = error or SaveError("no answer")
             self.error = self.error or error
@@ -284,20 +284,22 @@ class _Member:
         return WriterShare(index, count, self._plans, lambda path: exchange.fetch(numbers[path]))
 
 
-def _lead(member: _Member, recipe: Mapping[str, RecipeValue], metrics: Mapping[str, float]) -> None:
+def _lead(
+    participant: _SaveParticipant, recipe: Mapping[str, RecipeValue], metrics: Mapping[str, float]
+) -> None:
     """The chief's side of a save, up to the commit."""
-    run, state = member.run, member.state
-    _require_rows(member.processes, member.rows)
-    member.agree_on_layouts()
+    run, state, hashes_of = participant.run, participant.state, participant.hashes_of
+    _require_rows(participant.processes, participant.rows)
+    participant.agree_on_layouts()
     merged: dict[str, AnyLeaf] = {
         path: leaf
         if leaf.shards is None
-        else _LaterHashes(leaf.dtype, leaf.shape, leaf.nbytes, (), partial(member.hashes_of, path))
+        else _LaterHashes(leaf.dtype, leaf.shape, leaf.nbytes, (), partial(hashes_of, path))
         for path, leaf in state.leaves.items()
     }
     process_leaves: dict[str, RemoteLeaf] = {}
     containers = containers_of(state.leaves)
-    for row in member.rows:
+    for row in participant.rows:
         merged |= row.per_rank
         containers = containers | row.containers
         process_leaves |= row.process_leaves
@@ -305,46 +307,46 @@ def _lead(member: _Member, recipe: Mapping[str, RecipeValue], metrics: Mapping[s
     with run.committer.prepare(state.step, leaves, process_leaves) as save:
         written = None
         if not save.is_committed:
-            member.stored_chunks = save.stored_chunks
-            written = _write_parts(member)
+            participant.stored_chunks = save.stored_chunks
+            written = _write_parts(participant)
         run.committer.commit(save, written, recipe, metrics)
 
 
-def _write_parts(member: _Member) -> Written:
+def _write_parts(participant: _SaveParticipant) -> Written:
     """Let every process write its part, in the chief, and put the parts together."""
-    assert member.stored_chunks is not None
-    parts = [answer.part for answer in member.ask(WRITE) if answer.part is not None]
+    assert participant.stored_chunks is not None
+    parts = [answer.part for answer in participant.ask(WRITE) if answer.part is not None]
     if len({part.state_hash for part in parts}) > 1 or _have_other_copies(parts):
-        answers = member.ask(COMPARE)
+        answers = participant.ask(COMPARE)
         raise _differing(
             [answer.digests for answer in answers], [answer.copies for answer in answers]
         )
-    require_visible(member.run, parts, {place.pack for place in member.stored_chunks.values()})
-    return assemble(member.state.leaves, parts)
+    require_visible(participant.run, parts, {c.pack for c in participant.stored_chunks.values()})
+    return assemble(participant.state.leaves, parts)
 
 
-def _end(member: _Member, error: BaseException | None) -> None:
+def _end(participant: _SaveParticipant, error: BaseException | None) -> None:
     """Tell all processes how the save ended, in the chief, and raise its error."""
-    where, step = member.run.where, member.state.step
+    where, step = participant.run.where, participant.state.step
     agreed = None if error is None else as_save_error(error, where, step)
     order = SaveOrder(END, error=SentError.of(agreed))
-    member.processes.broadcast(msgspec.msgpack.encode(order))
+    participant.processes.broadcast(msgspec.msgpack.encode(order))
     if agreed is not None:
-        _raise_agreed(member.error or error, agreed)
+        _raise_agreed(participant.error or error, agreed)
 
 
-def _follow(member: _Member) -> None:
+def _follow(participant: _SaveParticipant) -> None:
     """The side of the other processes: answer orders until the save has ended; raises its error."""
-    processes = member.processes
+    processes = participant.processes
     while True:
         order = decoded(processes.broadcast(None), SaveOrder)
         if order.what == END:
             break
-        processes.collect(member.answer(order))
+        processes.collect(participant.answer(order))
     if order.error is not None:
         agreed = order.error.error_of("the chief process")
         assert isinstance(agreed, PerdureError)
-        _raise_agreed(member.error, agreed)
+        _raise_agreed(participant.error, agreed)
 
 
 def _require_rows(processes: Processes, rows: Sequence[SaveAnswer]) -> None:

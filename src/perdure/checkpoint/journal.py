@@ -35,7 +35,7 @@ from perdure.errors import (
     warn_caller,
 )
 from perdure.runtime.heartbeats import beat
-from perdure.runtime.process_group import Processes, SingleProcess, group_of
+from perdure.runtime.process_group import ATTEMPT, Processes, SingleProcess, group_of
 from perdure.state import flatten
 from perdure.state.per_rank import rank_context
 from perdure.store import LocalStorage, Run
@@ -43,8 +43,6 @@ from perdure.store.drill_hook import drill_hook
 from perdure.store.leaf import Leaves
 from perdure.store.manifest import plain_metrics
 from perdure.store.run_events import JournalEntry, first_difference
-
-_ATTEMPT = "PERDURE_ATTEMPT"  # set by `perdure run`
 
 
 class Journal:
@@ -282,7 +280,7 @@ class Journal:
                 self._last = entry
         self._newest, self._is_open = view.journal.newest_step, True
         if not self._attempt:
-            stated = os.environ.get(_ATTEMPT, "")
+            stated = os.environ.get(ATTEMPT, "")
             self._attempt = int(stated) if stated.isdecimal() else attempts + 1
 
     def _compare(self, before: JournalEntry, entry: JournalEntry) -> None:
@@ -336,7 +334,7 @@ class Journal:
 
 
 def _batch_digest(sent: list[bytes]) -> bytes:
-    """The digest of a batch by those of its shares; empty if one is missing."""
+    """The digest of a batch from the digests of its shares; empty if one is missing."""
     return blake3(b"".join(sent)).hexdigest(16).encode() if all(sent) else b""
 
 
@@ -424,7 +422,7 @@ def _whole(tree: Any) -> Leaves:
 
 
 def is_tracing() -> bool:
-    """Whether this process replays a step that is compared with that of another run."""
+    """Whether this process replays a step that is compared with a step of another run."""
     hook = drill_hook()
     return hook is not None and hook.traced is not None
 

@@ -155,8 +155,8 @@ class ManagedDirectory:
                 f"{self.directory}: expected a metric to judge by, found none; name it: "
                 f"options=ManagerOptions(retention=Retention(best_metric='accuracy'))."
             )
-        held = self._run.contents()
-        readable = candidates(held.summaries, held.pinned)
+        view = self._run.contents()
+        readable = candidates(view.summaries, view.pinned)
         best = ranked(readable, rules.best_metric, rules.best_mode)
         return best[0].step if best else None
 
@@ -250,7 +250,7 @@ class ManagedDirectory:
         """
 
         def delete(step: int) -> None:
-            if not self._run.delete([step], leave_word=self._saver.mirror is not None):
+            if not self._run.delete([step], log_removal=self._saver.mirror is not None):
                 self._run.manifest(step)
 
         self._change("delete", step, delete)
@@ -310,7 +310,7 @@ class SaveInterval:
         return step > last and step // self.steps > last // self.steps
 
     def step_of(self, given: Any, counter: Any) -> int:
-        """The step of a save: `given`, or that of `counter`, or the one after the last."""
+        """The step of a save: `given`, or the value of `counter`, or the step after the last."""
         if given is not None:
             return step_number(given)
         if counter is not None:

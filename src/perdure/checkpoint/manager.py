@@ -49,7 +49,7 @@ from perdure.errors import StepNotFoundError, StoreError, WorkerLostError, warn_
 from perdure.runtime.heartbeats import beat, committed, reporting_refusal
 from perdure.runtime.process_group import Processes, group_of
 from perdure.state.restore_request import RestoreRequest
-from perdure.state.walk import Unwalked
+from perdure.state.walk import LazyWalk
 from perdure.store import Run, Storage
 from perdure.store.gc_pause import gc_paused
 from perdure.store.manifest import RecipeValue
@@ -212,7 +212,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
     def _save(self, step: int, state: Any, metrics: Any, force: bool) -> bool:
         beat("step", step)
         self._saver.recipe.check_settings(self.directory)
-        state = Unwalked(state)
+        state = LazyWalk(state)
         self._saver.begin_save(state)
         self.journal.record_saved(step, state, metrics)
         if not force and not self.should_save(step):
@@ -312,7 +312,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         `requires_grad`, gradients that no step has used). Call it before the first step in any case:
         what the program changes from then on is saved. Raises what `restore` raises.
         """
-        self._restorer.see(members)
+        self._restorer.observe(members)
         if step is not None:
             like = dict(members)
             request = RestoreRequest.of(like, names, True, None, False)._replace(resumes=True)
@@ -395,7 +395,7 @@ class CheckpointManager(ManagedDirectory, TensorFlowNames):
         beat("save", step)
         self._saver.recipe.check_settings(self.directory)
         self._saver.settle_before_next()
-        state = Unwalked(state)
+        state = LazyWalk(state)
         self.journal.record_saved(step, state, metrics)
         self._saver.submit(step, state, metrics, preempted=True)
         self._saver.wait()

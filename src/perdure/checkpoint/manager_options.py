@@ -41,7 +41,7 @@ class Restored(_Pair):
         return pair
 
     def watch(self, replaced: ReplacedMembers) -> Restored:
-        """Let `replaced` forget its members as soon as the state is taken; returns this pair."""
+        """Returns this pair; unpacking it ends the check that the program uses the returned state."""
         self._replaced = replaced
         return self
 

@@ -37,7 +37,7 @@ _FAILED = "failed: "
 
 
 class _StoppedError(Exception):
-    """The mirror was closed in the middle of a copy, of which nothing was committed."""
+    """The mirror was closed in the middle of a copy. Nothing of that copy was committed."""
 
 
 class Mirror:
@@ -103,7 +103,7 @@ class Mirror:
                 return
             source.log.run = secrets.token_hex(8)
             with Run(self.storage, create=True, clock=self._clock) as target:
-                target.be_copy_of(source)
+                target.adopt_run_id(source)
                 target.begin_writing()
         except HistoryError:
             raise
@@ -180,7 +180,7 @@ class Mirror:
         try:
             if self._target is None:
                 self._target = Run(self.storage, create=True, clock=self._clock)
-                self._target.be_copy_of(self._source)
+                self._target.adopt_run_id(self._source)
             target = self._target
             target.begin_writing()
             self._tidy(target)

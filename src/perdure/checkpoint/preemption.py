@@ -212,7 +212,7 @@ class PreemptionFlag:
         )
 
     def _guard_children(self) -> None:
-        """Put `_on_child` before a handler of SIGCHLD, such as that of PyTorch's DataLoader."""
+        """Put `_on_child` before a handler of SIGCHLD, such as the handler of PyTorch's DataLoader."""
         handler = signal.getsignal(signal.SIGCHLD)
         if callable(handler) and handler != self._on_child:
             self._previous_child = handler

@@ -19,9 +19,9 @@ import msgspec
 
 from perdure import errors
 from perdure.checkpoint.arguments import is_unicode, require_name, shown
-from perdure.checkpoint.group_call import GroupCall, SentError, caught, decoded, together
+from perdure.checkpoint.group_call import GroupCall, SentError, capture_error, decoded, together
 from perdure.errors import ArgumentError, RecipeMismatchError, warn_caller
-from perdure.runtime.environment import of_process
+from perdure.runtime.environment import process_settings
 from perdure.runtime.process_group import Processes
 from perdure.store.drill_hook import drill_hook
 from perdure.store.manifest import RecipeValue
@@ -57,8 +57,8 @@ class NamedRecipe(msgspec.Struct):
 class RecipeCheck:
     """The recipe of a manager: compared once in its group, and with every restored checkpoint.
 
-    `given` is that of the program. `settings` are those of the imported frameworks at the first
-    `save`; the strategies have them in their recipe.
+    `given` is the program's recipe. `settings` are the settings of the imported frameworks at the first
+    `save`; strategies have them in their recipe.
     """
 
     def __init__(self, recipe: Recipe | None, allow: Iterable[str], processes: Processes) -> None:
@@ -80,11 +80,11 @@ class RecipeCheck:
         self._resumed = where, {name: v for name, v in saved.items() if _is_setting(name)}
 
     def check_settings(self, directory: str) -> None:
-        """Compare the settings of the chief with those of the checkpoint that the run resumed from,
-        at the first `save`: by then the program has made its settings. A collective, if the run has
-        resumed."""
+        """Compare the settings of the chief with the settings in the checkpoint that the run resumed
+        from, at the first `save`, when the program has made its settings. A collective, if the run
+        has resumed."""
         if self.settings is None:
-            self.settings = {} if "engine" in self.given else of_process()
+            self.settings = {} if "engine" in self.given else process_settings()
             if (hook := drill_hook()) is not None:
                 hook.note("recipe", directory, recipe=dict(self.recorded))
         if self._resumed is None:
@@ -181,7 +181,7 @@ def check_resume(
     """Raise `RecipeMismatchError` unless a run of the recipe `current` may resume from the
     checkpoint `where`; `remedy` begins its advice.
 
-    Returns what to warn about: fields that differ and were allowed, and those that only one side
+    Returns what to warn about: fields that differ and were allowed, and fields that only one side
     has (another release, or no dataset given). A side without any recipe is not compared.
     """
     if not saved or not current:
@@ -225,7 +225,7 @@ def check_group(processes: Processes, recipe: Recipe, allow: frozenset[str]) -> 
             notes.append(f"the processes of the group do not have one recipe:{_lines(differing)}")
 
     def decide(sent: list[bytes]) -> bytes:
-        return msgspec.msgpack.encode(SentError.of(caught(lambda: compare(sent))[1]))
+        return msgspec.msgpack.encode(SentError.of(capture_error(lambda: compare(sent))[1]))
 
     mine = NamedRecipe(name, {"perdure": release, **recipe})
     answer = processes.agree(msgspec.msgpack.encode(mine), decide)

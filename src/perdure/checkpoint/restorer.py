@@ -20,7 +20,7 @@ from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.group_call import (
     GroupCall,
     SentError,
-    caught,
+    capture_error,
     gather_failures,
     raise_first,
     together,
@@ -50,7 +50,7 @@ from perdure.state.tree_restore import restore_requested, restore_without_target
 from perdure.state.walk import Walk
 from perdure.store import Loaded, Manifest, Run
 from perdure.store.format import DCP_LAYOUT
-from perdure.store.loading import EVERYTHING, Needs
+from perdure.store.loading import EVERYTHING, ReadRequest
 from perdure.store.shard_plan import Region
 from perdure.text import counted, few
 
@@ -80,7 +80,7 @@ class Restorer:
             self._arrange_buckets(like)
         run, mirror = self._saver.run, self._saver.mirror
         regions = self._regions(like, request)
-        needs = Needs(wanted, regions, has_process_leaves=request.resumes)
+        needs = ReadRequest(wanted, regions, has_process_leaves=request.resumes)
         with closing(ChunkSharing()) as sharing:
             call = GroupCall(self._processes, _call(step, request))
             name = sharing.listen() if mirror is None and self._processes.count > 1 else ""
@@ -117,7 +117,7 @@ class Restorer:
         if report.is_exact or request.resumes:
             with rank_context(self._processes.index, self._processes.count):
                 walk = Walk(state)
-            for note in self._extras.put(self._restoring(where, loaded, request), walk):
+            for note in self._extras.restore(self._restoring(where, loaded, request), walk):
                 warn_caller(note)
         if report.is_exact and has_shards:
             self._warn_of_other_group(loaded)
@@ -146,12 +146,12 @@ class Restorer:
         with rank_context(self._processes.index, self._processes.count):
             walk = self._check.expect(like, begins=begins)
             if walk is not None:
-                self._extras.see(walk)
+                self._extras.observe(walk)
 
-    def see(self, members: Any) -> None:
+    def observe(self, members: Any) -> None:
         """The program begins with these members of its state."""
         with rank_context(self._processes.index, self._processes.count):
-            self._extras.see(members)
+            self._extras.observe(members)
 
     def begin(self, like: Any) -> None:
         """The program begins with the fresh state `like`; random numbers count from here on."""
@@ -216,8 +216,8 @@ class Restorer:
             )
 
     def _warn_of_other_group(self, loaded: Loaded) -> None:
-        """Warn if another number of processes saved arrays that are now sharded over these. Their
-        bits are the same; those of the next step are not, unless a strategy computes it."""
+        """Warn if another number of processes saved arrays that are now sharded over this group. They
+        have the same bits; the next step has other bits, unless a strategy computes it."""
         saved = processes_of(loaded.process_leaves)
         if self._processes.is_chief and saved not in (0, self._processes.count):
             before = counted(saved, "process", "processes")
@@ -296,7 +296,7 @@ class RestoreSource(NamedTuple):
 def load_good(
     run: Run,
     step: int | None = None,
-    needs: Needs = EVERYTHING,
+    needs: ReadRequest = EVERYTHING,
     mirror: Mirror | None = None,
     processes: Processes | None = None,
 ) -> RestoreSource:
@@ -314,7 +314,7 @@ def load_good(
         picked = together(processes, partial(copies.in_order.send, failure), by_chief=Picked)
         if picked.step is None:
             return RestoreSource(None, copies.notes)
-        loaded, error = caught(partial(copies.load, picked, needs))
+        loaded, error = capture_error(partial(copies.load, picked, needs))
         if needs.sharing is not None:
             needs.sharing.close()  # the others may wait for it
             needs = needs._replace(sharing=None)
@@ -351,7 +351,7 @@ class _Copies:
         self.in_order = self._in_order()
         """The copies to load, the last without a step. It is sent why one was not taken."""
 
-    def load(self, picked: Picked, needs: Needs) -> Loaded:
+    def load(self, picked: Picked, needs: ReadRequest) -> Loaded:
         step = picked.step
         assert step is not None
         if self._group.is_chief:
@@ -379,13 +379,13 @@ class _Copies:
     def failure_of(
         self,
         picked: Picked,
-        needs: Needs,
+        needs: ReadRequest,
         error: BaseException | None,
         failed: Mapping[int, SentError],
     ) -> StoreError:
         """Why the chief does not take a copy; it looks itself at what only others have read."""
         if error is None and needs.regions is not None:
-            _, error = caught(partial(self.load, picked, needs._replace(verifies_all=True)))
+            _, error = capture_error(partial(self.load, picked, needs._replace(verifies_all=True)))
         if isinstance(error, StoreError):
             return error
         assert picked.step is not None
@@ -402,7 +402,7 @@ class _Copies:
         if self._step is not None:
             if self._mirror is not None:
                 self._find()
-            error = yield from self._of_step(self._step)
+            error = yield from self._copies_of_step(self._step)
             raise self._silent or error
         self._run.require_finished()
         tried = set[int]()
@@ -410,7 +410,7 @@ class _Copies:
         while untried := self._find() - tried:
             for step in sorted(untried, reverse=True):
                 tried.add(step)
-                error = yield from self._of_step(step)
+                error = yield from self._copies_of_step(step)
                 is_gone = isinstance(error, StepNotFoundError) and step not in self._run.steps()
                 if not is_gone and not isinstance(error, CorruptionError):
                     raise error
@@ -439,7 +439,7 @@ class _Copies:
         assert error is not None
         return error
 
-    def _of_step(self, step: int) -> Generator[Picked, StoreError | None, StoreError]:
+    def _copies_of_step(self, step: int) -> Generator[Picked, StoreError | None, StoreError]:
         """The copies of one step; returns why none was taken."""
         error = yield from self._copy(step, False)
         reason = str(error)

@@ -151,7 +151,7 @@ class PrunePlan:
 
     verdicts: tuple[Verdict, ...]
     store: CollectPlan
-    held: View | None = None
+    view: View | None = None
 
 
 def candidates(
@@ -188,37 +188,37 @@ def plan_prune(
     Raises `CorruptionError` if the newest one is damaged.
     """
     after_a_save = saved is not None
-    held = run.contents(whole=not after_a_save)
-    newest = max(held.summaries, default=None)
+    view = run.contents(whole=not after_a_save)
+    newest = max(view.summaries, default=None)
     verdicts = tuple(
         Verdict(verdict.step, True, "just saved" if verdict.step == saved else "the newest")
         if not verdict.keep and verdict.step in (saved, newest)
         else verdict
-        for verdict in decide(candidates(held.summaries, held.pinned), max_to_keep, retention)
+        for verdict in decide(candidates(view.summaries, view.pinned), max_to_keep, retention)
     )
     deleted = frozenset(
         verdict.step for verdict in verdicts if not verdict.keep and verdict.step != in_use
     )
     request = PruneRequest(
         steps=deleted,
-        orphans_to=max(held.steps, default=MAX_STEP) if saved is None else saved,
+        orphans_to=max(view.steps, default=MAX_STEP) if saved is None else saved,
         compact_from=COMPACT_FROM if after_a_save else 0,
         everywhere=not after_a_save,
         quarantined=frozenset(checkpoint.name for checkpoint in run.rolled_back())
         if rolled_back
         else frozenset(),
     )
-    plan = plan_collect(held, request)
+    plan = plan_collect(view, request)
     if newest is not None and (plan.steps or plan.quarantined) and not after_a_save:
         try:
-            Packs(run).require(held.manifest(newest))
+            Packs(run).require(view.manifest(newest))
         except CorruptionError as error:
             raise CorruptionError(
                 f"{error} It is of the newest checkpoint, and the older ones were to be deleted. "
                 f"Nothing was changed. `perdure verify {run.where} --repair` sets it aside; then prune "
                 f"again."
             ) from error
-    return PrunePlan(verdicts, plan, held if after_a_save else None)
+    return PrunePlan(verdicts, plan, view if after_a_save else None)
 
 
 def prune_after_save(
@@ -229,7 +229,7 @@ def prune_after_save(
         plan = plan_prune(run, max_to_keep, retention, saved, in_use)
     except OutdatedPlanError:  # a manifest is not what it was at an earlier look
         plan = plan_prune(run, max_to_keep, retention, saved, in_use)
-    left = {} if plan.store.empty else run.execute(plan.store, plan.held).left
+    left = {} if plan.store.empty else run.execute(plan.store, plan.view).left
     held_back = plan.store.held_back
     frozen = plan.store.is_frozen
     notes = [held_back if frozen else f"packs stay: {held_back}"] if held_back else []
@@ -283,8 +283,8 @@ class RetentionRules:
         self._is_recorded = self._has_compared = self._was_judged = False
 
     def record(self) -> list[str]:
-        """Take over the recorded rules, or record those that were given; returns notes for the
-        user. A first checkpoint that is saved after this shows that the log had the rules."""
+        """Take over the recorded rules, or record the given rules; returns notes for the user. A
+        first checkpoint that is saved after this shows that the log had the rules."""
         if self._is_recorded:
             return []
         where = self._run.where
@@ -317,8 +317,8 @@ class RetentionRules:
         return []
 
     def check(self, saved: int, metrics: Collection[str]) -> list[str]:
-        """After the commit of `saved`: notes on what these rules delete that the last ones kept, and on
-        a metric that the checkpoints do not have. Each once."""
+        """After the commit of `saved`: notes on checkpoints that these rules delete and the last rules
+        kept, and on a metric that the checkpoints lack. Each note once."""
         notes = self.record()
         if (rules := self.retention) is None:
             return notes
@@ -350,10 +350,10 @@ class RetentionRules:
         return [f"{self._run.where}: {note}" for note in notes]
 
     def _deleted_by(self, mine: Retention, before: Retention, saved: int) -> list[str]:
-        held = self._run.contents(whole=False)
-        rows = candidates(held.summaries, held.pinned)
+        view = self._run.contents(whole=False)
+        rows = candidates(view.summaries, view.pinned)
         kept = {verdict.step for verdict in decide(rows, self._max_to_keep, mine) if verdict.keep}
-        kept |= {saved, max(held.summaries, default=saved)}
+        kept |= {saved, max(view.summaries, default=saved)}
         lost = {
             verdict.step: verdict.reason
             for verdict in decide(rows, self._max_to_keep, before)

@@ -134,7 +134,7 @@ class Saver:
         if not self._has_looked:
             self._has_looked = True
             with suppress(StateError), rank_context(self.processes.index, self.processes.count):
-                self.extras.see(state)  # a save that is due raises the error
+                self.extras.observe(state)  # a save that is due raises the error
 
     def save(self, step: int, state: Any, metrics: Metrics) -> bool:
         """Start to save `state`; True if it is under way, False after a warning about its error. A
@@ -174,7 +174,7 @@ class Saver:
                 self.restore_check.check_used(where, walk, step)
                 if is_first and count > 2:
                     self._warn_of_buckets(where, walk)
-                leaves = snapshot(walk, self._buffer, self.restore_check.fresh)
+                leaves = snapshot(walk, self._buffer, self.restore_check.baseline)
                 _refuse_own_shards(rank, leaves)
                 try:
                     self.restore_check.check_first(where, walk, leaves)
@@ -182,7 +182,7 @@ class Saver:
                     if not preempted:
                         raise
                     warn_caller(str(error))  # better than to lose the state
-                own = self.extras.take(walk, leaves, index)
+                own = self.extras.capture(walk, leaves, index)
         except BaseException as error:
             if self.processes.count > 1:  # the others are saving, and must not wait for this one
                 assert self._channel is not None

@@ -1,4 +1,4 @@
-"""Moves slices of chunks, when they are needed, from processes that have them to those that write.
+"""Moves slices of chunks, when needed, from processes that have them to processes that write them.
 
 The chief hands out the addresses with a key. Processes of one machine answer in shared memory;
 through the network every answer carries its hash.
@@ -60,7 +60,7 @@ class PeerAddress(Struct, frozen=True, array_like=True):
 
 
 class _Connection(NamedTuple):
-    """A connection to a process, and the memory in which it places its answers, if it is shared."""
+    """A connection to a process, and the shared memory for its answers, if there is any."""
 
     socket: socket.socket
     memory: memoryview | None

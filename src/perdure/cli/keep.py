@@ -153,7 +153,7 @@ def prune(
         lines = opened.log.view.journal.steps_aside() if rolled_back else []
         if not as_json:
             _print_plan(plan, lines)
-        left = {} if dry_run else dict(opened.execute(plan.store, plan.held).left)
+        left = {} if dry_run else dict(opened.execute(plan.store, plan.view).left)
         if lines and not dry_run and not plan.store.is_frozen:
             try:
                 opened.log.append(Dropped())

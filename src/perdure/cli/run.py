@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from perdure.supervise.worker_environment import Nodes
 
 
-_OF_TORCHRUN = {"nproc-per-node": "workers", "nproc_per_node": "workers"}
+_TORCHRUN_OPTIONS = {"nproc-per-node": "workers", "nproc_per_node": "workers"}
 
 
 # Options after the program belong to the program.
@@ -27,7 +27,7 @@ _OF_TORCHRUN = {"nproc-per-node": "workers", "nproc_per_node": "workers"}
     "run",
     context_settings={
         "allow_interspersed_args": False,
-        "token_normalize_func": lambda name: _OF_TORCHRUN.get(name, name),
+        "token_normalize_func": lambda name: _TORCHRUN_OPTIONS.get(name, name),
     },
 )
 @click.option(*cli.WORKERS, type=cli.COUNT, help="Processes of the group.  [default: 1, or MAX]")

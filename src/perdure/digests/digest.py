@@ -75,7 +75,7 @@ def leaf_digests(tree: Any) -> dict[str, Digest]:
 
     That of a leaf depends on its path too. `combined` makes the digest of the state of them.
     """
-    return {path: _of_leaf(path, sums) for path, sums in sorted(_sums_by_path(tree).items())}
+    return {path: _leaf_digest(path, sums) for path, sums in sorted(_sums_by_path(tree).items())}
 
 
 def leaf_digests_of_each(trees: Sequence[Any]) -> list[dict[str, Digest]]:
@@ -83,13 +83,14 @@ def leaf_digests_of_each(trees: Sequence[Any]) -> list[dict[str, Digest]]:
     digests: list[dict[str, Digest]] = [{} for _ in trees]
     for path, sums in sorted(_sums_by_path(list(trees)).items()):
         number, _, inside = path.partition("/")
-        digests[int(number)][inside] = _of_leaf(inside, sums)
+        digests[int(number)][inside] = _leaf_digest(inside, sums)
     return digests
 
 
 def digests_of_leaves(leaves: Mapping[str, Leaf]) -> dict[str, Digest]:
     """The same of leaves that are in memory, such as those of a checkpoint."""
-    return {path: _of_leaf(path, sums) for path, sums in sorted(_sums_of_leaves(leaves).items())}
+    found = sorted(_sums_of_leaves(leaves).items())
+    return {path: _leaf_digest(path, sums) for path, sums in found}
 
 
 def combined(leaves: Mapping[str, Digest]) -> Digest:
@@ -111,7 +112,7 @@ def combined(leaves: Mapping[str, Digest]) -> Digest:
     return _hashed(["state", VERSION, [leaves[path].hex for path in sorted(leaves)]])
 
 
-def _of_leaf(path: str, leaf: LeafSums) -> Digest:
+def _leaf_digest(path: str, leaf: LeafSums) -> Digest:
     assert not callable(leaf.sums), "they have come"
     fields = [path, leaf.dtype, leaf.shape, leaf.nbytes, *leaf.sums]
     return _hashed(["leaf", VERSION, *fields])
@@ -163,7 +164,7 @@ class _SummingAdapter(Adapter):
             leaf = self._inner.leaf(value)
             if leaf is None or len(leaf.data) <= SMALL_BYTES:
                 return leaf
-            taken = _sums_of_leaf(leaf)
+            taken = _leaf_sums(leaf)
         return _SummedLeaf(taken.dtype, taken.shape, _NOTHING, sums=taken)
 
     def spec(self, value: Any) -> LeafSpec | None:
@@ -190,7 +191,7 @@ def _sums_of_leaves(leaves: Mapping[str, Leaf]) -> dict[str, LeafSums]:
         elif len(leaf.data) <= SMALL_BYTES:
             small.append(path)
         else:
-            sums[path] = _sums_of_leaf(leaf)
+            sums[path] = _leaf_sums(leaf)
     both = small_sums([leaves[path].data for path in small])
     for path, pair in zip(small, both, strict=True):
         leaf = leaves[path]
@@ -207,7 +208,7 @@ def _sums_by_path(tree: Any) -> dict[str, LeafSums]:
     return _sums_of_leaves(leaves)
 
 
-def _sums_of_leaf(leaf: Leaf) -> LeafSums:
+def _leaf_sums(leaf: Leaf) -> LeafSums:
     first, second = byte_sums(np.frombuffer(leaf.data, np.uint8)).tolist()
     return LeafSums(leaf.dtype, leaf.shape, leaf.nbytes, (first, second))
 

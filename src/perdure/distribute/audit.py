@@ -80,7 +80,7 @@ class Audit:
             for device in range(count)
         ]
 
-    def of_step(self, step: int) -> AuditedStep | None:
+    def audited_step(self, step: int) -> AuditedStep | None:
         """The audit of a step; None for a step that is not audited."""
         drawn = draw(self._seed, step, self._rate, self.plan.parts)
         return AuditedStep(self, step, drawn) if drawn else None
@@ -390,7 +390,7 @@ def draw(
         for device, (start, stop) in enumerate(ranges, first):
             if len(ranges) == 1 and process != single[alone % len(single)]:
                 continue
-            # The devices after this one, those of its process and the others, each in a circle.
+            # The devices after this one: first in its process, then in the others, each in a circle.
             near = [first + (device - first + 1 + i) % len(ranges) for i in range(len(ranges) - 1)]
             far = [(end + (other_turn + i) % others) % total for i in range(min(2, others))]
             at = turn % max(1, len(near))

@@ -25,7 +25,7 @@ Work = Callable[[int, Any], Iterator[tuple[int, Any]]]
 # The values of every process -> their sum, in the tree. A value may also be a slice of all of them.
 Merge = Callable[[list[list[Any]]], Any]
 
-# The values of the local replicas -> their sum with those of all other replicas. A collective.
+# The values of the local replicas -> the sum of the values of all replicas. A collective.
 SumOverReplicas = Callable[[tuple[Any, ...]], Any]
 
 # From this size in bytes of all partial sums of a process, slices are exchanged.
@@ -116,7 +116,7 @@ def describe(trees: Trees, value: Any) -> dict[str, str]:
 
 
 def stack(trees: Trees, values: list[Any]) -> Any:
-    """One value, whose leaves are those of all values along a new first axis."""
+    """One value, whose leaves are the leaves of all values along a new first axis."""
     columns: list[list[Any]] = []
     for value in values:
         leaves: list[Any] = []
@@ -141,7 +141,7 @@ class EagerRun:
         return fn(*args, **kwargs)
 
     def replica(self, replica: int, arguments: Any) -> AbstractContextManager[None]:
-        """Surrounds the function of a replica; `arguments` are those that only this replica has."""
+        """Surrounds the function of a replica; `arguments` are arguments that only this replica has."""
         return nullcontext()
 
     def leave(self, replica: int) -> None:

@@ -169,7 +169,7 @@ def require_dataset(value: Any, method: str = "batch") -> None:
 
 
 class _Whole:
-    """A dataset of which every replica gets the whole batch, made once and copied for each."""
+    """A dataset whose whole batch every replica gets, made once and copied for each."""
 
     def __init__(self, dataset: StepDataset) -> None:
         self._dataset = dataset

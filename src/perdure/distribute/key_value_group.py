@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from perdure.distribute.cluster import ClusterOptions, ClusterResolver, resolve_for
 from perdure.distribute.lifeline import GONE, Lifeline
 from perdure.errors import ClusterError, WorkerLostError, needs_extra
-from perdure.runtime.process_group import ByAgreement, Processes, given
+from perdure.runtime.process_group import ByAgreement, Processes, require_bytes
 
 # gRPC refuses messages above 4 MiB.
 _PIECE = 2**20
@@ -120,7 +120,7 @@ class KeyValueProcesses(ByAgreement):
         except BaseException as error:
             self._leave(error)
             raise
-        # All processes have entered this round, so that they have left those of earlier broadcasts.
+        # All processes have entered this round, so they have left the rounds of earlier broadcasts.
         self._delete(self._old)
         self._old = []
         return values
@@ -133,10 +133,10 @@ class KeyValueProcesses(ByAgreement):
             self._delete(self._collected)
             self._collected = []
             return value
-        self._old += self._write("0", given(data))
+        self._old += self._write("0", require_bytes(data))
         self._delete(self._waiting)
         self._waiting = []
-        return given(data)
+        return require_bytes(data)
 
     def channel(self, name: str) -> KeyValueProcesses:
         if name not in self._channels:
@@ -144,7 +144,7 @@ class KeyValueProcesses(ByAgreement):
         return self._channels[name]
 
     def subgroup(self, members: Sequence[int]) -> KeyValueProcesses:
-        """Some processes of this group, of which this is one, as a group of their own."""
+        """Some processes of this group, including this one, as a group of their own."""
         name = f"{self._name}/of-{'-'.join(map(str, members))}"
         return self._group(members.index(self.index), members, name)
 

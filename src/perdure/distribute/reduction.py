@@ -50,7 +50,7 @@ class Reduction:
         self._nodes: list[tuple[TreeNode, Any]] | None = None
 
     def push(self, device: int, replica: int, value: Any) -> None:
-        """Add a contribution; those of one device come in order, devices from any thread."""
+        """Add a contribution; each device adds its contributions in order, from any thread."""
         here, plan = self._devices[device], self._plan
         form = None
         if len(plan.local_replicas) > 1:  # else there is no other to compare it with

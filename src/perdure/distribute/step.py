@@ -131,7 +131,7 @@ class TrainStep:
         journal = self.journal if self.journal and self.journal.wants(step + 1) else None
         if journal is not None:
             journal.note(batch.values, engine.processes, sum(engine.devices_per_process))
-        audit = self._audit and self._audit.of_step(step)
+        audit = self._audit and self._audit.audited_step(step)
         traced = self._is_tracing and is_computing_traced(step + 1)
         # In one fused program there are no contributions.
         self._by_verbs_because = (
@@ -242,7 +242,7 @@ class TrainStep:
                 yield replica, value
                 del value  # not alive beside the next one
 
-        # Where an update failed in one process, its state is older than that of the others.
+        # If an update failed in one process, its state is older than the state of the others.
         at = f"step {step} of training function {self._number}, which has made {self._updates} updates"
         try:
             self._run(contribute, states)

@@ -14,7 +14,7 @@ from jax import lax
 
 from perdure.distribute.jax.xla_settings import ask_for_determinism, pin
 from perdure.doctor.kernels import DETERMINISTIC, ONE_THREAD, listed
-from perdure.runtime.environment import JAX_THREADS, Settings, of_jax_as_it_is
+from perdure.runtime.environment import JAX_THREADS, Settings, present_jax_settings
 
 
 def prepare(condition: str) -> None:
@@ -28,7 +28,7 @@ def prepare(condition: str) -> None:
 
 
 def describe() -> Settings:
-    return {"devices": listed(devices()), **of_jax_as_it_is()}
+    return {"devices": listed(devices()), **present_jax_settings()}
 
 
 def devices() -> dict[str, tuple[str, Any]]:

@@ -55,11 +55,11 @@ def check_program(
     results: list[Result] = []
     for number in range(1, PROCESSES + 1):
         progress(f"the program, started for the {('first', 'second')[number - 1]} time")
-        place = directory / f"process-{number}"
+        own_directory = directory / f"process-{number}"
         try:
             outcome = execute(
                 program,
-                place,
+                own_directory,
                 [end],
                 devices=options.devices,
                 restarts=0,

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from perdure.distribute.torch.engine import THREADS, fix_cublas
 from perdure.doctor.kernels import DETERMINISTIC, ONE_THREAD, Refused, listed
-from perdure.runtime.environment import Settings, of_torch
+from perdure.runtime.environment import Settings, torch_settings
 
 
 def prepare(condition: str) -> None:
@@ -29,7 +29,7 @@ def prepare(condition: str) -> None:
 def describe() -> Settings:
     found = devices()
     _, first = next(iter(found.values()))
-    return {"devices": listed(found), **of_torch(first)}
+    return {"devices": listed(found), **torch_settings(first)}
 
 
 def devices() -> dict[str, tuple[str, Any]]:

@@ -15,7 +15,7 @@ class Diagnosis:
     evidence: tuple[str, ...]
 
 
-STEADY = (
+NONDETERMINISM_PROBES = (
     # First, because every probe that runs code in the program leaves other bytes in free memory.
     ("memory", "memory", "the same pattern in all memory that nothing was written to"),
     ("clock", "time", "a clock that only counts how often it is read"),
@@ -25,23 +25,23 @@ STEADY = (
     ("process", "process", "a fixed number of the process and of the attempt"),
     ("one thread", "threads", "one thread"),
 )
-"""Each probe that takes away a cause of differences between all runs: the cause, and what it does."""
+"""Each probe that removes a cause of differences between any two runs: probe, cause, and effect."""
 
-STALE = (
+CACHE_PROBES = (
     ("no caches", "stale value", "functools.cache and lru_cache that keep nothing"),
     ("no jit", "stale value", "functions that JAX does not compile"),
 )
-"""What only a resumed process does otherwise: it computes a value anew that another one has kept."""
+"""Each probe that makes the undisturbed run, too, compute values again that it would have kept."""
 
-PLANTED = {
+ENVIRONMENT_PROBES = {
     "shuffled directories": "directory order",
     "poisoned memory": "memory",
     "late threads": "threads",
     "fast timers": "time",
 }
-"""The cause that each plant of another machine adds."""
+"""The cause that each change of the environment, as on another machine, adds."""
 
-_OF_A_DRILL = """
+_DRILL_CAUSES = """
 time: the result depends on the clock
     Let no value of time.time(), datetime.now() or a timer reach the state or the update; use the step
     instead, or read the clock once and keep the value in the state.
@@ -144,7 +144,7 @@ unreadable: a committed checkpoint cannot be read from the run directory any mor
     of its own, another program. Deletion belongs to the manager: max_to_keep, or `perdure prune`.
 """
 
-_OF_TWO_RUNS = """
+_BISECT_CAUSES = """
 not repeatable: two replays of one run have other bits
     `perdure drill -- COMMAND` looks for the cause. Repair it, then compare the runs again.
 
@@ -207,7 +207,7 @@ def _parsed(text: str) -> dict[str, tuple[str, str]]:
     return causes
 
 
-CAUSES = _parsed(_OF_A_DRILL) | _parsed(_OF_TWO_RUNS)
+CAUSES = _parsed(_DRILL_CAUSES) | _parsed(_BISECT_CAUSES)
 """Meaning and advice of each cause."""
 
 

@@ -58,7 +58,7 @@ def reference(outcome: Outcome) -> dict[Key, Commit]:
 
 
 def compare(expected: Outcome, actual: Outcome) -> tuple[int, RunDifference | None]:
-    """How many checkpoints both runs have, and the first difference: in one of them, or at the end."""
+    """How many checkpoints both runs have, and the first difference: in a checkpoint, or at the end."""
     known, rules = reference(expected), _retained_by(expected)
     common = sorted(
         (commit for commit in actual.commits if (commit.run, commit.step) in known),

@@ -44,7 +44,7 @@ def run_drill(
 ) -> DrillReport:
     """Run `command` undisturbed and under faults, and compare every checkpoint.
 
-    `directory` holds all runs; those that differ are kept. Raises LaunchError if the command fails
+    `directory` holds all runs; runs that differ are kept. Raises LaunchError if the command fails
     without a fault, saves nothing or never restores, if a fault cannot happen to it, or a directory
     cannot be used; DrillStopped, with the report so far, if this process was asked to end.
     """
@@ -142,9 +142,9 @@ class _Drill:
     def _with_phases(self, observed: Observed, plain: Outcome) -> Observed:
         """Watch which lines run, in a run of its own: a compiler may leave out what is watched."""
         self.progress("undisturbed, watched for its phases", None)
-        place = self.directory / "undisturbed-3"
-        watched = execute(self.program, place, asked={"phases": True})
-        _remove_checkpoints(place)
+        directory = self.directory / "undisturbed-3"
+        watched = execute(self.program, directory, asked={"phases": True})
+        _remove_checkpoints(directory)
         if watched.problem:
             return observed
         phases = phases_of(replace(watched, commits=plain.commits))
@@ -191,8 +191,8 @@ class _Drill:
         retry = 0
         while True:
             name = f"run-{scenario.number:03d}{f'-{retry}' if retry else ''}"
-            place = self.directory / name
-            outcome = execute(self.program, place, scenario.attempts, observed.limits)
+            directory = self.directory / name
+            outcome = execute(self.program, directory, scenario.attempts, observed.limits)
             if scenario.kind not in _OTHER_CLOCKS:  # an export may have a date
                 outcome.hash_exports(plain.exports)
             compared, difference = compare(plain, outcome)
@@ -204,12 +204,12 @@ class _Drill:
                 _remove_checkpoints(self.directory / f"{name}-control")
                 compared, difference = compare(plain, outcome)
             if difference is None and not outcome.problem:
-                difference = read_back(place, self.ends, plain) or compare_best(
-                    self.directory / "undisturbed-2", place, plain
+                difference = read_back(directory, self.ends, plain) or compare_best(
+                    self.directory / "undisturbed-2", directory, plain
                 )
             row = DrillRow(scenario, outcome, compared, difference)
             if row.verdict == "pass":
-                _remove_checkpoints(place)
+                _remove_checkpoints(directory)
             retry += 1
             if row.verdict != "not fired" or retry == TRIES:
                 return row

@@ -50,10 +50,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class DrilledProgram:
-    """The program that is drilled, and the working directory of which each run gets a copy.
+    """The program that is drilled, and the working directory that is copied for each run.
 
-    `read_only` are real paths of run directories that it only reads; `cache` is where JAX keeps
-    compiled programs.
+    `read_only` are real paths of run directories that the program only reads; `cache` is where JAX
+    keeps compiled programs.
     """
 
     command: tuple[str, ...]

@@ -127,18 +127,18 @@ class FaultInjector:
         # An absolute path leads to the same place as a relative one; the program's own look does not.
         own_view = path.startswith(self._root + os.sep)
         path = path.removeprefix(self._root)
-        name, place = redirected(self.directory, path)
-        is_inside = place.startswith(self._root + os.sep)
+        name, target = redirected(self.directory, path)
+        is_inside = target.startswith(self._root + os.sep)
         self._opened.add(path)
         self._reach("open", name=path, redirected=None if own_view and is_inside else True)
         if not is_inside:
-            return _WatchedStorage(place, self)
-        self._names[place] = name
+            return _WatchedStorage(target, self)
+        self._names[target] = name
         link = self.directory / RUNS / name
         link.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileExistsError):
-            link.symlink_to(place)
-        return _WatchedStorage(place, self)
+            link.symlink_to(target)
+        return _WatchedStorage(target, self)
 
     def note(self, event: str, where: str, **fields: Any) -> None:
         """Record what the program gives the manager of a run directory."""
@@ -253,10 +253,10 @@ class FaultInjector:
         except FileExistsError:
             return False
         when = "before the first step" if self._step is None else f"after step {self._step}"
-        place = f"step {step}" if point == "step" else f"{point} {when}"
+        moment = f"step {step}" if point == "step" else f"{point} {when}"
         if point == "manifest.sync" and fault.act == "kill":
-            place = f"the commit of step {int(Path(self._linked['manifest.link']).stem)}"
-        self._record("fired", act=fault.describe_act(), at=place)
+            moment = f"the commit of step {int(Path(self._linked['manifest.link']).stem)}"
+        self._record("fired", act=fault.describe_act(), at=moment)
         return True
 
     def _act(self, fault: Fault, path: str) -> None:
@@ -297,7 +297,7 @@ class FaultInjector:
 
 
 def redirected(directory: Path, path: str) -> tuple[str, str]:
-    """The name below `runs/` and the place of a run directory, for the drilled run in `directory`.
+    """The name below `runs/` and the path of a run directory, for the drilled run in `directory`.
 
     `path` is a URL, or a real path outside of the drill, whose copy is in the working directory or
     below `runs/`.

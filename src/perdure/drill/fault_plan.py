@@ -1,6 +1,6 @@
 """Plans the faults: a function of the seed and of what an undisturbed run has shown.
 
-Every kind of fault draws its own places. A kind that cannot happen to the program gives the reason.
+Every kind of fault draws its own points. A kind that cannot happen to the program gives the reason.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def possible_kinds(observed: Observed, wanted: Sequence[str]) -> tuple[list[str]
 
 @dataclass(frozen=True)
 class _Places:
-    """Draws places for faults from the first `share` of what was observed of a program."""
+    """Draws points for faults from the first `share` of an observed run."""
 
     observed: Observed
     rng: random.Random

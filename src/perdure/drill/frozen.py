@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from perdure.state.held import SCALARS, generator_state, set_generator_state
+from perdure.state.reachable import PLAIN_TYPES, generator_state, set_generator_state
 
 Frozen = tuple[Any, ...]
 """A tag and the data of a value; see `freeze`."""
@@ -34,7 +34,7 @@ def freeze(value: Any, depth: int = 0) -> Frozen | None:
 
 
 def _frozen(value: Any, depth: int) -> Frozen | None:
-    if isinstance(value, SCALARS):
+    if isinstance(value, PLAIN_TYPES):
         return ("scalar", value)
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else ("numpy", value.copy())
@@ -62,14 +62,15 @@ def _frozen_jax(value: Any) -> Frozen:
 
 def _frozen_container(value: Any, depth: int) -> Frozen | None:
     if isinstance(value, dict):
-        if len(value) > _MOST_ITEMS or not all(isinstance(key, (*SCALARS, tuple)) for key in value):
+        kinds = (*PLAIN_TYPES, tuple)
+        if len(value) > _MOST_ITEMS or not all(isinstance(key, kinds) for key in value):
             return None
         return ("dict", {key: freeze(item, depth + 1) for key, item in value.items()})
     if isinstance(value, (list, deque, tuple)) and len(value) <= _MOST_ITEMS:
         parts = [freeze(item, depth + 1) for item in value]
         tag = "tuple" if isinstance(value, tuple) else "list"
         return None if any(part is None for part in parts) else (tag, parts)
-    if isinstance(value, (set, frozenset)) and all(isinstance(item, SCALARS) for item in value):
+    if isinstance(value, (set, frozenset)) and all(isinstance(item, PLAIN_TYPES) for item in value):
         return ("set", sorted(value, key=repr))
     return None
 

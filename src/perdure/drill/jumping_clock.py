@@ -127,7 +127,7 @@ def _replace_clock(now: Callable[[], float], now_ns: Callable[[], int]) -> None:
 
 
 def _like(real: type) -> type:
-    """The class of a subclass of which each value of `real` is an instance."""
+    """The metaclass of a subclass: each value of `real` counts as an instance."""
     check = {"__instancecheck__": lambda _, value: isinstance(value, real)}
     return type("Like", (type,), check)
 

@@ -46,6 +46,7 @@ from typing import Any
 
 from perdure.drill.jumping_clock import count_time, install_jumps, run_faster
 from perdure.drill.written_files import record
+from perdure.runtime.process_group import ATTEMPT
 from perdure.state.program_code import is_program_file
 
 PROBE = "PERDURE_DRILL_PROBE"
@@ -73,7 +74,7 @@ _VARIABLES = {
     "hash": {"PYTHONHASHSEED": "0"},
     "addresses": {"PYTHONHASHSEED": "0"},
     "no jit": {"JAX_DISABLE_JIT": "1"},
-    "process": {"PERDURE_ATTEMPT": "1"},
+    "process": {ATTEMPT: "1"},
     "memory": {"MALLOC_PERTURB_": str(_POISON)},
     "poisoned memory": {"MALLOC_PERTURB_": str(_POISON)},
     "one thread": dict.fromkeys(

@@ -3,7 +3,7 @@ resume.
 
 The first attempt records what the process holds when its loop comes back to its head after a save.
 A resumed one is stopped at the same line for the first time, before its first new step: there the
-differing values are listed, and those that were asked for are put back. A program without a loop of
+differing values are listed, and the requested ones are put back. A program without a loop of
 its own (Trainer, Keras fit) is recorded and changed when it reports the step or the restore.
 """
 
@@ -33,8 +33,8 @@ from perdure.drill.frozen import describe, freeze, have_one_seed, kind_of, put_b
 from perdure.drill.working_directory import LARGEST_COPY, MOST_ENTRIES, files_below
 from perdure.drill.written_files import EVENTS
 from perdure.state import bits
-from perdure.state.held import Held, frames_of_threads, held_values, program_frames
 from perdure.state.program_code import is_program_file
+from perdure.state.reachable import Reachable, frames_of_threads, program_frames, reachable_values
 
 HELD = "held"
 ITERATORS = "iterators"
@@ -105,8 +105,8 @@ class ResumeProbe:
 
     def _record(self, step: int, frames: Sequence[FrameType], head: Head | None) -> None:
         parts: dict[str, bytes] = {}
-        for name, held in held_values([*frames, *frames_of_threads()]).items():
-            if (frozen := freeze(held.get())) is not None:
+        for name, reached in reachable_values([*frames, *frames_of_threads()]).items():
+            if (frozen := freeze(reached.get())) is not None:
                 with suppress(pickle.PicklingError, TypeError, AttributeError):
                     parts[name] = pickle.dumps(frozen)
         _write(self._path(step), pickle.dumps((head, parts, self._changed_files())))
@@ -152,13 +152,13 @@ class ResumeProbe:
         head: Head | None,
         parts: Mapping[str, bytes],
     ) -> None:
-        held = held_values([*frames, *frames_of_threads()])
+        reached = reachable_values([*frames, *frames_of_threads()])
         early = self._early()
         for name, data in parts.items():
-            if name not in held:
+            if name not in reached:
                 continue  # assigned before it is read, or the program would fail
             then = pickle.loads(data)  # noqa: S301
-            now = freeze(value := held[name].get())
+            now = freeze(value := reached[name].get())
             if bits.same(now, then) or (type(value) is int and value == step):
                 continue  # the step that was restored is where the loop begins, and differs rightly
             unit = {"name": name, "kind": kind_of(then), "what": describe(then)}
@@ -167,9 +167,9 @@ class ResumeProbe:
                 unit["seed"] = "same" if True in seeds else "other" if False in seeds else "unknown"
             self._listed.append(unit)
             if name in self._put:
-                held[name].bind(put_back(value, then))
+                reached[name].bind(put_back(value, then))
         _write_locals(frames)
-        found = readers(held, frames, head)
+        found = readers(reached, frames, head)
         for name, advance in found.items():
             if self._put & {ITERATORS, f"{ITERATORS} {name}"}:
                 advance(step, self._note)
@@ -307,11 +307,11 @@ def _head(file: str, line: int) -> ast.For | ast.While | None:
 
 
 def readers(
-    held: Mapping[str, Held], frames: Sequence[FrameType], head: Head | None
+    reached: Mapping[str, Reachable], frames: Sequence[FrameType], head: Head | None
 ) -> dict[str, Advance]:
     """All that the program holds, or the head of its loop names, and that may give it items."""
     found: dict[str, Advance] = {}
-    for name, each in held.items():
+    for name, each in reached.items():
         value = each.get()
         if hasattr(type(value), "__next__") and not hasattr(value, "fileno"):
             found[name] = partial(_advance, name, value)
@@ -385,7 +385,7 @@ class _Advanced:
         return wrapped
 
     def _skipped(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """An iterator after the first items; if it has fewer, another one after those that are left."""
+        """An iterator after the first items; if it has fewer, a second one after the rest."""
         steps, self._steps = self._steps, 0
         items = make()
         for done in range(steps):

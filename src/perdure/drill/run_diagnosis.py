@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from perdure.drill.causes import PLANTED, STALE, STEADY, Diagnosis, diagnosis
+from perdure.drill import causes
+from perdure.drill.causes import CACHE_PROBES, ENVIRONMENT_PROBES, Diagnosis, diagnosis
 from perdure.drill.compare import RunDifference, bits_of, compare, reference
 from perdure.drill.fault_plan import AFTER_COMMIT, LAST, kill_after_commit
 from perdure.drill.resume_probe import HELD, ITERATORS
@@ -140,7 +141,7 @@ def _changes(probes: Probes, scenario: Scenario) -> Iterator[Change]:
 
 
 def _plants(probes: Probes) -> Iterator[Change]:
-    for plant, cause in PLANTED.items():
+    for plant, cause in ENVIRONMENT_PROBES.items():
         yield cause, f"with {plant}", partial(probes.undisturbed, plant)
 
 
@@ -188,7 +189,7 @@ class ResumeDiagnosis:
 
     def find_steady(self) -> Diagnosis:
         """The probe under which two resumed runs are equal to an undisturbed run under it."""
-        for probe, cause, meaning in (*STEADY, *STALE):
+        for probe, cause, meaning in (*causes.NONDETERMINISM_PROBES, *CACHE_PROBES):
             if probe == "no jit" and "jax" not in self._probes.observed.modules:
                 continue
             plain = self._probes.undisturbed(probe)
@@ -265,13 +266,13 @@ class ResumeDiagnosis:
                 "had at the checkpoint"
             )
         elif self._is_gone(f"{few(generators)} put back", put=generators):
-            return self._of_generators(by_kind["generator"])
+            return self._diagnose_generators(by_kind["generator"])
         if not iterators:
             self.evidence.append("the loop and the program hold no iterator that could be advanced")
         elif self._is_gone(
             f"what the loop reads from ({few(iterators)}) advanced", put=[ITERATORS]
         ):
-            return self._of_iterators()
+            return self._diagnose_iterators()
         values = [*by_kind["number"], *by_kind["array"]]
         for unit in values[:_MOST_SINGLE]:
             if self._is_gone(f"{unit['name']} ({unit['what']}) put back", put=[unit["name"]]):
@@ -283,14 +284,14 @@ class ResumeDiagnosis:
         others = [*generators, *files, *[ITERATORS] * bool(iterators)]
         return self._put_back_groups(others, values, run)
 
-    def _of_generators(self, units: Sequence[Unit]) -> Diagnosis:
-        """Whether those that are needed begin again, or were seeded otherwise."""
+    def _diagnose_generators(self, units: Sequence[Unit]) -> Diagnosis:
+        """Whether the needed generators begin again, or have another seed."""
         other = [unit["name"] for unit in units if unit["seed"] == "other"]
         same = [unit["name"] for unit in units if unit["seed"] != "other"]
         said = f"{few(other)} begins with another seed than in the first process"
-        return self._of_two(same, "random generator", other, "other seed", said)
+        return self._choose_cause(same, "random generator", other, "other seed", said)
 
-    def _of_iterators(self) -> Diagnosis:
+    def _diagnose_iterators(self) -> Diagnosis:
         """An iterator that gives numbers may be a schedule or a counter, and no data."""
         sorts: dict[str, str] = {}
         for path in (self._last / HELD).glob("items-*.json"):
@@ -299,9 +300,9 @@ class ResumeDiagnosis:
         puts = [f"{ITERATORS} {name}" for name in numbers]
         data = [f"{ITERATORS} {name}" for name in sorts if name not in numbers]
         said = f"{few(numbers)}: each item is one number"
-        return self._of_two(data, "data position", puts, "iterator", said)
+        return self._choose_cause(data, "data position", puts, "iterator", said)
 
-    def _of_two(
+    def _choose_cause(
         self, usual: Sequence[str], cause: str, special: Sequence[str], other: str, said: str
     ) -> Diagnosis:
         """Which of two sorts has to be put back; `other` is the cause of the `special` one."""

@@ -43,14 +43,14 @@ PARTS = {
 computation. What a program has of them depends on how it computes a step."""
 
 _GENERATORS = ("generators", "draws")
-_OF_TOPOLOGY = ("contribution", "total", "update", "state")
+_TOPOLOGY_PARTS = ("contribution", "total", "update", "state")
 
 
 @dataclass(frozen=True)
 class PartDifference:
     """The first part of a step that differs between two computations of it.
 
-    `numbers` are the logical replicas that differ, of how many; `leaves` those of the first one.
+    `numbers` are the logical replicas that differ, of `of`; `leaves` the first one's differing leaves.
     """
 
     part: str
@@ -145,8 +145,8 @@ def bisect_step(
     part = first_different_part(*parts)
     replayed = one.judged(whole[0], progress), two.judged(whole[1], progress)
     is_topology = False
-    if part is not None and part.part in _OF_TOPOLOGY and one.topology != two.topology:
-        other = replace(two, topology=one.topology, place=two.place / "other")
+    if part is not None and part.part in _TOPOLOGY_PARTS and one.topology != two.topology:
+        other = replace(two, topology=one.topology, directory=two.directory / "other")
         is_topology = first_different_part(parts[0], other.replay(step, progress).parts) is None
     cause = likely_cause(
         step,
@@ -171,7 +171,7 @@ class _Side:
     reference: Reference
     last: int
     topology: tuple[int, int | None]
-    place: Path
+    directory: Path
 
     @staticmethod
     def of(
@@ -181,30 +181,30 @@ class _Side:
         step: int,
         last_equal: int | None,
         options: BisectOptions,
-        place: Path,
+        directory: Path,
     ) -> _Side:
         """The side of the run `name`."""
-        run, place = Run(name), place.absolute()
+        run, directory = Run(name), directory.absolute()
         reference = Reference.of(run, last_equal or 0)
-        program = DrilledProgram.here(command, place.parent, read_only=options.read_only)
-        # Without a line of the journal for the step, it is taken for that of one process.
+        program = DrilledProgram.here(command, directory.parent, read_only=options.read_only)
+        # Without a line of the journal, the step counts as a step of one process.
         entry = reference.entries.get(step)
         known = entry.topology if entry is not None else {}
         processes, devices = known.get("processes"), known.get("devices")
         workers = processes if isinstance(processes, int) and processes > 0 else 1
         each = devices // workers if isinstance(devices, int) else None
         topology = options.workers or workers, options.devices or each
-        return _Side(run, named == name, named, program, reference, step, topology, place)
+        return _Side(run, named == name, named, program, reference, step, topology, directory)
 
     def replay(self, step: int, progress: Callable[[str], None]) -> Recomputed:
         """Compute the steps up to `step`, and the parts of that one."""
         stretch = Stretch(self.reference.start, step, step)
         progress(f"{self.run.where}: {stretch.describe()}")
         program = replace(self.program, workers=self.topology[0])
-        number = len([*self.place.glob("replay-*")]) + 1
-        place = self.place / f"replay-{number}"
+        number = len([*self.directory.glob("replay-*")]) + 1
+        directory = self.directory / f"replay-{number}"
         try:
-            return recompute(program, self.run, stretch, place, self.topology[1], self.named)
+            return recompute(program, self.run, stretch, directory, self.topology[1], self.named)
         except LaunchError as error:
             hint = "" if self.is_own else "\nIf it was started with another command: --command2."
             raise LaunchError(f"{self.run.where}, step {step}: {error}{hint}") from error
@@ -257,7 +257,7 @@ def likely_cause(
     `generators` were drawn from in the step and differed before it; `is_alike`: the replays have
     the same bits, with `is_topology` once both run on the same devices and processes.
     """
-    evidence = [line for each in runs for line in _of_run(each)]
+    evidence = [line for each in runs for line in _run_evidence(each)]
     if not all(each.is_repeatable for each in runs):
         return diagnosis("not repeatable", *evidence)
     results = [each.result for each in runs]
@@ -295,7 +295,7 @@ def likely_cause(
     return diagnosis(PARTS[part.part][1], *evidence)
 
 
-def _of_run(each: ReplayedRun) -> list[str]:
+def _run_evidence(each: ReplayedRun) -> list[str]:
     result = each.result
     if result.verdict == "reproduced":
         return [f"{each.run}: its program computes what it has recorded"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from perdure.drill.causes import STEADY, Diagnosis, diagnosis
+from perdure.drill.causes import NONDETERMINISM_PROBES, Diagnosis, diagnosis
 from perdure.drill.compare import RunDifference, compare
 from perdure.drill.execution import DrilledProgram, execute
 from perdure.drill.observed import Observed
@@ -114,7 +114,7 @@ def repeats_for(equal: float) -> int:
 def steady_cause(run: Callable[..., Outcome], repeats: int, tried: Sequence[str]) -> Diagnosis:
     """The probe under which `repeats` runs are equal to each other, while runs without it are not."""
     evidence = list(tried)
-    for probe, cause, meaning in STEADY:
+    for probe, cause, meaning in NONDETERMINISM_PROBES:
         result = _compare_repeats(run, repeats, probe)
         if result != "":
             evidence.append(f"runs with {meaning} {result}")
@@ -125,13 +125,13 @@ def steady_cause(run: Callable[..., Outcome], repeats: int, tried: Sequence[str]
             return diagnosis(cause, *evidence, f"and runs without it {without}")
         evidence.append(f"but by now, {repeats} runs without it are equal, too")
         return diagnosis("unknown", *evidence)
-    every = tuple(probe for probe, _, _ in STEADY)
+    every = tuple(probe for probe, _, _ in NONDETERMINISM_PROBES)
     result = _compare_repeats(run, repeats, *every)
     if result:
         return diagnosis("unknown", *evidence, f"runs under all of these {result}")
     needed = [
         cause
-        for probe, cause, _ in STEADY
+        for probe, cause, _ in NONDETERMINISM_PROBES
         if _compare_repeats(run, repeats, *(other for other in every if other != probe))
     ]
     evidence.append(f"{repeats} runs under all of these are equal")

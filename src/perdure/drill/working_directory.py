@@ -74,9 +74,9 @@ class WorkingDirectory:
 
     def _moved(self, root: Path, argument: str) -> str:
         parent, name = os.path.split(argument)
-        place = os.path.join(os.path.realpath(parent), name)
-        is_inside = os.path.isabs(argument) and place.startswith(self.source + os.sep)
-        return str(root) + place if is_inside and os.path.lexists(str(root) + place) else argument
+        real = os.path.join(os.path.realpath(parent), name)
+        is_inside = os.path.isabs(argument) and real.startswith(self.source + os.sep)
+        return str(root) + real if is_inside and os.path.lexists(str(root) + real) else argument
 
     def _list_parents(self) -> None:
         parents = [str(path) for path in reversed(Path(self.source).parents)]
@@ -150,7 +150,7 @@ class WorkingDirectory:
 
 
 def files_below(directory: str) -> Iterator[str]:
-    """The files of a directory, without those of run directories and compiled ones."""
+    """The files of a directory, without files of run directories and compiled files."""
     for folder, folders, names in os.walk(directory):
         if MARKER in names:
             folders.clear()

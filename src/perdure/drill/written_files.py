@@ -24,7 +24,7 @@ _MOST_LINES = 5_000_000
 
 
 def record(directory: str, event: str, **fields: Any) -> None:
-    """Append an event of this process to those of the drilled run in `directory`."""
+    """Append an event of this process to the events of the drilled run in `directory`."""
     worker = int(os.environ.get("RANK") or 0)  # set by the supervisor
     line = {"e": event, "t": time.monotonic(), "w": worker, **fields}
     # One write to a file opened for appending, so that lines of several processes do not mix.
@@ -58,11 +58,11 @@ def watch_files(directory: str) -> None:
         module = str(frame.f_globals.get("__name__"))
         if module.startswith(_OWN) and not module.startswith(_EXPORTS):
             return
-        place = os.path.abspath(path)
-        if place.startswith(_SYSTEM) or "__pycache__" in place:
+        absolute = os.path.abspath(path)
+        if absolute.startswith(_SYSTEM) or "__pycache__" in absolute:
             return
         left -= 1
-        record(directory, "written", path=place, append=bool(flags & os.O_APPEND))
+        record(directory, "written", path=absolute, append=bool(flags & os.O_APPEND))
 
     sys.addaudithook(hook)
 
@@ -92,7 +92,7 @@ class LineSigns:
         return f"{hash(frozenset(lines)) & 0xFFFFFFFF:08x}" if self._left else ""
 
     def _is_of_program(self, frame: FrameType) -> bool:
-        from perdure.state.held import is_program_frame
+        from perdure.state.reachable import is_program_frame
 
         known = self._known.get(frame.f_code)
         if known is None:

@@ -70,7 +70,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if backup_dir is None or not os.fspath(backup_dir):
-            # The phrases in the errors are those of Keras, which users and their tests look for.
+            # The errors have the phrases of Keras, for which users and their tests look.
             raise ArgumentError(
                 f"Empty `backup_dir` argument passed: expected a directory, found {backup_dir!r}."
             )

@@ -2,7 +2,7 @@
 was compiled with, that changed since training began.
 
 A callback with `state_dict` defines its own. Of others every value that has an exact form and has
-changed is saved; a warning names those that have none. They are packed into one text and arrays,
+changed is saved; a warning names values without a form. They are packed into one text and arrays,
 because they grow and have no template. What layers, optimizers, schedules, losses and metrics hold
 counts where the step reads it (PyTorch, `run_eagerly`). A compiled step has read it once: a later
 change is only warned about. Variables that a step changes are saved in both cases.
@@ -39,7 +39,7 @@ from perdure.keras.fit_internals import (
     set_direction,
 )
 from perdure.state import bits
-from perdure.state.attribute_values import Kind, kind_of, put_value, untracked
+from perdure.state.attribute_values import ValueKind, kind_of, put_value, untracked
 from perdure.state.containers import (
     PLAIN_MAPPINGS,
     build_container,
@@ -48,10 +48,11 @@ from perdure.state.containers import (
 )
 from perdure.state.keras_state import attributes_of
 from perdure.state.leaf_spec import type_name
+from perdure.state.leaf_values import CONTAINERS
 from perdure.state.program_code import (
     changed_cells,
-    is_of_program,
     is_program_module,
+    is_user_class,
     names_in,
 )
 from perdure.state.value_forms import Form, made_value, mapping_like, whole_form
@@ -62,7 +63,7 @@ from perdure.text import few
 _IN_RECIPE = (EarlyStopping, LearningRateScheduler, ReduceLROnPlateau, SwapEMAWeights)
 
 _TAG = "perdure"
-_CONTAINERS = (bytearray, deque, dict, frozenset, list, set, tuple)
+_CONTAINERS_AND_BYTES = (*CONTAINERS, bytearray)
 _SETS = (set, frozenset)
 _MEMBERS = (
     keras.Variable,
@@ -126,7 +127,7 @@ class CallbackState:
         seen |= set(map(id, variables))
         found: dict[str, Any] = {}
         for name, owner in (self._named | self._owners).items():
-            is_part = is_of_program(type(owner)) and not isinstance(owner, keras.Layer)
+            is_part = is_user_class(type(owner)) and not isinstance(owner, keras.Layer)
             if is_part and not self._is_stateful(name):
                 for attribute, value in _attributes(owner).items():
                     found |= _members_in(value, f"{name}.{attribute}", seen)
@@ -223,9 +224,9 @@ class CallbackState:
 
 
 class _Variables:
-    """The variables that functions use outside of themselves: those that they close over, and those of
-    the program's modules. Not lists and arrays, which are logs and data, except those that a function
-    `of_step` closes over and may change."""
+    """The variables outside of functions that they use: closure variables, and variables of the
+    program's modules. Lists and arrays are logs and data, and left out, unless a function `of_step`
+    closes over them and may change them."""
 
     def __init__(self, functions: list[FunctionType], *, of_step: bool) -> None:
         self._cells: dict[str, CellType] = {}
@@ -260,7 +261,7 @@ class _Variables:
 
 def _is_counted(value: Any) -> bool:
     parts = value.values() if isinstance(value, dict) else value
-    has_arrays = isinstance(value, _CONTAINERS) and any(map(_is_array, parts))
+    has_arrays = isinstance(value, _CONTAINERS_AND_BYTES) and any(map(_is_array, parts))
     is_other = callable(value) or isinstance(value, (list, ModuleType, *_MEMBERS))
     return not (has_arrays or is_other or _is_array(value))
 
@@ -272,7 +273,7 @@ def _is_array(value: Any) -> bool:
 def _code_of(name: str, owner: Any, *, of_step: bool) -> dict[str, Any]:
     """The program's classes of a callback or a part of the model, whose attributes may count for all of
     its objects, and the variables that its functions use; `of_step`: the step calls them."""
-    classes = {base.__qualname__: base for base in type(owner).__mro__ if is_of_program(base)}
+    classes = {base.__qualname__: base for base in type(owner).__mro__ if is_user_class(base)}
     held = [
         owner,
         *getattr(owner, "__dict__", {}).values(),
@@ -314,7 +315,7 @@ def _parts(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """The parts of the program, by path, that a step of the model calls: losses, metrics, optimizers,
     schedules, functions and other objects that can be called; and regularizers, also Keras's own."""
     value = value.__self__ if isinstance(value, MethodType) else value
-    is_users = is_of_program(type(value)) and callable(value)
+    is_users = is_user_class(type(value)) and callable(value)
     is_users = is_users or isinstance(value, keras.regularizers.Regularizer)
     is_part = is_users or isinstance(value, (*_COMPILED, FunctionType, keras.Layer, partial))
     if id(value) in seen or not (is_part or isinstance(value, (dict, list, tuple))):
@@ -387,7 +388,7 @@ def _containers(callback: Any) -> dict[str, list[Any]]:
         return {}
     found: dict[str, list[Any]] = {}
     for name, value in _attributes(callback).items():
-        if isinstance(value, _CONTAINERS) and not is_plain(value):
+        if isinstance(value, _CONTAINERS_AND_BYTES) and not is_plain(value):
             found[name] = [*value.items()] if isinstance(value, dict) else [*value]
         elif _is_object(value) and not is_plain(value):  # of a class in a function, say
             found[name] = [*vars(value).items()]
@@ -396,7 +397,7 @@ def _containers(callback: Any) -> dict[str, list[Any]]:
 
 def _is_object(value: Any) -> bool:
     is_member = isinstance(value, _MEMBERS)
-    return is_of_program(type(value)) and hasattr(value, "__dict__") and not is_member
+    return is_user_class(type(value)) and hasattr(value, "__dict__") and not is_member
 
 
 def _same_objects(items: list[Any], before: list[Any] | None) -> bool:
@@ -496,7 +497,7 @@ def _encode(value: Any, arrays: dict[str, Any]) -> Any:
 
 
 def _encode_tensor(tensor: Any, arrays: dict[str, Any]) -> Any:
-    if kind_of(tensor) is not Kind.ARRAY:
+    if kind_of(tensor) is not ValueKind.ARRAY:
         raise TypeError("torch.Tensor")
     name = str(len(arrays))
     arrays[name] = np.frombuffer(bits.octets(tensor), np.uint8).copy()

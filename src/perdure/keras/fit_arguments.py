@@ -18,14 +18,14 @@ from perdure.data.sources import ArraySource
 from perdure.errors import PerdureError
 from perdure.keras import fit_batches
 from perdure.keras.fit_internals import RunningFit, compiled_metrics, torch_device
-from perdure.runtime.environment import of_jax_as_it_is, of_tensorflow, of_torch
+from perdure.runtime.environment import present_jax_settings, tensorflow_settings, torch_settings
 from perdure.state.keras_state import variables_by_path
 
 Description = dict[str, bool | int | float | str]
 
 # Not `epochs`: the bits at a step do not depend on it, so a resumed fit may train for longer.
-_OF_FIT = ("batch_size", "initial_epoch", "shuffle", "steps_per_epoch")
-_OF_FIT += ("validation_batch_size", "validation_freq", "validation_split", "validation_steps")
+_ARGUMENTS = ("batch_size", "initial_epoch", "shuffle", "steps_per_epoch")
+_ARGUMENTS += ("validation_batch_size", "validation_freq", "validation_split", "validation_steps")
 # Learning rates change while an optimizer is used. By optimizer: its config when `fit` first saw it.
 _first_configs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -41,7 +41,7 @@ def describe(fit: RunningFit, callbacks: Mapping[str, Any]) -> Description:
         "keras.dtype": keras.config.dtype_policy().name,
         "environment": _environment(),
         "fit": {
-            **{name: arguments.get(name) for name in _OF_FIT},
+            **{name: arguments.get(name) for name in _ARGUMENTS},
             "class_weight": _config(arguments.get("class_weight")),
             "callbacks": dict(callbacks),
         },
@@ -94,9 +94,9 @@ def _environment() -> dict[str, Any]:
     """Settings that can change bits. Nothing is pinned, because the backend has started by then."""
     torch: Any = sys.modules.get("torch")
     read = {
-        "jax": of_jax_as_it_is,
-        "tensorflow": of_tensorflow,
-        "torch": lambda: of_torch(torch.device(torch_device())),
+        "jax": present_jax_settings,
+        "tensorflow": tensorflow_settings,
+        "torch": lambda: torch_settings(torch.device(torch_device())),
     }.get(keras.backend.backend())
     return {"keras": keras.__version__, **({} if read is None else read())}
 

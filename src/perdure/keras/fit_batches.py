@@ -13,7 +13,7 @@ between, and both draw from the generators.
 | `inside` | whether a pass is under way; between passes `taken` is 0 and `started` None |
 | `made` | passes that were made so far, the current one included |
 | `taken` | batches taken from the current pass |
-| `begin` | the generators when the current pass was made; between passes those of now |
+| `begin` | the generators when the current pass was made; between passes the present ones |
 | `started` | the generators at its first batch; None if they were not recorded then |
 | `random` | the generators now |
 | `batches` | batches of a whole pass; None if that is not known |

@@ -34,7 +34,7 @@ from perdure.text import few
 __all__ = ["MonitorCallback", "print_msg"]
 
 CALLBACK_ATTRIBUTES = frozenset({"_model", "params", "model"})  # Keras sets them on every callback
-# Of a compiled model. `fit` of an outer model may never use those of a nested one.
+# Of a compiled model. `fit` of an outer model may never use the ones of a nested model.
 COMPILED_ATTRIBUTES = ("_optimizer", "_loss_tracker", "_compile_metrics")
 
 _OLDEST = (3, 12)  # the first with today's epoch iterator; tested with 3.15
@@ -125,7 +125,7 @@ class FitIterator:
         return self._iterator._current_iterator is not None
 
     def continue_pass(self, batches: Iterator[Any], steps_seen: int) -> None:
-        """Let the next epoch continue a pass of which `steps_seen` steps are done."""
+        """Let the next epoch continue a pass after `steps_seen` steps."""
         self._iterator._current_iterator = batches
         self._iterator._steps_seen = steps_seen
 

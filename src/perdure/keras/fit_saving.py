@@ -101,7 +101,7 @@ def _children(value: Any) -> list[tuple[str, Any]]:
 def open_manager(
     directory: Any, params: Any, options: ManagerOptions | None = None, **arguments: Any
 ) -> CheckpointManager:
-    """A manager; that of an earlier `fit` is closed, one of the same `fit` is an ArgumentError."""
+    """A manager. That of an earlier `fit` is closed; a second one in a `fit` is an ArgumentError."""
     # A backup holds the random generators itself, as they are at the batch at which `fit` resumes.
     options = replace(options or ManagerOptions(), save_random_state=False)
     # No strategy of perdure computes the state of a `fit`.

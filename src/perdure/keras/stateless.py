@@ -34,7 +34,7 @@ class Stateless:
         self._model = model
         self._optimizer = optimizer
         self._variables = variables_by_path(model)
-        # By identity: on PyTorch, `==` of variables is that of their values.
+        # By identity: on PyTorch, `==` of variables compares their values.
         trained = {id(variable) for variable in model.trainable_variables}
         self._trainable = [p for p, v in self._variables.items() if id(v) in trained]
         self._seeds = [p for p, v in self._variables.items() if v.name == SEED]

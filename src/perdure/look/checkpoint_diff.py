@@ -382,8 +382,8 @@ class _Comparison:
         if count := int(np.count_nonzero(elements)):
             self._differing += count
             if self._first is None:
-                place = int(np.argmax(elements))
-                self._first = (start + place, *_value_texts(x[place], y[place]))
+                index = int(np.argmax(elements))
+                self._first = (start + index, *_value_texts(x[index], y[index]))
         if not self._keys:
             self._measure(x_parts, y_parts, differs)
 

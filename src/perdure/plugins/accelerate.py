@@ -16,10 +16,10 @@ from typing import Any
 
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.errors import StateError, needs_extra, warn_caller
-from perdure.plugins import host
+from perdure.plugins import trainer_library as library
 from perdure.state.per_rank import PerRank
 
-host.require_version("accelerate", "accelerate", "1.1", "2")
+library.require_version("accelerate", "accelerate", "1.1", "2")
 with needs_extra("accelerate"):
     import torch
     from accelerate import Accelerator, skip_first_batches
@@ -72,7 +72,7 @@ def batches(
             f"prepared loader itself: `batches` skips what the run has seen (no `skip_first_batches`)."
         )
     remedy = "Make each DataLoader with persistent_workers=False."
-    host.require_new_workers(host.keeps_workers(accelerator._dataloaders), remedy)
+    library.require_new_workers(library.keeps_workers(accelerator._dataloaders), remedy)
     rank, count = accelerator.process_index, accelerator.num_processes
     is_ddp = accelerator.distributed_type.startswith("MULTI_")  # of which it keeps no reference
     arranges = not getattr(accelerator.ddp_handler, "find_unused_parameters", False)
@@ -84,19 +84,19 @@ def batches(
             f"resume would add the gradients in another order."
         )
     if is_ddp:
-        host.refuse_hook_states(_wrappers(accelerator))
-    with host.manager_of(run, count, save_interval_steps=500) as manager:
+        library.refuse_hook_states(_wrappers(accelerator))
+    with library.manager_of(run, count, save_interval_steps=500) as manager:
         drawn = _Drawn(accelerator)
         hook = register_optimizer_step_post_hook(drawn.on_step)
         try:
-            resumed = host.HostRun(manager, rank, count)
+            resumed = library.LibraryRun(manager, rank, count)
             yield from _batches(accelerator, loader, resumed, epochs, drawn)
         finally:
             hook.remove()
 
 
 def _batches(
-    accelerator: Any, loader: Any, run: host.HostRun, epochs: int, drawn: _Drawn
+    accelerator: Any, loader: Any, run: library.LibraryRun, epochs: int, drawn: _Drawn
 ) -> Iterator[tuple[int, Any]]:
     step = epoch = finished = 0
     told = set[str]()
@@ -110,7 +110,7 @@ def _batches(
         _require_batches(run, position, loader)
     others = [each for each in accelerator._dataloaders if each is not loader]
     if run.resumed is not None and "passes" in run.resumed.state:
-        _restore_passes(others, run.of_process("passes"))
+        _restore_passes(others, run.process_value("passes"))
     run.load_from(loader, *others)
     batches = _even_count(loader)
     accumulation = accelerator.gradient_accumulation_steps
@@ -123,10 +123,10 @@ def _batches(
             accelerator.gradient_accumulation_steps = position["accumulation"]
 
     def state() -> dict[str, Any]:
-        for note in _of_others(accelerator, loader, others) - told:
+        for note in _loader_warnings(accelerator, loader, others) - told:
             told.add(note)
             warn_caller(note)
-        host.share_buffers(accelerator, map(accelerator.unwrap_model, accelerator._models))
+        library.share_buffers(accelerator, map(accelerator.unwrap_model, accelerator._models))
         apart.update(_differing(accelerator._custom_objects))
         counts = {"epoch": epoch, "finished": finished, "accumulated": accelerator.step}
         counts |= {"batches": batches, "batches_now": _count(loader), "ended": epoch >= epochs}
@@ -154,8 +154,8 @@ def _batches(
 
 
 class _Drawn:
-    """The batches that the loop has drawn, all of which a save counts as trained. They are if a
-    prepared optimizer has stepped since the last one: a loop may draw the batches of an accumulation
+    """The batches that the loop has drawn. A save counts all of them as trained, which is right if a
+    prepared optimizer has stepped since the last batch: a loop may draw the batches of an accumulation
     before it trains on the first."""
 
     def __init__(self, accelerator: Any) -> None:
@@ -165,8 +165,9 @@ class _Drawn:
     def on_step(self, optimizer: Any, *_: Any) -> None:
         """After a step of any optimizer: one that a prepared one has inside (SAM) counts as well."""
         if not self._has_stepped:
-            own = {id(each) for prepared in self._accelerator._optimizers for each in _of(prepared)}
-            self._has_stepped = any(id(each) in own for each in _of(optimizer))
+            prepared = map(_parameters, self._accelerator._optimizers)
+            own = {id(each) for parameters in prepared for each in parameters}
+            self._has_stepped = any(id(each) in own for each in _parameters(optimizer))
 
     def add(self) -> None:
         self._has_stepped = False
@@ -176,12 +177,12 @@ class _Drawn:
         return self._has_stepped or not self._accelerator._optimizers
 
 
-def _of(optimizer: Any) -> Iterator[Any]:
+def _parameters(optimizer: Any) -> Iterator[Any]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 
 def _wrappers(accelerator: Any) -> list[Any]:
-    """The DDP modules of its models, of which it keeps no reference."""
+    """The DDP modules around the models of an Accelerator, which keeps no reference to them."""
     kind = torch.nn.parallel.DistributedDataParallel
     own = {id(each) for model in accelerator._models for each in model.parameters()}
     found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
@@ -193,7 +194,7 @@ def _count(loader: Any) -> int:
 
 
 def _even_count(loader: Any) -> int:
-    """The number of batches in an epoch, which is that of all processes."""
+    """The number of batches in an epoch, which is the same in all processes."""
     counts = sorted(set(gather_object([_count(loader)])))
     if len(counts) > 1:
         raise StateError(
@@ -204,7 +205,7 @@ def _even_count(loader: Any) -> int:
     return counts[0]
 
 
-def _require_batches(run: host.HostRun, position: dict[str, Any], loader: Any) -> None:
+def _require_batches(run: library.LibraryRun, position: dict[str, Any], loader: Any) -> None:
     """Refuse an epoch that is not as it was when it began, nor as it was at the save."""
     found, began = _count(loader), position["batches"]
     for expected in (began, position["batches_now"]):
@@ -245,7 +246,7 @@ _LATE_LOADER = (
 )
 
 
-def _of_others(accelerator: Any, loader: Any, known: list[Any]) -> set[str]:
+def _loader_warnings(accelerator: Any, loader: Any, known: list[Any]) -> set[str]:
     """What to warn of at a save: the other prepared loaders that a resume does not continue."""
     prepared = {id(each): each for each in accelerator._dataloaders if each is not loader}
     within = set(map(id, accelerator.gradient_state.dataloader_references))
@@ -259,7 +260,7 @@ _PLACE = ("end_of_dataloader", "remainder", "iteration")
 _END = object()
 
 
-def _after(loader: Any, finished: int, run: host.HostRun) -> Iterator[Any]:
+def _after(loader: Any, finished: int, run: library.LibraryRun) -> Iterator[Any]:
     """The batches of an epoch after the first `finished` ones, which a resumed run has trained on."""
     loaded = finished if finished and run.must_load_again(loader) else 0
     source = _skipped(loader, finished) if finished > loaded else loader
@@ -303,5 +304,5 @@ def _members(accelerator: Any, apart: Collection[int]) -> dict[str, Any]:
 
 def _differing(objects: list[Any]) -> list[int]:
     """The numbers of the objects that have another state in another process."""
-    of_processes = zip(*gather_object([list(map(host.digest_of, objects))]), strict=True)
-    return [number for number, found in enumerate(of_processes) if len(set(found)) > 1]
+    by_process = zip(*gather_object([list(map(library.digest_of, objects))]), strict=True)
+    return [number for number, found in enumerate(by_process) if len(set(found)) > 1]

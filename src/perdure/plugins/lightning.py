@@ -25,14 +25,14 @@ from perdure import errors
 from perdure.checkpoint.checkpoint import load_verified
 from perdure.checkpoint.chunk_sharing import ChunkSharing
 from perdure.checkpoint.preemption import EXIT_PREEMPTED
-from perdure.plugins import host
+from perdure.plugins import trainer_library as library
 from perdure.runtime.heartbeats import beat
 from perdure.state import flatten
 from perdure.state.adapter import Stateful
 from perdure.state.object_restore import ObjectStates
 from perdure.store import Run
 
-host.require_version("lightning", "lightning", "2.5", "3")
+library.require_version("lightning", "lightning", "2.5", "3")
 with errors.needs_extra("lightning"):
     import torch
     from lightning.fabric.utilities import move_data_to_device
@@ -102,7 +102,7 @@ def fit(
 
 
 class _Saver(ModelCheckpoint):
-    """The checkpoints of `fit`; a class of its own, so that its state is not that of the user's."""
+    """The checkpoints of `fit`; a separate class, so that its state is not the state of the user's."""
 
     is_resumed_from = True
 
@@ -250,8 +250,8 @@ def _meet(sharing: ChunkSharing, path: str) -> None:
         return
     _loads[path] += 1
     store: Any = torch.distributed.distributed_c10d._get_default_store()
-    place = f"perdure/load/{path}/{_loads[path]}"
-    keys = [f"{place}/{rank}" for rank in range(torch.distributed.get_world_size())]
+    prefix = f"perdure/load/{path}/{_loads[path]}"
+    keys = [f"{prefix}/{rank}" for rank in range(torch.distributed.get_world_size())]
     store.set(keys[torch.distributed.get_rank()], sharing.listen())
     try:
         store.wait(keys, timedelta(seconds=_MEET_S))
@@ -289,15 +289,15 @@ class ExactResume(Callback):
         self._rank, self._count = 0, 1
         self._batches = 0
         self._has_ended = False  # the epoch, also of a loader without a length
-        self._epoch_began: host.GeneratorStates = {}
-        self._loading = host.Loading()
+        self._epoch_began: library.GeneratorStates = {}
+        self._loading = library.Loading()
         self._loading_at_save: dict[str, Any] = {}
         self._in_ddp: set[int] | None = None
-        self._resumed: host.GeneratorStates | None = None
+        self._resumed: library.GeneratorStates | None = None
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
         self._trainer: Trainer | None = None
-        self._extras = host.HostExtras()
+        self._extras = library.LibraryExtras()
         self._extras_at_save: dict[str, Any] = {}
         self._callbacks_at_save: dict[str, Any] = {}
         self._buffers_at_save: dict[str, Any] = {}
@@ -338,7 +338,7 @@ class ExactResume(Callback):
             )
         self._rank, self._count = trainer.global_rank, trainer.world_size
         vars(trainer.fit_loop).pop("run", None)  # of a resume that failed before it began
-        self._extras = host.HostExtras(self._rank, self._count)
+        self._extras = library.LibraryExtras(self._rank, self._count)
         self._changed_buffers = lightning_buffers.ChangedBuffers()
         vars(strategy).pop("load_model_state_dict", None)
         load = strategy.load_model_state_dict
@@ -363,19 +363,19 @@ class ExactResume(Callback):
         """Of all processes: Lightning asks each one, and saves what the first returns."""
         own: dict[str, Any] = {
             "epoch_began": _tensors(self._epoch_began),
-            "now": _tensors(host.generator_states()),
+            "now": _tensors(library.generator_states()),
         }
         try:
             own["loading"] = _with_tensors(self._loading.state())
             self._require_in_ddp()
             own["extras"] = {}
             if self._trainer is not None:
-                own["extras"] = self._extras.take(_members(self._trainer))
+                own["extras"] = self._extras.capture(_members(self._trainer))
                 own["metrics"] = lightning_steps.metrics(self._trainer)
         except errors.StateError as error:  # the others wait for what this process gathers
             own["refused"] = error
         states = self._states_of_the_first() if self._count > 1 else {}
-        digests = {key: host.digest_of(_State(state)) for key, state in states.items()}
+        digests = {key: library.digest_of(_State(state)) for key, state in states.items()}
         gathered = self._gathered((own, digests))
         processes = [each for each, _ in gathered]
         for each in processes:
@@ -423,7 +423,7 @@ class ExactResume(Callback):
         self._was_within = state_dict["within"]
         self._positions = state_dict["positions"]
         self._accumulation = 1, state_dict.get("accumulation")
-        host.require_count("ExactResume", len(state_dict["processes"]), self._count)
+        library.require_count("ExactResume", len(state_dict["processes"]), self._count)
         own = state_dict["processes"][self._rank]
         self._epoch_began = _arrays(own["epoch_began"])
         self._loading_at_save = _without_tensors(own["loading"])
@@ -452,24 +452,24 @@ class ExactResume(Callback):
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
         """What this validation changes in the module is none of a resumed run's."""
-        self._extras.see(_members(trainer))
-        self._changed_buffers.see(pl_module)
+        self._extras.observe(_members(trainer))
+        self._changed_buffers.observe(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         beat("compile", trainer.global_step)
         self._trainer = trainer
         self._steps = lightning_steps.StepEnds(trainer, lambda: self._has_ended)
-        host.arrange_buckets([trainer.strategy.model])
+        library.arrange_buckets([trainer.strategy.model])
         self._in_ddp = None
         if isinstance(trainer.strategy.model, torch.nn.parallel.DistributedDataParallel):
             parameters = trainer.strategy.model.parameters()
             self._in_ddp = {id(each) for each in parameters if each.requires_grad}
-        self._extras.see(members := _members(trainer))
-        self._extras.put(members, self._extras_at_save, "ExactResume")
+        self._extras.observe(members := _members(trainer))
+        self._extras.restore(members, self._extras_at_save, "ExactResume")
         self._extras_at_save = {}
-        self._changed_buffers.see(pl_module)
+        self._changed_buffers.observe(pl_module)
         for kind, module in _with_buffers(trainer).items():
-            lightning_buffers.put(module, self._buffers_at_save.pop(kind, {}))
+            lightning_buffers.restore(module, self._buffers_at_save.pop(kind, {}))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if (state := self._callbacks_at_save.pop(callback.state_key, None)) is not None:
                 callback.load_state_dict(state)
@@ -497,7 +497,7 @@ class ExactResume(Callback):
             lightning_steps.put_metrics(trainer, self._metrics_at_save, not is_new)
         self._metrics_at_save = None
         if not is_new and not is_over and not is_positioned:
-            host.restore_generators(self._epoch_began)
+            library.restore_generators(self._epoch_began)
             self._loading.restore(self._loading_at_save["began"])
             for loader in fetcher.combined_loader.flattened:
                 # Lightning does it when it begins the epoch, which is later.
@@ -506,7 +506,7 @@ class ExactResume(Callback):
             for _ in range(self._batches):
                 next(fetcher)
             fetcher.fetched -= self._batches  # Lightning adds those that were trained on
-        host.restore_generators(resumed or {})
+        library.restore_generators(resumed or {})
         if resumed is not None and not is_positioned:
             self._loading.restore(self._loading_at_save["now"])
         if is_over:  # a loader would draw from the generators
@@ -550,7 +550,7 @@ class ExactResume(Callback):
             exception.code = EXIT_PREEMPTED
 
     def _warn_within(self) -> bool:
-        """Whether a step is under way, of which a checkpoint would have a part alone."""
+        """Whether a step is under way: a checkpoint would have only a part of it."""
         is_within = self._steps is not None and self._steps.is_within
         if is_within and self._rank == 0:
             warnings.warn(
@@ -577,11 +577,11 @@ class ExactResume(Callback):
         fetcher.setup(_LoadedApart(loader, self._loading, self._begin_epoch))
 
     def _begin_epoch(self) -> None:
-        self._epoch_began = host.generator_states()
+        self._epoch_began = library.generator_states()
         self._loading.begin_epoch()
 
     def _require_in_ddp(self) -> None:
-        """Refuse parameters that each process trains alone: the checkpoint has those of the first."""
+        """Refuse parameters that each process trains alone: a checkpoint has the first process's."""
         if self._in_ddp is None or self._trainer is None:
             return
         module = self._trainer.lightning_module
@@ -599,11 +599,11 @@ class ExactResume(Callback):
             )
 
 
-class _LoadedApart(host.LoaderInPlace):
+class _LoadedApart(library.LoaderInPlace):
     """What a fetcher draws batches from: each pass begins when its first batch is drawn, and not when
     the fetcher asks for an iterator, because a validation may come in between."""
 
-    def __init__(self, loader: Any, loading: host.Loading, begin: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, loading: library.Loading, begin: Callable[[], None]) -> None:
         super().__init__(loader, loading)
         self._begin = begin
 
@@ -629,7 +629,7 @@ def _members(trainer: Trainer) -> dict[str, Any]:
 
 
 def _with_buffers(trainer: Trainer) -> dict[str, torch.nn.Module]:
-    """The module and those that callbacks hold (averages), by the kind of their buffers in a save."""
+    """The module and the modules of callbacks (averages), by the kind of their buffers in a save."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     held = {
         f"buffers {callback.state_key} {name}": each
@@ -703,8 +703,8 @@ def _validation_loaders(trainer: Trainer) -> list[Any]:
 
 
 def _require_new_workers(loaders: list[Any]) -> None:
-    host.require_new_workers(
-        host.keeps_workers(loader for loader in loaders if not _has_position(loader)),
+    library.require_new_workers(
+        library.keeps_workers(loader for loader in loaders if not _has_position(loader)),
         "Make each DataLoader with persistent_workers=False, or wrap that of the training in a "
         "perdure.torch.ResumableLoader, which may keep its workers.",
     )
@@ -724,9 +724,9 @@ def _without_tensors(state: Any) -> Any:
     return state.numpy().astype("uint64") if is_array else state
 
 
-def _tensors(states: host.GeneratorStates) -> dict[str, torch.Tensor]:
+def _tensors(states: library.GeneratorStates) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(state) for name, state in states.items()}
 
 
-def _arrays(tensors: Mapping[str, torch.Tensor]) -> host.GeneratorStates:
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> library.GeneratorStates:
     return {name: tensor.numpy() for name, tensor in tensors.items()}

@@ -1,8 +1,8 @@
 """The persistent buffers that Lightning does not bring back by itself.
 
-It loads into the shapes that the program makes, so that a buffer which the run has made or which has
-grown is an error. And it saves those of the first process alone: with DDP they are equal in all only
-after a forward pass that is followed by an exchange of gradients.
+Lightning loads into the shapes that the program makes: a buffer that the run has made, or that has
+grown, is an error. It saves the buffers of the first process alone: with DDP they are equal in all
+processes only after a forward pass that is followed by an exchange of gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def persistent(module: torch.nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def put(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
+def restore(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
     """Give a module these buffers, in its own memory where they fit."""
     present = persistent(module)
     for path, value in buffers.items():
@@ -59,14 +59,14 @@ class ChangedBuffers:
         self._made: dict[str, Any] | None = None  # by the program
         self._before: set[str] = set()  # changed before the resume
 
-    def see(self, module: torch.nn.Module) -> None:
+    def observe(self, module: torch.nn.Module) -> None:
         """The program has made the module; the first call counts."""
         if self._made is None:
             self._made = _forms(module)
 
     def save(self, module: torch.nn.Module, checkpoint: dict[str, Any]) -> None:
         """Note in a checkpoint which ones `make` has to make."""
-        self.see(module)
+        self.observe(module)
         made = self._made or {}
         now = dict.fromkeys(made) | _forms(module)
         changed = {
@@ -79,10 +79,10 @@ class ChangedBuffers:
 
     def make(self, module: torch.nn.Module, checkpoint: Mapping[str, Any]) -> None:
         """Make in a new module what the run of `checkpoint` has made, so that it can be loaded."""
-        self.see(module)
+        self.observe(module)
         changed = checkpoint.get(_CHANGED, {})
         self._before |= changed.keys()
-        put(
+        restore(
             module,
             {
                 path: None if form is None else torch.empty(form[1], dtype=getattr(torch, form[0]))

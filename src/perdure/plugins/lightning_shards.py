@@ -80,21 +80,21 @@ def _load(strategy: Any, checkpoint_path: Any, weights_only: bool | None = None)
     moments = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
     state = _members(get_model_state_dict(model), moments)
     dcp.load(state, storage_reader=Reader(path, save_random_state=False))
-    for place, optimizer in enumerate(optimizers):
-        set_optimizer_state_dict(model, optimizer, optim_state_dict=state[f"optimizer_{place}"])
+    for number, optimizer in enumerate(optimizers):
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=state[f"optimizer_{number}"])
     options = StateDictOptions(strict=strategy.lightning_module.strict_loading)
     set_model_state_dict(model, state["state_dict"], options=options)
     return checkpoint
 
 
 def step_after(checkpoint: dict[str, Any], older: list[int]) -> int:
-    """The step of a checkpoint at a path that has those of `older` steps: `last.ckpt` is written again
-    and again, perhaps twice after one step."""
+    """The step of a checkpoint at a path that had checkpoints of `older` steps: `last.ckpt` is written
+    again and again, perhaps twice after one step."""
     return max([step_number(checkpoint.get("global_step", 0)), *(step + 1 for step in older)])
 
 
 def _members(model: Any, optimizers: list[Any]) -> dict[str, Any]:
-    named = {f"optimizer_{place}": each for place, each in enumerate(optimizers)}
+    named = {f"optimizer_{number}": each for number, each in enumerate(optimizers)}
     return {"state_dict": model, **named}
 
 

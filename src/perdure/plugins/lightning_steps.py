@@ -137,8 +137,8 @@ class StepEnds:
         finally:
             trainer.save_checkpoint = save
         # A run may resume from any of these files, and all but the last one lack what came later.
-        for place, (saver, again) in enumerate(written, 1):
-            has_all = place == len(written) and getattr(saver, "save_last", None) != "link"
+        for number, (saver, again) in enumerate(written, 1):
+            has_all = number == len(written) and getattr(saver, "save_last", None) != "link"
             if again is not None and not has_all:
                 again()
 

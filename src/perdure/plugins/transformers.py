@@ -25,14 +25,14 @@ import numpy as np
 
 from perdure.checkpoint.manager import CheckpointManager
 from perdure.errors import ArgumentError, StateError, needs_extra
-from perdure.plugins import host
+from perdure.plugins import trainer_library as library
 from perdure.state import bits
 from perdure.state.per_rank import PerRank
-from perdure.state.value_forms import made_value, with_pairs
+from perdure.state.value_forms import encode_forms, made_value
 
-host.require_version("transformers", "transformers", "5", "6")
+library.require_version("transformers", "transformers", "5", "6")
 with needs_extra("transformers"):
-    import transformers.trainer as hosts
+    import transformers.trainer as trainer_module
     from transformers import Trainer
     from transformers.trainer_callback import ExportableState
 
@@ -76,7 +76,7 @@ def train(
     """
     _require_supported(trainer, arguments)
     interval = 1 if isinstance(run, CheckpointManager) else _interval(trainer.args.save_steps)
-    with host.manager_of(
+    with library.manager_of(
         run,
         trainer.args.world_size,
         save_interval_steps=interval,
@@ -84,20 +84,20 @@ def train(
         recipe=_recipe(trainer),
     ) as manager:
         rank, count = trainer.args.process_index, trainer.args.world_size
-        return _Checkpoints(trainer, host.HostRun(manager, rank, count)).train(arguments)
+        return _Checkpoints(trainer, library.LibraryRun(manager, rank, count)).train(arguments)
 
 
 class _Checkpoints:
     """Stands around the callbacks of a Trainer: each of its hooks calls theirs (`others`)."""
 
-    def __init__(self, trainer: Trainer, run: host.HostRun) -> None:
+    def __init__(self, trainer: Trainer, run: library.LibraryRun) -> None:
         self._trainer = trainer
         self._run = run
         # What the Trainer reads, and what it does not know: where the epochs began, for instance.
         self._told: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
         if run.resumed is not None:
-            self._told = json.loads(run.of_process("trainer"))
+            self._told = json.loads(run.process_value("trainer"))
             self._saved = self._told.pop(_OWN)
         self._loaded: dict[str, Any] = {}  # the state of the Trainer at the save
         self._args: dict[str, Any] = {}  # before the first step
@@ -135,11 +135,11 @@ class _Checkpoints:
 
     @contextmanager
     def _loading_apart(self) -> Iterator[None]:
-        """Inside, the Trainer loads batches by `Loading`, those of a resumed epoch again if need be."""
+        """Inside, the Trainer loads batches by `Loading`, again for a resumed epoch if need be."""
         trainer, load, skip = (
             self._trainer,
             self._trainer.get_batch_samples,
-            hosts.skip_first_batches,
+            trainer_module.skip_first_batches,
         )
         loading = self._run.loading
 
@@ -156,7 +156,7 @@ class _Checkpoints:
 
         with (
             _replaced(trainer, get_batch_samples=loaded),
-            _replaced(hosts, skip_first_batches=skipped),
+            _replaced(trainer_module, skip_first_batches=skipped),
         ):
             yield
 
@@ -220,13 +220,13 @@ class _Checkpoints:
         control = others(args, state, control, **named)
         # `get_train_dataloader` of a subclass may not follow the arguments.
         loader = trainer.callback_handler.train_dataloader
-        is_kept = host.keeps_workers([loader])
-        host.require_new_workers(is_kept, "Make the DataLoader with persistent_workers=False.")
+        is_kept = library.keeps_workers([loader])
+        library.require_new_workers(is_kept, "Make the DataLoader with persistent_workers=False.")
         collator = trainer.data_collator
         if getattr(collator, "seed", None) and getattr(collator, "generator", self) is None:
             collator.create_rng()  # type: ignore[attr-defined]  # it would for its first batch
         self._run.load_from(loader, *_evaluation_loaders(trainer))
-        host.arrange_buckets([trainer.model_wrapped])
+        library.arrange_buckets([trainer.model_wrapped])
         self._args = dict(vars(args))
         self._marks = {name: bits.hash_of(value) for name, value in self._args.items()}
         self._limits = {name: vars(state)[name] for name in _LIMITS}
@@ -343,7 +343,7 @@ class _Checkpoints:
                 if self._marks.get(name) != bits.hash_of(value)
             },
         }
-        host.share_buffers(self._trainer.accelerator, [self._trainer.model])
+        library.share_buffers(self._trainer.accelerator, [self._trainer.model])
         try:
             text = json.dumps(values)
         except TypeError as error:
@@ -378,7 +378,7 @@ def _stored(name: str, value: Any) -> Any:
     if isinstance(value, np.generic):
         stored = {_DTYPE: value.dtype.str, "bytes": value.tobytes().hex()}
     elif isinstance(value, enum.Enum):
-        stored = with_pairs(value)
+        stored = encode_forms(value)
     try:
         is_same = bits.same(_made(json.loads(json.dumps(stored))), value)
     except (TypeError, ValueError):
@@ -427,11 +427,11 @@ def _restore_callbacks(callbacks: Iterable[Any], exported: Mapping[str, Iterable
         vars(callback).update(state.get("attributes", {}))
 
 
-class _Skipped(host.LoaderInPlace):
+class _Skipped(library.LoaderInPlace):
     """A loader without its first batches, whose parts hear of an epoch as without a resume. The loader
     that Accelerate makes for it looks for them one level too high."""
 
-    def __init__(self, loader: Any, skip: Callable[[], Any], loading: host.Loading) -> None:
+    def __init__(self, loader: Any, skip: Callable[[], Any], loading: library.Loading) -> None:
         super().__init__(loader, loading)
         self._skip = skip
 
@@ -442,10 +442,10 @@ class _Skipped(host.LoaderInPlace):
         return iter(rest)
 
 
-class _LoadedAgain(host.LoaderInPlace):
+class _LoadedAgain(library.LoaderInPlace):
     """A loader whose first batches are loaded and not used."""
 
-    def __init__(self, loader: Any, counts: list[int], loading: host.Loading) -> None:
+    def __init__(self, loader: Any, counts: list[int], loading: library.Loading) -> None:
         super().__init__(loader, loading)
         self._counts = counts
 
@@ -479,7 +479,7 @@ def _require_supported(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
         raise StateError(
             "ignore_data_skip: expected False, found True. The resumed run would see other batches."
         )
-    host.require_new_workers(
+    library.require_new_workers(
         trainer.args.dataloader_persistent_workers,
         "Set dataloader_persistent_workers=False in the TrainingArguments.",
     )

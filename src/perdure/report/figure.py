@@ -47,7 +47,7 @@ _SETTINGS = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
 }
-_OF_PAGE = {
+_PAGE_STYLE = {
     "axes.spines.left": False,
     "axes.spines.bottom": False,
     "xtick.major.size": 0,
@@ -177,7 +177,7 @@ def figure_bytes(figure: Figure, kind: str) -> bytes:
 
 def page_svg(panel: Panel, number: int) -> str:
     """One panel as an element of a page, in its colours; `number` makes names unique in the page."""
-    with _matplotlib(_OF_PAGE | {"svg.hashsalt": f"perdure-{number}"}) as figure_class:
+    with _matplotlib(_PAGE_STYLE | {"svg.hashsalt": f"perdure-{number}"}) as figure_class:
         figure = figure_class(figsize=(4.2, 2.1))
         axes: Any = figure.add_axes((0.14, 0.12, 0.84, 0.83))
         axes.yaxis.get_major_locator().set_params(nbins=4)

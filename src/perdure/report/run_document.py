@@ -249,14 +249,14 @@ def _match(start: RunHistory, where: str) -> int:
 
 def _near(run: Run) -> list[tuple[Path, list[RunHistory]]]:
     """The runs in `perdure-logs` around the run directory and in the working directory."""
-    places: list[Path] = []
+    parents: list[Path] = []
     with suppress(OSError):  # the working directory was removed
-        places = [Path.cwd()]
+        parents = [Path.cwd()]
     if isinstance(run.storage, LocalStorage):
         where = Path(run.where)
-        places = [where, where.parent, where.parent.parent, *places]
+        parents = [where, where.parent, where.parent.parent, *parents]
     found = []
-    for logs in dict.fromkeys(place / DEFAULT_LOGS for place in places):
+    for logs in dict.fromkeys(parent / DEFAULT_LOGS for parent in parents):
         with suppress(OSError):
             found.append((logs, read_runs(logs)))
     return found

@@ -69,7 +69,7 @@ _TORCH_OPERATIONS = {
 _TORCH_OLDER = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
 
 
-def of_jax(device: Any, threads: int | str, deterministic: bool) -> Settings:
+def jax_settings(device: Any, threads: int | str, deterministic: bool) -> Settings:
     """The fields of a recipe for computing with JAX on `device`.
 
     `threads` and `deterministic` say what is known of the CPU's thread pool and
@@ -95,7 +95,7 @@ def of_jax(device: Any, threads: int | str, deterministic: bool) -> Settings:
     }
 
 
-def of_torch(device: Any) -> Settings:
+def torch_settings(device: Any) -> Settings:
     """The fields of a recipe for computing with PyTorch on `device` (a `torch.device`)."""
     torch = sys.modules["torch"]
     on_gpu = device.type == "cuda"
@@ -120,7 +120,7 @@ def of_torch(device: Any) -> Settings:
     }
 
 
-def of_tensorflow() -> Settings:
+def tensorflow_settings() -> Settings:
     """The fields of a recipe for computing with TensorFlow."""
     tf: Any = sys.modules["tensorflow"]
     gpus = tf.config.list_physical_devices("GPU")
@@ -138,25 +138,26 @@ def of_tensorflow() -> Settings:
     }
 
 
-def of_jax_as_it_is() -> Settings:
-    """`of_jax` for the first device of a backend that has started, with what the program has set."""
+def present_jax_settings() -> Settings:
+    """`jax_settings` of the first device of a backend that has started, as the program has set it."""
     device = sys.modules["jax"].local_devices()[0]
     value = xla_flags(os.environ).get(XLA_DETERMINISTIC, "false").lower()
     threads = os.environ.get(JAX_THREADS, "")
     pool = int(threads) if threads.isdigit() else unpinned()
-    return of_jax(device, pool, value in ("", "1", "true") or device.platform == "cpu")
+    return jax_settings(device, pool, value in ("", "1", "true") or device.platform == "cpu")
 
 
-def of_process() -> Settings:
+def process_settings() -> Settings:
     """What the frameworks that this process has imported say: `torch.threads`, `jax.x64`, ..."""
     found: dict[str, Settings] = {}
     if jax_backend_started():
-        found["jax"] = of_jax_as_it_is()
+        found["jax"] = present_jax_settings()
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_num_threads"):  # else its import is under way
-        found["torch"] = of_torch(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+        found["torch"] = torch_settings(torch.device(device))
     if hasattr(sys.modules.get("tensorflow"), "config"):
-        found["tensorflow"] = of_tensorflow()
+        found["tensorflow"] = tensorflow_settings()
     return {
         f"{engine}.{name}": value
         for engine, settings in found.items()

@@ -54,15 +54,15 @@ class MemoryLimit:
 
 def _directory(pid: int) -> Path | None:
     """The directory of the memory cgroup of a process."""
-    places: list[Path] = []
+    cgroups: list[Path] = []
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if "memory" in controllers.split(","):
-                places = [ROOT / "memory" / path[1:], ROOT / "memory", *places]
+                cgroups = [ROOT / "memory" / path[1:], ROOT / "memory", *cgroups]
             elif not controllers:
-                places += [ROOT / path[1:], ROOT]  # a container sees its own cgroup as the root
-    for place in places:
-        if (place / "memory.events").exists() or (place / "memory.oom_control").exists():
-            return place
+                cgroups += [ROOT / path[1:], ROOT]  # a container sees its own cgroup as the root
+    for cgroup in cgroups:
+        if (cgroup / "memory.events").exists() or (cgroup / "memory.oom_control").exists():
+            return cgroup
     return None

@@ -15,6 +15,8 @@ import msgspec
 
 from perdure.errors import ArgumentError
 
+ATTEMPT = "PERDURE_ATTEMPT"  # the number of the attempt, which `perdure run` sets for its workers
+
 
 class Rank(Protocol):
     """The place of this process in a group."""
@@ -95,7 +97,7 @@ class SingleProcess(ByAgreement):
     is_chief = True
 
     def broadcast(self, data: bytes | None) -> bytes:
-        return given(data)
+        return require_bytes(data)
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -116,7 +118,7 @@ def gather_values(processes: Processes, value: Any) -> list[Any]:
     return [msgspec.msgpack.decode(text) for text in texts]
 
 
-def given(data: bytes | None) -> bytes:
+def require_bytes(data: bytes | None) -> bytes:
     """`data`, which process 0 passes to `broadcast`; raises `TypeError` if it is None."""
     if data is None:
         raise TypeError("broadcast: expected bytes from process 0, found None")

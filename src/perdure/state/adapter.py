@@ -52,16 +52,12 @@ class Stateful:
 
     arrays = "numpy"
     """The class of the object's arrays, unless the checkpoint names another one."""
-
     class_name: str | None = None
     """The class that a checkpoint names, for a `check` that compares it."""
-
     can_fail = True
     """Whether `load` may fail although `check` found nothing. If so, `backup` is called first."""
-
     comes_first = False
     """Whether others can only be loaded after this object. It is backed up like one that may fail."""
-
     changes_no_array = False
     """Whether `load` never writes into an array of the state that it is given. Then these arrays may be
     in the memory of the leaves with which the object is compared."""

@@ -1,4 +1,4 @@
-"""Values in attributes: of which kind they are, whether they have changed, how they are given back."""
+"""Values in attributes: their kind, whether they have changed, and how a restore sets them."""
 
 from __future__ import annotations
 
@@ -27,29 +27,27 @@ from perdure.state.generators import (
     write_generator,
 )
 from perdure.state.leaf_spec import type_name
-from perdure.state.leaf_values import memory_axes
+from perdure.state.leaf_values import CONTAINERS, SCALAR_TYPES, memory_axes
 from perdure.state.paths import join_key
-from perdure.state.program_code import is_made_of_attributes, is_of_process, is_of_program
+from perdure.state.program_code import is_made_of_attributes, is_process_resource, is_user_class
 from perdure.state.value_forms import (
-    CONTAINERS,
-    SCALARS,
     attributes_of,
     class_named,
+    encode_forms,
     form_of,
     generator_form,
-    with_pairs,
 )
 from perdure.state.walk import Walk, node_of
 
 _MOST = 100_000
-"""A container of more elements is not compared: that would take milliseconds in each save."""
+"""A container with more elements is not compared, which would take milliseconds in each save."""
 _COPIED = 4096
-"""Elements of a tensor that is copied, so that an equal one that was made again is no change."""
+"""A tensor of at most this many elements is copied: an equal tensor in its place is no change."""
 _WITH_GRAPH = 16 * 1024 * 1024
 """Bytes of a tensor with a graph (an activation, a hidden state) that is stored, without the graph."""
 
 
-class Kind(enum.Enum):
+class ValueKind(enum.Enum):
     """What a save does with a value in an attribute."""
 
     PLAIN = "plain"  # numbers, strings, containers of these
@@ -62,57 +60,57 @@ class Kind(enum.Enum):
 
 _CALLS = (MethodType, partial)
 _CODE = (FunctionType, BuiltinFunctionType, type, np.dtype, *_CALLS)
-_CHANGING = (Kind.ARRAY, Kind.GENERATOR, Kind.MIXED)
+_CHANGING = (ValueKind.ARRAY, ValueKind.GENERATOR, ValueKind.MIXED)
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any) -> ValueKind:
     """What a value is."""
     kind = type(value)
     if _is_plain(value):
-        return Kind.PLAIN
+        return ValueKind.PLAIN
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return Kind.ARRAY if _is_kept(value) else Kind.OTHER
+        return ValueKind.ARRAY if _is_kept(value) else ValueKind.OTHER
     if isinstance(value, np.ndarray):
-        return Kind.MIXED if value.dtype.hasobject else Kind.ARRAY
+        return ValueKind.MIXED if value.dtype.hasobject else ValueKind.ARRAY
     if isinstance(value, _CALLS):
-        return Kind.MIXED if _call_may_change(value) else Kind.OTHER
+        return ValueKind.MIXED if _call_may_change(value) else ValueKind.OTHER
     if is_container_of_program(value):
-        return Kind.MIXED
+        return ValueKind.MIXED
     if isinstance(value, CONTAINERS):
         return _kind_of_container(value)
     if is_generator(value):
-        return Kind.GENERATOR
+        return ValueKind.GENERATOR
     if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
-        return Kind.OBJECT
-    if is_of_program(kind) and attributes_of(value):
-        return Kind.MIXED
-    return Kind.MIXED if is_value_of_library(value) else Kind.OTHER
+        return ValueKind.OBJECT
+    if is_user_class(kind) and attributes_of(value):
+        return ValueKind.MIXED
+    return ValueKind.MIXED if is_value_of_library(value) else ValueKind.OTHER
 
 
 _MOST_PARTS = 100
-"""An object of a library with more is taken for code or data: settings, a tokenizer, a table."""
+"""An object of a library with more parts counts as code or data: settings, a tokenizer, a table."""
 
 
 def is_value_of_library(value: Any) -> bool:
-    """Whether an object of a library is a few values and nothing else (a distribution, a scaler, a
-    sparse matrix of SciPy), so that it is what its attributes are."""
+    """Whether an object of a library consists of a few values (a distribution, a scaler, a sparse
+    matrix of SciPy), so that its attributes are its whole state."""
     kind, torch = type(value), sys.modules.get("torch")
-    if not is_made_of_attributes(kind) or is_of_program(kind) or not attributes_of(value):
+    if not is_made_of_attributes(kind) or is_user_class(kind) or not attributes_of(value):
         return False
     pending, seen = [value], set[int]()
     while pending:
         part = pending.pop()
-        if id(part) in seen or _is_plain(part) or (seen and is_of_process(part)):
+        if id(part) in seen or _is_plain(part) or (seen and is_process_resource(part)):
             continue
         seen.add(id(part))
         if isinstance(part, CONTAINERS):
             pending += part.values() if isinstance(part, dict) else part
         elif isinstance(part, np.ndarray) or (torch is not None and isinstance(part, torch.Tensor)):
-            if kind_of(part) is not Kind.ARRAY:
+            if kind_of(part) is not ValueKind.ARRAY:
                 return False
         elif not is_generator(part):
-            if not is_made_of_attributes(type(part)) or is_of_process(part):
+            if not is_made_of_attributes(type(part)) or is_process_resource(part):
                 return False
             pending += attributes_of(part).values()
         if len(seen) + len(pending) > _MOST_PARTS:
@@ -121,16 +119,15 @@ def is_value_of_library(value: Any) -> bool:
 
 
 def _call_may_change(call: Any) -> bool:
-    """Whether a bound method or a `partial` has what a run changes: not the module whose method it
-    is."""
-    of_partial = () if isinstance(call, MethodType) else (*call.args, *call.keywords.values())
-    parts = (call.__self__ if isinstance(call, MethodType) else call.func, *of_partial)
+    """Whether a bound method or a `partial` has values that a run may change, besides a module."""
+    arguments = () if isinstance(call, MethodType) else (*call.args, *call.keywords.values())
+    parts = (call.__self__ if isinstance(call, MethodType) else call.func, *arguments)
     kinds = ((kind_of(part), isinstance(part, CONTAINERS)) for part in parts)
-    return any(kind in _CHANGING or (kind is Kind.PLAIN and listed) for kind, listed in kinds)
+    return any(kind in _CHANGING or (kind is ValueKind.PLAIN and listed) for kind, listed in kinds)
 
 
 def is_position(value: Any) -> bool:
-    """Whether a value is an iterator of Python with a place that no form can say: `iter`, `zip`,
+    """Whether a value is an iterator of Python whose position has no form: `iter`, `zip`,
     `itertools.cycle`, a generator that has begun."""
     kind = type(value)
     if isinstance(value, GeneratorType):
@@ -141,16 +138,16 @@ def is_position(value: Any) -> bool:
 def is_container_of_program(value: Any) -> bool:
     """Whether a value is a container with methods and attributes of its own: no named tuple."""
     is_one = isinstance(value, CONTAINERS) and type(value) not in CONTAINERS
-    return is_one and not hasattr(type(value), "_fields") and is_of_program(type(value))
+    return is_one and not hasattr(type(value), "_fields") and is_user_class(type(value))
 
 
 def _is_plain(value: Any) -> bool:
-    is_number = type(value) in SCALARS or isinstance(value, (np.generic, enum.Enum))
+    is_number = type(value) in SCALAR_TYPES or isinstance(value, (np.generic, enum.Enum))
     return is_number or form_of(value) is not None
 
 
 def parts_inside(value: Any) -> Iterator[Any]:
-    """A value, and what is in it at any depth if it is a container; it may also contain itself."""
+    """A value and, if it is a container, the values in it at any depth; cycles are possible."""
     pending = [value]
     while pending:
         part = pending.pop()
@@ -159,17 +156,17 @@ def parts_inside(value: Any) -> Iterator[Any]:
             pending += part.values() if isinstance(part, dict) else part
 
 
-def _kind_of_container(value: Any) -> Kind:
+def _kind_of_container(value: Any) -> ValueKind:
     for number, part in enumerate(parts_inside(value)):
         if number == _MOST:
-            return Kind.OTHER
+            return ValueKind.OTHER
         if is_container_of_program(part) or not (isinstance(part, CONTAINERS) or _is_plain(part)):
-            return Kind.MIXED
-    return Kind.PLAIN
+            return ValueKind.MIXED
+    return ValueKind.PLAIN
 
 
 def items_of(value: Any, name_of: Callable[[Any], str | None]) -> Iterable[tuple[str | int, Any]]:
-    """The parts of a container or an object by keys that can be stored; `name_of` names others."""
+    """The parts of a container or an object by storable keys; `name_of` names the other keys."""
     if isinstance(value, dict):
         named = (
             (key if type(key) in (str, int) else name_of(key), part) for key, part in value.items()
@@ -185,21 +182,21 @@ def items_of(value: Any, name_of: Callable[[Any], str | None]) -> Iterable[tuple
 def has_others(value: Any) -> bool:
     """Whether a value of a kind that is not stored is in a container, at any depth."""
     return any(
-        not isinstance(part, (*SCALARS, *CONTAINERS)) and kind_of(part) is Kind.OTHER
+        not isinstance(part, (*SCALAR_TYPES, *CONTAINERS)) and kind_of(part) is ValueKind.OTHER
         for part in islice(parts_inside(value), _MOST)
     )
 
 
 def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
-    """What shows, by `fresh == later`, whether a value has changed. It keeps no large array alive;
-    with `is_fresh` it has copies, to be kept for later."""
+    """A mark of a value: `fresh == later` if the value has not changed. A mark keeps no large array
+    alive; with `is_fresh` it has copies, because it will be compared later."""
     kind = type(value)
     if kind in (bool, int, str, type(None)):  # nearly every value
         return kind, value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and form_of(value) is None:
         return _TensorMark(value, is_fresh)
-    if kind_of(value) in (Kind.PLAIN, Kind.ARRAY):
+    if kind_of(value) in (ValueKind.PLAIN, ValueKind.ARRAY):
         return kind, bits.hash_of(value)
     if isinstance(value, dict):
         parts = value.items()
@@ -212,7 +209,7 @@ def mark_of(value: Any, *, is_fresh: bool = True) -> Any:
 
 class _TensorMark:
     """A tensor by its identity and version, and by its bits, because a change through `tensor.data`
-    has no version. A large one that was made again, or has another version, has changed."""
+    leaves the version. A large tensor with another identity or version counts as changed."""
 
     def __init__(self, tensor: Any, is_fresh: bool) -> None:
         self._reference = weakref.ref(tensor)
@@ -245,26 +242,26 @@ def stored_form(value: Any) -> Any:
         return value.name
     if is_generator(value):
         return generator_form(value)
-    if kind_of(value) is Kind.OBJECT:
+    if kind_of(value) is ValueKind.OBJECT:
         node: Any = node_of(value, "", loaded_adapters(), None)
         state = node.read()
         return dict(state) if isinstance(state, Mapping) else state
-    return with_pairs(value)
+    return encode_forms(value)
 
 
 def put_value(present: Any, stored: Any, shared: AbstractSet[int] = frozenset()) -> Any:
-    """The stored value, if possible in the object `present`, which others may have too. An object that
-    is `shared`, by `id`, stays as it is."""
+    """The stored value, if possible put into the object `present`, to which others may refer. An object
+    whose `id` is in `shared` is not changed."""
     if present is stored or id(stored) in shared or id(present) in shared:
         return stored
-    if kind_of(stored) is Kind.OBJECT or isinstance(stored, MethodType):
+    if kind_of(stored) is ValueKind.OBJECT or isinstance(stored, MethodType):
         return stored  # what the state has
     if is_generator(stored):
         if not is_generator(present) or generator_name(present) != generator_name(stored):
             return stored
         write_generator(present, read_generator(stored))
         return present
-    if present is not None and kind_of(present) is Kind.OBJECT:
+    if present is not None and kind_of(present) is ValueKind.OBJECT:
         node: Any = node_of(present, "", loaded_adapters(), None)
         node.load(stored)
         return present
@@ -274,7 +271,7 @@ def put_value(present: Any, stored: Any, shared: AbstractSet[int] = frozenset())
         return _put_array(present, stored)
     if type(present) is not type(stored):
         return stored
-    is_object = kind_of(stored) is Kind.MIXED and not isinstance(stored, CONTAINERS)
+    is_object = kind_of(stored) is ValueKind.MIXED and not isinstance(stored, CONTAINERS)
     if is_object or is_container_of_program(stored):
         for name, part in attributes_of(stored).items():
             part = put_value(getattr(present, name, None), part, shared)
@@ -321,7 +318,7 @@ def _put_container(present: Any, stored: Any, shared: AbstractSet[int]) -> Any:
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether a value is a dense tensor that is no large result of this step (with a graph)."""
+    """Whether a value is a dense tensor, and no large result of this step (with a graph)."""
     torch = sys.modules["torch"]
     is_sparse = value.layout != torch.strided or value.is_nested
     if is_sparse or value.is_inference() or value.is_quantized or value.is_meta:
@@ -350,7 +347,7 @@ def static_owners(walk: Walk) -> Iterator[tuple[str, Any, list[str]]]:
         if _may_have_fields(kind):
             yield from _static_inside(branch.path, branch.value)
         elif _is_registered(kind) and isinstance(branch.node, Node) and not branch.node.in_place:
-            # What a class that is registered with JAX leaves out of its children.
+            # The attributes that a class which is registered with JAX leaves out of its children.
             children = {key for key, _ in branch.node.children}
             values = getattr(branch.value, "__dict__", {})
             names = [name for name in values if name not in children]
@@ -383,8 +380,8 @@ def _fields_of(value: Any) -> tuple[list[str], dict[str, Any]]:
         static = [field.name for field in fields if is_static(field)]
         parts = {field.name: getattr(value, field.name, None) for field in fields}
     else:
-        held = vars(value).items()
-        parts = {n: part for n, part in held if not n.startswith(("_pytree", "_object"))}
+        attributes = vars(value).items()
+        parts = {n: part for n, part in attributes if not n.startswith(("_pytree", "_object"))}
         static = [n for n, part in parts.items() if n not in _MODES and _is_plain_or_code(part)]
     return static, {name: part for name, part in parts.items() if name not in static}
 
@@ -393,7 +390,7 @@ def _fields_of(value: Any) -> tuple[list[str], dict[str, Any]]:
 def _is_registered(kind: type) -> bool:
     """Whether values of a class of the program may be nodes of JAX with attributes of their own."""
     is_plain = issubclass(kind, (tuple, list, dict)) or not hasattr(kind, "__dict__")
-    return is_of_program(kind) and not is_plain
+    return is_user_class(kind) and not is_plain
 
 
 @cache
@@ -407,18 +404,18 @@ def _may_have_fields(kind: type) -> bool:
 
 
 def _is_plain_or_code(value: Any) -> bool:
-    return kind_of(value) is Kind.PLAIN or isinstance(value, _CODE)
+    return kind_of(value) is ValueKind.PLAIN or isinstance(value, _CODE)
 
 
 def untracked(value: Any) -> Any:
-    """A list, a dict or a set of which Keras has made one of a class of its own, and does it again."""
+    """A plain list, dict or set in place of Keras's wrapper class, which Keras makes again."""
     kinds = type(value).__mro__
     is_one = isinstance(value, CONTAINERS) and kinds[0].__module__.startswith("keras.")
     return kinds[1](value) if is_one else value
 
 
 class StaticMark:
-    """What a static value has to be equal to as JAX compares it, if it is no plain value."""
+    """The mark of a static value that is no plain value: compared as JAX compares it."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -436,5 +433,5 @@ class StaticMark:
 
 
 def static_mark(value: Any) -> Any:
-    """As `mark_of`, of a value that JAX takes as part of the structure."""
-    return mark_of(value) if kind_of(value) is Kind.PLAIN else StaticMark(value)
+    """As `mark_of`, for a value that JAX takes as part of the structure."""
+    return mark_of(value) if kind_of(value) is ValueKind.PLAIN else StaticMark(value)

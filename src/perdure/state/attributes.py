@@ -1,9 +1,8 @@
-"""What modules and optimizers of PyTorch hold outside of their `state_dict`, saved with their
-owner.
+"""Attributes of PyTorch's modules and optimizers that are in no `state_dict`, saved with their owner.
 
-Invariant: a value is stored exactly if it is not the fresh one, which the first look at its owner
-has seen (or if a restore has put it there). So what a run never changes costs nothing and stays
-code, and what is stored does not depend on when saves happen.
+Invariant: a value is stored if and only if it differs from the fresh value, which the first look at
+its owner has recorded (or if a restore has set it). A value that a run never changes costs nothing and
+stays code, and what is stored does not depend on when saves happen.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import numpy as np
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Stateful, loaded_adapters
 from perdure.state.attribute_values import (
-    CONTAINERS,
-    Kind,
+    ValueKind,
     has_others,
     is_container_of_program,
     is_position,
@@ -42,6 +40,7 @@ from perdure.state.attribute_values import (
 )
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.leaf_spec import PathInErrors, type_name
+from perdure.state.leaf_values import CONTAINERS, SCALAR_TYPES
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_dotted, join_part
 from perdure.state.program_code import is_computed, is_owner, is_program_module
@@ -52,23 +51,22 @@ from perdure.state.structure import (
     HOOKS,
     TENSOR_HOOKS,
     Key,
-    Known,
     Owner,
+    StateIdentities,
     by_identity,
     code_of,
     fresh_marks,
     memory_of,
+    parameters_by_key,
     path_of,
     refuse_addresses,
     require_same_code,
     require_same_names,
     require_same_parameters,
     require_same_slots,
-    stepped,
     structure_of,
 )
 from perdure.state.value_forms import (
-    SCALARS,
     attributes_of,
     class_named,
     refuse_pending,
@@ -78,40 +76,37 @@ from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf, Leaves
 from perdure.store.manifest import Container
 
-_OF_OPTIMIZERS = frozenset(["state", "param_groups", "defaults", "_opt_called", "_step_count"])
-"""What an optimizer saves, and what a learning rate scheduler sets in it."""
+_OPTIMIZER_STATE = frozenset(["state", "param_groups", "defaults", "_opt_called", "_step_count"])
+"""Attributes that an optimizer saves, or that a learning rate scheduler sets in it."""
 _MODE, _TRAINED = "training", "requires_grad"
 _NOT_PERSISTENT = "_non_persistent_buffers_set"
 """The names of the buffers of a module that its `state_dict` leaves out."""
 _SHAPE = "!shape"
-"""The key of what has to be equal so that the parts of a container or an object are stored one by
-one: class, length, keys. Else the whole is stored."""
+"""The key of the shape of a container or an object: class, length, keys. While the shape is equal, its
+parts are stored one by one; otherwise the whole is stored."""
 _NAMES = "!names"
 """The key of the names of the attributes of an object of a library, which restores in place."""
 _VIEW = "!view"
-"""The key of which elements of a tensor of the state an attribute shows."""
+"""The key of the elements that an attribute, which is a view of a tensor of the state, shows."""
 _LOCAL = "local"
-"""The key of what this process has of a sharded tensor."""
-_SCALARS = "!scalars"
-_HELD = "!held"
+"""The key of the local part of a sharded tensor in this process."""
+_SCALARS_KEY = "!scalars"  # of all values of a module that has nothing but scalars
+_INNER_MODULES = "!held"  # of the modules in attributes and containers
 _LAMBDAS, _SCHEDULES = "lr_lambdas", "_schedulers"
 _COMPUTED = ("_orig", "_v")
-"""The ends of the names of parameters from which a parametrization computes an attribute."""
+"""The suffixes of the names of parameters from which a parametrization computes an attribute."""
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """What `process/<n>/attributes_index` says of the leaves of `process/<n>/attributes`."""
+    """The leaf `process/<n>/attributes_index`, which describes the leaves `process/<n>/attributes`."""
 
     keys: dict[str, tuple[str | int, ...]]
     """By the path of a value, the path of its owner and the names that lead from there to it."""
-
     containers: dict[str, Container]
     same: dict[str, str]
     """Paths of values that are one object with the value at another path."""
-
     arrays: list[list[str]] = []
     """The paths of each array that is in several places, also in containers."""
-
     deleted: list[tuple[str, str]] = []
     """The path of an owner, and an attribute that it no longer has."""
 
@@ -122,26 +117,27 @@ _Arrays = dict[int, tuple[Any, list[str]]]
 
 
 _RESTORED = object()
-"""In place of the mark of a value that a restore has put: it equals no mark, so that every later save
-stores the value again."""
+"""The mark of a value that a restore has set: it equals no other mark, so every later save stores the
+value again."""
 
 
 class Attributes(ExtraMember):
-    """See `perdure.state.extra_members.ExtraMember`."""
+    """Stores attributes that the run has changed since the first look at the state. Refuses a changed
+    structure (classes, modules, hooks, parameters) and changed values that have no exact form."""
 
     def __init__(self) -> None:
         self._static: dict[Key, Any] | None = None
         self._at: dict[str, MutableMapping[Key, Any]] = {}
-        """The fresh marks of the owner that a path had at first."""
+        """The fresh marks of the first owner at each path."""
         self._owners: dict[str, int] = {}
-        """The `id` of that owner, as long as no run has put another one there."""
+        """The `id` of the owner at each path when `observe` was last called."""
 
     @cached_property
     def _marks(self) -> Any:
         """The fresh marks by owner, of this manager: see `_fresh_of`."""
         return by_identity()
 
-    def see(self, walk: Walk) -> None:
+    def observe(self, walk: Walk) -> None:
         if self._static is None:  # by path, because these modules are made again in each step
             self._static = {
                 (path, name): static_mark(getattr(value, name))
@@ -157,9 +153,9 @@ class Attributes(ExtraMember):
                 if owner.is_whole:
                     fresh[HOOKED,] = code_of(owner.value)
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
         if self._static is None:
-            self.see(saving.walk)
+            self.observe(saving.walk)
         leaves, top = Leaves(), f"process/{saving.process}/attributes"
         keys: dict[str, Key] = {}
         same: dict[str, str] = {}
@@ -180,7 +176,7 @@ class Attributes(ExtraMember):
                 if has_moved:
                     require_same_names(owner, self._at.get(owner.path, {}), known)
                 require_same_slots(owner, self._marks, wholes, known)
-            before, now = fresh.get((_SCALARS,)), _scalars(owner, known)
+            before, now = fresh.get((_SCALARS_KEY,)), _scalars(owner, known)
             if before and now and len(before) == len(now) and all(map(operator.is_, now, before)):
                 continue  # nearly every one, in every save
             if owner.is_whole:
@@ -213,13 +209,13 @@ class Attributes(ExtraMember):
                 form, is_whole = None, key[-1] == _SHAPE
                 if is_whole:
                     key = key[:-1]
-                    value = _get(owner, known.real(key))
+                    value = _get(owner, known.resolve(key))
                     if (*key, _SHAPE) not in fresh and is_value_of_library(value):
                         whole.add(key)  # of this step; nothing may make an object of any class
                         continue
                     if (form := _form_of_whole(value, known, path_of(owner.path, key))) is None:
                         continue
-                elif key not in fresh and _is_beside_others(owner, known.real(key), others):
+                elif key not in fresh and _is_beside_others(owner, known.resolve(key), others):
                     continue
                 if key[-1] == _LOCAL and key not in fresh:
                     raise UnsupportedLeafError(
@@ -228,13 +224,13 @@ class Attributes(ExtraMember):
                         f"is made."
                     )
                 path = path_of(join_part(top, owner.path), key)
-                is_plain = kind_of(value) is Kind.PLAIN
+                is_plain = kind_of(value) is ValueKind.PLAIN
                 refuse_addresses(value, path_of(owner.path, key), known)
                 if not is_plain:
                     _require_present(value, fresh.get(key), path_of(owner.path, key))
                     with PathInErrors(path_of(owner.path, key)):
                         for part in parts_inside(value):
-                            if kind_of(part) is Kind.ARRAY and hasattr(part, "grad_fn"):
+                            if kind_of(part) is ValueKind.ARRAY and hasattr(part, "grad_fn"):
                                 refuse_pending(part)
                 if not is_plain and id(value) in first:
                     same[path] = first[id(value)][0]
@@ -252,10 +248,10 @@ class Attributes(ExtraMember):
                     whole.add(key)
             if len(keys) > count and (loader := _loader_of(owner)) is not None:
                 loader.require_sampler_as_begun(owner.root, owner.path)
-        # Where a stored array is too, or its places would not be one after the restore.
+        # Store these with a stored array that they share: else a restore would make two arrays.
         for owner, key, value in unchanged if arrays else ():
             path = path_of(join_part(top, owner.path), key)
-            if key[-1] == _SHAPE or kind_of(value) is Kind.PLAIN:
+            if key[-1] == _SHAPE or kind_of(value) is ValueKind.PLAIN:
                 continue
             if any(id(part) in arrays for part in parts_inside(value)):
                 if id(value) in first:
@@ -281,7 +277,7 @@ class Attributes(ExtraMember):
             f"{top}_index": json_leaf(_Stored(keys, leaves.containers, same, groups, deleted)),
         }
 
-    def _fresh_of(self, owner: Owner, known: Known) -> MutableMapping[Key, Any]:
+    def _fresh_of(self, owner: Owner, known: StateIdentities) -> MutableMapping[Key, Any]:
         """The fresh marks of an owner: those of the one in whose place the run has put it, or those of
         now if there was none. Values that the first manager of the program has seen count as fresh
         for a later one, too; code (the structure, hooks, objects) is as the later one first sees it.
@@ -290,39 +286,38 @@ class Attributes(ExtraMember):
             return fresh
         if (first := fresh_marks().get(owner.value)) is not None:
             fresh = ChainMap(_code_since(owner, first, known), first)
-            first.pop((_HELD,), None)
+            first.pop((_INNER_MODULES,), None)
         elif owner.path in self._at:
             fresh = dict(self._at[owner.path])
         else:
             fresh = {key: mark_of(value) for key, value in _values(owner, known)}
-            fresh[_SCALARS,] = _scalars(owner, known)
+            fresh[_SCALARS_KEY,] = _scalars(owner, known)
             if owner.is_whole:
                 fresh |= structure_of(owner.value, known)
         fresh_marks().setdefault(owner.value, fresh)
         self._marks[owner.value] = fresh
         return fresh
 
-    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+    def restore(self, restoring: Restoring, walk: Walk) -> list[str]:
         if (stored := restoring.stored("attributes_index", _decoder)) is None:
             return []
         top = restoring.path("attributes_index").removesuffix("_index")
         found, known = _owners(walk)
-        owners, known = {owner.path: owner for owner in found}, known or Known(walk)
+        owners, known = {owner.path: owner for owner in found}, known or StateIdentities(walk)
         states = _WithSharedArrays(
             Leaves(restoring.leaves, stored.containers),
             stored.arrays,
-            lambda name: known.real((name,))[0],
+            lambda name: known.resolve((name,))[0],
         )
-        states.ids |= _apart(owners.values(), known, top, stored.arrays)
+        states.ids |= _shared_only_in_target(owners.values(), known, top, stored.arrays)
         static = {path: value for path, value, _ in static_owners(walk)}
         put: dict[str, Any] = {}
         for path, name in stored.deleted:
             if (owner := owners.get(restoring.renamed(path))) is not None:
                 vars(owner.value).pop(name, None)
-        # The names of buffers first: a value with such a name becomes a buffer. Names of attributes
-        # last: an attribute may be computed from one that has gone. A value comes before the
-        # other places that have it. An array comes before the containers that have it too, because it
-        # is restored in place.
+        # The names of buffers come first: a value with such a name becomes a buffer. Names of
+        # attributes come last: an attribute may be computed from a deleted one. A value comes before
+        # its other paths; an array, which is restored in place, before containers that have it too.
         in_order = sorted(
             stored.keys.items(),
             key=lambda item: (
@@ -339,16 +334,16 @@ class Attributes(ExtraMember):
                     _set_static(value, str(key[0]), states.value(path, None))
                 continue
             try:
-                place = known.real(tuple(key))
+                target_key = known.resolve(tuple(key))
                 if path in stored.same:
                     if stored.same[path] in put:
                         same = put[stored.same[path]]
-                        _set(owner, place, same, {id(same)})
+                        _set(owner, target_key, same, {id(same)})
                 else:
-                    if known.has(present := _get(owner, place)):
-                        states.ids.add(id(present))  # the run has put another one there
+                    if known.has(present := _get(owner, target_key)):
+                        states.ids.add(id(present))  # the run has put another value there
                     value = states.value(path, present)
-                    put[path] = _set(owner, place, value, states.ids)
+                    put[path] = _set(owner, target_key, value, states.ids)
                     states.note(path, put[path])
             except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
                 raise StateError(
@@ -359,16 +354,18 @@ class Attributes(ExtraMember):
             fresh = self._marks.get(owner.value, fresh_marks().get(owner.value))
             if fresh is not None:
                 fresh[tuple(key)] = _RESTORED
-                fresh[_SCALARS,] = None
+                fresh[_SCALARS_KEY,] = None
         return []
 
 
-def _code_since(owner: Owner, first: MutableMapping[Key, Any], known: Known) -> dict[Key, Any]:
+def _code_since(
+    owner: Owner, first: MutableMapping[Key, Any], known: StateIdentities
+) -> dict[Key, Any]:
     """The marks of an owner that are not those of the `first` manager that has seen it: the program
     may change code between two managers, such as a layer after a first phase of training."""
     marks = structure_of(owner.value, known) if owner.is_whole else {}
     for key, value in _values(owner, known):
-        is_made = key[-1] == _LOCAL or kind_of(value) is Kind.OBJECT
+        is_made = key[-1] == _LOCAL or kind_of(value) is ValueKind.OBJECT
         is_code = key[-1] == _VIEW or any(name in ALL_HOOKS for name in key[:2])
         if is_code or (is_made and first.get(key) != mark_of(value)):
             marks[key] = mark_of(value) if key[-1] in (_SHAPE, _VIEW) else _RESTORED
@@ -395,9 +392,9 @@ def _add_static(leaves: Leaves, value: Any, path: str, before: Any) -> None:
         )
 
 
-def _scalars(owner: Owner, known: Known) -> list[Any] | None:
-    """Everything that a module has beside its tensors and modules; None for one that has more than
-    scalars."""
+def _scalars(owner: Owner, known: StateIdentities) -> list[Any] | None:
+    """All values of a module other than tensors and modules; None if one of them is no scalar (or no
+    tuple of scalars)."""
     held = vars(part := owner.value)
     if "_parameters" not in held or known.leaves_out(owner.root):
         return None
@@ -409,11 +406,11 @@ def _scalars(owner: Owner, known: Known) -> list[Any] | None:
     if held["_non_persistent_buffers_set"] or any(map(held.get, HOOKS)):
         return None
     found = [type(part), owner.root.training, part.training]
-    of_library = _of_library(type(part))
+    library_names = _library_attributes(type(part))
     for name, value in held.items():
-        if name not in of_library:
-            if type(value) not in SCALARS and not (
-                type(value) is tuple and all(type(part) in SCALARS for part in value)
+        if name not in library_names:
+            if type(value) not in SCALAR_TYPES and not (
+                type(value) is tuple and all(type(part) in SCALAR_TYPES for part in value)
             ):
                 return None
             found += name, value
@@ -426,8 +423,8 @@ def _scalars(owner: Owner, known: Known) -> list[Any] | None:
 
 
 def _require_present(value: Any, mark: Any, path: str) -> None:
-    """Refuse an object with `state_dict` that the target has not had: only an object can load it."""
-    if kind_of(value) is not Kind.OBJECT or mark is _RESTORED:
+    """Refuse a `state_dict` of an object that the target lacks: only an object can load it."""
+    if kind_of(value) is not ValueKind.OBJECT or mark is _RESTORED:
         return
     if not isinstance(mark, tuple) or mark[0] is not type(value):
         raise UnsupportedLeafError(
@@ -437,9 +434,9 @@ def _require_present(value: Any, mark: Any, path: str) -> None:
         )
 
 
-def _form_of_whole(value: Any, known: Known, path: str) -> Any:
+def _form_of_whole(value: Any, known: StateIdentities, path: str) -> Any:
     """The form of a container or an object that training has made or given other parts; None for a
-    container with values that have no form, of which the others are stored one by one."""
+    container with values that have no form: its other values are stored one by one."""
     try:
         form = whole_form(value, known.name_of)
         described(form, path)
@@ -456,8 +453,8 @@ def _form_of_whole(value: Any, known: Known, path: str) -> Any:
 
 
 def _require_form(value: Any, path: str) -> None:
-    """Refuse a container without an exact form, unless it has what no save stores: a resumed program
-    would have the first one."""
+    """Refuse a changed container without an exact form, unless it has values that no save stores: a
+    resumed program would have the first container."""
     if isinstance(value, CONTAINERS) and not has_others(value):
         _require_classes(value, path)
         raise UnsupportedLeafError(
@@ -479,7 +476,7 @@ def _require_classes(container: Any, path: str) -> None:
             )
 
 
-def _form_by_names(value: Any, known: Known) -> Any:
+def _form_by_names(value: Any, known: StateIdentities) -> Any:
     """The form of a dict with parameters or modules of the state as keys; None for anything else."""
     if isinstance(value, dict) and any(known.name_of(key) for key in value):
         with suppress(StateError):
@@ -487,17 +484,17 @@ def _form_by_names(value: Any, known: Known) -> Any:
     return None
 
 
-def _owners(walk: Walk) -> tuple[list[Owner], Known | None]:
-    """Those of `_registered`, and the modules that they have in attributes and containers, with what
-    the state then has; None without any."""
+def _owners(walk: Walk) -> tuple[list[Owner], StateIdentities | None]:
+    """The owners in `_registered` and the modules in their attributes and containers, and the
+    identities of the state with these modules; None without any owner."""
     owners = [*_registered(walk)]
-    known = Known(walk) if owners else None
+    known = StateIdentities(walk) if owners else None
     seen = {id(owner.value) for owner in owners}
-    for owner in owners:  # which grow
+    for owner in owners:  # the loop extends `owners`
         assert known is not None
-        for key in _held(owner, known) if _loader_of(owner) is None else ():
-            module = _get(owner, known.real(key))
-            if kind_of(module) is not Kind.OBJECT or known.has(module):
+        for key in _inner_module_keys(owner, known) if _loader_of(owner) is None else ():
+            module = _get(owner, known.resolve(key))
+            if kind_of(module) is not ValueKind.OBJECT or known.has(module):
                 continue
             known.add(module)
             path = path_of(owner.path, key)
@@ -509,21 +506,21 @@ def _owners(walk: Walk) -> tuple[list[Owner], Known | None]:
     return owners, known
 
 
-def _held(owner: Owner, known: Known) -> list[Key]:
-    """The keys of the modules that an owner has beside its registered ones. There are none that it has
-    not had at first: `_require_present`."""
+def _inner_module_keys(owner: Owner, known: StateIdentities) -> list[Key]:
+    """The keys of the modules in the attributes of an owner that it has not registered. The run cannot
+    add any: `_require_present` refuses them."""
     fresh = fresh_marks().get(owner.value, {})
-    if owner.is_whole and (_HELD,) not in fresh:
+    if owner.is_whole and (_INNER_MODULES,) not in fresh:
         values = _values(owner, known) if _scalars(owner, known) is None else ()
         module = sys.modules["torch"].nn.Module
-        fresh[_HELD,] = [key for key, value in values if isinstance(value, module)]
-    return fresh.get((_HELD,), [])
+        fresh[_INNER_MODULES,] = [key for key, value in values if isinstance(value, module)]
+    return fresh.get((_INNER_MODULES,), [])
 
 
 def _registered(walk: Walk) -> Iterator[Owner]:
-    """The modules and optimizers in a state, and the modules inside, whose attributes are saved, and
-    schedulers, of which what their lambdas close over is, and the samplers of loaders. Of a module of
-    another library its mode and which of its parameters are trained."""
+    """The owners in a state: modules, the modules inside them, and optimizers, with their attributes;
+    schedulers, with the variables that their lambdas close over; samplers of loaders; and modules of
+    other libraries, with their mode and which of their parameters are trained."""
     if (torch := sys.modules.get("torch")) is None:
         return
     from perdure.state.torch_module import parts_by_name
@@ -548,10 +545,10 @@ def _registered(walk: Walk) -> Iterator[Owner]:
             parts = [(join_dotted(path, name), part, True) for name, part in samplers]
         else:
             continue
-        for place, part, is_whole in parts:
+        for part_path, part, is_whole in parts:
             if id(part) not in seen:
                 seen.add(id(part))
-                yield Owner(place, part, value, is_whole)
+                yield Owner(part_path, part, value, is_whole)
 
 
 def _loader_of(owner: Owner) -> Any:
@@ -564,8 +561,8 @@ def _has_tensors(module: Any) -> bool:
     return any(part._parameters or part._buffers for part in module.modules())
 
 
-def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
-    """The values that an owner holds and no member of the state has, with the names that lead there."""
+def _values(owner: Owner, known: StateIdentities) -> Iterator[tuple[Key, Any]]:
+    """The values of an owner that no member of the state has, each with the key that leads to it."""
     torch = sys.modules["torch"]
     part, is_module = owner.value, isinstance(owner.value, torch.nn.Module)
     if (loader := _loader_of(owner)) is not None:
@@ -574,9 +571,9 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
         return
     if not isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
         parts = enumerate(getattr(part, _SCHEDULES, ()))
-        for key, each in [((), part), *(((_SCHEDULES, place), each) for place, each in parts)]:
-            for place, function in enumerate(getattr(each, _LAMBDAS, ())):
-                yield from _of_function((*key, _LAMBDAS, place), function, known, owner)
+        for key, each in [((), part), *(((_SCHEDULES, number), each) for number, each in parts)]:
+            for number, function in enumerate(getattr(each, _LAMBDAS, ())):
+                yield from _closure_values((*key, _LAMBDAS, number), function, known, owner)
         return
     if is_module:
         if part is not owner.root:
@@ -588,12 +585,12 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
                     continue
                 for attribute, value in vars(parameter).items():
                     yield from _inside((name, attribute), value, known, owner)
-                yield from _of_hooks((name,), parameter, TENSOR_HOOKS, known, owner)
+                yield from _hook_values((name,), parameter, TENSOR_HOOKS, known, owner)
                 if not known.has(parameter):
                     yield (name,), parameter
         if not owner.is_whole:
             return
-        # Left out by PyTorch are buffers that are not persistent, by a program what it likes.
+        # PyTorch leaves out buffers that are not persistent; a program may leave out any tensor.
         yield (_NOT_PERSISTENT,), part._non_persistent_buffers_set
         for name, buffer in part._buffers.items():
             if not known.has(buffer):
@@ -602,11 +599,11 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
                 yield from _inside((name, attribute), value, known, owner)
     else:
         if known.has_stepped:
-            yield from ((key, value) for key, value in stepped(part) if not known.has(value))
-    yield from _of_hooks((), part, HOOKS, known, owner)
+            yield from (pair for pair in parameters_by_key(part) if not known.has(pair[1]))
+    yield from _hook_values((), part, HOOKS, known, owner)
     if not is_module and not is_owner(type(part)):
         return
-    skipped = _of_library(type(part)) if is_module else _OF_OPTIMIZERS
+    skipped = _library_attributes(type(part)) if is_module else _OPTIMIZER_STATE
     if not is_module and known.leaves_out_state(part):
         skipped -= {"state"}
     for name, value in list(vars(part).items()):
@@ -621,53 +618,53 @@ def _values(owner: Owner, known: Known) -> Iterator[tuple[Key, Any]]:
         yield from _inside((name,), value, known, owner)
 
 
-def _of_hooks(
-    key: Key, value: Any, names: Iterable[str], known: Known, owner: Owner
+def _hook_values(
+    key: Key, value: Any, names: Iterable[str], known: StateIdentities, owner: Owner
 ) -> Iterator[tuple[Key, Any]]:
-    """What the hooks of a module, an optimizer or a parameter close over, or what they are."""
+    """The hooks of a module, an optimizer or a parameter; of a function, its closure variables."""
     for name in names:
-        for place, hook in enumerate((getattr(value, name, None) or {}).values()):
-            at = (*key, name, place)
+        for number, hook in enumerate((getattr(value, name, None) or {}).values()):
+            at = (*key, name, number)
             if isinstance(hook, FunctionType) and is_program_module(hook.__module__):
                 yield (*at, _SHAPE), hook.__qualname__
-                yield from _of_function(at, hook, known, owner)
+                yield from _closure_values(at, hook, known, owner)
             elif not is_value_of_library(hook):  # code, such as that of a pruning
                 yield from _inside(at, hook, known, owner)
 
 
-def _of_function(key: Key, function: Any, known: Known, owner: Owner) -> Iterator[Any]:
-    """What a function of the program closes over."""
+def _closure_values(key: Key, function: Any, known: StateIdentities, owner: Owner) -> Iterator[Any]:
+    """The variables that a function of the program closes over."""
     if isinstance(function, FunctionType) and is_program_module(function.__module__):
         for cell in function.__code__.co_freevars:
             yield from _inside((*key, cell), _child(function, cell), known, owner)
 
 
 def _inside(
-    key: Key, value: Any, known: Known, owner: Owner, seen: frozenset[int] = frozenset()
+    key: Key, value: Any, known: StateIdentities, owner: Owner, seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[Key, Any]]:
-    """A value that is stored as a whole, or what is stored of those inside it."""
+    """A value that is stored as a whole, or the stored values inside it."""
     its_type = type(value)
     is_method = its_type is MethodType and known.name_of(value.__self__) is not None
-    kind = Kind.MIXED if is_method else kind_of(value)
-    if kind is Kind.OTHER and is_position(value):
+    kind = ValueKind.MIXED if is_method else kind_of(value)
+    if kind is ValueKind.OTHER and is_position(value):
         raise UnsupportedLeafError(
             f"{path_of(owner.path, key)}: a {type_name(value)} has a place that no checkpoint has. "
             f"Keep a list and the number of its next element, or a generator of random numbers; "
             f"delete the attribute if it is used up."
         )
-    if kind is Kind.OTHER and its_type is FunctionType and len(key) <= _DEEPEST:
-        yield from _of_function(key, value, known, owner)
+    if kind is ValueKind.OTHER and its_type is FunctionType and len(key) <= _DEEPEST:
+        yield from _closure_values(key, value, known, owner)
         return
-    if kind is Kind.ARRAY and known.is_view(value):
+    if kind is ValueKind.ARRAY and known.is_view(value):
         shown = value.storage_offset(), value.shape, value.stride()
         yield (*key, _VIEW), (memory_of(value), *shown)
         return
-    if kind is Kind.OTHER or (kind is not Kind.PLAIN and known.has(value)):
+    if kind is ValueKind.OTHER or (kind is not ValueKind.PLAIN and known.has(value)):
         return
     if hasattr(its_type, "_local_tensor"):
         yield (*key, _LOCAL), value._local_tensor
         return
-    if kind is not Kind.MIXED:
+    if kind is not ValueKind.MIXED:
         yield key, value
         return
     if id(value) in seen or value is owner.value or len(key) > _DEEPEST:
@@ -677,9 +674,9 @@ def _inside(
         return
     seen = seen | {id(value)}
     parts = list(items_of(value, known.name_of))
-    if of_library := is_value_of_library(value):
+    if is_library_value := is_value_of_library(value):
         parts = [(name, part) for name, part in parts if not is_computed(value, str(name))]
-    has_keys = isinstance(value, dict) and all(kind_of(each) is Kind.PLAIN for each in value)
+    has_keys = isinstance(value, dict) and all(kind_of(each) is ValueKind.PLAIN for each in value)
     if has_keys and len(parts) < len(value):  # keys without a name in a path, such as tuples
         parts = list(enumerate(value.values()))
     inside = [
@@ -690,7 +687,7 @@ def _inside(
     is_whole = has_keys or (isinstance(value, CONTAINERS) and not isinstance(value, dict))
     is_whole = is_whole and len(parts) == len(value)
     is_whole = is_whole and [name for name, _ in inside] == [(*key, name) for name, _ in parts]
-    if of_library:
+    if is_library_value:
         yield (*key, _SHAPE), _shape_of(value, known)
         yield from inside
         yield (*key, _NAMES), [name for name, _ in parts]
@@ -703,13 +700,13 @@ def _inside(
         yield from _whole(key, value, known)
 
 
-def _whole(key: Key, value: Any, known: Known) -> Iterator[tuple[Key, Any]]:
-    """A container that is stored whenever a part of it has changed, if it has a form."""
+def _whole(key: Key, value: Any, known: StateIdentities) -> Iterator[tuple[Key, Any]]:
+    """A container that has a form, and is stored again whenever a part of it has changed."""
     with suppress(StateError):
         yield (*key, _SHAPE), whole_form(value, known.name_of)
 
 
-def _shape_of(value: Any, known: Known) -> tuple[Any, ...]:
+def _shape_of(value: Any, known: StateIdentities) -> tuple[Any, ...]:
     """Class, length or keys, and the names of the modules and parameters of the state in a list."""
     if isinstance(value, dict):
         return type_name(value), *map(str, value)
@@ -722,12 +719,12 @@ def _shape_of(value: Any, known: Known) -> tuple[Any, ...]:
 
 _LONGEST = 10_000
 _DEEPEST = 6
-_WHOLE = (Kind.PLAIN, Kind.ARRAY, Kind.MIXED)
+_WHOLE = (ValueKind.PLAIN, ValueKind.ARRAY, ValueKind.MIXED)
 
 
 def _is_beside_others(owner: Owner, key: Key, others: dict[int, bool]) -> bool:
-    """Whether a value lies in a list or a tuple with activations or other values that are not stored,
-    so that the list of a new process has no such place."""
+    """Whether a value lies in a list or a tuple with activations or other values that are not stored:
+    the list of a new process is shorter."""
     for length in range(1, len(key)):
         above = _get(owner, key[:length])
         if isinstance(above, (list, tuple, deque)):
@@ -739,17 +736,17 @@ def _is_beside_others(owner: Owner, key: Key, others: dict[int, bool]) -> bool:
 
 
 @cache
-def _of_library(kind: type) -> frozenset[str]:
-    """The attributes that `nn.Module` gives a module, and a `LightningModule`, which has the hook that
-    runs and addresses of metrics there."""
+def _library_attributes(kind: type) -> frozenset[str]:
+    """The attributes that `nn.Module` gives a module, or `LightningModule`, which keeps the hook that
+    runs now and addresses of metrics in its own."""
     modules = "lightning.pytorch.core.module", "pytorch_lightning.core.module"
     base = next((base for base in kind.__mro__ if base.__module__ in modules), None)
     return frozenset(vars(sys.modules["torch"].nn.Module() if base is None else base()))
 
 
 def _add(leaves: Leaves, value: Any, path: str, form: Any, arrays: _Arrays) -> bool:
-    """Add the leaves of a value (of its `form`, if there is one), and its arrays to `arrays`; False if
-    it has no exact form."""
+    """Add the leaves of a value (of its `form`, if given) to `leaves` and its arrays to `arrays`; False
+    if the value has no exact form."""
     flattener = ObjectFlattener(found := Leaves(), loaded_adapters())
     try:
         form = stored_form(value) if form is None else form
@@ -760,34 +757,36 @@ def _add(leaves: Leaves, value: Any, path: str, form: Any, arrays: _Arrays) -> b
         return False
     leaves.update(found)
     leaves.containers.update(found.containers)
-    for place, part in flattener.inside:
-        if place in found:
-            arrays.setdefault(id(part), (part, []))[1].append(place)
+    for inside, part in flattener.inside:
+        if inside in found:
+            arrays.setdefault(id(part), (part, []))[1].append(inside)
     return True
 
 
-def _apart(owners: Iterable[Owner], known: Known, top: str, groups: list[list[str]]) -> set[int]:
-    """The arrays of a target, by `id`, that it has in several places, unless they are in all of these
-    in the checkpoint: to restore one in place would change the other places."""
+def _shared_only_in_target(
+    owners: Iterable[Owner], known: StateIdentities, top: str, groups: list[list[str]]
+) -> set[int]:
+    """The arrays, by `id`, that are shared by several paths of the target and not by the same paths of
+    the checkpoint: to restore such an array in place would change the other paths."""
     arrays, containers = _Arrays(), set[int]()
     for owner in owners:
         for key, value in _values(owner, known):
-            if kind_of(value) is Kind.PLAIN or id(value) in containers:
+            if kind_of(value) is ValueKind.PLAIN or id(value) in containers:
                 continue
             if isinstance(value, CONTAINERS):
-                containers.add(id(value))  # in two places itself
+                containers.add(id(value))  # it may be at two paths itself
             names = key[:-1] if key[-1] == _SHAPE else key
             _add(Leaves(), value, path_of(join_part(top, owner.path), names), None, arrays)
     together = [*map(set, groups)]
     return {
         number
         for number, (_, paths) in arrays.items()
-        if len(places := set(paths)) > 1 and not any(places <= group for group in together)
+        if len(shared := set(paths)) > 1 and not any(shared <= group for group in together)
     }
 
 
 class _WithSharedArrays(ObjectStates):
-    """Builds an array that is in several places once. `groups` are its paths."""
+    """Builds an array that is at several paths only once. `groups` are the paths of each such array."""
 
     def __init__(
         self, leaves: Leaves, groups: list[list[str]], member: Callable[[str], Any]
@@ -796,8 +795,8 @@ class _WithSharedArrays(ObjectStates):
         self.numbers = {path: number for number, paths in enumerate(groups) for path in paths}
         self._built: dict[int, Any] = {}
         self.ids = set[int]()
-        """The `id` of each array that is not restored in place: one of these that is built already, and
-        those of the target in whose place another one comes."""
+        """The `id` of each array that must not be restored in place: shared arrays that are built
+        already, and arrays of the target that another array replaces."""
 
     def shared(self, path: str, build: Callable[[], Any]) -> Any:
         number = self.numbers.get(path)
@@ -815,7 +814,7 @@ class _WithSharedArrays(ObjectStates):
 
 
 def _get(owner: Owner, key: Key) -> Any:
-    """The present value that a key leads to; None without one."""
+    """The present value at a key of an owner; None without one."""
     value = owner.value
     for name in key:
         try:
@@ -844,8 +843,8 @@ def _cell_of(function: FunctionType, name: str | int) -> Any:
 
 
 def _set(owner: Owner, key: Key, value: Any, shared: AbstractSet[int]) -> Any:
-    """Give a value to the place that a key leads to, in place if possible; returns what is there. What
-    is `shared`, by `id`, stays the object that it is."""
+    """Set the value at a key of an owner, in place if possible; returns the value that is there then.
+    An object whose `id` is in `shared` is not changed."""
     *above, last = key
     if last == _MODE and not above:
         root, is_training = value

@@ -17,6 +17,7 @@ from numpy import ndarray
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Contents, Node, Stateful
 from perdure.state.containers import (
+    ANY_LENGTH,
     PLAIN_MAPPINGS,
     build_record,
     describe_container,
@@ -48,21 +49,21 @@ from perdure.state.paths import key_text
 from perdure.state.program_code import (
     is_code,
     is_computed,
-    is_of_process,
     is_plain_object,
+    is_process_resource,
     slot_names,
     slots_of,
 )
 from perdure.state.value_forms import (
     Form,
     attributes_of,
+    encode_forms,
     form_of,
     is_named,
     listed_form,
     made_value,
     mapping_like,
     masked_array,
-    with_pairs,
 )
 from perdure.store.leaf import Leaf
 from perdure.store.manifest import Container
@@ -70,7 +71,6 @@ from perdure.store.manifest import Container
 _is_row_major = attrgetter("flags.c_contiguous")
 _DTYPE, _SHAPE, _NBYTES = map(attrgetter, ("dtype", "shape", "nbytes"))
 
-_COLLECTIONS = (deque, set, frozenset)
 _DEFAULTS = (type(None), bool, int, float, complex, str)
 # Mappings that `mapping_like` rebuilds exactly. Any other class is tried at the save.
 _MAPPINGS = {*PLAIN_MAPPINGS, MappingProxyType, Form}
@@ -88,12 +88,12 @@ class AttributeState:
     """Base of a class whose instances are states: every attribute is a member with its own path."""
 
     def implied_members(self) -> dict[str, Any]:
-        """What members bring with them that is no member; restored if the checkpoint has it."""
+        """Values that members imply and that are no members; restored if the checkpoint has them."""
         return {}
 
 
 class Builtin(Adapter):
-    """See `perdure.state.adapter.Adapter`. Needs no framework."""
+    """Turns values of Python and NumPy into leaves and nodes, and back. Needs no framework."""
 
     def spec(self, value: Any) -> LeafSpec | None:
         if type(value) is ndarray and (name := BUFFER_DTYPES.get(value.dtype)) is not None:
@@ -161,7 +161,7 @@ class Builtin(Adapter):
             return _sequence_node(value)
         if type(value) is bytearray:
             return Node([("", bytes(value))], lambda new: bytearray(new[0]))
-        if isinstance(value, _COLLECTIONS):
+        if isinstance(value, ANY_LENGTH):
             return _collection_node(value)
         if isinstance(value, AttributeState):
             return _object_node(value, stored)
@@ -185,7 +185,7 @@ class Builtin(Adapter):
         if is_data or is_plain_object(value):
             return _object_node(value, stored)
         # Of a path, a date or a member of an enumeration.
-        form = None if callable(value) else with_pairs(value)
+        form = None if callable(value) else encode_forms(value)
         return _mapping_node(form) if type(form) is Form else None
 
 
@@ -213,15 +213,14 @@ def _object_node(value: Any, stored: Mapping[str, LeafSpec] | None = None) -> No
 
 
 def _own_names(value: Any) -> list[str]:
-    """The attributes of an object, without those that are only kept to not be computed again."""
+    """The attributes of an object, without cached properties, which can be computed again."""
     names = [*getattr(value, "__dict__", ()), *slots_of(value)]
     return [name for name in names if not (name.startswith("__") or is_computed(value, name))]
 
 
 def is_fixed(value: Any) -> bool:
-    """Whether an attribute stays that of the target: code without a name, and what belongs to the
-    process."""
-    return is_of_process(value) or (is_code(value) and form_of(value) is None)
+    """Whether a restore keeps the target's attribute: code without a name, a process resource."""
+    return is_process_resource(value) or (is_code(value) and form_of(value) is None)
 
 
 def describe_object(value: Any) -> tuple[Container, list[tuple[str, Any]]] | None:
@@ -239,7 +238,7 @@ def describe_object(value: Any) -> tuple[Container, list[tuple[str, Any]]] | Non
 
 def _attribute_of(value: Any, name: str) -> Any:
     try:
-        return with_pairs(getattr(value, name, None))
+        return encode_forms(getattr(value, name, None))
     except UnsupportedLeafError as error:
         error.args = (f"its attribute {name!r}: {error}",)
         raise
@@ -311,9 +310,8 @@ def _check_rebuilt(value: Any, rebuild: Callable[[Any], Any], items: Any) -> Non
 
 
 def _collection_node(value: Any) -> Node:
-    """A deque or a set; one of a class of the program is changed in place: its items and its
-    attributes."""
-    if type(value) in _COLLECTIONS and (described := describe_container(value)) is not None:
+    """A deque or a set; of a class of the program, its items and attributes change in place."""
+    if type(value) in ANY_LENGTH and (described := describe_container(value)) is not None:
         make = partial(deque, maxlen=value.maxlen) if type(value) is deque else type(value)
         return Node(described[1], make)
     if isinstance(value, frozenset):
@@ -357,8 +355,8 @@ def is_frozen(kind: type) -> bool:
 
 
 def attributes_in_place(value: Any, names: Sequence[str]) -> Node:
-    """An object that is changed in place, because others may have it: it gets these attributes, and
-    loses others."""
+    """An object that is changed in place, because others may refer to it: it gets exactly these
+    attributes."""
     held, before = getattr(value, "__dict__", {}), attributes_of(value)
     in_slots = slot_names(type(value))
 

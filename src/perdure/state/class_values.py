@@ -1,4 +1,4 @@
-"""What a run changes in the classes of the objects of a state: `Agent.count += 1`,
+"""Class attributes that a run changes, in the classes of the objects of a state: `Agent.count += 1`,
 `type(self).losses.append(x)`."""
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from perdure.errors import StateError, UnsupportedLeafError
-from perdure.state.attribute_values import Kind, kind_of, mark_of, put_value, stored_form
+from perdure.state.attribute_values import ValueKind, kind_of, mark_of, put_value, stored_form
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
+from perdure.state.leaf_values import CONTAINERS
 from perdure.state.object_restore import ObjectStates
 from perdure.state.paths import join_part
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import is_user_class
 from perdure.state.snapshots import described
-from perdure.state.value_forms import CONTAINERS, class_named
+from perdure.state.value_forms import class_named
 from perdure.state.walk import Walk
 from perdure.store.format import escape
 from perdure.store.leaf import Leaf, Leaves
@@ -25,15 +26,14 @@ from perdure.store.manifest import Container
 
 _first: WeakKeyDictionary[type, dict[str, Any] | None] = WeakKeyDictionary()
 """The marks of the values of each class when a state that had it was first given to a manager; None for
-a class that only the run has brought in, of which nobody knows what was there at first."""
+a class that appeared later, whose first values are unknown."""
 
 
 class _ClassIndex(msgspec.Struct, frozen=True):
-    """What `process/<n>/classes_index` says of the leaves of `process/<n>/classes`."""
+    """The leaf `process/<n>/classes_index`, which describes the leaves `process/<n>/classes`."""
 
     keys: dict[str, tuple[str, str]]
     """By the path of a value, its class and its name there."""
-
     containers: dict[str, Container]
 
 
@@ -41,14 +41,14 @@ _decoder = msgspec.json.Decoder(_ClassIndex)
 
 
 class ClassValues(ExtraMember):
-    """See `perdure.state.extra_members.ExtraMember`."""
+    """Stores class attributes that the run has changed; refuses sharded tensors and missing classes."""
 
     def __init__(self) -> None:
         self._has_seen = False
         self._met: set[type] = set()
-        """The classes of which a state had objects: it may have none at a save."""
+        """Classes of which any state had objects: the state of a save may have none."""
 
-    def see(self, walk: Walk) -> None:
+    def observe(self, walk: Walk) -> None:
         if self._has_seen:  # what comes later, the run has brought in
             return
         self._has_seen = True
@@ -57,9 +57,9 @@ class ClassValues(ExtraMember):
             if base not in _first:
                 _first[base] = {name: mark_of(value) for name, value in _values(base)}
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
         if not self._has_seen:
-            self.see(saving.walk)
+            self.observe(saving.walk)
         leaves, top = Leaves(), f"process/{saving.process}/classes"
         keys: dict[str, tuple[str, str]] = {}
         self._met.update(_classes(saving.walk))
@@ -83,7 +83,7 @@ class ClassValues(ExtraMember):
         copies = {path: leaf if leaf.frozen else leaf.copy() for path, leaf in leaves.items()}
         return {**copies, f"{top}_index": json_leaf(_ClassIndex(keys, leaves.containers))}
 
-    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+    def restore(self, restoring: Restoring, walk: Walk) -> list[str]:
         if (stored := restoring.stored("classes_index", _decoder)) is None:
             return []
         states = ObjectStates(Leaves(restoring.leaves, stored.containers))
@@ -92,7 +92,7 @@ class ClassValues(ExtraMember):
             base = bases.get(owner) or class_named(owner)
             if base is None and not bases and "<locals>" in owner:
                 continue  # a restore without a target only reads, and cannot find this class
-            if base is None or not is_of_program(base):
+            if base is None or not is_user_class(base):
                 raise StateError(
                     f"{restoring.where}: the run has changed {name} in the class {owner}, which the "
                     f"program does not have. The rest of the state is restored. Resume with the code "
@@ -111,11 +111,11 @@ def _name_of(base: type) -> str:
 
 
 def _classes(walk: Walk) -> list[type]:
-    """The classes of the program of which a state has objects, with their bases, by name."""
+    """The classes of the program's objects in a state, with their bases, by name."""
     kinds = walk.kinds | {type(node.target) for node in walk.objects.values()}
-    for _, module in walk.of_torch("nn.Module"):
+    for _, module in walk.torch_objects("nn.Module"):
         kinds.update(map(type, module.modules()))
-    owners = [each.value for each in walk.of_program() if is_of_program(type(each.value))]
+    owners = [each.value for each in walk.user_objects() if is_user_class(type(each.value))]
     owners += [node.target for node in walk.objects.values()]
     held = (part for owner in owners for part in getattr(owner, "__dict__", {}).values())
     kinds.update(part for part in held if isinstance(part, type))  # `self.config = Config`
@@ -126,11 +126,11 @@ def _classes(walk: Walk) -> list[type]:
 
 @cache
 def _bases(kind: type) -> list[type]:
-    return [base for base in kind.__mro__ if is_of_program(base)]
+    return [base for base in kind.__mro__ if is_user_class(base)]
 
 
 def _values(base: type) -> Iterator[tuple[str, Any]]:
-    """The names and values of what is no code in a class. A run may add some."""
+    """The names and values of the attributes of a class that are no code. A run may add attributes."""
     for name in _names(base, len(vars(base))):
         if name in vars(base):
             yield name, vars(base)[name]
@@ -146,4 +146,4 @@ def _is_value(value: Any) -> bool:
     if type(value) in CONTAINERS:
         return all(map(_is_value, value.values() if isinstance(value, dict) else value))
     is_array = hasattr(value, "dtype") and hasattr(value, "shape")
-    return is_array or kind_of(value) in (Kind.PLAIN, Kind.ARRAY, Kind.GENERATOR)
+    return is_array or kind_of(value) in (ValueKind.PLAIN, ValueKind.ARRAY, ValueKind.GENERATOR)

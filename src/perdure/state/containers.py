@@ -15,19 +15,20 @@ from perdure.errors import UnsupportedLeafError
 from perdure.state.leaf_spec import type_name
 from perdure.state.leaf_values import scalar_text
 from perdure.state.paths import key_text
-from perdure.state.program_code import is_made_of_attributes, is_of_program
+from perdure.state.program_code import is_made_of_attributes, is_user_class
 from perdure.state.value_forms import (
     Form,
     class_named,
+    encode_forms,
     is_named,
     listed_form,
     set_attributes,
-    with_pairs,
 )
 from perdure.store.format import escape, unescape
 from perdure.store.manifest import MAPPINGS, OF_TARGET, Container
 
-_SEQUENCES = (list, tuple, deque, set, frozenset)
+ANY_LENGTH = (deque, set, frozenset)
+_SEQUENCES = (list, tuple, *ANY_LENGTH)
 _FACTORIES: dict[Any, str] = {
     factory: factory.__name__ for factory in (bool, dict, float, int, list, set, str, tuple)
 }
@@ -91,7 +92,7 @@ def describe_record(value: Any) -> tuple[Container, Sequence[tuple[str, Any]]] |
     if fields is None or record_class(type_name(value)) is not kind:
         return None
     entry = Container("object", keys=tuple(fields), type=type_name(value))
-    return entry, [(field, with_pairs(getattr(value, field))) for field in fields]
+    return entry, [(field, encode_forms(getattr(value, field))) for field in fields]
 
 
 def is_static(field: dataclasses.Field[Any]) -> bool:
@@ -110,7 +111,7 @@ def record_class(name: str) -> type | None:
         return None
     is_record = dataclasses.is_dataclass(found)
     bases = [base for base in found.__mro__ if base.__module__ not in _NO_BASES]
-    return found if is_record or (bases and all(map(is_of_program, bases))) else None
+    return found if is_record or (bases and all(map(is_user_class, bases))) else None
 
 
 def build_record(kind: type, values: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """The adapter of Equinox: modules, and the `State` of stateful layers.
 
-Functions, static fields and the positions of tied weights are code: a restored module has those of
-the target. Invariant: a partitioned module has the same leaf paths as the whole one.
+Functions, static fields and the positions of tied weights are code: a restored module keeps the ones
+of the target. Invariant: a partitioned module has the same leaf paths as the whole one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TIED = getattr(sys.modules[eqx.nn.Shared.__module__], "SharedNode", None)
 
 
 class EquinoxState(Adapter):
-    """See `perdure.state.adapter.Adapter`. The adapter of JAX takes the arrays."""
+    """Turns modules and `State`s into nodes. The adapter of JAX takes their arrays."""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if isinstance(value, eqx.nn.State):

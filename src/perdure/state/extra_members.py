@@ -1,6 +1,6 @@
-"""What decides the next step and is in no `state_dict`: the extra members of every checkpoint.
+"""The extra members of every checkpoint: values that decide the next step and are in no `state_dict`.
 
-They are process leaves: not in the fingerprint, and each process of a group has its own.
+Extra members are process leaves: not in the fingerprint, and each process of a group has its own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from perdure.state.builtin import is_frozen
 from perdure.state.leaf_spec import nested_too_deeply
 from perdure.state.leaf_values import plain_value, scalar_leaf
 from perdure.state.paths import join_dotted, join_key
-from perdure.state.program_code import is_of_program
-from perdure.state.structure import Known, memory_of, refuse_addresses, stepped
+from perdure.state.program_code import is_user_class
+from perdure.state.structure import StateIdentities, memory_of, parameters_by_key, refuse_addresses
 from perdure.state.walk import Walk
 from perdure.store.format import EPOCH_ENDS
 from perdure.store.leaf import Leaf, Leaves
@@ -36,18 +36,18 @@ R = TypeVar("R")
 
 
 class Saving(NamedTuple):
-    """A save of process number `process`. A member may still change its leaves; `taken` are those of
-    the members before it."""
+    """A save of process number `process`. A member may still change `leaves`; `captured` has the leaves
+    of the extra members before it."""
 
     walk: Walk
     leaves: Leaves
     process: int
-    taken: Mapping[str, Leaf]
+    captured: Mapping[str, Leaf]
 
 
 class Restoring(NamedTuple):
-    """A restore for one process: the process leaves of the checkpoint, what gives the path in the
-    state for one in the checkpoint, the name in messages, and the processes of this run."""
+    """A restore for one process: the process leaves of the checkpoint, the function from a path in the
+    checkpoint to the path in the state, the name in messages, and the processes of this run."""
 
     leaves: Mapping[str, Leaf]
     renamed: Callable[[str], str]
@@ -55,12 +55,12 @@ class Restoring(NamedTuple):
     group: Processes
 
     def path(self, name: str) -> str:
-        """The path of what this process has stored; that of process 0 if fewer processes saved."""
+        """The path of the leaf `name` of this process; of process 0 if fewer processes saved."""
         own = f"process/{self.group.index}/{name}"
         return own if own in self.leaves else f"process/0/{name}"
 
     def stored(self, name: str, decoder: msgspec.json.Decoder[R]) -> R | None:
-        """The value that was stored as JSON; None without one."""
+        """The value of the JSON leaf `name`; None without the leaf."""
         path = self.path(name)
         if path not in self.leaves:
             return None
@@ -70,28 +70,28 @@ class Restoring(NamedTuple):
             raise CorruptionError(f"{self.where}: {path} cannot be read: {error}.") from error
 
     def by_path(self, name: str, decoder: msgspec.json.Decoder[dict[str, R]]) -> dict[str, R]:
-        """Values that were stored as JSON by path, by the paths in the state; empty without any."""
+        """The values by path of the JSON leaf `name`, by paths in the state; empty without the leaf."""
         found = self.stored(name, decoder) or {}
         return {self.renamed(path): value for path, value in found.items()}
 
 
 def json_leaf(value: Any) -> Leaf:
-    """A leaf that has a value as JSON; see `Restoring.stored`."""
+    """The leaf of a value as JSON, which `Restoring.stored` reads."""
     return Leaf("py:str", (), msgspec.json.encode(value, order="sorted"), frozen=True)
 
 
 class ExtraMember:
-    """One thing that is saved beside the state. Each process of a group has its own."""
+    """One kind of value that is saved beside the state, by each process of a group for itself."""
 
-    def see(self, walk: Walk) -> None:
-        """The program begins with this state, or restores into it. May be called several times."""
+    def observe(self, walk: Walk) -> None:
+        """Record what the state has when the program begins with it or restores into it; repeatable."""
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
         """The leaves of a save; none if there is nothing to store."""
         return {}
 
-    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
-        """Give back to the restored state what `take` has stored; returns warnings."""
+    def restore(self, restoring: Restoring, walk: Walk) -> list[str]:
+        """Give back to the restored state what `capture` has stored; returns warnings."""
         return []
 
 
@@ -101,15 +101,15 @@ _MEMBERS = {
     "perdure.state.class_values:ClassValues": None,
     "perdure.state.attributes:Attributes": None,
     "perdure.state.torch_gradients:Gradients": "torch",
-    "perdure.state.torch_exchanges:Exchanges": "torch",
+    "perdure.state.torch_buffer_sync:DdpBufferSync": "torch",
     "perdure.state.keras_optimizers:LeftOutOptimizers": "keras",
     "perdure.state.tensorflow_state:Iterators": "tensorflow",
     "perdure.state.extra_members:MemoryOrders": None,
     "perdure.state.process_random:ProcessRandom": None,
 }
-"""The class of each member, and the framework without which it has nothing to store. The attributes
-come before the gradients: a parameter has to require one first. The generators come last, because the
-others may draw random numbers."""
+"""The class of each member, and the framework without which it has nothing to store. Attributes come
+before gradients, because a parameter has to require a gradient first; generators come last, because
+the other members may draw random numbers."""
 
 _RANDOM = "perdure.state.process_random:ProcessRandom"
 
@@ -118,7 +118,7 @@ class ExtraMembers:
     """The extra members of the states that a manager saves and restores."""
 
     def __init__(self, *, save_random_state: bool) -> None:
-        self._places = [place for place in _MEMBERS if save_random_state or place != _RANDOM]
+        self._names = [name for name in _MEMBERS if save_random_state or name != _RANDOM]
         self._made: dict[str, ExtraMember] = {}
         self._members()
 
@@ -127,51 +127,51 @@ class ExtraMembers:
         if (random := self._made.get(_RANDOM)) is not None:
             random.begin()  # type: ignore[attr-defined]
 
-    def see(self, state: Any) -> None:
-        """See `ExtraMember.see`; `state` may be a walk."""
+    def observe(self, state: Any) -> None:
+        """See `ExtraMember.observe`; `state` may be a walk."""
         walk = Walk.of(state)
         for member in self._members():
-            member.see(walk)
+            member.observe(walk)
 
-    def take(self, walk: Walk, leaves: Leaves, process: int) -> dict[str, Leaf]:
+    def capture(self, walk: Walk, leaves: Leaves, process: int) -> dict[str, Leaf]:
         """The process leaves of a save."""
-        taken: dict[str, Leaf] = {}
+        captured: dict[str, Leaf] = {}
         try:
             for member in self._members():
-                taken |= member.take(Saving(walk, leaves, process, taken))
+                captured |= member.capture(Saving(walk, leaves, process, captured))
         except RecursionError:
             raise nested_too_deeply() from None
-        return taken
+        return captured
 
-    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+    def restore(self, restoring: Restoring, walk: Walk) -> list[str]:
         """Give back what was stored, after the state itself; returns warnings."""
-        return [note for member in self._members() for note in member.put(restoring, walk)]
+        return [note for member in self._members() for note in member.restore(restoring, walk)]
 
     def _members(self) -> list[ExtraMember]:
-        for place in self._places:
-            framework = _MEMBERS[place]
-            if place not in self._made and (framework is None or sys.modules.get(framework)):
-                module, _, name = place.partition(":")
-                self._made[place] = getattr(import_module(module), name)()
-        return [self._made[place] for place in self._places if place in self._made]
+        for name in self._names:
+            framework = _MEMBERS[name]
+            if name not in self._made and (framework is None or sys.modules.get(framework)):
+                module, _, member = name.partition(":")
+                self._made[name] = getattr(import_module(module), member)()
+        return [self._made[name] for name in self._names if name in self._made]
 
 
-_MUTABLE = (dict, list, deque, set, bytearray, np.ndarray, np.random.SeedSequence)
+_MUTABLE_TYPES = (dict, list, deque, set, bytearray, np.ndarray, np.random.SeedSequence)
 _groups_of_paths = msgspec.json.Decoder(list[list[str]])
 
 
 class SharedMembers(ExtraMember):
-    """Members that are one object at two paths are one after a restore, or it is refused."""
+    """Stores which paths have one object or one memory; a restore makes them one again or refuses."""
 
     def __init__(self) -> None:
         self._in_one_memory: set[tuple[str, str]] | None = None
 
-    def see(self, walk: Walk) -> None:
+    def observe(self, walk: Walk) -> None:
         _refuse_views(walk)
         if self._in_one_memory is None:
             self._in_one_memory = _in_one_memory(walk)
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
         walk = saving.walk
         _refuse_views(walk)
         _refuse_shared_moments(walk)
@@ -181,7 +181,7 @@ class SharedMembers(ExtraMember):
         known = None
         for branch in walk.branches if dict in walk.kinds else ():
             if type(branch.value) is dict and int in map(type, branch.value):
-                known = known or Known(walk)
+                known = known or StateIdentities(walk)
                 refuse_addresses(branch.value, branch.path, known)
         containers = {kind for kind in walk.kinds if _is_mutable(kind)}
         found = [
@@ -206,9 +206,9 @@ class SharedMembers(ExtraMember):
         shared = sorted(paths for paths in groups.values() if len(paths) > 1)
         return {f"process/{saving.process}/shared": json_leaf(shared)} | leaves
 
-    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
-        """Compare what the restore itself, which is given `shared_groups`, cannot make one; let tensors
-        that were in one memory be in one again."""
+    def restore(self, restoring: Restoring, walk: Walk) -> list[str]:
+        """Let tensors that were in one memory share it again. `shared_groups` lets the restore make one
+        object of several paths; compare the lists that it cannot make one."""
         if pairs := restoring.stored("one_memory", _groups_of_paths):
             tensors = {path: value for path, value, _ in _in_memory(walk, may_share=True)}
             for one, other in pairs:
@@ -230,18 +230,18 @@ class SharedMembers(ExtraMember):
 
 
 def _refuse_views(walk: Walk) -> None:
-    """Refuse two arrays that are not one object and share elements: after a restore they would be two,
-    so that a change in place of one would no longer reach the other."""
+    """Refuse two array objects that share elements: after a restore they would not, and a change of one
+    in place would no longer reach the other."""
     torch = sys.modules.get("torch")
     tensors, arrays = list[tuple[str, Any]](), list[tuple[str, Any]]()
     for start, stop in walk.runs:
         if torch is not None and isinstance(walk.values[start], torch.Tensor):
             tensors += zip(walk.paths[start:stop], walk.values[start:stop], strict=True)
-    for path, module in walk.of_torch("nn.Module") if tensors else ():
+    for path, module in walk.torch_objects("nn.Module") if tensors else ():
         named = module.named_parameters()
         tensors += [(join_dotted(path, name), value) for name, value in named]
     of_numpy = [run for run in walk.runs if isinstance(walk.values[run[0]], np.ndarray)]
-    # Nearly always none is a view, and there may be very many.
+    # Nearly always no array is a view, and there may be very many arrays.
     if any(_is_on_numpy(value) for _, value in tensors) or any(
         value.base is not None for run in of_numpy for value in walk.values[slice(*run)]
     ):
@@ -261,9 +261,9 @@ def _refuse_views(walk: Walk) -> None:
 def _in_one_memory(
     walk: Walk, at_first: set[tuple[str, str]] | None = None
 ) -> set[tuple[str, str]]:
-    """The pairs of parameters that are two objects and begin at one address, and those of tensors of
-    the program's optimizers that are in one memory with another one. Refused is a pair that was not
-    there `at_first` and of which one shows only a part of the other."""
+    """The pairs of parameters that are two objects and begin at one address, and the pairs of tensors
+    in the program's optimizers that share memory with another tensor. A pair that is not in `at_first`
+    is refused if one of the two shows only a part of the other."""
     first: dict[int, tuple[str, Any]] = {}
     pairs: set[tuple[str, str]] = set()
     for path, value, start in _in_memory(walk):
@@ -282,15 +282,15 @@ def _in_one_memory(
 
 
 def _in_memory(walk: Walk, *, may_share: bool = False) -> list[tuple[str, Any, int]]:
-    """Path, value and where its memory begins, of parameters and of tensors of the program's
-    optimizers; none if certainly no two share any, unless they may."""
-    modules = walk.of_torch("nn.Module")
-    found = walk.of_torch("optim.Optimizer")
-    optimizers = [(path, part) for path, part in found if is_of_program(type(part))]
+    """Path, value and address of each parameter, and of each tensor in the program's optimizers. Empty
+    if no two of them can share memory, unless `may_share`."""
+    modules = walk.torch_objects("nn.Module")
+    found = walk.torch_objects("optim.Optimizer")
+    optimizers = [(path, part) for path, part in found if is_user_class(type(part))]
     if not (optimizers or may_share):  # nearly always nothing is shared, and there may be very many
         parts = [part for _, module in modules for part in module.modules()]
-        held = {id(each): each for part in parts for each in part._parameters.values()}
-        starts = list(filter(None, map(_address, held.values())))
+        unique = {id(each): each for part in parts for each in part._parameters.values()}
+        starts = list(filter(None, map(_address, unique.values())))
         if len(set(starts)) == len(starts):
             return []
     found = [
@@ -299,13 +299,14 @@ def _in_memory(walk: Walk, *, may_share: bool = False) -> list[tuple[str, Any, i
         for name, value in module.named_parameters()
     ]
     for path, optimizer in optimizers:
-        numbers = {id(each): number for number, (_, each) in enumerate(stepped(optimizer))}
+        pairs = enumerate(parameters_by_key(optimizer))
+        numbers = {id(each): number for number, (_, each) in pairs}
         for key, state in getattr(optimizer, "state", {}).items():
             number = numbers.get(id(key), "other")
             for name, value in state.items() if isinstance(state, dict) else ():
                 if hasattr(value, "untyped_storage"):
-                    at = join_dotted(f"{path}/state/{number}", name)
-                    found.append((at, value, memory_of(value)))
+                    inside = join_dotted(f"{path}/state/{number}", name)
+                    found.append((inside, value, memory_of(value)))
     return found
 
 
@@ -322,7 +323,7 @@ def _is_on_numpy(tensor: Any) -> bool:
 
 
 def _refuse_shared_moments(walk: Walk) -> None:
-    """Refuse one tensor in the state of two optimizers, which would be two after a restore."""
+    """Refuse a tensor in the states of two optimizers: after a restore there would be two tensors."""
     states = [(path, getattr(node.target, "state", None)) for path, node in walk.objects.items()]
     states = [(path, state) for path, state in states if isinstance(state, defaultdict)]
     first: dict[int, tuple[str, Any]] = {}
@@ -358,15 +359,14 @@ def _extent(value: Any) -> tuple[int, int] | None:
 
 @cache
 def _is_mutable(kind: type) -> bool:
-    """Whether values of a class can be changed in place: of containers, objects of the program and
-    arrays of NumPy."""
-    is_object = is_of_program(kind) and not hasattr(kind, "load_state_dict")
-    is_kept = issubclass(kind, _MUTABLE) or is_dataclass(kind) or is_object
+    """Whether values of a class can change in place: containers, user objects and NumPy arrays can."""
+    is_object = is_user_class(kind) and not hasattr(kind, "load_state_dict")
+    is_kept = issubclass(kind, _MUTABLE_TYPES) or is_dataclass(kind) or is_object
     return is_kept and not is_frozen(kind)
 
 
 def shared_groups(restoring: Restoring) -> dict[str, int]:
-    """The number of the object that is at a path and at others, by the path in the state."""
+    """The number of the object at each path that shares its object with other paths."""
     groups = restoring.stored("shared", _groups_of_paths) or []
     return {restoring.renamed(path): n for n, paths in enumerate(groups) for path in paths}
 
@@ -375,17 +375,17 @@ _orders = msgspec.json.Decoder(dict[str, tuple[int, ...]])
 
 
 class MemoryOrders(ExtraMember):
-    """The memory order of arrays: the order of the additions in the next step depends on it. Put back
-    by `load_orders`, before the state is restored."""
+    """Stores the memory order of arrays, on which the order of the additions in the next step depends.
+    `load_orders` sets it, before the state is restored. Refuses nothing."""
 
     def __init__(self) -> None:
         self._has_others = False
 
-    def see(self, walk: Walk) -> None:
+    def observe(self, walk: Walk) -> None:
         self._has_others = self._has_others or any(map(_is_other, _arrays(walk)))
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
-        both = (saving.leaves, saving.taken)
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
+        both = (saving.leaves, saving.captured)
         axes = {path: leaf.axes for each in both for path, leaf in each.items() if leaf.axes}
         # Without the leaf, arrays have the order of the target.
         if not axes and not self._has_others:
@@ -397,7 +397,7 @@ def _arrays(walk: Walk) -> Iterator[Any]:
     for start, stop in walk.runs:
         if hasattr(walk.values[start], "strides") or hasattr(walk.values[start], "stride"):
             yield from walk.values[start:stop]
-    for _, module in walk.of_torch("nn.Module"):
+    for _, module in walk.torch_objects("nn.Module"):
         yield from module.parameters()
         yield from module.buffers()
 
@@ -414,7 +414,7 @@ def _is_other(array: Any) -> bool:
 
 
 def load_orders(restoring: Restoring, *loaded: dict[str, Leaf]) -> None:
-    """Give the leaves the memory order that their arrays had, if the checkpoint says it."""
+    """Give the leaves the memory order that their arrays had, if the checkpoint has it."""
     axes = restoring.stored("orders", _orders)
     if axes is None:
         return
@@ -437,21 +437,21 @@ _ended = msgspec.json.Decoder(list[str])
 
 
 class EpochEnds(ExtraMember):
-    """The end of an epoch of a `ResumableLoader`, in one form whether a save is in the last iteration
-    or after it. Put back by `load_epoch_ends`, before the state is restored.
+    """Stores the end of an epoch of a `ResumableLoader`, in one form whether a save is in the last
+    iteration or after it. `load_epoch_ends` reads it, before the state is restored.
 
     Both positions, (epoch, batches) and (epoch + 1, 0), belong to one step, whose state may only be
     saved again with the same bits. So the first is stored, and the leaf says that the loop has ended.
     """
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
         """Give positions after an epoch the form of its last batch; the leaf names them."""
         leaves, ended = saving.leaves, list[str]()
         # A million leaves are looked at in every save: the cheapest test first.
         for path in [path for path in leaves if path[-5:] == "order"]:
-            place, _, last = path.rpartition("/")
+            parent, _, last = path.rpartition("/")
             found = {
-                name: leaf for name in _POSITION if (leaf := leaves.get(join_key(place, name)))
+                name: leaf for name in _POSITION if (leaf := leaves.get(join_key(parent, name)))
             }
             is_position = last == "order" and len(found) == len(_POSITION)
             if not is_position or {leaf.dtype for leaf in found.values()} != {"py:int"}:
@@ -460,34 +460,34 @@ class EpochEnds(ExtraMember):
             parts = _ORDER.fullmatch(leaves[path].text) if leaves[path].dtype == "py:str" else None
             if parts is None or batch or not epoch:
                 continue
-            _put_position(leaves, place, epoch - 1, int(parts[1]), parts[2])
-            ended.append(place)
+            _put_position(leaves, parent, epoch - 1, int(parts[1]), parts[2])
+            ended.append(parent)
         if not ended:
             return {}
         return {f"process/{saving.process}/{EPOCH_ENDS}": json_leaf(sorted(ended))}
 
 
 def ended_order(batch: int, order: str) -> str:
-    """The `order` of a position after an epoch of which `batch` batches with `order` were used."""
+    """The `order` of the position after an epoch that used `batch` batches with this `order`."""
     return f"{batch} {order}" if batch else ""
 
 
 def load_epoch_ends(leaves: Leaves, process_leaves: Iterable[LeafEntry], where: str) -> None:
-    """Give the positions that `EpochEnds` has named their form after the epoch again."""
-    places: set[str] = set()
+    """Give the positions that `EpochEnds` has stored the form that they have after the epoch."""
+    parents: set[str] = set()
     for entry in process_leaves:
         if _ENDED.fullmatch(entry.path):
             try:
-                places.update(_ended.decode(entry.text or ""))
+                parents.update(_ended.decode(entry.text or ""))
             except ValueError as error:  # of msgspec
                 raise CorruptionError(f"{where}: {entry.path} cannot be read: {error}.") from error
-    for place in places:
-        names = [join_key(place, name) for name in ("epoch", "batch", "order")]
+    for parent in parents:
+        names = [join_key(parent, name) for name in ("epoch", "batch", "order")]
         if all(name in leaves for name in names):  # else only others were read
             epoch, batch, order = (plain_value(leaves[name]) for name in names)
-            _put_position(leaves, place, epoch + 1, 0, ended_order(batch, order))
+            _put_position(leaves, parent, epoch + 1, 0, ended_order(batch, order))
 
 
-def _put_position(leaves: Leaves, place: str, *values: Any) -> None:
+def _put_position(leaves: Leaves, parent: str, *values: Any) -> None:
     for name, value in zip(("epoch", "batch", "order"), values, strict=True):
-        leaves[join_key(place, name)] = scalar_leaf(value)
+        leaves[join_key(parent, name)] = scalar_leaf(value)

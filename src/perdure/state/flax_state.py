@@ -15,7 +15,7 @@ _OBJECTS = getattr(nnx, "Pytree", nnx.Module)
 
 
 class FlaxState(Adapter):
-    """See `perdure.state.adapter.Adapter`. The adapter of JAX takes the arrays."""
+    """Turns modules, states and variables into nodes. The adapter of JAX takes their arrays."""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if isinstance(value, nnx.Variable):

@@ -12,7 +12,7 @@ import numpy as np
 from perdure.errors import StateError, UnsupportedLeafError
 
 SEED_SEQUENCE = "seed_sequence"
-"""The key of what `spawn` depends on: the seed, and how often it was called."""
+"""The key of the values on which `spawn` depends: the seed, and how often `spawn` was called."""
 
 # Older releases of NumPy cannot restore the seed sequence of a generator.
 _RESTORES_SEED = np.lib.NumpyVersion(np.__version__) >= "2.0.0"

@@ -1,7 +1,7 @@
 """Iterators with a position: `get_state` and `set_state`, as in Grain.
 
-A position is stored as any plain value is, with all types. That of Grain also says what decides the
-order of the elements.
+A position is stored as any plain value is, with all types. A position of Grain also has the values that
+decide the order of the elements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from perdure.errors import StateError
 from perdure.state.adapter import Stateful, copy_state
-from perdure.state.value_forms import with_pairs
+from perdure.state.value_forms import encode_forms
 from perdure.store.format import hash_bytes
 
 _PARENTS = ("_map_parent", "_iter_parent", "_maybe_nonnative_parent")
@@ -43,7 +43,7 @@ class PositionedIterator(Stateful):
         state = self.target.get_state()
         if isinstance(state, bytes):
             return _hash_texts(state)
-        plain, order = with_pairs(copy.deepcopy(state)), _order_of(self.target)
+        plain, order = encode_forms(copy.deepcopy(state)), _order_of(self.target)
         return plain if order is None else {_ORDER: order, _STATE: plain}
 
     def load(self, state: Any) -> None:

@@ -31,7 +31,7 @@ from perdure.store.format import WEAK_PREFIX
 from perdure.store.leaf import Leaf, numpy_dtype
 from perdure.store.shard_plan import Region, Shards
 
-_BUILTIN = {dict, list, tuple, type(None), OrderedDict, defaultdict}
+_JAX_NODES = {dict, list, tuple, type(None), OrderedDict, defaultdict}
 _WEAK = {"int32": 0, "int64": 0, "float32": 0.0, "float64": 0.0, "complex64": 0j, "complex128": 0j}
 _NUMBERS = {"b": "py:bool", "i": "py:int", "f": "py:float", "c": "py:complex"}
 
@@ -48,7 +48,7 @@ def key_entry_text(entry: Any) -> str:
 
 
 class JaxState(Adapter):
-    """See `perdure.state.adapter.Adapter`."""
+    """Turns arrays, typed keys and registered pytree nodes into leaves and nodes, and back."""
 
     def spec(self, value: Any) -> LeafSpec | None:
         if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
@@ -88,7 +88,7 @@ class JaxState(Adapter):
         names = list(map(BUFFER_DTYPES.get, map(_DTYPE, values)))
         shapes = list(map(_SHAPE, values))
         if (
-            None in names  # keys, and dtypes of which NumPy shows no bytes
+            None in names  # keys, and dtypes whose bytes NumPy does not show
             or {*map(type, shardings)} != {SingleDeviceSharding}
             or not _is_local(shardings[0])
             or values[0].is_deleted()  # `platform` of a deleted array ends the process
@@ -123,7 +123,7 @@ class JaxState(Adapter):
         if sharding is None:
             return ""
         try:
-            _of_rank(sharding, len(like.shape)).shard_shape(tuple(like.shape))
+            _with_rank(sharding, len(like.shape)).shard_shape(tuple(like.shape))
         except ValueError as error:
             return (
                 f"expected a sharding that divides the shape {list(like.shape)}, found {sharding} "
@@ -157,7 +157,7 @@ class JaxState(Adapter):
         return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=is_weak)
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
-        if type(value) in _BUILTIN:
+        if type(value) in _JAX_NODES:
             return None
         children, treedef = jax.tree_util.tree_flatten_with_path(
             value, is_leaf=lambda part: part is not value
@@ -251,7 +251,7 @@ def numbers(value: Any) -> Any:
     return jax.random.key_data(value) if _dtype_name(value.dtype) is None else value
 
 
-def _of_rank(sharding: Any, axes: int) -> Any:
+def _with_rank(sharding: Any, axes: int) -> Any:
     """The sharding of typed keys, which have the spec of their words with one dimension more."""
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > axes:
         spec = PartitionSpec(*sharding.spec[:axes])
@@ -294,7 +294,7 @@ def _require_group(value: Any) -> None:
 
 
 def _place(like: Any, array: Any, weak: bool = False) -> Any:
-    sharding = _of_rank(getattr(like, "sharding", None), array.ndim)
+    sharding = _with_rank(getattr(like, "sharding", None), array.ndim)
     if sharding is not None and not sharding.is_fully_addressable:
         # Each process places its own shards, whatever the sharding of the saved array was.
         placed = jax.make_array_from_callback(like.shape, sharding, lambda index: array[index])
@@ -307,7 +307,7 @@ def _place(like: Any, array: Any, weak: bool = False) -> Any:
 
 
 def _place_shards(like: Any, leaf: Leaf, shards: Shards) -> Any:
-    """An array with the sharding of `like`, of which this process has read its own shards."""
+    """An array with the sharding of `like`, from the shards that this process has read."""
     dtype = numpy_dtype(leaf.strong().dtype)
     parts = dict(zip(shards.regions, shards.parts, strict=True))
 

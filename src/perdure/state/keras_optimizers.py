@@ -23,15 +23,15 @@ known_left_out: WeakSet[Any] = WeakSet()
 
 
 class LeftOutOptimizers(ExtraMember):
-    """Stores nothing. The first save after such an optimizer has made a step warns, once."""
+    """Stores and refuses nothing. The first save after such an optimizer has made a step warns once."""
 
     def __init__(self) -> None:
         self._first: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
-    def see(self, walk: Walk) -> None:
+    def observe(self, walk: Walk) -> None:
         self._moved(walk)
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
         for path, optimizer in self._moved(saving.walk):
             known_left_out.add(optimizer)
             if saving.process == 0:
@@ -39,7 +39,7 @@ class LeftOutOptimizers(ExtraMember):
         return {}
 
     def _moved(self, walk: Walk) -> list[tuple[str, Any]]:
-        """Those that have made a step since they were first seen, and the paths of their models."""
+        """The optimizers that have made a step since the first look, with the paths of their models."""
         moved: list[tuple[str, Any]] = []
         for path, optimizer in _left_out(walk):
             now = int(np.asarray(keras.ops.convert_to_numpy(optimizer.iterations.value)))

@@ -20,10 +20,10 @@ import numpy as np
 
 from perdure.errors import UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node
-from perdure.state.attribute_values import Kind, kind_of
+from perdure.state.attribute_values import ValueKind, kind_of
 from perdure.state.leaf_spec import LeafSpec
 from perdure.state.paths import flatten_dict, join_part, unflatten_dict
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import is_user_class
 
 # The name of a variable that Keras keeps as uint32 on JAX, with the same bits as int32 on PyTorch, and
 # with the same numbers as int64 on TensorFlow. A checkpoint has uint32.
@@ -42,7 +42,7 @@ _TENSORFLOW_CHILDREN = "_self_unconditional_dependency_names"
 
 
 class KerasState(Adapter):
-    """See `perdure.state.adapter.Adapter`. The adapter of the backend takes the arrays."""
+    """Turns Keras objects into nodes. The adapter of the backend takes their arrays."""
 
     def node(self, value: Any, stored: Mapping[str, LeafSpec] | None) -> Node | None:
         if isinstance(value, keras.Variable):
@@ -100,7 +100,7 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     `trainable` of a layer sets that of the layers inside: restore the outer layers first."""
     names = _PROPERTIES if isinstance(owner, keras.Layer) else ()
     settings = {name: getattr(owner, name) for name in names}
-    if is_of_program(type(owner)):
+    if is_user_class(type(owner)):
         of_keras = _names_of_keras()
         return settings | {n: v for n, v in vars(owner).items() if n not in of_keras}
     own = {n: v for n, v in vars(owner).items() if n[0] != "_" and n not in SET_BY_KERAS}
@@ -124,7 +124,8 @@ def static_attributes(value: Any, path: str) -> Iterator[tuple[str, Any, list[st
         return
     layers = value._flatten_layers(include_self=False) if is_layer else []
     for number, owner in enumerate([value, *layers]):
-        names = [name for name, part in attributes_of(owner).items() if kind_of(part) is Kind.PLAIN]
+        found = attributes_of(owner).items()
+        names = [name for name, part in found if kind_of(part) is ValueKind.PLAIN]
         # The numbers sort, because the `trainable` of a layer sets that of those inside.
         inside = join_part(path, f"layer {number:05}") if number else path
         yield inside, owner, names

@@ -71,11 +71,11 @@ class Difference(NamedTuple):
 
 
 Check = Callable[[Mapping[str, Leaf]], list[Difference]]
-"""Takes the stored leaves of an object, by paths relative to it, and returns those that do not fit."""
+"""Takes the stored leaves of an object, by relative paths, and returns the differences."""
 
 
 def fits(expected: LeafSpec, stored: LeafSpec) -> bool:
-    """Whether a stored leaf fits a place; a number takes a zero-dimensional array of its kind."""
+    """Whether a stored leaf fits an expected one; a number takes a 0-d array of its kind."""
     kinds = {
         "py:int": ("int", "uint"),
         "py:float": ("float", "bfloat"),
@@ -123,8 +123,8 @@ def state_dict_advice(lines: Sequence[Difference]) -> str:
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
-    """The differences as lines. Of more than `MAX_LINES` those that only one side has become one
-    line for each branch, and the rest is counted."""
+    """The differences as lines. If there are more than `MAX_LINES`, the paths that only one side has
+    become one line for each branch, and the rest is counted."""
     lines = [str(difference) for difference in differences]
     if len(lines) > MAX_LINES:
         lines = _by_branch(differences)

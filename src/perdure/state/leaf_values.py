@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from decimal import Decimal
@@ -49,6 +50,8 @@ SCALARS: dict[type, ScalarType] = {
     bytes: ScalarType("py:bytes", bytes.hex, bytes.fromhex),
     type(None): ScalarType("py:none", lambda _: "", lambda _: None),
 }
+SCALAR_TYPES = tuple(SCALARS)
+CONTAINERS = (tuple, list, dict, deque, set, frozenset)
 _BY_DTYPE = {scalar.dtype: scalar for scalar in SCALARS.values()}
 _SMALL_BYTES = 4096
 """So few are compared faster as copies than as NumPy arrays."""
@@ -100,8 +103,7 @@ def array_leaf(array: np.ndarray[Any, Any] | np.generic) -> Leaf:
 
 
 def memory_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """The axes from the largest stride down; None for the order of the shape, or if elements share
-    memory."""
+    """The axes by falling stride; None for the order of the shape, or if elements share memory."""
     order = sorted(range(len(shape)), key=lambda axis: (shape[axis] < 2, -abs(strides[axis])))
     longer = [axis for axis in order if shape[axis] > 1]
     is_row_major = longer == sorted(longer) or not all(strides[axis] for axis in longer)

@@ -113,7 +113,7 @@ class ObjectStates:
         return present
 
     def value(self, path: str, like: Any) -> Any:
-        """The plain value at `path`; its tensors have the device of those of `like`."""
+        """The plain value at `path`; its tensors are on the devices of the tensors of `like`."""
         return self._value(path, like, "numpy", root=True)
 
     def digests(self, stateful: Stateful, path: str) -> dict[str, list[str]] | None:

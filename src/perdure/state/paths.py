@@ -12,8 +12,8 @@ from perdure.state.leaf_spec import add_path
 from perdure.store.format import escape, unescape
 
 LISTED = ("!listed", "in")
-"""The keys of what stands for a mapping with keys that have no text, or for a value without an entry in
-a manifest: its parts, and what they are in."""
+"""The two keys of a form, which stands for a mapping whose keys have no text, or for a value without an
+entry in a manifest: the parts of the value, and its type."""
 
 
 def key_text(key: object) -> str:
@@ -50,14 +50,13 @@ def join_key(path: str, key: str) -> str:
 
 
 def join_keys(path: str, keys: Iterable[str]) -> list[str]:
-    """`join_key` of the keys of many children, of which nearly all need no look at their letters."""
+    """`join_key` for the keys of many children; nearly all of them need no escaping."""
     prefix = f"{path}/" if path else ""
     return [prefix + key if key.isalnum() else join_key(path, key) for key in keys]
 
 
 def join_part(path: str, part: str) -> str:
-    """The path of a child by the part of its path, which is escaped already; an empty one adds
-    nothing."""
+    """The path of a child from its escaped part of the path; an empty part adds nothing."""
     return f"{path}/{part}" if path and part else path or part
 
 

@@ -1,7 +1,7 @@
 """`PerRank`, a member that differs between processes, and the process that reads a state.
 
-Invariant: of an array of which each process has a shard nothing is gathered, neither by a save nor by a
-restore: an error in one process would leave the others waiting in a collective.
+Invariant: neither a save nor a restore gathers an array of which each process has a shard: an error in
+one process would leave the other processes waiting in a collective.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _context: ContextVar[RankContext | None] = ContextVar("rank_context", default=No
 def rank_context(
     index: int, count: int, *, keeps_shards: bool = False, compares_copies: bool = False
 ) -> AbstractContextManager[RankContext]:
-    """States that are flattened or restored inside are those of process `index` of `count`."""
+    """Inside, states are flattened and restored as by process `index` of `count`."""
     return _entered(
         RankContext(index, count, keeps_shards=keeps_shards, compares_copies=compares_copies)
     )
@@ -103,7 +103,7 @@ def _entered(context: RankContext) -> Iterator[RankContext]:
 
 
 def current_rank_context() -> RankContext:
-    """The innermost `rank_context`; outside of any, that of a process without a group."""
+    """The innermost `rank_context`; outside of any, the context of a process without a group."""
     return _context.get() or RankContext()
 
 

@@ -1,7 +1,7 @@
-"""The global random generators of a process: those of Python, NumPy, PyTorch and Keras.
+"""The global random generators of a process: of Python, NumPy, PyTorch and Keras.
 
-Nothing here imports a framework: a generator is included once its framework is imported, and that
-of a device once the device is in use.
+Nothing here imports a framework: a generator is included once its framework is imported, and the
+generator of a device once the device is in use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _decoder = msgspec.msgpack.Decoder(dict[str, SavedGenerator])
 
 
 class ProcessRandom(ExtraMember):
-    """The global generators of this process; see `perdure.state.extra_members.ExtraMember`."""
+    """Stores the states of the global random generators of this process. Refuses nothing."""
 
     def __init__(self) -> None:
         self._drawn: set[str] = set()
@@ -49,11 +49,11 @@ class ProcessRandom(ExtraMember):
         """From now on, a generator whose state changes counts as drawn from."""
         self._before = capture()
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
         return self.leaves(capture(), saving.process)
 
-    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
-        return self.restore(restoring.leaves, restoring.group, restoring.where)
+    def restore(self, restoring: Restoring, walk: Walk) -> list[str]:
+        return self.put_back(restoring.leaves, restoring.group, restoring.where)
 
     def leaves(self, captured: Mapping[str, bytes], process: int) -> dict[str, Leaf]:
         """The leaf that holds the captured states in the checkpoint of process number `process`."""
@@ -66,10 +66,10 @@ class ProcessRandom(ExtraMember):
         data = msgspec.msgpack.encode(by_name)
         return {f"process/{process}/random": Leaf("uint8", (len(data),), memoryview(data), True)}
 
-    def restore(self, process_leaves: Mapping[str, Leaf], group: Rank, where: str) -> list[str]:
-        """Restore the generators of this process; returns a warning about those that were drawn
-        from and could not be restored. In a group of another size, only those that were equal in
-        all processes are."""
+    def put_back(self, process_leaves: Mapping[str, Leaf], group: Rank, where: str) -> list[str]:
+        """Restore the generators of this process; returns a warning about generators that the run has
+        drawn from and that could not be restored. In a group of another size, only generators that
+        were equal in all processes are restored."""
         try:
             saved = saved_generators(process_leaves)
         except ValueError as error:  # of msgspec
@@ -196,8 +196,8 @@ def _restore_each(states: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _common(saved: Sequence[Mapping[str, SavedGenerator]]) -> dict[str, SavedGenerator]:
-    """The generators with the same state in all of several processes. That of a single process is
-    not given to several: all would draw the same numbers."""
+    """The generators with the same state in several processes. The generator of a single process is not
+    given to several processes: all would draw the same numbers."""
     if len(saved) < 2:
         return {}
     first, *others = saved

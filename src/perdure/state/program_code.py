@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 
 from perdure.state.generators import is_generator
-from perdure.state.leaf_values import SCALARS
+from perdure.state.leaf_values import CONTAINERS, SCALAR_TYPES
 
 _DEEPEST, _LONG = 16, 100
-_CONTAINERS_OF_ANY = (list, tuple, dict, set, frozenset, deque)
 _WITHOUT_PARTS = (ModuleType, CodeType, FrameType, str, bytes, int, float, complex, type(None))
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -47,7 +46,6 @@ _NAMESPACES = (
     "torch.quasirandom.SobolEngine",
     "torch.utils.data.sampler.WeightedRandomSampler",
 )
-_SCALARS = tuple(SCALARS)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 _MODELS = ("flax.linen.", "optax.")
 """Packages whose objects, other than tuples, are functions with settings."""
@@ -58,11 +56,10 @@ _LAYERS = (
     "torch.ao.quantization.",
     "transformers.",
 )
-_OF_PYTHON = 1 << 9
-"""The flag of a class that a `class` statement has made (Py_TPFLAGS_HEAPTYPE)."""
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE, of a class that a `class` statement has made
 _NOTHING = object()
-_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
-_OF_PROCESS = (
+_MUTABLE_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+_PROCESS_PACKAGES = (
     "logging.",
     "_thread.",
     "threading.",
@@ -86,7 +83,7 @@ def is_program_file(path: str) -> bool:
 
 
 @cache
-def is_of_program(kind: type) -> bool:
+def is_user_class(kind: type) -> bool:
     """Whether a class is from a file of the program, or has nothing but attributes of its own."""
     if f"{kind.__module__}.{kind.__qualname__}" in _NAMESPACES:
         return True
@@ -99,24 +96,24 @@ def is_plain_object(value: Any) -> bool:
     """Whether the attributes of an object are its state, unless a framework takes it."""
     if hasattr(value, "load_state_dict") or dataclasses.is_dataclass(value):
         return False
-    return is_of_program(type(value)) and (hasattr(value, "__dict__") or bool(slots_of(value)))
+    return is_user_class(type(value)) and (hasattr(value, "__dict__") or bool(slots_of(value)))
 
 
 @cache
 def is_made_of_attributes(kind: type) -> bool:
-    """Whether `object.__new__` and attributes make an instance: no part of it is in C, as that of a
-    `class Name(str)`, and it has no state of another form."""
-    in_python = all(base is object or base.__flags__ & _OF_PYTHON for base in kind.__mro__)
-    return in_python and kind is not object and not hasattr(kind, "load_state_dict")
+    """Whether `object.__new__` and attributes make an instance: it has no part in C (`class Name(str)`
+    has one) and no `load_state_dict`."""
+    is_python = all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+    return is_python and kind is not object and not hasattr(kind, "load_state_dict")
 
 
 def is_computed(value: Any, name: str) -> bool:
-    """Whether an attribute of an object is only kept to not be computed again."""
+    """Whether an attribute of an object is a cached property, which can be computed again."""
     return isinstance(getattr(type(value), name, None), cached_property)
 
 
 def slots_of(value: Any) -> list[str]:
-    """The names of the attributes that an object has in `__slots__`, of its bases too."""
+    """The names of the attributes that an object has in its `__slots__` and in its bases'."""
     return [name for name in slot_names(type(value)) if hasattr(value, name)]
 
 
@@ -130,24 +127,26 @@ def is_program_module(name: str) -> bool:
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None) or ""
     if not file and module is not None and getattr(module, "__spec__", None) is None:
-        return True  # `__main__` of a shell, and what a program makes by `types.ModuleType`
+        return (
+            True  # `__main__` of a shell, or a module that a program made with `types.ModuleType`
+        )
     return name == "__main__" or (is_program_file(file) and not name.startswith("perdure."))
 
 
 @cache
 def is_owner(kind: type) -> bool:
-    """Whether the attributes of a module or an optimizer are saved: of a class of the program, of a
-    layer or an optimizer of PyTorch, of a model of Transformers, or of a metric. Other libraries keep
-    what belongs to the process in theirs. A class that a library makes of another one (`fully_shard`)
-    counts as that one."""
-    if is_made(kind) and not is_of_program(kind):
+    """Whether the attributes of a module or an optimizer are saved: yes for classes of the program,
+    PyTorch's layers and optimizers, models of Transformers, and metrics. In attributes of other
+    libraries are resources of the process. A class that a library derives (`fully_shard`) counts as
+    its base."""
+    if is_made(kind) and not is_user_class(kind):
         return any(is_owner(base) for base in kind.__bases__)
-    return is_of_program(kind) or kind.__module__.startswith(_LAYERS) or is_metric(kind)
+    return is_user_class(kind) or kind.__module__.startswith(_LAYERS) or is_metric(kind)
 
 
 @cache
 def is_metric(kind: type) -> bool:
-    """Whether a module is a metric of torchmetrics, which keeps what it has seen in attributes."""
+    """Whether a module is a metric of torchmetrics, which keeps its sums in attributes."""
     return any(base.__module__.startswith("torchmetrics.") for base in kind.__mro__)
 
 
@@ -157,26 +156,26 @@ def is_made(kind: type) -> bool:
     return "." not in kind.__qualname__ and not hasattr(module, kind.__qualname__)
 
 
-def is_of_process(value: Any) -> bool:
-    """Whether a value belongs to the process and decides no step: a module of Python, a logger, a lock,
-    a progress bar, a tracker of figures, a file that is only written."""
+def is_process_resource(value: Any) -> bool:
+    """Whether a value belongs to the process and decides no step: a Python module, a logger, a lock, a
+    progress bar, an experiment tracker, a file that is only written."""
     kind = type(value)
-    if f"{kind.__module__}.".startswith(_OF_PROCESS) or kind is ModuleType:
+    if f"{kind.__module__}.".startswith(_PROCESS_PACKAGES) or kind is ModuleType:
         return True
     is_file = isinstance(value, io.IOBase) and not value.closed
     return is_file and value.writable() and not value.readable()
 
 
-def is_of_container(value: Any, owner: Any = None) -> bool:
+def is_bound_to_container(value: Any, owner: Any = None) -> bool:
     """Whether a value is a method of a container (`self.log.append`), or closes over its `owner`."""
     if isinstance(value, FunctionType) and owner is not None:
         return any(contents_of(cell) is owner for cell in value.__closure__ or ())
     is_method = isinstance(value, (BuiltinFunctionType, MethodWrapperType))
-    return is_method and type(value.__self__) in _CONTAINERS
+    return is_method and type(value.__self__) in _MUTABLE_CONTAINERS
 
 
 def contents_of(cell: CellType) -> Any:
-    """The value of a variable that a function closes over; an object of its own if it has none yet."""
+    """The value of a variable that a function closes over; a unique object if it has no value yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -201,19 +200,19 @@ def changed_cells(function: Any) -> dict[str, Any]:
         contents = contents_of(cell)
         if isinstance(contents, (list, dict, deque, set)):
             parts = contents.values() if isinstance(contents, dict) else contents
-            if all(isinstance(part, _SCALARS) for part in parts):
+            if all(isinstance(part, SCALAR_TYPES) for part in parts):
                 found[name] = cell
         elif (
-            name in names and (isinstance(contents, _SCALARS) or hasattr(contents, "dtype"))
+            name in names and (isinstance(contents, SCALAR_TYPES) or hasattr(contents, "dtype"))
         ) or is_generator(contents):
             found[name] = cell
     return found
 
 
 def held_generators(value: Any, kinds: tuple[type, ...] = ()) -> Iterator[Any]:
-    """The random generators that a dataset, a sampler or a function holds, or uses by a name, or
-    objects, classes and functions inside of it do, each once; and objects of `kinds`."""
-    # Values too: one that is made for a look would leave its id to another.
+    """The random generators, and objects of `kinds`, that a dataset, a sampler or a function reaches:
+    itself, or through objects, classes and functions inside it. Each is returned once."""
+    # By `id`, with the values: a value that is freed would leave its `id` to another.
     seen: dict[int, Any] = {}
 
     def look(value: Any, depth: int) -> Iterator[Any]:
@@ -230,7 +229,7 @@ def held_generators(value: Any, kinds: tuple[type, ...] = ()) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a value holds, of code of the program also the global variables that it uses."""
+    """The parts of a value; of a function of the program also the global variables that it uses."""
     kind = type(value)
     if isinstance(value, type):
         return vars(value).values() if is_program_module(value.__module__) else ()
@@ -242,10 +241,10 @@ def _parts(value: Any) -> Iterable[Any]:
     if kind.__name__ == "SeedableRandomSampler":  # Accelerate's, seeded for each epoch
         return ()
     attributes = getattr(value, "__dict__", {}).values()
-    if isinstance(value, _CONTAINERS_OF_ANY) and len(value) > _LONG:
+    if isinstance(value, CONTAINERS) and len(value) > _LONG:
         return attributes
     bases = [base for base in kind.__mro__ if is_program_module(base.__module__)]
-    # Of what has no attributes (a list, a method, a property, a running generator) all, and of a cache.
+    # All parts of a cache, and of values without attributes (a list, a method, a running generator).
     is_known = attributes and not bases and kind.__module__ != "functools"
     return [*attributes, *bases, *(() if is_known else gc.get_referents(value))]
 

@@ -1,7 +1,7 @@
 """Finds at a save, not after a crash, that a run could not be resumed, or does not use its restore.
 
-A state that does not fit the target of the restore could never be restored. And a restore returns new
-containers, numbers and arrays: a program that saves those of its target begins again, with no error.
+A state that does not fit the target of the restore could never be restored. A restore returns new
+containers, numbers and arrays: a program that saves the old ones of its target silently starts over.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from perdure.errors import MismatchError, StateError, UnsupportedLeafError, warn_caller
 from perdure.state.adapter import leaf_of
 from perdure.state.attribute_values import mark_of
-from perdure.state.held import held_values, program_frames
 from perdure.state.leaf_spec import Difference, LeafSpec, format_differences, state_dict_advice
 from perdure.state.leaf_values import SCALARS, same_bits
 from perdure.state.paths import below, join_part, nearest
 from perdure.state.per_rank import own_shards_only
-from perdure.state.snapshots import FreshTarget, inner_objects, lost_objects
+from perdure.state.reachable import program_frames, reachable_values
+from perdure.state.snapshots import TargetBaseline, inner_objects, lost_objects
 from perdure.state.walk import (
     MAPPINGS,
     Template,
@@ -33,18 +33,18 @@ from perdure.store.format import unescape
 from perdure.store.leaf import Leaf, containers_of
 
 _LOOKS = 3
-"""So many saves after a restore are compared: what a program changes, it changes in each step."""
+"""How many saves after a restore are compared: a program that changes a value does so in each step."""
 
 
 _GROWN = " A dict that gains keys belongs in an object with `state_dict` and `load_state_dict`."
 
 
 class ReplacedMembers:
-    """The members of a target in whose place a restore returned others, kept alive until `forget`."""
+    """The members of a target that a restore replaced by new ones, kept alive until `forget`."""
 
     def __init__(self) -> None:
         self._new: dict[str, Any] = {}
-        # By the `id` of a member, which is kept alive so that nothing else gets the same.
+        # By the `id` of a member, which is kept alive so that no other object gets that `id`.
         self._old: dict[int, tuple[str, Any]] = {}
         # By the `id` of a returned PyTorch tensor, which code changes in place: the one of the target
         # and the returned one, each with its version.
@@ -89,8 +89,8 @@ class ReplacedMembers:
         self._containers.clear()
 
     def check_unused(self, walk: Walk, step: int) -> None:
-        """Raise `StateError` if the state that is saved as `step` has a member of the target,
-        unless that is equal now, or is the number of the step."""
+        """Raise `StateError` if the state that is saved as `step` has a member of the target, unless
+        the member equals its restored value, or is the number of the step."""
         with own_shards_only():
             if self._new:
                 self._check(walk, step)
@@ -98,8 +98,8 @@ class ReplacedMembers:
                 self._check_tensors(walk)
 
     def changed_elsewhere(self, walk: Walk) -> str | None:
-        """A warning about a dict or a list that the program has given to the restore, still has under
-        another name (`ema.shadow`), and changes, while it saves the restored one."""
+        """A warning if the program saves the restored dict or list, and changes the old one, which it
+        gave to the restore and still has under another name (`ema.shadow`)."""
         if not self._containers or self._looks == _LOOKS:
             return None
         self._looks += 1
@@ -107,8 +107,9 @@ class ReplacedMembers:
         saved = {id(branch.value) for branch in walk.branches}
         saved |= {id(node.target) for node in walk.objects.values()}
         saved |= {id(value) for value in walk.values if type(value) not in SCALARS}
-        for name, held in held_values(program_frames(sys._getframe()), unnamed=False).items():
-            value = held.get()
+        frames = program_frames(sys._getframe())
+        for name, reached in reachable_values(frames, unnamed=False).items():
+            value = reached.get()
             if not (path := self._path_of(value)) or id(value) in saved:
                 continue
             items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -190,16 +191,16 @@ class RestoreCheck:
     """
 
     def __init__(self) -> None:
-        self.fresh = FreshTarget()
+        self.baseline = TargetBaseline()
         """What the target had at first; without a target, the state of the first save."""
         self._template: Template | None = None
         self._known: dict[str, LeafSpec] | None = None
         self._exact: int | None = None
         self._partial: int | None = None
-        # The objects inside those of the target; None if they are not known.
+        # The paths of objects inside the objects of the target; None if they are not known.
         self._inner: Collection[str] | None = None
         self.replaced = ReplacedMembers()
-        """What the last restore replaced, if the program has not taken what it returned."""
+        """The members that the last restore replaced, until the program takes the returned state."""
 
     @property
     def is_first(self) -> bool:
@@ -215,12 +216,12 @@ class RestoreCheck:
         """The program restores into `like`; returns its walk, None if a save would refuse it. If
         the program `begins` with it, a value that no save takes is an error now."""
         walk = self._template = self._inner = self._known = self._partial = None
-        self.fresh = FreshTarget()
+        self.baseline = TargetBaseline()
         try:
             walk = Walk(like)
             if begins:
                 _require_values(walk)
-            self._template, self.fresh = template_of(walk), FreshTarget(walk)
+            self._template, self.baseline = template_of(walk), TargetBaseline(walk)
             self._inner = inner_objects(walk.objects)
         except StateError:
             if begins:
@@ -228,11 +229,10 @@ class RestoreCheck:
         return walk
 
     def restored(self, step: int, leaves: Mapping[str, Leaf] | None, *, exactly: bool) -> None:
-        """A restore gave the program the state of `step` (`exactly`), or another one or parts of
-        it.
+        """A restore gave the program the state of `step`: `exactly`, or changed or only parts of it.
 
-        Another structure than that of `leaves` is only a warning from now on: an error would stop
-        an interrupted run at a step that an uninterrupted one passes.
+        From now on a structure that differs from `leaves` is only a warning: an error would stop an
+        interrupted run at a step that an uninterrupted run passes.
         """
         if exactly:
             self._exact, self._partial = step, None
@@ -256,7 +256,7 @@ class RestoreCheck:
             return
         if self._template is None:
             target, lines = "the state itself", differences(template_of(walk), leaves)
-            self.fresh = FreshTarget(walk)
+            self.baseline = TargetBaseline(walk)
         else:
             target = "the target that was given to the restore"
             lines = self._differences(self._template, leaves)
@@ -303,7 +303,7 @@ class RestoreCheck:
             for line in differences(template, leaves)
             if not described or nearest(line.path, described) is None
         ]
-        # What an object has lost since then.
+        # Attributes that an object has lost since then are no difference.
         names = {path: entry.keys for path, entry in containers.items() if entry.kind == "object"}
         lines = [line for line in lines if _has_attribute(names, line.path)]
         if self._inner is not None and containers:
@@ -337,7 +337,7 @@ def _require_values(walk: Walk) -> None:
             )
     if (torch := sys.modules.get("torch")) is None:
         return
-    # Beside the optimizer a dict is a copy that the program keeps, as of its best step.
+    # In a state with its optimizer, such a dict is a copy that the program keeps (of its best step).
     has_optimizer = any(isinstance(o.target, torch.optim.Optimizer) for o in walk.objects.values())
     for branch in walk.branches:
         if isinstance(branch.value, dict) and (owner := _owner_of_state_dict(branch.value, torch)):
@@ -362,7 +362,7 @@ def _owner_of_state_dict(value: dict[Any, Any], torch: Any) -> str:
         return _OPTIMIZER
     if {"last_epoch", "_step_count"} <= value.keys():
         return "the scheduler"
-    if not hasattr(value, "_metadata"):  # PyTorch gives it to those of modules, and copies keep it
+    if not hasattr(value, "_metadata"):  # PyTorch sets it for modules, and copies keep it
         return ""
     parameter = torch.nn.Parameter
     live = {id(p): p for p in gc.get_objects() if issubclass(type(p), parameter)}.values()

@@ -45,7 +45,7 @@ class StoredState(NamedTuple):
 
 
 class RestorePlan:
-    """What a restore into a target does. All paths are those of the target, after a rename.
+    """What a restore into a target does. All paths are paths of the target, after a rename.
 
     `keep` stays as it is; `expected` is what each leaf that can be restored on its own may be (None
     takes any); `sharded` decides how leaves of objects are sharded; `differences` say why it cannot
@@ -192,7 +192,7 @@ class RestorePlan:
             )
 
     def _select_parts(self, selection: Selection) -> None:
-        """Keep the values of modules that are not selected; refuse parts of what has no parts."""
+        """Keep the values of modules that are not selected; refuse parts of an object without parts."""
         for owner, parts in self._parts.items():
             if selection.matches(owner):
                 continue
@@ -217,7 +217,7 @@ class RestorePlan:
                     self.keep.add(unit)
 
     def _compare_leaves(self) -> None:
-        """Cast leaves; if the restore is not strict, find those that keep the target's value."""
+        """Cast leaves; if the restore is not strict, find leaves that keep the target's value."""
         request, found = self._request, set[str]()
         for path, leaf in list(self.leaves.items()):
             owner = self._owner(path)
@@ -280,7 +280,7 @@ class RestorePlan:
                 self._keep_whole(above[-1], f"{path} cannot be restored")
 
     def _keep_dependants(self) -> None:
-        """Keep the optimizers of parameters that were not restored, and the schedulers of those."""
+        """Keep the optimizers of parameters that were not restored, and their schedulers."""
         live = self._values() | self.walk.targets
         restored = {id(value) for path, value in live.items() if not self._is_kept(path)}
         kept = {id(live[path]): path for path in self._missing | self._mismatched if path in live}
@@ -348,7 +348,7 @@ def needed_regions(
 
 
 def _sharded_values(walk: Walk, specs: Mapping[str, LeafSpec]) -> dict[str, Any]:
-    """The values of a target by path, and of those inside of its objects the sharded arrays."""
+    """The values of a target by path, and the sharded arrays inside its objects."""
     values = dict(walk.by_path)
     for path, node in walk.objects.items():
         inside = node.sharded_values(SpecsBelow(specs, path))

@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class Renaming:
-    """Moves leaves and branches from the paths of a checkpoint to those of a target, all at once.
-    The longest stored path that fits a leaf counts; "" is the state itself."""
+    """Moves leaves and branches from paths of a checkpoint to paths of a target, all at once. The
+    longest stored path that fits a leaf counts; "" is the state itself."""
 
     def __init__(self, paths: Mapping[str, str] | None) -> None:
         paths = {} if paths is None else paths
@@ -79,15 +79,15 @@ class Renaming:
 
 
 class RestoreRequest(NamedTuple):
-    """The keyword arguments of a restore, checked. Paths in `selection` are those of the target."""
+    """The keyword arguments of a restore, checked. Paths in `selection` are paths of the target."""
 
     selection: Selection | None = None
     strict: bool = True
     renaming: Renaming = Renaming(None)
     cast: bool = False
     resumes: bool = False
-    """Whether a run resumes with these members, of which the rest is restored elsewhere: the extra
-    members come back as well."""
+    """Whether a run resumes with these members, while other code restores the rest: then the extra
+    members are restored as well."""
 
     @classmethod
     def of(

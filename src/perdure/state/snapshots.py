@@ -1,8 +1,8 @@
-"""A state as `{leaf path: Leaf}`, for a save: the leaves, and copies of those that may change.
+"""A state as `{leaf path: Leaf}` for a save, with copies of the leaves that may change.
 
-The states of objects with `state_dict` become leaves, with entries that describe their containers. Of a
-target only containers that a run has changed are described: a list that has grown, a deque, a set, a
-value where the target has None.
+The states of objects with `state_dict` become leaves, with entries that describe their containers.
+Outside of these, only containers that a run has changed have entries: a list that has grown, a deque, a
+set, a value where the target has None.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from perdure.state.adapter import (
 )
 from perdure.state.builtin import describe_object
 from perdure.state.containers import (
+    ANY_LENGTH,
     BYTEARRAY,
     SORTED_DICT,
     array_class_name,
@@ -49,13 +50,13 @@ from perdure.state.leaf_values import SCALARS, is_plain, plain_value, scalar_lea
 from perdure.state.paths import join_dotted, join_key, nearest, nested
 from perdure.state.per_rank import current_rank_context
 from perdure.state.program_code import (
-    is_of_process,
-    is_of_program,
     is_plain_object,
+    is_process_resource,
+    is_user_class,
 )
 from perdure.state.snapshot_buffer import SnapshotBuffer
 from perdure.state.value_forms import Form, class_named, is_form
-from perdure.state.walk import ANY_LENGTH, Branch, Unwalked, Walk, gives_way, node_of
+from perdure.state.walk import Branch, LazyWalk, Walk, may_change_kind, node_of
 from perdure.store.format import SCALAR_PREFIX, WEAK_PREFIX
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf, Leaves, containers_of
@@ -168,7 +169,7 @@ class ObjectFlattener:
             self._add(Form(parts), path)  # a restore makes another one
             return
         kind, name = type(value), type_name(value)
-        is_found = kind in self._kinds or (is_of_program(kind) and class_named(name) is kind)
+        is_found = kind in self._kinds or (is_user_class(kind) and class_named(name) is kind)
         if self._makes_objects and isinstance(node, Contents) and is_found:
             ((_, items),) = node.children
             self._add(items, path, needs_entry=True)
@@ -237,8 +238,8 @@ def lost_objects(
     ]
 
 
-class FreshTarget:
-    """What the target of a program had at first: its numbers, arrays and None, sizes and keys."""
+class TargetBaseline:
+    """What the target had at first: numbers, arrays and None by path, sizes and keys of containers."""
 
     def __init__(self, walk: Walk | None = None) -> None:
         self._is_known = walk is not None
@@ -253,17 +254,17 @@ class FreshTarget:
         self._others: set[tuple[str, type]] = set()  # values that do not give way
         for branch in reversed(walk.branches):  # a container has the path of its `Contents`
             path, value = branch.path, branch.structure
-            if not (gives_way(value) or isinstance(branch.node, Contents)):
+            if not (may_change_kind(value) or isinstance(branch.node, Contents)):
                 self._others.add((path, type(value)))
             elif path or not isinstance(value, Mapping):  # the root gains no keys
                 self._before[path] = _form(value)
         self._attributes = {
             branch.path: (type(branch.value), {name for name, _ in branch.node.children})
-            for branch in walk.of_program()
+            for branch in walk.user_objects()
             if isinstance(branch.node, Node)
         }
         self._structures = {path for path, form in self._before.items() if form is not _SCALAR}
-        objects = {b.path for b in walk.branches if is_of_program(type(b.value)) and b.path}
+        objects = {b.path for b in walk.branches if is_user_class(type(b.value)) and b.path}
         self._shapes = {
             path: (getattr(value, "dtype", None), getattr(value, "shape", None))
             for path, value in (pairs if objects else ())
@@ -271,7 +272,7 @@ class FreshTarget:
         }
 
     def describe(self, walk: Walk, leaves: Leaves) -> None:
-        """Add to `leaves` what a restore into the target could not know from the target."""
+        """Add to `leaves` the entries of containers that a restore cannot infer from the target."""
         containers, orders = dict[str, Container](), dict[str, Container]()
         for path, value in self._changed(walk, leaves):
             if nearest(path, containers) is None:
@@ -298,7 +299,7 @@ class FreshTarget:
         built = {path for path, entry in containers.items() if entry.grown}
         branches: dict[str, list[Branch]] = {path: [] for path in self._attributes}
         for branch in walk.branches if branches else ():
-            if branch.path in branches:  # a wrapper has the path of what it wraps
+            if branch.path in branches:  # a wrapper has the path of the wrapped object
                 branches[branch.path].append(branch)
         for path, (kind, names) in self._attributes.items():
             at = branches[path]
@@ -350,7 +351,7 @@ class FreshTarget:
         both = sorted(now.keys() & first.keys())
         if all(now[path] == first[path] for path in both):  # nearly always
             return {}
-        records = {b.path: b.value for b in walk.of_program()}
+        records = {b.path: b.value for b in walk.user_objects()}
         made, taken = dict[str, Container](), dict[str, str]()
         # An object of the target becomes that at the first of its paths; others there are made.
         for path in sorted(both, key=lambda path: first[path] != path):
@@ -399,7 +400,7 @@ class FreshTarget:
     def _new_attributes(
         self, branch: Branch, before: Collection[str], walk: Walk
     ) -> dict[str, Container]:
-        """The entries of an object that has got or lost attributes, and of those that it has got."""
+        """The entries of an object that has got or lost attributes, and of its new attributes."""
         node, path = branch.node, branch.path
         if not isinstance(node, Node) or not node.in_place:
             return {}
@@ -408,7 +409,7 @@ class FreshTarget:
             return {}
         names, containers = [*now], dict[str, Container]()
         for name in now.keys() - before:
-            if is_of_process(now[name]):
+            if is_process_resource(now[name]):
                 names.remove(name)
                 continue
             inside = join_key(path, name)
@@ -476,12 +477,12 @@ def _first_paths(walk: Walk) -> dict[str, str]:
 
 
 def _made(value: Any, path: str, kinds: Collection[type]) -> tuple[Leaves, list[str]]:
-    """As `described`, without bytes, of what a restore makes, objects of the program too."""
+    """As `described`, without bytes, for values that a restore makes, also objects of the program."""
     return described(value, path, [_without_bytes], makes_objects=True, kinds=kinds)
 
 
 def _grown(found: Leaves, path: str) -> dict[str, Container]:
-    """The entries of what is described at `path`, which a restore builds."""
+    """The entries of the value at `path`, which a restore builds."""
     entry = found.containers.get(path, Container("array"))  # of a number
     return found.containers | {path: msgspec.structs.replace(entry, grown=True)}
 
@@ -514,10 +515,10 @@ def _class_of(value: Any) -> Any:
 
 
 def flatten(
-    state: Any, fresh: FreshTarget | None = None, adapters: Sequence[Adapter] | None = None
+    state: Any, baseline: TargetBaseline | None = None, adapters: Sequence[Adapter] | None = None
 ) -> Leaves:
     """Every leaf of a state (or of its `Walk`) by its path, sharing memory with the live arrays."""
-    is_walked = adapters is None or isinstance(state, (Walk, Unwalked))
+    is_walked = adapters is None or isinstance(state, (Walk, LazyWalk))
     walk = Walk.of(state) if is_walked else Walk(state, adapters=adapters)
     leaves = walk.leaves(adapters)
     flattener = ObjectFlattener(leaves, adapters or walk.adapters, enters=True)
@@ -527,21 +528,21 @@ def flatten(
                 walk.states[path] = read_state(node, path)
             flattener.inside.clear()
             flattener.add(node, path, walk.states[path])
-            if is_of_program(type(node.target)):
+            if is_user_class(type(node.target)):
                 walk.inside += flattener.inside
     except RecursionError:
         raise nested_too_deeply() from None
     if adapters is None:
-        (fresh or FreshTarget()).describe(walk, leaves)
+        (baseline or TargetBaseline()).describe(walk, leaves)
     return leaves
 
 
 def snapshot(
-    state: Any, into: SnapshotBuffer | None = None, fresh: FreshTarget | None = None
+    state: Any, into: SnapshotBuffer | None = None, baseline: TargetBaseline | None = None
 ) -> Leaves:
     """`flatten`, with copies of memory that may change, valid until the next snapshot `into` it."""
     with gc_paused():
-        return (into or SnapshotBuffer()).copy(flatten(state, fresh))
+        return (into or SnapshotBuffer()).copy(flatten(state, baseline))
 
 
 def unflatten(leaves: Mapping[str, Leaf]) -> Any:

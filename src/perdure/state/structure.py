@@ -1,6 +1,6 @@
-"""What a state has already, so that no attribute stores it again, and the structure of what has
-attributes: classes, modules inside, hooks and functions, the parameters of an optimizer. That is code,
-and a resumed program builds it as at first: a save refuses another one.
+"""Which values a state stores already (no attribute stores these again), and the structure of modules
+and optimizers: classes, inner modules, hooks, functions, the parameters of an optimizer. Structure is
+code, which a resumed program builds as at first: a save refuses a changed structure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.attribute_values import Kind, kind_of
+from perdure.state.attribute_values import ValueKind, kind_of
 from perdure.state.paths import join_dotted, join_key
 from perdure.state.program_code import is_made, is_program_module
 from perdure.state.walk import Walk
@@ -28,7 +28,7 @@ _KIND, HOOKED, _NAMES = "!class", "!hooks", "!names"
 _SLOTS = "!slots"
 """The key of the parameters and modules of a module by name, each with its class."""
 _STEPPED = "!stepped"
-"""The key of the places of an optimizer's parameters that are those of the state."""
+"""The key of the parameters of an optimizer that are also parameters of the state."""
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -42,14 +42,14 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 ALL_HOOKS = frozenset([*HOOKS, *TENSOR_HOOKS])
 
 
-class Known:
-    """The values that a state has, by identity, and the memory of its tensors."""
+class StateIdentities:
+    """The identities (`id`) of the values in a state, and the memory of its tensors."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
         targets: list[Any] = [node.target for node in walk.objects.values()]
-        modules = [module for _, module in walk.of_torch("nn.Module")]
-        optimizers = [optimizer for _, optimizer in walk.of_torch("optim.Optimizer")]
+        modules = [module for _, module in walk.torch_objects("nn.Module")]
+        optimizers = [optimizer for _, optimizer in walk.torch_objects("optim.Optimizer")]
         saved = {id(module): _saved_memory(module) for module in modules}
         self._filtered = {number for number, memory in saved.items() if memory is not None}
         parts = [(part, saved[id(module)]) for module in modules for part in module.modules()]
@@ -69,12 +69,12 @@ class Known:
             states = {} if self.leaves_out_state(optimizer) else getattr(optimizer, "state", {})
             for values in states.values():
                 self._tensors += values.values() if isinstance(values, dict) else ()
-        self.has_stepped = any(self.has(each) for part in optimizers for _, each in stepped(part))
-        """Whether the state has a tensor of an optimizer. Without any, the program saves its model
-        elsewhere."""
+        stepped = (each for part in optimizers for _, each in parameters_by_key(part))
+        self.has_stepped = any(map(self.has, stepped))
+        """Whether an optimizer steps a tensor of the state. Else the model is saved elsewhere."""
 
     def add(self, module: Any) -> None:
-        """Count the tensors in the `state_dict` of a module that the state has as an attribute."""
+        """Add the tensors in the `state_dict` of a module that is an attribute of a member."""
         tensor = sys.modules["torch"].Tensor
         values = module.state_dict(keep_vars=True).values()
         self._tensors += [each for each in values if isinstance(each, tensor)]
@@ -102,7 +102,7 @@ class Known:
         return is_tensor and memory_of(value) in self._memory
 
     def is_view(self, value: Any) -> bool:
-        """Whether `value` is a tensor in the memory of one of the state, and not that one."""
+        """Whether `value` is another tensor in the memory of a tensor of the state."""
         return hasattr(value, "storage_offset") and id(value) not in self._ids and self.has(value)
 
     def has_id(self, number: int) -> bool:
@@ -113,8 +113,8 @@ class Known:
         """The name of a parameter or a module that is a key of a dict; None for anything else."""
         return self._names.get(id(value))
 
-    def real(self, key: Key) -> Key:
-        """A key with the parameters and modules in place of their names."""
+    def resolve(self, key: Key) -> Key:
+        """The key with each name of a parameter or a module replaced by that object."""
         if not any(str(name).startswith(_NAMED) for name in key):
             return key
         return tuple(self._named.get(str(name), name) for name in key)
@@ -122,7 +122,7 @@ class Known:
     @cached_property
     def _named(self) -> dict[str, Any]:
         torch, named = sys.modules["torch"], dict[str, Any]()
-        for path, module in self._walk.of_torch("nn.Module"):
+        for path, module in self._walk.torch_objects("nn.Module"):
             parts = [*module.named_modules(), *module.named_parameters()]
             named.update((f"{_NAMED}{path}:{name}", part) for name, part in parts)
         tensors = [(path, each) for path, each in self._walk.pairs() if torch.is_tensor(each)]
@@ -142,8 +142,8 @@ class Known:
 
 
 def _leaves_out_state(optimizer: Any) -> bool:
-    """Whether an optimizer of a program keeps values in `state` that its `state_dict` does not return:
-    one that wraps another often returns only that one's."""
+    """Whether an optimizer keeps values in `state` that its `state_dict` does not return: a wrapper
+    around another optimizer often returns only the state of the inner one."""
     torch = sys.modules["torch"]
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return False
@@ -177,10 +177,10 @@ def memory_of(tensor: Any) -> int:
         return 0
 
 
-def stepped(optimizer: Any) -> Iterator[tuple[Key, Any]]:
+def parameters_by_key(optimizer: Any) -> Iterator[tuple[Key, Any]]:
     for number, group in enumerate(getattr(optimizer, "param_groups", ())):
-        for place, parameter in enumerate(group["params"]):
-            yield ("param_groups", number, "params", place), parameter
+        for index, parameter in enumerate(group["params"]):
+            yield ("param_groups", number, "params", index), parameter
 
 
 class Owner(NamedTuple):
@@ -189,28 +189,28 @@ class Owner(NamedTuple):
     root: Any
     """The module of the state in which a module lies."""
     is_whole: bool = True
-    """Whether its attributes are saved, and not only its mode and which parameters are trained."""
+    """Whether all its attributes are saved, or only its mode and which parameters are trained."""
 
 
-def structure_of(value: Any, known: Known) -> dict[Key, Any]:
+def structure_of(value: Any, known: StateIdentities) -> dict[Key, Any]:
     """The structure of a module, an optimizer or a schedule, among its marks."""
     return {
         (_SLOTS,): _slots(value, known),
-        (_STEPPED,): {key: id(each) for key, each in stepped(value) if known.has(each)},
-        (_NAMES,): [known.name_of(each) for _, each in stepped(value)],
+        (_STEPPED,): {key: id(each) for key, each in parameters_by_key(value) if known.has(each)},
+        (_NAMES,): [known.name_of(each) for _, each in parameters_by_key(value)],
         (_KIND,): _class_name(_unwrapped(value)),
         (HOOKED,): code_of(value),
     }
 
 
-def require_same_names(owner: Owner, at_first: Mapping[Key, Any], known: Known) -> None:
-    """Refuse an optimizer of which the program has put the parameters under other paths: the optimizer
-    at this path has those of the model that a resumed program has at that path."""
+def require_same_names(owner: Owner, at_first: Mapping[Key, Any], known: StateIdentities) -> None:
+    """Refuse an optimizer whose parameters the program has moved to other paths: a resumed program
+    makes the optimizer with the parameters that were at the first paths."""
     before = at_first.get((_NAMES,), [])
-    now = [known.name_of(each) for _, each in stepped(owner.value)]
+    now = [known.name_of(each) for _, each in parameters_by_key(owner.value)]
     for old, new in zip(before, now, strict=False):
         if None not in (old, new) and old != new:
-            one, other = (str(name)[len("!of:") :].replace(":", "/") for name in (old, new))
+            one, other = (str(name)[len(_NAMED) :].replace(":", "/") for name in (old, new))
             raise UnsupportedLeafError(
                 f"{owner.path}: steps {other}, and stepped {one} when the program gave the state to "
                 f"the restore or first saved it: members have changed places. A resumed program has "
@@ -219,7 +219,7 @@ def require_same_names(owner: Owner, at_first: Mapping[Key, Any], known: Known) 
             )
 
 
-def refuse_addresses(value: Any, path: str, known: Known) -> None:
+def refuse_addresses(value: Any, path: str, known: StateIdentities) -> None:
     """Refuse a dict with `id(parameter)` as keys, which are other numbers in another process."""
     if isinstance(value, dict) and any(type(key) is int and known.has_id(key) for key in value):
         raise UnsupportedLeafError(
@@ -229,9 +229,9 @@ def refuse_addresses(value: Any, path: str, known: Known) -> None:
         )
 
 
-def _slots(module: Any, known: Known) -> dict[str, tuple[Any, str]]:
-    """The modules in a module by name, without wrappers (DDP), as weak references and with their
-    classes, and its parameters that are those of another module too; of an optimizer none."""
+def _slots(module: Any, known: StateIdentities) -> dict[str, tuple[Any, str]]:
+    """The modules in a module by name, without wrappers (DDP), as weak references with their classes,
+    and the parameters that it shares with another module; nothing for an optimizer."""
     parts = getattr(module, "_modules", {})
     found = {name: _unwrapped(part) for name, part in parts.items() if part is not None}
     slots = {name: (weakref.ref(part), _class_name(part)) for name, part in found.items()}
@@ -252,22 +252,22 @@ def _nothing() -> None:
 
 
 def _class_name(value: Any) -> str:
-    """The class of a module: of one that a library has made of another class (`fully_shard`) that
-    one, and of a lazy one the class that it will be."""
+    """The name of the class of a module: of a class that a library derives (`fully_shard`) the base,
+    of a lazy module the class that it will have."""
     kind = getattr(type(value), "cls_to_become", None) or type(value)
     kind = next(base for base in kind.__mro__ if not is_made(base))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def code_of(value: Any) -> list[str]:
-    """The hooks that the program has registered on a module or an optimizer, and on parameters, and
+    """The hooks that the program has registered on a module or an optimizer and on its parameters, and
     the functions in its attributes."""
     places = [(f"hook {name[1:]}", getattr(value, name, None)) for name in HOOKS]
     for name, parameter in getattr(value, "_parameters", {}).items():
         for kind in TENSOR_HOOKS if parameter is not None else ():
             places.append((f"hook {name}.{kind[1:]}", getattr(parameter, kind, None)))
     for name, part in vars(value).items():  # one with a public name is stored
-        if isinstance(part, FunctionType) and kind_of(part) is Kind.OTHER:
+        if isinstance(part, FunctionType) and kind_of(part) is ValueKind.OTHER:
             places.append((f"function {name}", {name: part}))
     return sorted(
         f"{place} ({_hook_name(hook)})"
@@ -285,8 +285,8 @@ def _hook_name(hook: Any) -> str:
 
 
 def require_same_code(owner: Owner, fresh: Mapping[Key, Any]) -> None:
-    """Refuse a member of another class than the first one, and hooks that the run adds or removes: both
-    are code, which a resumed program has as at first."""
+    """Refuse a member whose class has changed, and hooks that the run has added or removed: classes and
+    hooks are code, which a resumed program has as at first."""
     kind, hooks = _class_name(_unwrapped(owner.value)), code_of(owner.value)
     if kind != fresh.get((_KIND,), kind):
         raise UnsupportedLeafError(
@@ -307,10 +307,10 @@ def require_same_code(owner: Owner, fresh: Mapping[Key, Any]) -> None:
 
 
 def require_same_slots(
-    owner: Owner, marks: Mapping[Any, Any], owners: list[Owner], known: Known
+    owner: Owner, marks: Mapping[Any, Any], owners: list[Owner], known: StateIdentities
 ) -> None:
-    """Refuse a module that training has replaced by one of another class, and what it has moved: a
-    resumed program builds the first one, and no `state_dict` says so. `marks` are the fresh ones by
+    """Refuse a module that training has moved, or replaced by a module of another class: a resumed
+    program builds the first module, and no `state_dict` names classes. `marks` are the fresh marks by
     owner."""
     before = marks[owner.value].get((_SLOTS,), {})
     for name, (reference, kind) in _slots(owner.value, known).items():
@@ -335,10 +335,10 @@ def require_same_slots(
             )
 
 
-def require_same_parameters(owner: Owner, fresh: Mapping[Key, Any], known: Known) -> None:
+def require_same_parameters(owner: Owner, fresh: Mapping[Key, Any], known: StateIdentities) -> None:
     """Refuse an optimizer that keeps a parameter that its model no longer has, or has its parameters
-    in another order: the optimizer of a resumed program has those of the model as at first."""
-    held, before = dict(stepped(owner.value)), fresh.get((_STEPPED,), {})
+    in another order: a resumed program makes it with the first parameters in the first order."""
+    held, before = dict(parameters_by_key(owner.value)), fresh.get((_STEPPED,), {})
     now = {key: id(held[key]) for key in before if key in held}
     if now != before and sorted(now.values()) == sorted(before.values()):
         moved = next(key for key, number in before.items() if now[key] != number)

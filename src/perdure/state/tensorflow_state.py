@@ -19,16 +19,16 @@ from perdure.state.adapter import Adapter, Node, Stateful
 from perdure.state.extra_members import ExtraMember, Restoring, Saving, json_leaf
 from perdure.state.generators import is_generator
 from perdure.state.leaf_spec import LeafSpec, PathInErrors
-from perdure.state.leaf_values import SCALARS, array_leaf, array_spec, leaf_array
-from perdure.state.value_forms import CONTAINERS, form_of, with_pairs
+from perdure.state.leaf_values import CONTAINERS, SCALARS, array_leaf, array_spec, leaf_array
+from perdure.state.value_forms import encode_forms, form_of
 from perdure.state.walk import Walk
 from perdure.store.leaf import Leaf
 
-_OF_KERAS = ("Layer", "Variable", "Optimizer", "Metric")
+_KERAS_CLASSES = ("Layer", "Variable", "Optimizer", "Metric")
 
 
 class TensorFlowState(Adapter):
-    """See `perdure.state.adapter.Adapter`. Keras's objects are taken by its own adapter."""
+    """Turns modules, iterators and tensors into nodes and leaves. Keras has its own adapter."""
 
     def spec(self, value: Any) -> LeafSpec | None:
         return array_spec(_array(value)) if _is_tensor(value) else None
@@ -51,7 +51,7 @@ class TensorFlowState(Adapter):
 
 
 class _IteratorState(Stateful):
-    """An iterator of `tf.data`, whose place `Iterators` keeps."""
+    """An iterator of `tf.data`, whose position `Iterators` stores."""
 
     def read(self) -> dict[str, Any]:
         return {}
@@ -64,19 +64,19 @@ _numbers = msgspec.json.Decoder(dict[str, int])
 
 
 class Iterators(ExtraMember):
-    """The places of iterators of `tf.data`, what their shuffles hold, and the seeds of those.
+    """Stores the positions of iterators of `tf.data`, and the contents and seeds of their shuffles.
 
-    They are no part of the fingerprint: TensorFlow reads ahead, and writes as many elements as it has
-    read, so that at one place the bytes differ with the timing. It writes and reads files of a
-    `tf.train.Checkpoint`, which lose a part of some pipelines: these are refused at the first looks.
+    They are no part of the fingerprint: TensorFlow writes all elements that it has read ahead,
+    so that the bytes at one position differ with the timing. The files of `tf.train.Checkpoint` lose a
+    part of some pipelines: the first looks refuse these.
     """
 
-    def see(self, walk: Walk) -> None:
+    def observe(self, walk: Walk) -> None:
         for path, iterator in _iterators(walk):
             with PathInErrors(path):
                 _looked_at_files(iterator)
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
         top = f"process/{saving.process}/iterators"
         found, numbers = dict[str, Leaf](), dict[str, int]()
         for number, (path, iterator) in enumerate(_iterators(saving.walk)):
@@ -87,7 +87,7 @@ class Iterators(ExtraMember):
                 found[f"{top}/{number}/{name}"] = array_leaf(octets)
         return {**found, f"{top}_index": json_leaf(numbers)} if numbers else {}
 
-    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+    def restore(self, restoring: Restoring, walk: Walk) -> list[str]:
         iterators = dict(_iterators(walk))
         top = restoring.path("iterators_index").removesuffix("_index")
         for path, number in restoring.by_path("iterators_index", _numbers).items():
@@ -120,7 +120,7 @@ _looked_at: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _LOOKS = 3
 """At the first one no element was drawn yet: what it loses then is not seen."""
 _LOST = ("groupbywindow",)
-"""Transformations, in lower case, of which TensorFlow cannot restore what they hold."""
+"""Transformations, in lower case, whose contents TensorFlow cannot restore."""
 _ADVICE = (
     "Leave the iterator out of the state, and begin the data at the restored step: "
     "`dataset.skip(start)`, with a `seed` for each `shuffle`."
@@ -217,8 +217,8 @@ def _module_node(module: Any) -> Node:
     for name, part in vars(module).items():
         if _has_state(part):
             parts[name] = _without_others(part)
-        elif not name.startswith(_OF_TENSORFLOW) and _is_value(plain := _unwrapped(part)):
-            others[name] = with_pairs(plain)
+        elif not name.startswith(_TF_PREFIXES) and _is_value(plain := _unwrapped(part)):
+            others[name] = encode_forms(plain)
 
     def rebuild(new: list[Any]) -> None:
         for name, part in zip(others, new[len(parts) :], strict=True):
@@ -227,7 +227,7 @@ def _module_node(module: Any) -> Node:
     return Node([*parts.items(), *others.items()], rebuild, in_place=True)
 
 
-_OF_TENSORFLOW = ("_self_", "_name", "_scope_name", "_tf_", "_setattr", "_unconditional", "_obj_")
+_TF_PREFIXES = ("_self_", "_name", "_scope_name", "_tf_", "_setattr", "_unconditional", "_obj_")
 
 
 def _is_value(value: Any) -> bool:
@@ -260,7 +260,7 @@ def _has_state(value: Any) -> bool:
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(_has_state, value.values() if isinstance(value, Mapping) else value))
     keras = sys.modules.get("keras")
-    of_keras = [getattr(keras, name) for name in _OF_KERAS if hasattr(keras, name)]
+    of_keras = [getattr(keras, name) for name in _KERAS_CLASSES if hasattr(keras, name)]
     kinds = (tf.Variable, tf.random.Generator, tf.Module, tf.data.Iterator, tf.data.NumpyIterator)
     return isinstance(value, (*kinds, *of_keras))
 

@@ -114,7 +114,7 @@ def _depends_on_buckets(ddp: DistributedDataParallel) -> bool:
     of_perdure = any(
         type(held).__module__.startswith("perdure.") for _, held in getattr(ddp, "_comm_hooks", ())
     )
-    # Of two numbers there is one sum.
+    # Two addends commute; order matters above two processes.
     return _size(ddp) > 2 and not (keeps_first or adds_by_itself or of_perdure)
 
 

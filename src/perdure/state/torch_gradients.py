@@ -52,21 +52,22 @@ _steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
 
 
 class Gradients(ExtraMember):
-    """See `perdure.state.extra_members.ExtraMember`."""
+    """Stores gradients that a later step uses, and which tensors require one; refuses gradients that
+    FSDP2 has not reduced yet."""
 
     def __init__(self) -> None:
         self._trained: dict[str, bool] | None = None
         """Which tensors required a gradient at first, by path."""
 
-    def see(self, walk: Walk) -> None:
+    def observe(self, walk: Walk) -> None:
         _watch(walk)
         if self._trained is None:
             self._trained = {path: value.requires_grad for path, value in _tensors(walk)}
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
         _watch(saving.walk)
         if "torch.distributed.fsdp" in sys.modules:
-            for path, module in saving.walk.of_torch("nn.Module"):
+            for path, module in saving.walk.torch_objects("nn.Module"):
                 _require_reduced(path, module)
         leaves, kept = dict[str, Leaf](), dict[str, list[str]]()
         for path, optimizer in _optimizers(saving.walk):
@@ -85,7 +86,7 @@ class Gradients(ExtraMember):
                 leaves[f"process/{saving.process}/gradient/{path}"] = leaf
         return leaves
 
-    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+    def restore(self, restoring: Restoring, walk: Walk) -> list[str]:
         kept = restoring.by_path("gradients", _decoder)
         written: dict[str, dict[int, Leaf]] = {}
         of_tensors: dict[str, Leaf] = {}
@@ -205,7 +206,7 @@ def _after_step(optimizer: Any, *_: Any) -> None:
 
 
 def _watch(walk: Walk) -> None:
-    """Begin to tell the gradients that a step has used from those that are written after it."""
+    """Begin to distinguish gradients that a step has used from gradients written after it."""
     for _, optimizer in _optimizers(walk):
         _watch_steps()
         if optimizer not in _steps:
@@ -219,7 +220,7 @@ def _watch_steps() -> None:
 
 def _optimizers(walk: Walk) -> Iterator[tuple[str, Any]]:
     """The optimizers of a state by path; of one that wraps another, that one, which makes the steps."""
-    for path, optimizer in walk.of_torch("optim.Optimizer"):
+    for path, optimizer in walk.torch_objects("optim.Optimizer"):
         inner = getattr(optimizer, "optimizer", None)
         yield path, inner if isinstance(inner, Optimizer) else optimizer
 
@@ -236,7 +237,7 @@ def _tensors(walk: Walk) -> Iterator[tuple[str, Any]]:
 
 
 def _below_keras(walk: Walk) -> tuple[str, ...]:
-    """How the paths begin of what is in models and optimizers of Keras."""
+    """The prefixes of the paths of values in models and optimizers of Keras."""
     if (keras := sys.modules.get("keras")) is None:
         return ()
     kinds = keras.Layer, keras.optimizers.Optimizer
@@ -249,7 +250,7 @@ def _unstepped(walk: Walk, tensors: Mapping[str, Any]) -> Iterator[tuple[str, An
     none steps any."""
     stepped = {id(value) for _, part in _optimizers(walk) for value in _parameters(part)}
     yield from ((path, value) for path, value in tensors.items() if id(value) not in stepped)
-    for path, module in walk.of_torch("nn.Module"):
+    for path, module in walk.torch_objects("nn.Module"):
         if not any(id(value) in stepped for value in module.parameters()):
             for name, value in module.named_parameters():
                 yield join_dotted(path, name), value

@@ -66,7 +66,7 @@ class ResumableLoader:
     """A `DataLoader` that continues where a checkpoint was taken, also in the middle of an epoch.
 
     Put it into the state that is saved, and iterate it instead of the `DataLoader`. After a
-    restore, the `for` loop over its batches gets those of the epoch that were not used yet, in the
+    restore, the `for` loop over it gets the batches of the epoch that were not used yet, in the
     same order. A batch counts as used once the loop has received it. What the dataset, its
     transforms and `collate_fn` draw from `torch`, `numpy.random` and `random` is seeded for each
     batch, and the generators of this process are not touched. Attributes of the `DataLoader` can be

@@ -13,7 +13,7 @@ from perdure.state.adapter import ModuleValues, Stateful
 from perdure.state.leaf_spec import Check, Difference, LeafSpec
 from perdure.state.leaf_values import same_bits
 from perdure.state.paths import join_dotted
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import is_user_class
 from perdure.state.torch_tensors import (
     LAZY,
     copy_into,
@@ -169,7 +169,7 @@ def _unset_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, 
     it, its name there, and the buffer."""
     found: dict[str, tuple[torch.nn.Module, str, Any]] = {}
     for path, part in parts_by_name(module):
-        for name, buffer in part._buffers.items() if is_of_program(type(part)) else ():
+        for name, buffer in part._buffers.items() if is_user_class(type(part)) else ():
             is_unset = buffer is None or (not isinstance(buffer, LAZY) and buffer.numel() == 0)
             if is_unset and name not in part._non_persistent_buffers_set:
                 found[f"{path}.{name}" if path else name] = part, name, buffer
@@ -192,7 +192,7 @@ def parts_by_name(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _cuts(module: torch.nn.Module) -> list[tuple[str, str]]:
-    """The place of each wrapper and the name of what it wraps, both with a dot; the innermost first."""
+    """The dotted names of each wrapper and of the module that it wraps, the innermost wrapper first."""
     if not any(map(_inner_name, {type(part) for part in module.modules()})):
         return []
     cuts = [
@@ -211,7 +211,7 @@ def _without(cuts: list[tuple[str, str]], name: str) -> str:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """What a wrapper (DDP, `torch.compile`) wraps; any other module itself."""
+    """The module inside a wrapper (DDP, `torch.compile`); any other module itself."""
     while (inner := _inner_name(type(module))) is not None:
         module = getattr(module, inner)
     return module

@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:
-    """What a wrapper of Fabric or Accelerate wraps, which has all of its state; another one itself."""
+    """The optimizer inside a wrapper of Fabric or Accelerate, which has all state; else itself."""
     kinds = type(optimizer).__mro__
     is_wrapper = any(f"{kind.__module__}.".startswith(_WRAPPING) for kind in kinds)
     return optimizer.optimizer if is_wrapper else optimizer
@@ -202,8 +202,8 @@ class SchedulerState(Stateful):
 
 def _tensor_states(state: Any) -> dict[int, dict[Any, Any]]:
     return {
-        place: dict(values)
-        for place, number in enumerate(_parameters(state["param_groups"]))
+        index: dict(values)
+        for index, number in enumerate(_parameters(state["param_groups"]))
         if isinstance(values := state["state"].get(number), dict)
     }
 
@@ -212,9 +212,9 @@ def _put_exact(optimizer: torch.optim.Optimizer, stored: Mapping[int, Mapping[An
     """Give tensors the dtype that they were stored with, if the optimizer's own code for loading has
     called PyTorch's, which casts to the dtype of the parameter, and what it saves is what it holds."""
     saved = _tensor_states(optimizer.state_dict())
-    for place, parameter in enumerate(_parameters(optimizer.param_groups)):
+    for index, parameter in enumerate(_parameters(optimizer.param_groups)):
         held = optimizer.state.get(parameter)
-        before, present = stored.get(place), saved.get(place)
+        before, present = stored.get(index), saved.get(index)
         if before is None or present is None or not isinstance(held, dict):
             continue
         if not before.keys() == present.keys() == held.keys():
@@ -251,12 +251,12 @@ def _exact_state(stored: Any, loaded: Any, parameter: torch.Tensor) -> Any:
 
 
 def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """The parameters in groups, or in those of a `state_dict` their numbers, in their order."""
+    """The parameters in groups, in order; for the groups of a `state_dict` their numbers."""
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def _class_of_torch(value: Any) -> str:
-    """The class of PyTorch that an optimizer or a scheduler is of or is derived from."""
+    """The class of PyTorch from which the class of an optimizer or a scheduler derives."""
     inner = getattr(value, "optimizer", None)  # of one that wraps another
     kind = type(inner if isinstance(value, torch.optim.Optimizer) and inner else value)
     names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
@@ -271,8 +271,7 @@ def _other_class(expected: str, stored: Mapping[str, Leaf]) -> list[Difference]:
 
 
 def _optimizer_check(state: OptimizerState) -> Check:
-    """Compares class, groups, and the shapes of the state with those of the parameters, of which it
-    keeps no tensor."""
+    """Compares class, groups, and the shapes of state and parameters. Keeps no tensor."""
     class_name, kind, groups = state.class_name, type(state.target), state.target.param_groups
     expected = [len(group["params"]) for group in groups]
     names = [name for group in groups for name in group.get("param_names", ())]
@@ -319,8 +318,8 @@ def _order_differences(now: list[str], before: list[str]) -> list[Difference]:
 def _shape_differences(
     expected_shapes: Sequence[Shape | None], stored: Mapping[str, Leaf], has_their_shapes: bool
 ) -> list[Difference]:
-    """State of the shape of another parameter. In an optimizer of the user's it may have any shape,
-    unless the shapes are those of all parameters in another order."""
+    """State that has the shape of another parameter. In a user's optimizer state may have any shape,
+    unless the shapes are the shapes of all parameters in another order."""
     found: dict[str, dict[int, Shape]] = defaultdict(dict)
     for path, leaf in stored.items():
         parts = path.split("/")

@@ -54,7 +54,7 @@ _NO_DISPATCH = (
 
 
 class TorchState(Adapter):
-    """See `perdure.state.adapter.Adapter`."""
+    """Turns tensors, modules, optimizers and schedulers into leaves and nodes, and back."""
 
     def spec(self, value: Any) -> LeafSpec | None:
         if not isinstance(value, torch.Tensor):

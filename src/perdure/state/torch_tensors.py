@@ -118,7 +118,7 @@ def has_all_elements(value: Any) -> bool:
 
 
 def sharded_parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` of which this process has only some elements."""
+    """The tensors in `values` of which this process has only some elements."""
     return {
         path: value.detach()
         for path, value in values.items()
@@ -253,7 +253,7 @@ def on_host(value: Any) -> Any:
 
 
 def _pinned() -> int:
-    """Bytes that PyTorch has pinned, those to be given out again too."""
+    """Bytes that PyTorch has pinned, in use or free."""
     stats = getattr(torch.cuda, "host_memory_stats", None)  # older releases do not tell
     return _UNKNOWN if stats is None else stats().get("allocated_bytes.current", _UNKNOWN)
 

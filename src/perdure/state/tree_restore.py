@@ -25,13 +25,13 @@ from perdure.state.leaf_spec import (
 )
 from perdure.state.leaf_values import is_plain, same_bits
 from perdure.state.object_restore import ObjectStates
-from perdure.state.program_code import is_of_program
+from perdure.state.program_code import is_user_class
 from perdure.state.restore_check import ReplacedMembers
 from perdure.state.restore_plan import RestorePlan, StoredState
 from perdure.state.restore_request import RestoreReport, RestoreRequest
 from perdure.state.snapshots import unflatten
 from perdure.state.value_forms import class_named
-from perdure.state.walk import Branch, Described, Walk, differences, template_of
+from perdure.state.walk import Branch, RebuiltTarget, Walk, differences, template_of
 from perdure.store.gc_pause import gc_paused
 from perdure.store.leaf import Leaf
 
@@ -146,7 +146,7 @@ class _Restore(ObjectStates):
     ) -> None:
         super().__init__(plan.leaves, plan.keep, takes, plan.sharded)
         self._plan = plan
-        described = {p for p, node in plan.walk.objects.items() if isinstance(node, Described)}
+        described = {p for p, node in plan.walk.objects.items() if isinstance(node, RebuiltTarget)}
         others = plan.walk.objects.keys() - described
         # In a restore of parts, what stays is not what the checkpoint has.
         self._numbers = {p: n for p, n in shared.items() if p not in others and not plan.keep}
@@ -164,7 +164,6 @@ class _Restore(ObjectStates):
         self._changes: list[_Change] = []
         self._taken = {id(b.value) for b in plan.walk.branches if isinstance(b.node, Node)}
         """The objects that are restored at a path of their own."""
-
         self._is_described = False
         """Whether a value is built that is no part of the state of an object."""
 
@@ -194,10 +193,10 @@ class _Restore(ObjectStates):
             return self._build_one(walk, part)
         like = walk.values[part] if isinstance(part, int) else part.value
         value = self.shared(path, lambda: self._build_one(walk, part))
-        gives_way = (
-            (like is None or is_plain(like)) if is_leaf else isinstance(part.node, Described)
+        may_change = (
+            (like is None or is_plain(like)) if is_leaf else isinstance(part.node, RebuiltTarget)
         )
-        return value if gives_way or type(value) is type(like) else self._build_one(walk, part)
+        return value if may_change or type(value) is type(like) else self._build_one(walk, part)
 
     def shared(self, path: str, build: Callable[[], Any]) -> Any:
         """What `build` makes, or the object at `path` that is at other paths too. It is built once, if
@@ -223,7 +222,7 @@ class _Restore(ObjectStates):
         path, like, node = part.path, part.value, part.node
         if node is None or path in self.keep:
             return like
-        if isinstance(node, Described):
+        if isinstance(node, RebuiltTarget):
             outer, self._is_described = self._is_described, True
             value = self.value(path, like)
             self._is_described = outer
@@ -285,7 +284,7 @@ class _Restore(ObjectStates):
         kind = of_target.get(name) or class_named(name)
         is_one = kind is not None and issubclass(kind, (list, tuple, Mapping))
         is_one = is_one and not hasattr(kind, "_fields")
-        return kind if is_one and (name in of_target or is_of_program(kind)) else None
+        return kind if is_one and (name in of_target or is_user_class(kind)) else None
 
     def record(self, kind: type, values: dict[str, Any], like: Any, path: str) -> Any:
         is_exchanged = type(like) is not kind or is_frozen(kind) or id(like) in self._taken

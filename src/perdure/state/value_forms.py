@@ -45,11 +45,10 @@ from perdure.state.generators import (
     write_generator,
 )
 from perdure.state.leaf_spec import type_name
+from perdure.state.leaf_values import CONTAINERS, SCALAR_TYPES
 from perdure.state.paths import LISTED
-from perdure.state.program_code import is_of_program, is_program_module
+from perdure.state.program_code import is_program_module, is_user_class
 
-SCALARS = (type(None), bool, int, float, complex, str, bytes)
-CONTAINERS = (tuple, list, dict, deque, set, frozenset)
 _LISTED = LISTED[0]
 _MEMBER = "!member"
 _OBJECT = "!object"
@@ -59,7 +58,7 @@ _BASES: dict[str, Any] = {
 }
 _CALLABLES = (type, FunctionType, BuiltinFunctionType)
 _LIBRARIES = ("torch", "jax", "numpy")
-"""Packages whose functions and classes are kept by name, beside those of the program."""
+"""Packages whose functions and classes are stored by name; those of the program are, too."""
 _ODD = (np.str_, np.bytes_, np.datetime64, np.timedelta64, np.void)
 """Elements of arrays that no leaf can have."""
 
@@ -70,8 +69,8 @@ class Form(dict[str, Any]):
 
 
 class _Form(NamedTuple):
-    """A form of values: their class if all of it have this form, plain values, containers and arrays
-    that say a value exactly, and the value of those."""
+    """A form of values: `kind`, if all values of that class have this form; the function from a value
+    to plain `parts` that fix it exactly; and the function from parts to the value `made`."""
 
     kind: type | None
     parts: Callable[[Any], Any]
@@ -96,8 +95,8 @@ def _array_made(parts: Any) -> Any:
 def _objects_made(parts: Any) -> Any:
     shape, values = parts
     made = np.empty(len(values), object)
-    for place, part in enumerate(values):  # NumPy would take lists of one length for a dimension
-        made[place] = part
+    for index, part in enumerate(values):  # NumPy would take lists of one length for a dimension
+        made[index] = part
     return made.reshape(tuple(shape))
 
 
@@ -136,10 +135,10 @@ def _torch_dtype(name: str) -> Any:
 def _public_name(value: Any) -> str | None:
     """The name by which a function or a class is found again; None without one."""
     module, name = str(getattr(value, "__module__", None)), value.__qualname__
-    places = [(module, name)]
+    names = [(module, name)]
     if type(value) is BuiltinFunctionType:  # of the compiled part of PyTorch
-        places += [("torch", value.__name__), ("torch.nn.functional", value.__name__)]
-    for module, name in places:
+        names += [("torch", value.__name__), ("torch.nn.functional", value.__name__)]
+    for module, name in names:
         text = f"{module}:{name}"
         is_kept = module.partition(".")[0] in _LIBRARIES or is_program_module(module)
         if is_kept and _named(text) is value:
@@ -234,8 +233,9 @@ def form_of(value: Any) -> str | None:
     if isinstance(value, _CALLABLES):
         return "name" if _public_name(value) else None
     if kind is partial:
-        settings = all(type(part) in SCALARS for part in (*value.args, *value.keywords.values()))
-        return "partial" if settings and form_of(value.func) == "name" else None
+        settings = (*value.args, *value.keywords.values())
+        has_scalars = all(type(part) in SCALAR_TYPES for part in settings)
+        return "partial" if has_scalars and form_of(value.func) == "name" else None
     if kind.__module__ == "torch":
         if kind.__name__ in ("device", "dtype"):
             return f"torch.{kind.__name__}"
@@ -245,9 +245,9 @@ def form_of(value: Any) -> str | None:
     return None
 
 
-def with_pairs(value: Any) -> Any:
-    """A value with the forms of all in it that has no entry in a manifest."""
-    if type(value) in SCALARS or type(value) is Form:
+def encode_forms(value: Any) -> Any:
+    """A value in which forms replace all values that have no entry in a manifest."""
+    if type(value) in SCALAR_TYPES or type(value) is Form:
         return value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -257,24 +257,24 @@ def with_pairs(value: Any) -> Any:
         name = value.value if isinstance(value, enum.Flag) else value.name
         return Form({_LISTED: name, "in": type_name(value)})
     if (name := form_of(value)) is not None:
-        return Form({_LISTED: with_pairs(_FORMS[name].parts(value)), "in": name})
+        return Form({_LISTED: encode_forms(_FORMS[name].parts(value)), "in": name})
     if type(value) is np.ndarray and value.dtype.hasobject and not value.dtype.names:
-        return Form({_LISTED: with_pairs(_FORMS["objects"].parts(value)), "in": "objects"})
+        return Form({_LISTED: encode_forms(_FORMS["objects"].parts(value)), "in": "objects"})
     if not isinstance(value, CONTAINERS) or not value:
         return value
     if isinstance(value, (set, frozenset)):
-        if all(type(part) in SCALARS for part in value):
+        if all(type(part) in SCALAR_TYPES for part in value):
             return value
-        parts = [with_pairs(part) for part in sorted(value, key=repr)]
+        parts = [encode_forms(part) for part in sorted(value, key=repr)]
         return Form({_LISTED: parts, "in": type(value)()})
     if not isinstance(value, dict):
-        return sequence_like(value, [with_pairs(part) for part in value])
-    return _with_named_keys(value, list(map(with_pairs, value.values())))
+        return sequence_like(value, [encode_forms(part) for part in value])
+    return _with_named_keys(value, list(map(encode_forms, value.values())))
 
 
 def refuse_pending(tensor: Any) -> None:
-    """Refuse a tensor through whose graph a backward pass can still go: no checkpoint has a graph, so
-    that a resumed program would lack its gradients. One that was used is freed, and not missed."""
+    """Refuse a tensor whose graph a backward pass can still use: no checkpoint has a graph, so that a
+    resumed program would lack its gradients. A used graph is freed, and not missed."""
     if tensor.grad_fn is None:
         return
     pending, seen = [tensor.grad_fn], set[Any]()
@@ -298,7 +298,7 @@ def refuse_pending(tensor: Any) -> None:
 
 
 _MOST_NODES = 10_000
-"""So much of a graph is looked at."""
+"""How many nodes of a graph are visited."""
 
 
 def generator_form(generator: Any) -> Any:
@@ -307,9 +307,9 @@ def generator_form(generator: Any) -> Any:
 
 
 def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
-    """As `with_pairs`, also of objects of the program, at any depth. `name_of` names members of the
-    state, which stay what they are. `UnsupportedLeafError` for an object that cannot be made again."""
-    if type(value) in SCALARS:
+    """As `encode_forms`, also for objects of the program, at any depth. Members of the state, which
+    `name_of` names, become references. `UnsupportedLeafError` if an object cannot be made again."""
+    if type(value) in SCALAR_TYPES:
         return value
     if (name := name_of(value)) is not None:
         return _member(name)
@@ -326,8 +326,8 @@ def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
             return _with_named_keys(value, parts, name_of)
         if isinstance(value, (tuple, list, deque)):
             return sequence_like(value, [whole_form(part, name_of) for part in value])
-    if not is_of_program(kind) or hasattr(kind, "state_dict"):
-        return with_pairs(value)
+    if not is_user_class(kind) or hasattr(kind, "state_dict"):
+        return encode_forms(value)
     base = next(base for base in kind.__mro__ if base in _BASES.values())
     if class_named(type_name(value)) is not kind or _new(kind, base) is None:
         raise UnsupportedLeafError(
@@ -343,7 +343,7 @@ def whole_form(value: Any, name_of: Callable[[Any], str | None]) -> Any:
 
 
 def is_form(stored: Mapping[Any, Any]) -> bool:
-    """Whether a dict from a checkpoint is a form: one of the program with these keys is listed."""
+    """Whether a dict from a checkpoint is a form. (A dict of the program with these keys is listed.)"""
     return stored.keys() - {_OBJECT} == {*LISTED}
 
 
@@ -363,7 +363,7 @@ def made_value(stored: dict[str, Any], member: Callable[[str], Any] = lambda nam
     kind: Any = class_named(name)
     is_object = _OBJECT in stored
     # A checkpoint may name any class: no other one is made.
-    if kind is None or not (is_of_program(kind) if is_object else issubclass(kind, enum.Enum)):
+    if kind is None or not (is_user_class(kind) if is_object else issubclass(kind, enum.Enum)):
         raise UnsupportedLeafError(
             f"the program has no {name}, of which the checkpoint has a value"
         )
@@ -388,7 +388,7 @@ def _new(kind: type, base: Any) -> Any:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in `__slots__` too; what a bound method or a `partial` has."""
+    """The attributes of an object, also in `__slots__`; of a bound method or a `partial` its parts."""
     if isinstance(value, MethodType):
         return {"__self__": value.__self__}
     if type(value) is partial:
@@ -411,7 +411,7 @@ def _with_named_keys(
 
 
 def is_named(value: Mapping[Any, Any]) -> bool:
-    """Whether the keys of a mapping have texts that tell them apart, and are not those of a form."""
+    """Whether the keys of a mapping have distinct texts, and are not the keys of a form."""
     kinds = set(map(type, value))
     if not kinds <= {str, int} or "" in value or (len(value) in (2, 3) and is_form(value)):
         return False
@@ -432,7 +432,7 @@ def listed_form(
             "a dict whose keys are tensors, which only the object itself finds again: a restored key "
             "would be another one. Use names as keys, such as those of `named_parameters`."
         )
-    keys = [with_pairs(key) if (name := name_of(key)) is None else _member(name) for key in value]
+    keys = [encode_forms(key) if (name := name_of(key)) is None else _member(name) for key in value]
     listed = list(zip(keys, value.values() if parts is None else parts, strict=True))
     return Form({_LISTED: listed, "in": mapping_like(value, {})})
 

@@ -1,13 +1,13 @@
 """One walk of a live state, from which a save, a digest and every check are read; and templates.
 
 Leaves are in columns, because there may be very many; containers and objects are `Branch`es. Invariant:
-a value is looked at once. Whoever needs the same state again is given the `Walk` in its place.
+each value is visited once. Callers that need the same state again pass the `Walk` instead of the state.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property, partial
@@ -18,7 +18,7 @@ from typing import Any
 
 from perdure.errors import StateError, UnsupportedLeafError
 from perdure.state.adapter import Adapter, Node, Stateful, leaf_adapter, loaded_adapters
-from perdure.state.containers import PLAIN_MAPPINGS, describe_record
+from perdure.state.containers import ANY_LENGTH, PLAIN_MAPPINGS, describe_record
 from perdure.state.leaf_spec import (
     AttributeErrors,
     Check,
@@ -36,11 +36,11 @@ from perdure.state.paths import LISTED, below, join_keys, join_part, nearest
 from perdure.state.per_rank import PerRank, current_rank_context, per_rank_node
 from perdure.state.program_code import (
     changed_cells,
+    is_bound_to_container,
     is_code,
-    is_of_container,
-    is_of_process,
-    is_of_program,
     is_plain_object,
+    is_process_resource,
+    is_user_class,
 )
 from perdure.state.value_forms import Form
 from perdure.store.format import blocks
@@ -49,41 +49,39 @@ from perdure.store.manifest import Container
 from perdure.store.selection import Selection
 
 TOGETHER = 128
-"""So many children of a container are looked at in few calls, if they are leaves of one type."""
+"""How many children of a container are visited in one call, if they are leaves of one type."""
 
 _MOST_VISITS, _MOST_PATHS = 20_000, 50
-"""A graph of objects is refused if it has more paths than both: a walk goes along each."""
+"""A graph of objects is refused if it exceeds both limits, because a walk follows each path."""
 
 _FEW = 4
-"""Fewer leaves are asked for one by one."""
+"""If runs of leaves are shorter on average, adapters are asked for each leaf alone."""
 
-_BUILTIN = (dict, list, tuple)
+_PLAIN_CONTAINERS = (dict, list, tuple)
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
-ANY_LENGTH = (deque, set, frozenset)
 MAPPINGS = (Form, *PLAIN_MAPPINGS)
 GROWING = (list, tuple, *MAPPINGS, *ANY_LENGTH)
 """Containers whose size or kind a run may change."""
 
 
-def gives_way(value: Any) -> bool:
-    """Whether a run may put a plain value of another kind in the place of this one of its target."""
+def may_change_kind(value: Any) -> bool:
+    """Whether a run may replace this value of its target by a plain value of another kind."""
     kind = type(value)
     return kind in SCALARS or kind in GROWING or kind is bytearray or bool(describe_record(value))
 
 
-_OF_CONTAINER = (
+_CONTAINER_METHOD = (
     "a method of a list, a dict, a set or a deque. A restore makes a new one, on which it would not "
     "work. Write a function that looks it up (`lambda: len(self.words)`)."
 )
 
 
-class Described(Stateful):
-    """A value of a target in whose place a restore builds what the checkpoint describes."""
+class RebuiltTarget(Stateful):
+    """A value of a target that a restore replaces by the value that the checkpoint describes."""
 
 
 class Branch:
-    """A container with its parts (numbers of leaves, or `Branch`es), an object, or a value not
-    entered."""
+    """A container with its parts (numbers of leaves, or `Branch`es), an object, or a skipped value."""
 
     __slots__ = ("node", "parts", "path", "value")
 
@@ -95,8 +93,7 @@ class Branch:
 
     @property
     def structure(self) -> Any:
-        """What a manifest can describe: of a mapping whose keys have no text the form that has its
-        parts."""
+        """The value that a manifest describes; for a mapping whose keys have no text its form."""
         if type(self.value) in MAPPINGS and isinstance(self.node, Node) and len(self.parts) == 2:
             children = Form(self.node.children)
             return children if (*children,) == LISTED else self.value
@@ -130,10 +127,8 @@ class Walk:
         self.states: dict[str, Any] = {}
         self.inside: list[tuple[str, Any]] = []
         """Arrays and containers in the states of objects of the program."""
-
         self.code: dict[str, Any] = {}
-        """The functions in objects of the program, which stay those of the target."""
-
+        """The functions in objects of the program. A restore keeps the functions of the target."""
         self.branches: list[Branch] = []
         self.kinds: set[type] = set()
         self.unselected: set[str] = set()
@@ -148,8 +143,7 @@ class Walk:
         self._seen: set[int] = set()
         self._visits = 0
         self._entered: dict[int, str] = {}
-        """The objects in which this is: one that has its owner as an attribute is no new part."""
-
+        """The objects around the present one: an attribute that refers to its owner is no new part."""
         try:
             self.root = self._visit(state, path)
         except RecursionError:
@@ -161,7 +155,7 @@ class Walk:
     @classmethod
     def of(cls, state: Any) -> Walk:
         """`state` itself if it is a walk, or else the walk of it."""
-        if isinstance(state, Unwalked):
+        if isinstance(state, LazyWalk):
             state.walk = cls.of(state.walk or state.state)
             return state.walk
         if not isinstance(state, Walk):
@@ -188,20 +182,20 @@ class Walk:
         """The objects with a state of their own by path."""
         return {path: node.target for path, node in self.objects.items()}
 
-    def of_program(self) -> list[Branch]:
+    def user_objects(self) -> list[Branch]:
         """The objects of the program and the dataclasses."""
-        kinds = {kind for kind in self.kinds if is_dataclass(kind) or is_of_program(kind)}
+        kinds = {kind for kind in self.kinds if is_dataclass(kind) or is_user_class(kind)}
         return [each for each in self.branches if type(each.value) in kinds] if kinds else []
 
-    def of_torch(self, name: str) -> list[tuple[str, Any]]:
-        """Path and object of each of a class of PyTorch, such as `nn.Module`; none without PyTorch."""
+    def torch_objects(self, name: str) -> list[tuple[str, Any]]:
+        """Path and object for each object of a class of PyTorch (`nn.Module`); none without PyTorch."""
         torch = sys.modules.get("torch")
         kind = () if torch is None else attrgetter(name)(torch)
         found = ((path, node.target) for path, node in self.objects.items())
         return [(path, target) for path, target in found if isinstance(target, kind)]
 
     def leaves(self, adapters: Sequence[Adapter] | None = None) -> Leaves:
-        """The bytes of the leaves, without those of objects; `adapters` replace `self.adapters`."""
+        """The bytes of the leaves outside of objects; `adapters` replace `self.adapters`."""
         taken = self._ask("leaf", "leaves", adapters or self.adapters)
         leaves = Leaves(dict(zip(self.paths, taken, strict=True)))
         if len(leaves) < len(taken):
@@ -244,14 +238,14 @@ class Walk:
             and entry is not None
             and entry.grown
             and (
-                gives_way(value)
+                may_change_kind(value)
                 or (entry.kind == "array" and hasattr(value, "shape"))
                 or is_plain_object(value)
                 or isinstance(value, (list, tuple, Mapping))
             )
         ):
             self.kinds.add(type(value))
-            self.objects[path] = described = Described(value)
+            self.objects[path] = described = RebuiltTarget(value)
             return Branch(path, value, described)
         try:
             if (kind := type(value)) not in self.takers:
@@ -262,10 +256,10 @@ class Walk:
                     return self._add((path,), (value,))
                 self.unselected.add(path)
                 return Branch(path, value, None)
-            if self._is_in_object and is_of_process(value):
+            if self._is_in_object and is_process_resource(value):
                 return Branch(path, value, None)
-            if self._is_in_object and is_of_container(value):
-                raise UnsupportedLeafError(_OF_CONTAINER)
+            if self._is_in_object and is_bound_to_container(value):
+                raise UnsupportedLeafError(_CONTAINER_METHOD)
             if self._is_in_object and is_code(value):
                 self.code[path] = value
                 return self._method_of_object(value, path)
@@ -275,8 +269,10 @@ class Walk:
             attributes: list[str] | None = None
             if entry is not None and entry.kind == "object" and entry.keys is not None:
                 attributes = [*map(str, entry.keys)]
-            if isinstance(value, defaultdict) and is_of_container(value.default_factory, value):
-                raise UnsupportedLeafError(_OF_CONTAINER)
+            if isinstance(value, defaultdict) and is_bound_to_container(
+                value.default_factory, value
+            ):
+                raise UnsupportedLeafError(_CONTAINER_METHOD)
             node = node_of(value, path, self.adapters, self._stored, attributes)
         except StateError as error:
             add_path(error, path)
@@ -300,7 +296,7 @@ class Walk:
         self.branches.append(branch)
         self.kinds.add(kind := type(value))
         is_inside = self._is_in_object
-        self._is_in_object = is_inside or is_of_program(kind)
+        self._is_in_object = is_inside or is_user_class(kind)
         if node.in_place:
             self._entered[id(value)] = path or "the top"
             self._seen.add(id(value))
@@ -335,11 +331,11 @@ class Walk:
         return branch
 
     def _method_of_object(self, value: Any, path: str) -> Branch:
-        """A function with what it closes over and changes; a bound method has the object of the program
-        that it is of, if that is not one in which it lies."""
-        held, cells = getattr(value, "__self__", None), changed_cells(value)
-        if is_plain_object(held) and not any(held is branch.value for branch in self.branches):
-            children = [("__self__", held)]
+        """A function with the variables that it closes over and changes; a bound method with its
+        object, if that is an object of the program and the method does not lie in it."""
+        owner, cells = getattr(value, "__self__", None), changed_cells(value)
+        if is_plain_object(owner) and not any(owner is branch.value for branch in self.branches):
+            children = [("__self__", owner)]
         elif cells:
             children = [(name, cell.cell_contents) for name, cell in cells.items()]
         else:
@@ -377,8 +373,8 @@ class Walk:
         return any(map(self._selection.matches, inside))
 
 
-class Unwalked:
-    """A state whose walk is made once, when one is first asked for: a call may need none."""
+class LazyWalk:
+    """A state whose walk is made once, at the first request: a call may need no walk."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -392,14 +388,14 @@ def node_of(
     stored: Mapping[str, LeafSpec] | None,
     attributes: Sequence[str] | None = None,
 ) -> Node | Stateful:
-    """The interior value at `path`; in a restore `stored` has the specs of the whole checkpoint, and
-    `attributes` names those of an object to which the run has given others."""
+    """The interior value at `path`. In a restore `stored` has the specs of the whole checkpoint, and
+    `attributes` the stored names of attributes of an object whose attributes the run has changed."""
     stored_below = None if stored is None else SpecsBelow(stored, path, attributes)
     if isinstance(value, PerRank):
         return per_rank_node(value, stored_below, path)
-    # No framework takes plain containers, of which there may be very many.
+    # No framework takes plain containers, and there may be very many of them.
     with AttributeErrors(value):
-        for candidate in adapters[-1:] if type(value) in _BUILTIN else adapters:
+        for candidate in adapters[-1:] if type(value) in _PLAIN_CONTAINERS else adapters:
             if (node := candidate.node(value, stored_below)) is not None:
                 return node
     raise UnsupportedLeafError(
@@ -455,7 +451,6 @@ class Template:
     paths: list[str] = field(default_factory=list)
     specs: list[LeafSpec] = field(default_factory=list)
     """The specs of the leaves, in the order of `paths`."""
-
     objects: dict[str, Check] = field(default_factory=dict)
 
     @cached_property

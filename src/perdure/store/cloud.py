@@ -237,8 +237,8 @@ class Holder(Struct, frozen=True):
 class Lease:
     """A lock object `name`, held from `acquire` to `release`.
 
-    `now` is the time that the age of a lock is judged by: the clock of the store, so that those of
-    hosts do not matter.
+    `now` is the time by which the age of a lock is judged: the clock of the store, so that the clocks
+    of hosts do not matter.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class Lease:
 
 
 def _steady() -> float:
-    """Seconds of a clock that also runs while the machine sleeps, like that of the store."""
+    """Seconds of a clock that also runs while the machine sleeps, like the clock of the store."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

@@ -282,7 +282,7 @@ class Committer:
     def _merged_metrics(
         self, present: Manifest, metrics: Mapping[str, Metric]
     ) -> dict[str, Metric]:
-        """The metrics of a committed step with those that it lacks; a note on those that differ."""
+        """The metrics of a committed step, completed by new ones; a note on metrics that differ."""
         merged = dict(metrics) | present.metrics
         differing = [
             f"{name} is {merged[name]} there and {value} in this save"

@@ -100,7 +100,7 @@ def copy_run(
     reader = Run(source)
     writer = Run(target, create=True)
     refuse_same_place(reader.storage, writer.storage)
-    writer.be_copy_of(reader)
+    writer.adopt_run_id(reader)
     writer.log.made_from = reader.where
     reader.require_not_lost()
     if steps is None:

@@ -49,8 +49,8 @@ class DamageHandler:
         self.notes: list[str] = []
         """What the user should know about damage. Whoever shows these texts empties the list."""
         self.deferred: set[int] = set()
-        """Steps that were found damaged: the writer reads them again, because another one may have
-        repaired them, and quarantines those that are."""
+        """Steps that were found damaged: the writer reads them again, because another writer may
+        have repaired them, and quarantines steps that are still damaged."""
         self._storage = directory.storage
         self._directory = directory
         self._log = directory.log

@@ -155,7 +155,7 @@ def read_at(path: str, offset: int, target: memoryview) -> int:
     """Fill `target` from `offset` of a file; returns the bytes read, fewer only at its end.
 
     A large read bypasses the page cache unless its first block is in it. Checking that brings the
-    block in, so that of several processes that read the same file the first bypasses the cache.
+    block in, so if several processes read the same file, the first of them bypasses the cache.
     """
     fd = open_regular(path)
     try:

@@ -10,11 +10,11 @@ from perdure.store.failures import DamagedChunk
 from perdure.store.manifest import Manifest, PackEntry
 from perdure.store.run_log import RunLog
 from perdure.store.storage import Storage
-from perdure.store.view import Memory, View
+from perdure.store.view import View, ViewCache
 
 
 class Directory:
-    """A run directory as one process knows it: what it has seen, the places of chunks, and damage.
+    """A run directory as one process knows it: views, where each chunk is stored, and damage.
 
     No save depends on a chunk in a `damaged` pack; `suspects` are those whose other chunks have not
     been checked since; `bad` are (pack, offset) of damaged chunks. `durable` and `loaded` are the
@@ -33,12 +33,12 @@ class Directory:
 
     def forget(self) -> None:
         """Forget what is there, after another writer or an operation that stopped in the middle."""
-        self._memory = Memory()
+        self._cache = ViewCache()
         self._stored_chunks: dict[str, StoredChunk] | None = None
 
     def changed(self) -> None:
         """Let the next look list the packs again: something was moved or replaced."""
-        self._memory.packs = self._stored_chunks = None
+        self._cache.packs = self._stored_chunks = None
 
     def contents(self, *, whole: bool = True) -> View:
         """A new look at everything; raises `PruneError` if the storage fails.
@@ -47,11 +47,11 @@ class Directory:
         for that the one writer has not seen.
         """
         try:
-            view = View(self.storage, self.log, self._memory, whole=whole)
+            view = View(self.storage, self.log, self._cache, whole=whole)
             view.list_all()
             if view.missing and not whole:  # another writer has moved the chunks
-                self._memory.packs = None
-                view = View(self.storage, self.log, self._memory)
+                self._cache.packs = None
+                view = View(self.storage, self.log, self._cache)
                 view.list_all()
         except OSError as error:
             raise PruneError(
@@ -65,13 +65,13 @@ class Directory:
         """Note that a manifest was committed, or replaced: its first bytes, and its new chunks."""
         if self._stored_chunks is not None:
             self._stored_chunks.update(located)
-        self._memory.add(manifest, head)
+        self._cache.add(manifest, head)
 
     def removed(self, steps: Collection[int], packs: Collection[str]) -> None:
         """Note that manifests and packs were deleted."""
         self.durable.difference_update(steps)
         self._drop_places(packs)
-        self._memory.remove(packs)
+        self._cache.remove(packs)
 
     # ------------------------------------------------------------ chunks and damage
 
@@ -99,10 +99,10 @@ class Directory:
         one writer asks for `fresh` ones.
         """
         if fresh:
-            self._memory.sizes.clear()
+            self._cache.sizes.clear()
             self.changed()
         if self._stored_chunks is None:
-            view = View(self.storage, self.log, self._memory)
+            view = View(self.storage, self.log, self._cache)
             for pack, reason in view.log.damaged.items():
                 self.distrust_pack(pack, reason)
             if self.storage.lists_versions:
@@ -115,7 +115,7 @@ class Directory:
 
     def agrees(self, packs: Iterable[PackEntry]) -> bool:
         """Whether packs have the sizes that `stored_chunks` relied on."""
-        sizes = self._memory.sizes
+        sizes = self._cache.sizes
         return all(sizes.get(pack.name, pack.size) == pack.size for pack in packs)
 
     def _drop_places(self, packs: Collection[str]) -> None:

@@ -31,7 +31,7 @@ class EntryBuilder:
         self._numbers: dict[str, int] = {}
 
     def number(self, packs: Iterable[str]) -> None:
-        """Number those of the packs that have no number yet, in this order."""
+        """Give each pack that has no number yet the next one, in this order."""
         for pack in packs:
             self._numbers.setdefault(pack, len(self._numbers))
 
@@ -47,11 +47,11 @@ class EntryBuilder:
         numbers = self._numbers
         chunks = []
         missing = nbytes
-        for digest, place in placed:
-            if (number := numbers.get(place.pack)) is None:
-                number = numbers[place.pack] = len(numbers)
-            chunks.append(Chunk(digest, number, place.offset, place.length))
-            missing -= place.length
+        for digest, chunk in placed:
+            if (number := numbers.get(chunk.pack)) is None:
+                number = numbers[chunk.pack] = len(numbers)
+            chunks.append(Chunk(digest, number, chunk.offset, chunk.length))
+            missing -= chunk.length
         # Encoded chunks take fewer bytes than the array has; only then does the entry state its size.
         return LeafEntry(path, dtype, shape, tuple(chunks), None, nbytes if missing else None)
 
@@ -60,16 +60,16 @@ class EntryBuilder:
         paths: Sequence[str],
         leaves: Sequence[Leaf],
         digests: Sequence[str],
-        places: Sequence[StoredChunk],
+        stored_chunks: Sequence[StoredChunk],
     ) -> list[LeafEntry]:
         """The entries of arrays that are one chunk each. There may be very many."""
         entries: list[LeafEntry] = []
-        columns = map(blocks, (leaves, digests, places))
+        columns = map(blocks, (leaves, digests, stored_chunks))
         for names, arrays, hashes, stored in zip(blocks(paths), *columns, strict=True):
-            packs = [place.pack for place in stored]
+            packs = [chunk.pack for chunk in stored]
             self.number(dict.fromkeys(packs))
-            offsets = [place.offset for place in stored]
-            lengths = [place.length for place in stored]
+            offsets = [chunk.offset for chunk in stored]
+            lengths = [chunk.length for chunk in stored]
             chunks = map(Chunk, hashes, map(self._numbers.__getitem__, packs), offsets, lengths)
             dtypes = [leaf.dtype for leaf in arrays]
             shapes = [leaf.shape for leaf in arrays]

@@ -69,7 +69,7 @@ EPOCH_ENDS = "ended_epochs"
 """The last part of the path of the process leaf that names the loops which have ended."""
 
 DCP_LAYOUT = "dcp/layout"
-"""The local leaf of what DCP knows of a checkpoint beyond its leaves, as JSON."""
+"""The local leaf, as JSON, of values that DCP stores in a checkpoint besides its leaves."""
 
 SCALAR_PREFIX = "py:"
 WEAK_PREFIX = "weak:"
@@ -129,7 +129,7 @@ def step_of(name: str) -> int | None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name in a folder is that of a file that perdure has begun to write there."""
+    """Whether a name in a folder is the name of a file that perdure has begun to write there."""
     return _TEMPORARY.fullmatch(name.rpartition("/")[2]) is not None
 
 

@@ -35,7 +35,7 @@ class PruneRequest:
 
     Packs that no manifest mentions are deleted up to the save of step `orphans_to`; later ones may
     belong to a save in progress. Packs that are mostly dead are compacted if that frees
-    `compact_from` bytes, all of them with `everywhere`, else only those of checkpoints being
+    `compact_from` bytes: all such packs with `everywhere`, else only packs of checkpoints that are
     deleted.
     """
 
@@ -85,46 +85,46 @@ class Collected:
     damaged: tuple[DamagedChunk, ...] = ()
 
 
-def plan_collect(held: View, request: PruneRequest) -> CollectPlan:
+def plan_collect(view: View, request: PruneRequest) -> CollectPlan:
     """Decide what a request deletes, from a snapshot; raises `StoreError` if it names a pinned step."""
-    present = held.readable.keys() | held.unreadable.keys()
+    present = view.readable.keys() | view.unreadable.keys()
     gone = request.steps & present
-    if refused := sorted(gone & held.pinned):
+    if refused := sorted(gone & view.pinned):
         raise StoreError(
             f"steps {', '.join(map(str, refused))} are pinned and were not deleted; nothing was "
             f"changed. Unpin them first."
         )
-    if held.frozen:
-        why = f"nothing is deleted: {held.frozen}"
+    if view.frozen:
+        why = f"nothing is deleted: {view.frozen}"
         return CollectPlan(request, held_back=why, is_frozen=True)
     steps = tuple(sorted(gone))
-    set_aside = tuple(sorted(request.quarantined & held.quarantined.keys()))
-    if held.unknown:
-        why = f"a manifest cannot be read now and may need any pack: {held.unknown[0]}"
+    set_aside = tuple(sorted(request.quarantined & view.quarantined.keys()))
+    if view.unknown:
+        why = f"a manifest cannot be read now and may need any pack: {view.unknown[0]}"
         return CollectPlan(request, steps, held_back=why)
-    if broken := sorted(held.broken.keys() - gone):
-        what = "manifest" if broken[0] in held.unreadable else "checkpoint"
+    if broken := sorted(view.broken.keys() - gone):
+        what = "manifest" if broken[0] in view.unreadable else "checkpoint"
         why = (
             f"the {what} of step {broken[0]} cannot be read and may need any pack: "
-            f"{held.broken[broken[0]]} `perdure verify --repair` moves it aside"
+            f"{view.broken[broken[0]]} `perdure verify --repair` moves it aside"
         )
         return CollectPlan(request, steps, held_back=why, quarantined=set_aside)
-    kept = {step: held.summaries[step].packs for step in sorted(held.summaries.keys() - gone)}
-    in_quarantine = _named(man for name, man in held.quarantined.items() if name not in set_aside)
+    kept = {step: view.summaries[step].packs for step in sorted(view.summaries.keys() - gone)}
+    in_quarantine = _named(man for name, man in view.quarantined.items() if name not in set_aside)
     needed = in_quarantine.union(*kept.values())
-    touched = {pack for step in gone & held.summaries.keys() for pack in held.summaries[step].packs}
-    touched |= _named(held.quarantined[name] for name in set_aside)
-    packs = sorted((touched - needed) & held.packs.keys())
-    others = held.packs.keys() - touched - needed
+    touched = {pack for step in gone & view.summaries.keys() for pack in view.summaries[step].packs}
+    touched |= _named(view.quarantined[name] for name in set_aside)
+    packs = sorted((touched - needed) & view.packs.keys())
+    others = view.packs.keys() - touched - needed
     orphans = sorted(each for each in others if 0 <= pack_step(each) <= request.orphans_to)
     why = None
-    if orphans and held.lost:
-        orphans, why = [], f"{held.lost[0]} cannot be read and may need packs that nobody else does"
-    candidates = (needed - in_quarantine) & held.packs.keys()
+    if orphans and view.lost:
+        orphans, why = [], f"{view.lost[0]} cannot be read and may need packs that nobody else does"
+    candidates = (needed - in_quarantine) & view.packs.keys()
     if not request.everywhere:
         candidates &= touched
-    live = _mostly_dead(held, kept, candidates, request)
-    old = sum(held.packs[name] for name in (*packs, *orphans, *live))
+    live = _mostly_dead(view, kept, candidates, request)
+    old = sum(view.packs[name] for name in (*packs, *orphans, *live))
     rewrite = [step for step, names in kept.items() if not live.keys().isdisjoint(names)]
     copied = relocated_size(live)
     return CollectPlan(
@@ -141,15 +141,15 @@ def plan_collect(held: View, request: PruneRequest) -> CollectPlan:
     )
 
 
-def execute_collect(storage: Storage, log: RunLog, held: View, plan: CollectPlan) -> Collected:
-    """Carry out a plan made from `held`, read under the lock just now.
+def execute_collect(storage: Storage, log: RunLog, view: View, plan: CollectPlan) -> Collected:
+    """Carry out a plan made from `view`, read under the lock just now.
 
     After a crash, plan again.
     """
     for step in plan.steps:
         storage.delete(manifest_name(step))
     for name in plan.quarantined:
-        manifest = held.quarantined[name]
+        manifest = view.quarantined[name]
         with suppress(OSError):  # a full disk must not prevent the deletion that frees space
             log.append(Removed(step=manifest.step, fingerprint=manifest.fingerprint))
         storage.delete(name)
@@ -164,7 +164,7 @@ def execute_collect(storage: Storage, log: RunLog, held: View, plan: CollectPlan
             f"{plan.copied + SPARE_BYTES} bytes are needed to copy what is alive, {free} are free."
         )
         return Collected({}, dict.fromkeys(plan.compact, why))
-    kept = {step: held.manifest(step) for step in plan.rewrite}
+    kept = {step: view.manifest(step) for step in plan.rewrite}
     replaced, left = compact(storage, kept, plan.compact)
     for name in plan.compact:
         if name not in left:
@@ -187,7 +187,7 @@ def stopped(where: str, error: OSError) -> PruneError:
 
 
 def _mostly_dead(
-    held: View,
+    view: View,
     kept: Mapping[int, Collection[str]],
     candidates: set[str],
     request: PruneRequest,
@@ -196,17 +196,17 @@ def _mostly_dead(
     if (least := request.compact_from) is None:
         return {}
     # A pack that is too small is not looked into: a leaf that never changes keeps one for ever.
-    candidates = {name for name in candidates if held.packs[name] >= least}
+    candidates = {name for name in candidates if view.packs[name] >= least}
     if not candidates:
         return {}
     chosen = {}
     users = (
-        held.manifest(step) for step, packs in kept.items() if not candidates.isdisjoint(packs)
+        view.manifest(step) for step, packs in kept.items() if not candidates.isdisjoint(packs)
     )
     for name, live in live_chunks(users, candidates).items():
         # Compared with a pack of its live chunks alone, so that a pack just compacted is never chosen.
-        spared = held.packs[name] - relocated_size({name: live})
-        if spared > DEAD_SHARE * held.packs[name] and spared >= least:
+        spared = view.packs[name] - relocated_size({name: live})
+        if spared > DEAD_SHARE * view.packs[name] and spared >= least:
             chosen[name] = live
     return chosen
 

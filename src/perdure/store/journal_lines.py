@@ -1,4 +1,4 @@
-"""Which lines of a log are the journal of a run: those of steps that no rollback has set aside."""
+"""Which lines of a log are the journal of a run: lines of steps that no rollback has set aside."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Lines:
 
 
 class JournalLines:
-    """The lines of the steps of a run, and those that rollbacks set aside."""
+    """The lines of the steps of a run, and the lines that rollbacks set aside."""
 
     def __init__(self) -> None:
         self._kept = _Lines()

@@ -51,7 +51,7 @@ class Leaf(Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `data`, or of the whole array of which `shards` are a part."""
+        """Bytes of `data`, or of the whole array that `shards` belong to."""
         return len(self.data) if self.shards is None else self.shards.nbytes
 
     @property
@@ -87,7 +87,7 @@ class Leaf(Struct, frozen=True, gc=False):
         return [hash_bytes(whole(chunk)) for chunk in self.chunks()]
 
     def chunks(self) -> list[ChunkBytes]:
-        """The bytes of each chunk of an array of which this process has all elements."""
+        """The bytes of each chunk of an array whose elements are all in this process."""
         if self.shards is not None:
             return assembled_chunks(self.shards)
         return [self.data[start:stop] for start, stop in chunk_spans(len(self.data))]
@@ -167,7 +167,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
         dtype = np.dtype(getattr(ml_dtypes, name, object))
     # A name such as `U8` or `f4,i4` means something to NumPy that no leaf has, and the width of
-    # `float128` (g, G) is that of the machine.
+    # `float128` (g, G) depends on the machine.
     is_known = dtype.kind in "biuV" or (dtype.kind in "fc" and dtype.char not in "gG")
     if dtype.name != name or not is_known or dtype.itemsize != item_bytes(name):
         raise UnsupportedLeafError(

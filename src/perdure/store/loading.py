@@ -29,7 +29,7 @@ from perdure.store.reader import (
     grouped,
     load_entries,
     new_bytes,
-    of_step,
+    step_text,
     verified,
     verify_leaves,
     wanted_chunk,
@@ -84,8 +84,8 @@ def read_manifest(storage: Storage, step: int, run: str | None) -> Manifest:
     return manifest
 
 
-class Needs(NamedTuple):
-    """What a load reads: the paths that `wanted` accepts, and of some arrays only `regions`.
+class ReadRequest(NamedTuple):
+    """The part of a checkpoint to read: the paths that `wanted` accepts, of some arrays only `regions`.
 
     With `verifies_all` the other chunks of these arrays are verified, too; `sharing` reads together
     with other processes of this machine. With `wanted` the process leaves are left out, unless
@@ -99,10 +99,10 @@ class Needs(NamedTuple):
     has_process_leaves: bool = False
 
 
-EVERYTHING = Needs()
+EVERYTHING = ReadRequest()
 
 
-def load_leaves(storage: Storage, manifest: Manifest, needs: Needs) -> Leaves:
+def load_leaves(storage: Storage, manifest: Manifest, needs: ReadRequest) -> Leaves:
     """Read and verify the leaves of a manifest that are needed.
 
     Raises CorruptionError (with leaf, pack and offset), UnreachableError, or LeafNotFoundError if
@@ -143,7 +143,7 @@ def load_leaves(storage: Storage, manifest: Manifest, needs: Needs) -> Leaves:
     return leaves
 
 
-def load_step(directory: Directory, step: int, needs: Needs = EVERYTHING) -> Loaded:
+def load_step(directory: Directory, step: int, needs: ReadRequest = EVERYTHING) -> Loaded:
     """Read and verify what is needed of one checkpoint; damage is noted in `directory`."""
     storage = directory.storage
     manifest = read_manifest(storage, step, directory.log.run)
@@ -201,7 +201,7 @@ def _streamed(
                 for (entry, chunk), target in zip(chunks, data, strict=True)
             ]
             wanted.sort(key=attrgetter("pack", "offset"))
-            for read in grouped(of_step(storage, manifest), wanted):
+            for read in grouped(step_text(storage, manifest), wanted):
                 verified(storage, read)
             return data
         except CorruptionError:

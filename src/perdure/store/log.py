@@ -181,7 +181,7 @@ class LogWriter:
         return Line(self._number, digest, text[_REST:-1])
 
     def sync(self) -> None:
-        """Make all lines durable; those that are appended meanwhile may not be."""
+        """Make all lines durable; lines that are appended meanwhile may not be."""
         with self._closing:
             if self._descriptor is None or self._is_synced:
                 return

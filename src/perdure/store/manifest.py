@@ -146,7 +146,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
     Attributes:
         format: `FORMAT` of the writer.
-        run: The id of the run, as in its marker. A copy has that of its source, a fork has its own.
+        run: The id of the run, as in its marker. A copy has the id of its source, a fork its own.
         step: The step of the checkpoint.
         created: When it was saved, in UTC.
         fingerprint: The hash of paths, dtypes, shapes and chunk hashes of all `leaves`.
@@ -212,7 +212,7 @@ class ManifestHead(Struct, frozen=True):
 
 
 class ManifestSummary(Struct, frozen=True, gc=False):
-    """What a writer remembers of a manifest.
+    """The part of a manifest that a writer remembers.
 
     `head` is the start of its file with the digest; `packs` are sizes by name; `version` that of
     its file.

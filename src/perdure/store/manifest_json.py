@@ -298,15 +298,15 @@ class _LeafCheck:
 
 
 def _check_paths(paths: list[str], where: str) -> None:
-    """Raise unless the paths are sorted and are those of different leaves of a tree."""
+    """Raise unless the paths are sorted and lead to different leaves of a tree."""
     if sorted(paths) != paths:
         raise CorruptionError(f"{where}: the leaves are not sorted by path.")
     # All paths that begin with one follow it directly: the next one shows whether there are any.
     for upper, lower in compress(pairwise(paths), map(str.startswith, paths[1:], paths)):
         below = f"{upper}/"
         if upper != lower < below:  # such as "a-b", which is between "a" and "a/b"
-            place = bisect_left(paths, below)
-            lower = paths[place] if place < len(paths) else ""
+            index = bisect_left(paths, below)
+            lower = paths[index] if index < len(paths) else ""
         if lower == upper or lower.startswith(below):
             raise CorruptionError(
                 f"{where}: {upper!r} is the path of a leaf, and {lower!r}, of another leaf, is "

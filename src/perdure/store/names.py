@@ -1,4 +1,4 @@
-"""What the listings of a run directory say: committed steps, pins, and what is in quarantine."""
+"""Lists the objects of a run directory: committed steps, pins, and the quarantine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pinned_steps(storage: Storage) -> frozenset[int]:
 
 
 def quarantined(storage: Storage) -> list[str]:
-    """Names of what is in quarantine: manifests, packs and logs that a repair set aside."""
+    """Names of the objects in quarantine: manifests, packs and logs that a repair set aside."""
     return sorted(name for name in storage.list(QUARANTINE) if not name.endswith(TEMP_SUFFIX))
 
 

@@ -1,8 +1,8 @@
 """Writing one checkpoint from several processes, each of which holds the state or a part of it.
 
 The chunks of the state are numbered in path order. Chunk i is written by process i mod P, one of an
-array whose shards lie in several processes by the process that its plan names. What only one process
-has is written by that one. The chief puts the parts together. Nothing here commits: the
+array whose shards lie in several processes by the process that its plan names. Each process writes
+the leaves that it alone has. The chief puts the parts together. Nothing here commits: the
 manifest, which the chief writes once all parts are durable, makes all of it visible, or nothing.
 """
 
@@ -28,9 +28,9 @@ from perdure.store.storage import Storage
 class PackPart(Struct, frozen=True, forbid_unknown_fields=True):
     """What one process wrote: chunks by number, and its packs.
 
-    `state_hash` is the hash of the state as this process holds it, `copies` those of shards of
-    which several processes hold copies. The entries of its own leaves number the packs in the order
-    of `packs`.
+    `state_hash` is the hash of the state of this process, `copies` are the hashes of shards of which
+    several processes have copies. The entries of its own leaves number the packs in the order of
+    `packs`.
     """
 
     state_hash: str
@@ -191,7 +191,7 @@ class ShardCopy(Struct, frozen=True, array_like=True):
 def copy_digests(
     leaves: Mapping[str, Leaf], plans: Mapping[str, ShardPlan]
 ) -> dict[str, ShardCopy]:
-    """The shards of this process of which others hold copies, by a name that is the same there."""
+    """The shards of this process that other processes have, too, by a name that all use."""
     copies: dict[str, ShardCopy] = {}
     for path, leaf in sorted(leaves.items()):
         if leaf.shards is not None:

@@ -55,7 +55,7 @@ def submit(executor: ThreadPoolExecutor, work: Callable[..., R], *args: Any) -> 
 
 
 def finish(jobs: Iterable[Future[R]]) -> None:
-    """Cancel those of `jobs` that have not begun, and wait for the others."""
+    """Cancel the `jobs` that have not begun, and wait for the others."""
     wait([job for job in jobs if not job.cancel()])
 
 

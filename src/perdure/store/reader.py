@@ -201,15 +201,15 @@ def no_memory(
     storage: Storage, manifest: Manifest, entry: LeafEntry, error: MemoryError | OSError
 ) -> StoreError:
     """The error to raise if there is no memory for a leaf."""
-    what = f"{of_step(storage, manifest)}, leaf {entry.path!r} of {entry.nbytes} bytes"
+    what = f"{step_text(storage, manifest)}, leaf {entry.path!r} of {entry.nbytes} bytes"
     return read_error(error, what)
 
 
 def load_chunks(storage: Storage, manifest: Manifest, wanted: list[Wanted]) -> None:
     """Read and verify chunks, each into the memory given; raises as `loading.load_leaves`."""
-    # Sorted by place, so that neighbours meet and the disk is read from front to back.
+    # Sorted by offset, so that neighbours meet and the disk is read from front to back.
     wanted.sort(key=attrgetter("pack", "offset"))
-    requests = _requests(storage, list(grouped(of_step(storage, manifest), wanted)))
+    requests = _requests(storage, list(grouped(step_text(storage, manifest), wanted)))
     if sum(read.nbytes for request in requests for read in request) < INLINE_READ_BYTES:
         for request in requests:
             for check in _fetched(storage, request):
@@ -263,7 +263,7 @@ def damaged_chunks(
         for entry, chunk, size in in_order
     )
     errors: list[DamagedChunk] = []
-    for _, error in check_each(storage, grouped(of_step(storage, manifest), wanted)):
+    for _, error in check_each(storage, grouped(step_text(storage, manifest), wanted)):
         if isinstance(error, UnreadChunk):
             raise error
         if error is not None:
@@ -292,7 +292,7 @@ def new_bytes(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def of_step(storage: Storage, manifest: Manifest) -> str:
+def step_text(storage: Storage, manifest: Manifest) -> str:
     """What errors call a checkpoint."""
     return f"{storage.where}: step {manifest.step}"
 
@@ -309,7 +309,7 @@ def require_packs(storage: Storage, manifest: Manifest, entries: Sequence[LeafEn
         if not end:
             continue
         name = manifest.packs[number].name
-        what = f"{of_step(storage, manifest)}: {PACKS}{name}"
+        what = f"{step_text(storage, manifest)}: {PACKS}{name}"
         with reading(what):
             size = storage.size(PACKS + name)
         if size < end:
@@ -358,7 +358,7 @@ def _fetched(storage: Storage, request: Sequence[Read]) -> Iterator[Callable[[],
 
 
 def _checked(storage: Storage, read: Read, data: memoryview, got: int) -> memoryview:
-    """`data`, of which `got` bytes were read, once every chunk in it is what it should be."""
+    """`data`, of which `got` bytes were read, after every chunk in it is verified."""
     if (found := first_fault(read, data, got)) is None:
         return data
     try:

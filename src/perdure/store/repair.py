@@ -103,9 +103,9 @@ def _return(run: Run, whole: Sequence[str]) -> list[str]:
     """Return the checkpoints in quarantine that are whole again and continue the run."""
     actions = []
     for name in whole:
-        held = run.contents()
-        if fits(held, name):
-            step = held.quarantined[name].step
+        view = run.contents()
+        if fits(view, name):
+            step = view.quarantined[name].step
             with moving(run.directory, "the repair", dry_run=False):
                 run.storage.move(name, manifest_name(step))
             actions.append(f"returned step {step} from {name}: it is whole again")

@@ -213,8 +213,8 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
 def _returning(
     log: LogView, candidates: Collection[AsideCheckpoint], newest: tuple[int, str] | None
 ) -> tuple[list[AsideCheckpoint], list[str]]:
-    """What continues `newest`, oldest first (of several, what was last set aside), and the names of
-    those of the same line that are no candidates."""
+    """The candidates that continue `newest`, oldest first (of several for a step, the last set aside),
+    and the names of the other objects of the same line."""
     following: dict[tuple[int, str] | None, AsideCheckpoint] = {}
     for candidate in sorted(candidates, key=lambda candidate: candidate.why.line):
         following[candidate.why.after] = candidate

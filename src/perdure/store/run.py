@@ -35,7 +35,7 @@ from perdure.store.garbage_collection import (
 from perdure.store.leaf import Leaf
 from perdure.store.loading import (
     Loaded,
-    Needs,
+    ReadRequest,
     list_pins,
     list_steps,
     load_step,
@@ -133,7 +133,7 @@ class Run:
         """
         return read_manifest(self.storage, step, self.log.run)
 
-    def load(self, step: int, needs: Needs | Callable[[str], bool] | None = None) -> Loaded:
+    def load(self, step: int, needs: ReadRequest | Callable[[str], bool] | None = None) -> Loaded:
         """Read and verify one checkpoint.
 
         Later saves of this object write the chunks of a pack again in which this finds damage.
@@ -148,7 +148,8 @@ class Run:
             CorruptionError: The manifest or a chunk is damaged; the text names leaf, pack and offset.
             UnreachableError: A file cannot be read.
         """
-        return load_step(self.directory, step, needs if isinstance(needs, Needs) else Needs(needs))
+        request = needs if isinstance(needs, ReadRequest) else ReadRequest(needs)
+        return load_step(self.directory, step, request)
 
     def begin_writing(self) -> None:
         """Become the writer, as every change does by itself. May be called often.
@@ -212,12 +213,12 @@ class Run:
                 written = self.committer.write_pack(step, leaves, own)
             return self.committer.commit(save, written, recipe, metrics)
 
-    def delete(self, steps: Iterable[int], *, leave_word: bool = False) -> list[int]:
+    def delete(self, steps: Iterable[int], *, log_removal: bool = False) -> list[int]:
         """Delete checkpoints and the packs that only they needed.
 
         Args:
             steps: The steps to delete; those that are not committed are ignored.
-            leave_word: Write into the log, if the disk has room for it, that each was removed on
+            log_removal: Write into the log, if the disk has room for it, that each was removed on
                 purpose, so that a mirror that still holds it does not bring it back.
 
         Returns:
@@ -232,14 +233,14 @@ class Run:
         plan = self.plan(PruneRequest(frozenset(steps)))
         if plan.is_frozen:
             raise CorruptionError(f"{self.where}: {plan.held_back}")
-        for step in plan.steps if leave_word else ():
+        for step in plan.steps if log_removal else ():
             with suppress(CorruptionError, StepNotFoundError, OSError):
                 fingerprint = self.manifest(step).fingerprint
                 self.log.append(Removed(step=step, fingerprint=fingerprint))
         self.execute(plan)
         return list(plan.steps)
 
-    def be_copy_of(self, source: Run) -> None:
+    def adopt_run_id(self, source: Run) -> None:
         """Let its first writer make it a copy of the run `source`, with the same id.
 
         Raises `HistoryError` if it is a run already, and another one.
@@ -299,29 +300,29 @@ class Run:
         """What a request would delete and move. Changes nothing and takes no lock."""
         return plan_collect(self.contents(), request)
 
-    def execute(self, plan: CollectPlan, held: View | None = None) -> Collected:
+    def execute(self, plan: CollectPlan, view: View | None = None) -> Collected:
         """Carry out a plan; every checkpoint that stays is readable at any instant.
 
         What is deleted is decided again from the manifests as they are now, under the lock, unless the
-        writer has made the plan from the view `held` just now.
+        writer has made the plan from the view `view` just now.
 
         Raises:
             OutdatedPlanError: The run directory changed since the plan was made; nothing was deleted.
             PruneError: An operation failed in the middle; plan again.
         """
         self.begin_writing()
-        if held is None:
-            held = self.directory.contents()
-            if plan_collect(held, plan.request) != plan:
+        if view is None:
+            view = self.directory.contents()
+            if plan_collect(view, plan.request) != plan:
                 self.directory.changed()
                 raise OutdatedPlanError(
                     f"{self.where}: changed since the plan was made; nothing was deleted. Plan again."
                 )
-        if plan.steps and not set(held.steps) - set(plan.steps):
+        if plan.steps and not set(view.steps) - set(plan.steps):
             with suppress(OSError):
                 self.log.append(Saved())  # whoever starts again does so on purpose
         try:
-            done = execute_collect(self.storage, self.log, held, plan)
+            done = execute_collect(self.storage, self.log, view, plan)
         except OSError as error:
             self.directory.forget()
             raise stopped(self.where, error) from error

@@ -1,9 +1,9 @@
 """The log of a run directory: what its lines say together, and its one writer.
 
-The writer appends to it; `perdure verify` checks it. Invariants: what is deleted, and what a rollback
-brings back, is not decided by a log that has a `problem`: a damaged line, or a missing one to which a
-checkpoint refers. The line that says why an object lies in quarantine is durable before it moves there,
-so that an object there of which no line says so shows that lines are missing.
+The writer appends to it; `perdure verify` checks it. Invariants: a log with a `problem` (a damaged
+line, or a missing one to which a checkpoint refers) never decides what is deleted, nor what a rollback
+brings back. The line that says why an object lies in quarantine is durable before it moves there,
+so that an object there without such a line shows that lines are missing.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class LogView:
         self.saved: int | None = None
         """The first step that was committed; None if none was, or all were deleted on purpose."""
         self.knows_saves = True
-        """Whether no line that says so was lost in a repair."""
+        """False once a repair dropped lines about saves: `saved` may then be wrong."""
         self.rules: Rules | None = None
         self.knows_rules = True
-        """Whether no rules were lost in a repair since they were last recorded."""
+        """False once a repair dropped lines about rules, until rules are recorded again."""
         self.removed: set[tuple[int, str]] = set()
         """Step and fingerprint of checkpoints that were removed on purpose."""
         self.pinned: set[int] = set()
@@ -108,7 +108,7 @@ class LogView:
         self.aside: dict[str, Aside] = {}
         """What the log knows of objects in quarantine, by name. Not all need be there."""
         self.knows_aside = True
-        """Whether no line that says so was lost in a repair."""
+        """False once a repair dropped lines about quarantine: `aside` may then lack some."""
         self.moving: RolledBack | Returned | None = None
         """The last line, if it moves checkpoints: its writer may have been killed before the end."""
         self.damaged: dict[str, str] = {}
@@ -162,8 +162,8 @@ class LogView:
             case Rules():
                 self.rules, self.knows_rules = event, True
             case Removed():
-                place = event.step, event.fingerprint
-                (self.removed.discard if event.again else self.removed.add)(place)
+                removed = event.step, event.fingerprint
+                (self.removed.discard if event.again else self.removed.add)(removed)
             case Pinned():
                 (self.pinned.add if event.pinned else self.pinned.discard)(event.step)
             case SetAside():
@@ -226,7 +226,7 @@ class LogView:
         )
 
     def unexplained(self, names: Iterable[str]) -> list[str]:
-        """Those of the `names` in quarantine of which no line says why they lie there."""
+        """The `names` in quarantine for which no line says why they lie there."""
         return [name for name in names if name not in self.aside]
 
     def is_rolled_back(self, name: str) -> bool:
@@ -421,16 +421,16 @@ def free_name(taken: Collection[str], stem: str, suffix: str) -> str:
 
 
 def _salvaged(texts: Sequence[bytes]) -> dict[int, Event | None]:
-    """The lines after a damaged one that fit the hash which the line before states, by place.
+    """The lines after a damaged one that fit the hash which the line before states, by number.
 
     None stands for an event that makes no sense without the lost ones.
     """
     events: dict[int, Event | None] = {}
-    for place, (before, text) in enumerate(pairwise(texts), 1):
+    for number, (before, text) in enumerate(pairwise(texts), 1):
         with suppress(CorruptionError):
             event = next_line(before, text).decode(decoder, "")
             is_bound = isinstance(event, (JournalEntry, Started, Cut, Returned))
-            events[place] = None if is_bound else event
+            events[number] = None if is_bound else event
     return events
 
 

@@ -1,7 +1,7 @@
 """The marker file, by which a run directory is told from any other place, and from another run.
 
-Invariant: a place that is not empty and has no marker is never written to. Nothing is deleted or moved
-in a folder of another run.
+Invariant: a directory that is not empty and has no marker is never written to. Nothing is deleted or
+moved in a folder of another run.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def claim_folders(storage: Storage, run: str) -> None:
 
 
 def require_folders(storage: Storage, run: str | None) -> None:
-    """Raise `CorruptionError` if a folder of checkpoints or packs is that of another run."""
+    """Raise `CorruptionError` if a folder of checkpoints or packs belongs to another run."""
     if problem := folder_problem(storage, run):
         raise CorruptionError(f"{problem} Nothing was changed.")
 
 
 def folder_problem(storage: Storage, run: str | None) -> str | None:
-    """Why a folder of checkpoints or packs is not that of the run; None if both are.
+    """Why a folder of checkpoints or packs belongs to another run; None if both are the run's.
 
     A folder may be a link to a larger disk. A file there says by which path a run uses it, so that
     a copy of the run directory, or the link of a stranger, does not take it for its own.

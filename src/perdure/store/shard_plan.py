@@ -217,7 +217,7 @@ def whole(chunk: ChunkBytes) -> memoryview | bytes:
 
 
 def assembled_chunks(shards: Shards) -> list[ChunkBytes]:
-    """The chunks of an array of which this process has all shards."""
+    """The chunks of an array whose shards are all in this process."""
 
     def fetch(*_: object) -> NoReturn:
         raise AssertionError("this process has all shards")

@@ -31,8 +31,8 @@ from perdure.store.reader import (
     grouped,
     load_chunks,
     no_memory,
-    of_step,
     require_packs,
+    step_text,
     verified,
     wanted_chunk,
 )
@@ -54,7 +54,7 @@ Regions = Mapping[str, tuple[Region, ...]]
 
 
 class SharedReads(Protocol):
-    """Divides chunks of which several processes of this machine need elements."""
+    """Divides chunks that contain elements for several processes of this machine."""
 
     def announce(
         self,
@@ -72,8 +72,8 @@ class SharedReads(Protocol):
         ...
 
     def divide(self) -> tuple[set[int], set[int]]:
-        """The numbers of what others read, and of what this process reads for others; waits until
-        all have announced theirs."""
+        """The numbers of chunks that others read, and of chunks that this process reads for others;
+        waits until all have announced theirs."""
         ...
 
     def take(self) -> tuple[int, memoryview]:
@@ -85,7 +85,7 @@ class SharedReads(Protocol):
         ...
 
     def finish(self) -> set[int]:
-        """Wait until all have what they share; returns the numbers of what came."""
+        """Wait until all have their shared chunks; returns the numbers of the chunks that came."""
         ...
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ def _pass_through(
                 for item, chunk in zip(batch, wanted, strict=True):
                     if item.is_shared:
                         storage.keep_cached(PACKS + chunk.pack, chunk.offset)
-            for read in grouped(of_step(storage, manifest), wanted):
+            for read in grouped(step_text(storage, manifest), wanted):
                 verified(storage, read)
             for item, data in zip(batch, parts, strict=True):
                 if item.target is None:
@@ -246,12 +246,12 @@ def _pass_through(
     ) -> None:
         slot, memory = sharing.take()
         start = 0
-        places: list[tuple[int, int, int]] = []
+        offsets: list[tuple[int, int, int]] = []
         for item, data in zip(batch, parts, strict=True):
             copy_bytes(memory[start:], data)
-            places.append((item.number, start, item.nbytes))
+            offsets.append((item.number, start, item.nbytes))
             start += item.nbytes
-        sharing.give(slot, places)
+        sharing.give(slot, offsets)
 
     # In the order of the packs, small ones together.
     in_order = sorted(needed, key=lambda item: (item.chunk.pack, item.chunk.offset))

@@ -58,10 +58,8 @@ class Storage(Protocol):
 
     where: str
     """Path or URL that errors show."""
-
     streams: int = 0
     """How many requests a load sends at a time, each for many chunks, if a request takes long."""
-
     lists_versions: bool = False
     """Whether `entries` has sizes and versions, so that objects need not be asked one by one."""
 

@@ -27,7 +27,7 @@ class StreamedLeaf(NamedTuple):
     """A leaf that is produced when it is written.
 
     `chunks` returns its bytes in parts of CHUNK_BYTES, each used before the next one is asked for,
-    so that all may share one buffer. `text` is that of a Python scalar.
+    so that all may share one buffer. `text` is the text of a Python scalar.
     """
 
     path: str

@@ -222,33 +222,33 @@ def examine(run: Run) -> tuple[VerifyReport, dict[int, str], dict[str, str], lis
             needed |= {pack.name for pack in manifest.packs}
         unreadable |= manifest is None and error is not None
     aside = dict(_judge_aside(run, packs))
-    held = run.contents()
-    for manifest in (*held.manifests.values(), *held.quarantined.values()):
+    view = run.contents()
+    for manifest in (*view.manifests.values(), *view.quarantined.values()):
         needed |= {pack.name for pack in manifest.packs}
-    damaged = {name: why for name, why in packs.damaged.items() if name in held.packs}
+    damaged = {name: why for name, why in packs.damaged.items() if name in view.packs}
     for name, reason in damaged.items():
         run.directory.distrust_pack(name, reason)
     problems = [Problem(PACKS + name, why) for name, why in sorted(damaged.items())]
     problems += [Problem(f"step {step}", why) for step, why in bad.items()]
-    not_read = {name: why for name, why in packs.unread.items() if name in held.packs}
+    not_read = {name: why for name, why in packs.unread.items() if name in view.packs}
     problems += [Problem(PACKS + name, why, unread=True) for name, why in sorted(not_read.items())]
     problems += [Problem(f"step {step}", why, unread=True) for step, why in unread.items()]
     problems += [
         Problem(name, str(error), unread=isinstance(error, UnreachableError))
         for name, error in aside.items()
     ]
-    if why := folder_problem(run.storage, run.log.run) or held.nothing_left():
+    if why := folder_problem(run.storage, run.log.run) or view.nothing_left():
         problems.append(Problem(MANIFESTS, why))
-    whole = _whole_again(packs, held)
+    whole = _whole_again(packs, view)
     for name in whole:
         what = (
             "`perdure verify --repair` returns it"
-            if fits(held, name)
+            if fits(view, name)
             else "the run went on without"
         )
         problems.append(Problem(name, f"set aside as damaged, and whole again: {what}", False))
-    if not unreadable and not held.unknown:
-        for name in sorted((packs.sizes.keys() & held.packs.keys()) - needed - damaged.keys()):
+    if not unreadable and not view.unknown:
+        for name in sorted((packs.sizes.keys() & view.packs.keys()) - needed - damaged.keys()):
             step = pack_step(name)
             lost = f"if step {step} should be there, bring its manifest back before a later save"
             problems.append(Problem(PACKS + name, f"no checkpoint needs this pack; {lost}", False))
@@ -262,31 +262,31 @@ def examine(run: Run) -> tuple[VerifyReport, dict[int, str], dict[str, str], lis
         decoded_nbytes=packs.decoded_nbytes,
         problems=tuple(problems),
         unread=tuple(unread),
-        foreign=held.foreign is not None,
+        foreign=view.foreign is not None,
     )
     return report, bad, damaged, whole
 
 
-def _whole_again(packs: Packs, held: View) -> list[str]:
+def _whole_again(packs: Packs, view: View) -> list[str]:
     """The names of checkpoints that were set aside as damaged and are whole, the last ones first."""
     whole: dict[str, int] = {}
-    for name, manifest in held.quarantined.items():
-        if (why := held.log.aside.get(name)) is not None and why.rolled_back_to is None:
+    for name, manifest in view.quarantined.items():
+        if (why := view.log.aside.get(name)) is not None and why.rolled_back_to is None:
             with suppress(CorruptionError, UnreachableError):
                 packs.require(manifest)
                 whole[name] = why.line
     return sorted(whole, key=lambda name: -whole[name])
 
 
-def fits(held: View, name: str) -> bool:
+def fits(view: View, name: str) -> bool:
     """Whether a checkpoint that was set aside as damaged still is of the one line of steps.
 
     Then all that is there was saved before it was set aside, and no rollback went below it since.
     """
-    log, manifest = held.log, held.quarantined[name]
+    log, manifest = view.log, view.quarantined[name]
     step, line = manifest.step, log.aside[name].line
-    for other in reversed(held.steps):  # a newer one, if any, decides without reading the others
-        reference = held.manifest(other).log if other in held.readable else None
+    for other in reversed(view.steps):  # a newer one, if any, decides without reading the others
+        reference = view.manifest(other).log if other in view.readable else None
         if other == step or reference is None or reference.number >= line:
             return False
     rollbacks = (why.rolled_back_to for why in log.aside.values() if why.line > line)

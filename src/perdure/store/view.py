@@ -1,7 +1,7 @@
-"""What a run directory holds: one immutable view of it, which everyone asks.
+"""One immutable view of the contents of a run directory, for all who ask.
 
-Invariant: nothing is deleted because of a remembered manifest. A new look compares each manifest of the
-view before it with the digest in its file, and reads those that differ.
+Invariant: nothing is deleted because of a remembered manifest. A new view compares each manifest in the
+cache with the digest in its file, and reads the manifests that differ.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class OutdatedPlanError(PruneError):
 
 
 class _Manifests(NamedTuple, Generic[K]):
-    """What a look found of manifests: those of checkpoints by step, those in quarantine by name.
+    """The manifests that a look found, of checkpoints by step, in quarantine by name.
 
-    `read` are in memory; `unreadable` says why not, `unknown` are those of them whose bytes nobody
-    saw, `foreign` those of another run.
+    `read` are in memory; `unreadable` has the reasons why others cannot be read, `unknown` the ones
+    whose bytes nobody saw, `foreign` the ones of another run.
     """
 
     readable: dict[K, ManifestSummary]
@@ -66,8 +66,8 @@ class _Manifests(NamedTuple, Generic[K]):
 
 
 @dataclass
-class Memory:
-    """What earlier looks have found, so that the next one reads only what has changed.
+class ViewCache:
+    """Results of earlier views, so that the next view reads only objects that have changed.
 
     By name the summaries of manifests, some manifests, and the sizes of packs, which never change;
     and the names of the packs, None if they have to be listed.
@@ -99,15 +99,15 @@ class Memory:
 class View:
     """What a run directory held at one look: names, manifests and sizes, but no chunks.
 
-    It does not change. Parts are listed when first asked for. Of what the `memory` has, only
+    It does not change. Parts are listed when first asked for. Of what the `cache` has, only
     changes are read; `whole` decodes every manifest and lists the packs again.
     """
 
     def __init__(
-        self, storage: Storage, log: RunLog, memory: Memory | None = None, *, whole: bool = False
+        self, storage: Storage, log: RunLog, cache: ViewCache | None = None, *, whole: bool = False
     ) -> None:
         self._storage, self._run_log = storage, log
-        self._memory = Memory() if memory is None else memory
+        self._cache = ViewCache() if cache is None else cache
         self._is_whole = whole
 
     # ------------------------------------------------------------ checkpoints
@@ -176,7 +176,7 @@ class View:
 
     @property
     def lost(self) -> list[str]:
-        """Names of manifests in quarantine that are damaged, or those of another run."""
+        """Names of manifests in quarantine that are damaged or belong to another run."""
         return sorted(self._aside.unreadable.keys() - self._aside.unknown.keys())
 
     @cached_property
@@ -302,11 +302,11 @@ class View:
     @cached_property
     def _names(self) -> dict[int, tuple[str, str]]:
         """Name and version of each manifest by step, oldest first."""
-        entries, memory = self._storage.entries(MANIFESTS), self._memory
-        for gone in [name for name in memory.summaries if name.startswith(MANIFESTS)]:
+        entries, cache = self._storage.entries(MANIFESTS), self._cache
+        for gone in [name for name in cache.summaries if name.startswith(MANIFESTS)]:
             if gone not in entries:
-                del memory.summaries[gone]
-                memory.manifests.pop(gone, None)
+                del cache.summaries[gone]
+                cache.manifests.pop(gone, None)
         # Names of manifests sort as their steps do.
         listed = ((step_of(name), name, entries[name].version) for name in sorted(entries))
         return {step: (name, version) for step, name, version in listed if step is not None}
@@ -358,16 +358,16 @@ class View:
         *,
         is_light: bool = False,
     ) -> None:
-        """Add a manifest to `found` with this key, which is read unless the memory has it."""
-        storage, memory = self._storage, self._memory
+        """Add a manifest to `found` with this key, which is read unless the cache has it."""
+        storage, cache = self._storage, self._cache
         where = f"{storage.where}/{name}"
-        summary = memory.summaries.get(name)
+        summary = cache.summaries.get(name)
         try:
             if summary is not None and is_same_file(storage, name, version, summary):
                 if version != summary.version:
                     summary = msgspec.structs.replace(summary, version=version)
-                    memory.summaries[name] = summary
-                manifest = memory.manifests.get(name)
+                    cache.summaries[name] = summary
+                manifest = cache.manifests.get(name)
                 if manifest is not None or not (self._is_whole or name.startswith(QUARANTINE)):
                     found.readable[key] = summary
                     if manifest is not None:
@@ -380,9 +380,9 @@ class View:
                 found.foreign.add(key)
                 return
             # The version was listed before the read, so it may be that of older bytes: it is not kept.
-            memory.summaries[name] = found.readable[key] = summarize(manifest, data)
+            cache.summaries[name] = found.readable[key] = summarize(manifest, data)
             if isinstance(manifest, Manifest):
-                memory.manifests[name] = found.read[key] = manifest
+                cache.manifests[name] = found.read[key] = manifest
         except FileNotFoundError:
             return
         except ConnectionError:
@@ -406,23 +406,23 @@ class View:
             if data[:HEAD_BYTES] != committed.readable[step].head.encode():
                 raise CorruptionError(f"{where}: has changed since it was read.")
         except (OSError, CorruptionError) as error:
-            self._memory.summaries.pop(name, None)  # the next look reads it
+            self._cache.summaries.pop(name, None)  # the next look reads it
             raise OutdatedPlanError(f"step {step} cannot be read: {error}") from error
         committed.read[step] = manifest
         return manifest
 
     @cached_property
     def _pack_names(self) -> frozenset[str]:
-        if self._memory.packs is not None and not self._is_whole:
-            return self._memory.packs
+        if self._cache.packs is not None and not self._is_whole:
+            return self._cache.packs
         names = set()
         for name, entry in self._storage.entries(PACKS).items():
             if pack_step(pack := name.removeprefix(PACKS)) >= 0:
                 names.add(pack)
                 if entry.size is not None:
-                    self._memory.sizes.setdefault(pack, entry.size)
-        self._memory.packs = frozenset(names)
-        return self._memory.packs
+                    self._cache.sizes.setdefault(pack, entry.size)
+        self._cache.packs = frozenset(names)
+        return self._cache.packs
 
     @cached_property
     def _sizes(self) -> dict[str, int | OSError]:
@@ -448,7 +448,7 @@ class View:
 
     def pack_size(self, pack: str) -> int:
         """Bytes of a pack. They are remembered, because packs never change."""
-        sizes = self._memory.sizes
+        sizes = self._cache.sizes
         if pack not in sizes:
             sizes[pack] = self._storage.size(PACKS + pack)
         return sizes[pack]

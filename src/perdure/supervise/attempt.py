@@ -138,7 +138,7 @@ class Attempt:
             workers=len(self.workers),
             kind=end.kind,
             cause=end.cause,
-            place=None if worker is None else worker.place,
+            place=None if worker is None else worker.slot,
             statuses=tuple(worker.process.returncode for worker in self.workers),
             start=starts[0] if starts else None,
             end=last_step,

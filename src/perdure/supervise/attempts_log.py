@@ -1,6 +1,6 @@
 """The log of a run under `perdure run`, beside the logs of its workers: written, and read.
 
-Its form is that of every log (`perdure.store.log`). Invariant: a log that cannot be written ends no
+It has the form of every log (`perdure.store.log`). Invariant: a log that cannot be written ends no
 run; what could not be written waits in memory.
 """
 

@@ -63,11 +63,11 @@ def decide(
 
 
 def decide_exclusion(
-    history: Sequence[AttemptRecord], max_restarts: int, places: int, changes_group: bool
+    history: Sequence[AttemptRecord], max_restarts: int, slots: int, changes_group: bool
 ) -> Decision:
-    """What follows an attempt in which a device computed wrong numbers; `places` have devices left."""
+    """What follows an attempt in which a device computed wrong numbers; `slots` have devices left."""
     found = history[-1].cause
-    if not places:
+    if not slots:
         return _stop(f"no device is left ({found})")
     if changes_group:
         return _stop(f"the number of workers cannot change on several machines ({found})")
@@ -76,13 +76,13 @@ def decide_exclusion(
 
 
 def cannot_come_back(history: Sequence[AttemptRecord]) -> int | None:
-    """The place whose worker failed twice in a row before it finished a step."""
-    places = [
+    """The slot whose worker failed twice in a row before it finished a step."""
+    slots = [
         attempt.place
         for attempt in history[-2:]
         if attempt.failure and attempt.kind != "full" and not attempt.made_progress
     ]
-    return places[0] if len(places) == 2 and places[0] == places[1] else None
+    return slots[0] if len(slots) == 2 and slots[0] == slots[1] else None
 
 
 def _stop(reason: str) -> Decision:

@@ -26,6 +26,7 @@ from perdure.errors import LaunchError
 from perdure.runtime import heartbeats
 from perdure.runtime.heartbeats import Beat
 from perdure.runtime.ports import free_ports
+from perdure.runtime.process_group import ATTEMPT
 from perdure.runtime.system import IS_LINUX, signals
 from perdure.supervise.attempt import PREEMPTED, Attempt
 from perdure.supervise.attempts_log import (
@@ -47,7 +48,6 @@ from perdure.supervise.silence import Silence
 from perdure.supervise.warm_worker import WarmWorkers
 from perdure.supervise.worker import Worker
 from perdure.supervise.worker_environment import (
-    ATTEMPT,
     DESCRIPTIONS,
     cache_variables,
     device_variables,
@@ -127,9 +127,9 @@ class Supervisor:
         self._next_log = -math.inf
         self._saves_at_once = 0
         self._saved = heartbeats.saved_before()
-        self._all_places = list(range(self._options.workers))
-        self._places = list(self._all_places)
-        self._excluded: dict[int, set[int]] = {}  # by place, the devices that compute wrong numbers
+        self._all_slots = list(range(self._options.workers))
+        self._slots = list(self._all_slots)
+        self._excluded: dict[int, set[int]] = {}  # by slot, the devices that compute wrong numbers
         self._return_at = math.inf
         self._returns = 0
 
@@ -198,16 +198,16 @@ class Supervisor:
 
     def _attempt(self, logs: Path, beats: Path) -> AttemptRecord:
         number = len(self._attempts) + 1
-        places = self._choose_places(number)
-        ports = free_ports(len(places) + 2)
+        slots = self._choose_slots(number)
+        ports = free_ports(len(slots) + 2)
         environments: dict[int, dict[str, str]] = {}
-        self._log.add("attempt", attempt=number, workers=len(places))
+        self._log.add("attempt", attempt=number, workers=len(slots))
         self._logged_step, self._next_log = None, -math.inf
         self._saves_at_once = SAVES_AT_ONCE
         with Attempt(self._options, ports, self._silence, self._clock, self._beat) as attempt:
-            for index, place in enumerate(places):
+            for index, slot in enumerate(slots):
                 heartbeat = beats / f"{number}-{index}"
-                environment = self._environment(number, index, place, len(places), ports, heartbeat)
+                environment = self._environment(number, index, slot, len(slots), ports, heartbeat)
                 saved = self._saved | self._log.run.saved
                 try:
                     heartbeats.report(heartbeats.SAVED_BEFORE, saved, str(heartbeat))
@@ -215,17 +215,17 @@ class Supervisor:
                         self._command,
                         environment,
                         index=index,
-                        place=place,
+                        slot=slot,
                         attempt=number,
                         log=logs / f"attempt-{number}-worker-{index}.log",
                         on_line=self._console.line,
                         report=self._message,
                         stamp=timestamp if self._options.timestamps else None,
-                        process=self._warm.take(place, environment),
+                        process=self._warm.take(slot, environment),
                     )
                 except OSError as error:
                     raise LaunchError(f"worker {index} could not be started: {error}") from error
-                environments[place] = environment
+                environments[slot] = environment
                 attempt.add(worker)
                 self._observer.started(worker)
             prepare = partial(self._warm.prepare, environments)
@@ -250,7 +250,7 @@ class Supervisor:
         self._observer.beat(worker, beat)
 
     def _environment(
-        self, attempt: int, index: int, place: int, count: int, ports: list[int], heartbeat: Path
+        self, attempt: int, index: int, slot: int, count: int, ports: list[int], heartbeat: Path
     ) -> dict[str, str]:
         options = self._options
         environment = {k: v for k, v in os.environ.items() if k not in DESCRIPTIONS}
@@ -258,8 +258,8 @@ class Supervisor:
         environment |= {
             "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
             **worker_variables(index, count, ports, options.nodes),
-            **device_variables(place, options.devices_per_worker, self._places, options.workers),
-            **excluded_variables(self._excluded.get(place, ())),
+            **device_variables(slot, options.devices_per_worker, self._slots, options.workers),
+            **excluded_variables(self._excluded.get(slot, ())),
             ATTEMPT: str(attempt),
             heartbeats.VARIABLE: str(heartbeat),
             MARK: f"{mark}:{self._mark}" if mark else self._mark,
@@ -277,37 +277,37 @@ class Supervisor:
         if last.kind == "corrupt":
             return self._exclude(last)
         elastic = self._options.elastic
-        may_shrink = elastic is not None and len(self._places) > elastic[0]
+        may_shrink = elastic is not None and len(self._slots) > elastic[0]
         # If all workers fail at once, a smaller group would fail, too.
         one_failed = last.place is not None
         decision = decide(attempts, self._options.max_restarts, may_shrink and one_failed)
-        place = cannot_come_back(attempts)
-        if decision.again and may_shrink and place in self._places:
-            self._places.remove(place)
+        slot = cannot_come_back(attempts)
+        if decision.again and may_shrink and slot in self._slots:
+            self._slots.remove(slot)
             delay = decision.wait + self._options.return_s * 2**self._returns
             self._return_at = self._clock() + delay
             self._returns += 1
             self._message(
-                f"the worker in place {place} does not come back; continuing with "
-                f"{len(self._places)} of {len(self._all_places)}"
+                f"the worker in place {slot} does not come back; continuing with "
+                f"{len(self._slots)} of {len(self._all_slots)}"
             )
         return decision
 
     def _exclude(self, attempt: AttemptRecord) -> Decision:
         """Continue without the devices that an audit found to compute wrong numbers."""
-        place = attempt.place
-        assert place is not None
-        self._excluded.setdefault(place, set()).update(attempt.corrupt_devices)
+        slot = attempt.place
+        assert slot is not None
+        self._excluded.setdefault(slot, set()).update(attempt.corrupt_devices)
         if attempt.devices_left:
             numbers = ", ".join(map(str, attempt.corrupt_devices))
-            self._message(f"the worker in place {place} continues without its device {numbers}")
+            self._message(f"the worker in place {slot} continues without its device {numbers}")
         else:
-            self._all_places.remove(place)
-            self._places = [kept for kept in self._places if kept != place]
-            self._message(f"continuing without the worker in place {place}: it has no other device")
+            self._all_slots.remove(slot)
+            self._slots = [kept for kept in self._slots if kept != slot]
+            self._message(f"continuing without the worker in place {slot}: it has no other device")
         changes_group = self._options.nodes is not None and not attempt.devices_left
         return decide_exclusion(
-            self._attempts, self._options.max_restarts, len(self._places), changes_group
+            self._attempts, self._options.max_restarts, len(self._slots), changes_group
         )
 
     def _decide_end(self) -> Decision:
@@ -325,13 +325,13 @@ class Supervisor:
             reason += " and a second signal, which killed the workers without a save"
         return Decision(False, status=status, reason=reason)
 
-    def _choose_places(self, attempt: int) -> list[int]:
+    def _choose_slots(self, attempt: int) -> list[int]:
         if self._should_grow():
-            self._places = list(self._all_places)
+            self._slots = list(self._all_slots)
             self._return_at = math.inf
-        planned = len(self._places)
+        planned = len(self._slots)
         count = self._observer.workers(attempt, planned)
-        return self._places if count == planned else list(range(count))
+        return self._slots if count == planned else list(range(count))
 
     def _should_grow(self) -> bool:
         return self._clock() >= self._return_at

@@ -18,13 +18,14 @@ from pathlib import Path
 
 from perdure.errors import LaunchError
 from perdure.runtime import heartbeats
-from perdure.supervise.worker_environment import ATTEMPT, DESCRIPTIONS
+from perdure.runtime.process_group import ATTEMPT
+from perdure.supervise.worker_environment import DESCRIPTIONS
 
 BECOME_WORKER = "from perdure.supervise.warm_worker import become_worker; become_worker()"
 
 
 class WarmWorkers:
-    """One warm process for each place of a group; none without `modules`.
+    """One warm process for each slot of a group; none without `modules`.
 
     `message` is called with the reason if imports failed. Raises LaunchError if `command` is not
     `python script.py ...` or `python -m module ...`.
@@ -50,32 +51,32 @@ class WarmWorkers:
         self._environments: dict[int, dict[str, str]] = {}
 
     def prepare(self, environments: Mapping[int, Mapping[str, str]]) -> None:
-        """Start a process for each place that has none; `environments` are those of the workers."""
-        for place, environment in environments.items() if self._modules else ():
-            if place in self._ready and self._ready[place].poll() is None:
+        """Start a process for each slot that has none; `environments` are those of the workers."""
+        for slot, environment in environments.items() if self._modules else ():
+            if slot in self._ready and self._ready[slot].poll() is None:
                 continue
-            self.drop(place)
-            self._environments[place] = _persistent(environment)
-            self._ready[place] = subprocess.Popen(
+            self.drop(slot)
+            self._environments[slot] = _persistent(environment)
+            self._ready[slot] = subprocess.Popen(
                 [self._command[0], "-c", BECOME_WORKER, *self._modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=self._environments[place],
+                env=self._environments[slot],
                 start_new_session=True,
             )
 
-    def take(self, place: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """The process of `place`, which now runs the program; None without a fitting one."""
-        process = self._ready.pop(place, None)
+    def take(self, slot: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+        """The process of `slot`, which now runs the program; None without a fitting one."""
+        process = self._ready.pop(slot, None)
         if process is None:
             return None
         assert process.stdin is not None
         if process.poll():
-            self._report_failure(place, process)
+            self._report_failure(slot, process)
         task = {"arguments": self._command[1:], "environment": dict(environment)}
         try:
-            if process.poll() is None and self._environments[place] == _persistent(environment):
+            if process.poll() is None and self._environments[slot] == _persistent(environment):
                 process.stdin.write(json.dumps(task).encode() + b"\n")
                 process.stdin.close()
                 return process
@@ -84,26 +85,26 @@ class WarmWorkers:
         self._end(process)
         return None
 
-    def drop(self, place: int) -> None:
-        """End the process of `place`."""
-        if (process := self._ready.pop(place, None)) is not None:
+    def drop(self, slot: int) -> None:
+        """End the process of `slot`."""
+        if (process := self._ready.pop(slot, None)) is not None:
             self._end(process)
 
     def close(self) -> None:
         """End all processes."""
-        for place in list(self._ready):
-            self.drop(place)
+        for slot in list(self._ready):
+            self.drop(slot)
 
     @property
     def pids(self) -> frozenset[int]:
         """IDs of the processes that wait."""
         return frozenset(process.pid for process in self._ready.values())
 
-    def _report_failure(self, place: int, process: subprocess.Popen[bytes]) -> None:
+    def _report_failure(self, slot: int, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         lines = process.stdout.read().decode(errors="replace").strip().splitlines()
         self._message(
-            f"the warm worker of place {place} ended while it imported {', '.join(self._modules)}: "
+            f"the warm worker of place {slot} ended while it imported {', '.join(self._modules)}: "
             f"{lines[-1] if lines else f'status {process.returncode}'}"
         )
 

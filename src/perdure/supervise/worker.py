@@ -39,7 +39,7 @@ ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-_])")
 class Worker:
     """A started worker; OSError if the process cannot be created.
 
-    `index` is its number in the group, `place` that on the machine, which stays the same in a
+    `index` is its number in the group, `slot` that on the machine, which stays the same in a
     smaller group. `log` gets both outputs; `on_line` is called with `index` and every line, a very
     long one in parts. `stamp` gives the time before each line. `process` is one that runs the
     command already (see `WarmWorkers`).
@@ -54,7 +54,7 @@ class Worker:
         environment: Mapping[str, str],
         *,
         index: int,
-        place: int,
+        slot: int,
         attempt: int,
         log: Path,
         on_line: Callable[[int, bytes], None],
@@ -62,7 +62,7 @@ class Worker:
         stamp: Callable[[], str] | None = None,
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        self.index, self.place, self.attempt = index, place, attempt
+        self.index, self.slot, self.attempt = index, slot, attempt
         self.beat: Beat | None = None
         self.start: int | None = None
         self.first: tuple[float, int | None] | None = None

@@ -22,7 +22,6 @@ from perdure.errors import LaunchError
 from perdure.runtime.excluded_devices import EXCLUDED, excluded_devices
 from perdure.runtime.ports import HOST
 
-ATTEMPT = "PERDURE_ATTEMPT"
 # These are removed from the environment first; another description would contradict this one.
 DESCRIPTIONS = (
     "JAX_COORDINATOR_ADDRESS",
@@ -102,24 +101,24 @@ def worker_variables(
 
 
 def device_variables(
-    place: int, devices: int | None, places: Sequence[int], workers: int
+    slot: int, devices: int | None, slots: Sequence[int], workers: int
 ) -> dict[str, str]:
     """The variables that give a worker its devices; LaunchError if there are too few GPUs.
 
-    Without `devices` the program takes the GPU LOCAL_RANK, so the GPUs of places without a worker
-    are hidden if each place has one.
+    Without `devices` the program takes the GPU LOCAL_RANK, so the GPUs of slots without a worker
+    are hidden if each slot has one.
     """
     gpus = accelerators()
     if devices is None:
-        if len(places) == workers or len(gpus) != workers:
+        if len(slots) == workers or len(gpus) != workers:
             return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[place] for place in places)}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[slot] for slot in slots)}
     variables = {"JAX_NUM_CPU_DEVICES": str(devices)}
     if gpus:
-        share = gpus[place * devices : (place + 1) * devices]
+        share = gpus[slot * devices : (slot + 1) * devices]
         if len(share) < devices:
             raise LaunchError(
-                f"worker {place} needs {devices} GPUs from number {place * devices} on, found "
+                f"worker {slot} needs {devices} GPUs from number {slot * devices} on, found "
                 f"{len(gpus)} in all; start fewer workers, or give each fewer devices"
             )
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(share)

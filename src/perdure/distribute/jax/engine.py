@@ -1,7 +1,7 @@
 """The JAX engine: states, shares and partial sums on the local devices of a process.
 
-It computes with the programs of `perdure.distribute.jax.programs`, or with those of
-`perdure.distribute.jax.fused`, which are proven to be the same; everything else only moves bytes.
+It computes with the programs of `perdure.distribute.jax.programs`, or with programs of
+`perdure.distribute.jax.fused` that are proven to be the same; everything else only moves bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from perdure.distribute.jax.programs import (
 from perdure.distribute.jax.xla_settings import ask_for_determinism, check_determinism
 from perdure.distribute.topology import tensorflow_device
 from perdure.errors import TopologyError
-from perdure.runtime.environment import of_jax
+from perdure.runtime.environment import jax_settings
 from perdure.runtime.excluded_devices import without_excluded
 from perdure.runtime.process_group import Processes, gather_values
 
@@ -87,7 +87,7 @@ class JaxEngine:
         self._parts: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def recipe(self) -> dict[str, Scalar]:
-        return of_jax(self.devices[0], self._threads, self._deterministic)
+        return jax_settings(self.devices[0], self._threads, self._deterministic)
 
     def place(self, state: Any) -> list[Any]:
         paths, treedef = jax.tree_util.tree_flatten_with_path(state)

@@ -291,7 +291,7 @@ _MISWEIGHTED = (
 
 
 def spread(xp: Any, sample_weight: Any, shape: Any) -> Any:
-    """Weights of float32 in `shape`, from those of its first axes; 1 for None."""
+    """float32 weights in `shape`, from weights of its first axes; 1 for None."""
     ones = xp.ones(shape, SUM)
     if sample_weight is None:
         return ones

@@ -123,12 +123,12 @@ class TorchEagerRun(EagerRun):
         storages = set(map(storage_id, filter(is_strided, pytree.leaves(arguments))))
         self._storages[replica] = storages
         self.resume(replica)
-        token = _of_thread.set(self)
+        token = _thread_run.set(self)
         try:
             with ChangeWatch(storages, self._gradients), _Attributes(self):
                 yield
         finally:
-            _of_thread.reset(token)
+            _thread_run.reset(token)
             self.leave(replica)
 
     @_unnoticed
@@ -152,7 +152,7 @@ class TorchEagerRun(EagerRun):
         Gradients from before `run` count once: replica 0 has them.
         """
         for leaf in leaves:
-            if leaf.grad is self._of(leaf).outside and leaf.grad is not None:
+            if leaf.grad is self._known_gradients(leaf).outside and leaf.grad is not None:
                 leaf.grad = leaf.grad.detach().clone() if replica == 0 else None
 
     @_unnoticed
@@ -165,7 +165,7 @@ class TorchEagerRun(EagerRun):
         """Called as a replica reads `.grad`: remembers whether that is from outside of it."""
         if self._is_made(replica, parameter):
             return
-        known, grad = self._of(parameter), parameter.grad
+        known, grad = self._known_gradients(parameter), parameter.grad
         if grad is not None and grad is known.outside:
             known.readers.add(replica)
             if is_strided(grad) and storage_id(grad) not in self._gradients:
@@ -177,7 +177,7 @@ class TorchEagerRun(EagerRun):
         """Called before a replica sets `.grad`, which is its own from then on."""
         if self._is_made(replica, parameter):
             return
-        known = self._of(parameter)
+        known = self._known_gradients(parameter)
         if grad is None:
             known.readers.discard(replica)
         elif parameter.grad is known.outside is not None and replica in known.readers:
@@ -219,9 +219,9 @@ class TorchEagerRun(EagerRun):
             self._settings.pop(number, None)
             total = self._sum_over_replicas(values.values)["gradients"]
             for parameter in cleared:
-                self._of(parameter).outside = None
+                self._known_gradients(parameter).outside = None
             for path, parameter in parameters.items():
-                known = self._of(parameter)
+                known = self._known_gradients(parameter)
                 known.outside = parameter.grad = total.get(path, known.outside)
                 known.own.clear()
                 known.readers.clear()
@@ -242,7 +242,7 @@ class TorchEagerRun(EagerRun):
         cleared: list[torch.Tensor] = []
         for path, parameter in parameters.items():
             grad = parameter.grad
-            if grad is self._of(parameter).outside:
+            if grad is self._known_gradients(parameter).outside:
                 continue
             if grad is None:
                 cleared.append(parameter)
@@ -346,7 +346,7 @@ class TorchEagerRun(EagerRun):
             names.append(name)
         return names
 
-    def _of(self, parameter: torch.Tensor) -> _Gradients:
+    def _known_gradients(self, parameter: torch.Tensor) -> _Gradients:
         known = self._parameters.get(id(parameter))
         if known is None or known.parameter() is not parameter:
             known = self._parameters[id(parameter)] = _Gradients(parameter)
@@ -361,12 +361,12 @@ class TorchEagerRun(EagerRun):
 
 
 # Set in the replicas of a run, and in their collectives.
-_of_thread: ContextVar[TorchEagerRun | None] = ContextVar("perdure_torch_run", default=None)
+_thread_run: ContextVar[TorchEagerRun | None] = ContextVar("perdure_torch_run", default=None)
 
 
-def of_this_thread() -> TorchEagerRun | None:
+def run_of_this_thread() -> TorchEagerRun | None:
     """The run whose replica this is, or whose collective."""
-    return _of_thread.get()
+    return _thread_run.get()
 
 
 class _Attributes(TorchFunctionMode):

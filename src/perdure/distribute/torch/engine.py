@@ -41,7 +41,7 @@ from perdure.distribute.torch.eager import TorchEagerRun, make_generator, seed
 from perdure.distribute.torch.first_step import FirstStep
 from perdure.distribute.torch.state_view import StateView
 from perdure.errors import StateError, TopologyError
-from perdure.runtime.environment import of_torch, torch_not_deterministic
+from perdure.runtime.environment import torch_not_deterministic, torch_settings
 from perdure.runtime.excluded_devices import without_excluded
 from perdure.runtime.process_group import Processes, gather_values
 
@@ -107,7 +107,7 @@ class TorchEngine:
             keep_memory(os.environ)
 
     def recipe(self) -> dict[str, Scalar]:
-        recipe = of_torch(self.devices[0])
+        recipe = torch_settings(self.devices[0])
         if self._compiled is not None:
             compiler = self._compiled.describe(self.devices[0].type)
             recipe["settings"] = f"{recipe['settings']} {compiler}".strip()

@@ -119,7 +119,7 @@ class FirstStep:
                 return
 
     def require_unchanged(self) -> None:
-        """StateError if `grad` has changed one of them."""
+        """StateError if `grad` has changed one of these tensors."""
         for path, parameter, before in self._tensors:
             if _sum(parameter) != before:
                 raise StateError(
@@ -159,7 +159,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _sum(tensor: Tensor) -> int:
-    """The sum of what is in memory, as integers."""
+    """The sum of the bytes in memory, as integers."""
     if tensor.layout is not torch.strided:
         return 0
     data = tensor.detach().reshape(-1)

@@ -304,5 +304,5 @@ def _fsdp_group(model: torch.nn.Module) -> Any:
 
 
 def _canonical(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in which each -0.0 is 0.0: what -0.0 becomes depends on what .grad was before."""
+    """Copies in which each -0.0 is 0.0: the fate of -0.0 depends on the earlier .grad."""
     return list(torch._foreach_add(values, 0.0))  # pyright: ignore[reportPrivateImportUsage]

@@ -8,7 +8,7 @@ import torch
 
 from perdure.distribute.run.calls import with_subclasses, wrap
 from perdure.distribute.run.replicas import RunContext, current_run
-from perdure.distribute.torch.eager import TorchEagerRun, of_this_thread
+from perdure.distribute.torch.eager import TorchEagerRun, run_of_this_thread
 from perdure.errors import StateError
 
 
@@ -66,7 +66,7 @@ def _leaves(tensors: Any) -> list[torch.Tensor]:
 def _optimizer_step(old: Any) -> Any:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (current := _current()) is None:
-            if (eager := of_this_thread()) is not None:
+            if (eager := run_of_this_thread()) is not None:
                 eager.check_merged(self)
             return old(self, *args, **kwargs)
         if any(callable(value) for value in (*args, *kwargs.values())):

@@ -33,7 +33,7 @@ _CLOSED = (
 # Where the search for attributes ends: levels below a module, and values in all.
 _DEPTH, _MOST_VALUES = 3, 20_000
 # What every module has.
-_OF_MODULES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 _MEMBERS = (nn.Module, Optimizer)
 _TABLES = operator.attrgetter("_parameters", "_buffers", "_modules")
@@ -62,7 +62,7 @@ def _instances(
 
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """(name, child) of what the search enters."""
+    """(name, child) of each child that the search enters."""
     if isinstance(value, dict):
         return value.items()
     if isinstance(value, (list, tuple)):
@@ -83,7 +83,7 @@ def attributes(state: Any) -> dict[str, Tensor]:
     for path, module in instances(state, nn.Module):
         for inner, part in module.named_modules():
             where = ".".join(filter(None, (path, inner)))
-            own = [entry for entry in vars(part).items() if entry[0] not in _OF_MODULES]
+            own = [entry for entry in vars(part).items() if entry[0] not in _MODULE_ATTRIBUTES]
             pending.extend((f"{where}.{n}" if where else n, value, 0) for n, value in own)
     while pending and len(seen) < _MOST_VALUES:
         path, value, depth = pending.popleft()
@@ -159,10 +159,10 @@ def same(one: list[Any], other: list[Any]) -> bool:
 class StateView:
     """The tensors of a state.
 
-    `parameters` are those of all modules by path, `buffers` (path, module, key, tensor) of dense
-    ones, `fixed` the others, `tensors` those outside of modules. `trained`: what a replica may
-    compute gradients of, each once. `watched`: what `grad` must not change. `is_used`: a `grad`
-    that used it has returned.
+    `parameters` are the parameters of all modules by path, `buffers` (path, module, key, tensor) of
+    dense buffers, `fixed` the other buffers, `tensors` the tensors outside of modules. `trained`: the
+    tensors of which a replica may compute gradients, each once. `watched`: what `grad` must not change.
+    `is_used`: a `grad` that used it has returned.
     """
 
     def __init__(self, state: Any) -> None:

@@ -8,7 +8,7 @@ no byte is loaded unverified.
 """
 
 from perdure.errors import needs_extra
-from perdure.plugins.host import require_version
+from perdure.plugins.trainer_library import require_version
 
 require_version("torch", "torch", "2.6", "3")
 with needs_extra("torch"):

@@ -27,7 +27,7 @@ from perdure.state.process_random import ProcessRandom
 from perdure.store import Storage
 from perdure.store.format import DCP_LAYOUT, SCALAR_PREFIX, WEAK_PREFIX, decode_json, steps_text
 from perdure.store.leaf import Leaf
-from perdure.store.loading import Needs
+from perdure.store.loading import ReadRequest
 from perdure.store.manifest import LeafEntry, Manifest
 from perdure.store.reader import load_entries
 
@@ -91,7 +91,7 @@ def saved_bytes(value: Any) -> bytes:
 
 
 def leaf_path(item: planners.WriteItem) -> str:
-    """The path of the leaf for an item: that of the whole value, or of one box of a tensor."""
+    """The path of the leaf for an item, which is a whole value or one box of a tensor."""
     path = join_dotted("", item.index.fqn)
     data = item.tensor_data
     if data is None or data.chunk.sizes == data.size:
@@ -269,7 +269,7 @@ class Reader(StorageReader):
             planner.commit_tensor(item, target)
         if generators_of_ranks:  # last, because the other parts of a load may draw random numbers
             where = f"{self._run.where}: step {self.step}"
-            for note in generators.restore(generators_of_ranks, self._rank, where):
+            for note in generators.put_back(generators_of_ranks, self._rank, where):
                 errors.warn_caller(note)
         beat("compile", self.step)
         return done(None)
@@ -324,7 +324,7 @@ class Reader(StorageReader):
         assert self._manifest is not None
         entries = [leaf for leaf in self._manifest.process_leaves if leaf.path != DCP_LAYOUT]
         try:
-            needs = Needs(paths.__contains__, sharing=self._sharing)
+            needs = ReadRequest(paths.__contains__, sharing=self._sharing)
             leaves = self._run.load(self.step, needs).leaves if paths else {}
             wanted = entries if self._random else []
             return leaves, load_entries(self._run.storage, self._manifest, wanted)

@@ -131,9 +131,9 @@ class Writer(StorageWriter):
             else storage_reader.generators.leaves(self._captured, index)
         )
         run = self._run or Run(self._directory, create=True)
-        held = Directory(run.storage).stored_chunks()
+        stored = Directory(run.storage).stored_chunks()
         state = GroupState(self._step, per_rank=leaves, process_leaves=local)
-        part = write_pack_part(run.storage, state, held, WriterShare(index, 1))
+        part = write_pack_part(run.storage, state, stored, WriterShare(index, 1))
         size = sum(leaf.nbytes for leaf in leaves.values())
         # The results alone are never those of an earlier save: DCP's planner may reuse its plans.
         return storage_reader.done([WriteResult(MetadataIndex(str(self._step)), size, part)])
@@ -194,7 +194,7 @@ class Writer(StorageWriter):
             rules = retention_rules.Retention() if recorded is None else recorded.retention
         plan = retention_rules.plan_prune(run, self._max_to_keep, rules, saved=self._step)
         if not plan.store.empty:
-            run.execute(plan.store, plan.held)
+            run.execute(plan.store, plan.view)
 
 
 def _leaf(item: WriteItem, planner: SavePlanner) -> Leaf:

@@ -5,6 +5,6 @@ reference. On a platform where that was not measured, the first steps are comput
 """
 
 from perdure.distribute.jax.fused.proven_programs import ReferencePrograms
-from perdure.distribute.jax.fused.step_by_form import fused_step
+from perdure.distribute.jax.fused.step_by_signature import fused_step
 
 __all__ = ["ReferencePrograms", "fused_step"]

@@ -1,7 +1,7 @@
 """Comparison of optimized XLA programs by how each of their results is made.
 
 Two results are the same if the same instructions make them of the same values: each value has a
-hash of the instruction and of what it takes. What is not understood is the same as nothing else.
+hash of the instruction and of its operands. An instruction that is not understood equals no other.
 Neither names count nor the order of independent instructions; one kernel (a fusion, the addition of
 a reduction) has its instructions in order. Chains that only move elements may be written in several
 ways.
@@ -34,7 +34,7 @@ Tree = Callable[[list[Any], Callable[[Any, Any], Any]], Any]
 
 
 class SinglePrograms(NamedTuple):
-    """The compiled programs of a step for one device, and the paths of what grad and update return.
+    """The compiled programs of a step for one device, and the paths of the results of grad and update.
 
     All take every argument: grad the state first, update the state and the total.
     """
@@ -144,7 +144,7 @@ LARGEST = 1 << 24
 # Two of these are two, although nothing else tells them apart.
 _STATEFUL = ("rng", "rng-get-and-update-state", "infeed", "outfeed", "send", "recv")
 _SIDE_EFFECT = b"\x88\x04\x01"  # HloInstructionProto.custom_call_has_side_effect
-_OF_ITS_OWN = b"\n\ninlineable\x12\x05false"  # frontend_attributes: {inlineable: "false"}
+_NOT_INLINED = b"\n\ninlineable\x12\x05false"  # frontend_attributes: {inlineable: "false"}
 
 
 class Origin(NamedTuple):
@@ -279,7 +279,7 @@ class _Reading:
         return values[root]
 
     def _made(self, i: Instruction, taken: list[Value], before: list[str]) -> Value:
-        if i.opcode == "call" and self._calls is not None and _OF_ITS_OWN in i.attributes:
+        if i.opcode == "call" and self._calls is not None and _NOT_INLINED in i.attributes:
             value = _named(_hash("call", len(self._calls)), i.shape)
             self._calls.append(Call(taken, i.called[0], value))
             return value
@@ -337,7 +337,7 @@ class _Reading:
 
 def _parameter(number: int, shape: bytes) -> Value:
     """An argument of a program."""
-    # Its layout is that of the program's arguments: always the plain one.
+    # It has the layout of the program's arguments: always the plain one.
     return _named(_hash("parameter", number, shape), shape)
 
 
@@ -376,7 +376,7 @@ def _hash(*things: Any) -> str:
 
 
 def moved(instruction: Instruction, shape: bytes, origin: Origin) -> Origin | None:
-    """The origin of the result, from that of the operand of shape `shape`; None if it is not known."""
+    """The origin of the result, from the origin of the operand of shape `shape`; None if unknown."""
     if instruction.opcode == "copy" and instruction.shape == shape:
         return origin  # of any shape: int4 elements, which share bytes, have a layout of their own
     one, other = shape_of(shape), shape_of(instruction.shape)

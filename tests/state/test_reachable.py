@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from perdure.state.bits import same
-from perdure.state.held import Held, held_values
+from perdure.state.reachable import Reachable, reachable_values
 
 PROGRAM = """
 import functools, os, random, sys, threading
 from contextvars import ContextVar
 import numpy as np
-from perdure.state.held import frames_of_threads, held_values, program_frames
+from perdure.state.reachable import frames_of_threads, reachable_values, program_frames
 
 class Slotted:
     __slots__ = ("__hidden", "rate")
@@ -43,10 +43,10 @@ def produce():
 thread = threading.Thread(target=produce)
 thread.start()
 begun.wait()
-held = held_values([*program_frames(sys._getframe()), *frames_of_threads()])
-held["factor.get()"].bind(7.0)
-held["os.environ"].bind({"RATE": "0.1"})
-print(sorted(held))
+reached = reachable_values([*program_frames(sys._getframe()), *frames_of_threads()])
+reached["factor.get()"].bind(7.0)
+reached["os.environ"].bind({"RATE": "0.1"})
+print(sorted(reached))
 print(factor.get(), os.environ["RATE"])
 ended.set()
 """
@@ -88,11 +88,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
     return made
 
 
-def held_here() -> dict[str, Held]:
+def held_here() -> dict[str, Reachable]:
     """What the variable reaches, by name."""
     prefix = f"{__name__}.MODULE"
-    held = held_values([], unnamed=False)
-    return {name.replace(prefix, "module"): held[name] for name in held if prefix in name}
+    reached = reachable_values([], unnamed=False)
+    return {name.replace(prefix, "module"): reached[name] for name in reached if prefix in name}
 
 
 class Missing(type):

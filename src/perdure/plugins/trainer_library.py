@@ -1,4 +1,4 @@
-"""What the plug-ins share: how a run resumes whose loop belongs to another library, the host."""
+"""What the plug-ins share: how a run resumes whose loop belongs to a trainer library."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _PARTS = (
 """What a loader draws random numbers in."""
 
 
-class HostRun:
-    """The run of a loop of another library. `resumed` is its newest good checkpoint until a step.
+class LibraryRun:
+    """The run of a library's loop. `resumed` is its newest good checkpoint until a step.
 
-    The host draws the batch of a step before it asks for a save, and a resumed loop draws it again,
+    The library draws the batch of a step before it asks for a save, and a resumed loop draws it again,
     so the generators of that moment continue. Each of several processes (rank `index` of `count`) has
-    its own generators, and its own value in `of_process`.
+    its own generators, and its own value in `process_value`.
     """
 
     def __init__(self, manager: CheckpointManager, index: int, count: int) -> None:
@@ -66,27 +66,27 @@ class HostRun:
         self._is_new_epoch = False
 
     def load_from(self, loader: Any, *others: Any) -> None:
-        """The batches are those of `loader`, whose generators are as at the save until it loads. Those
-        of the `others`, as of evaluations, are then as at the save, too."""
+        """Take the batches from `loader`, whose generators have their state of the save until it loads;
+        so have the generators of the `others`, such as loaders of evaluations."""
         self.loading.of(loader)
         self._others.of(*others)
         if self.resumed is not None:
             self._restore_loading("now")
 
-    def of_process(self, name: str) -> Any:
+    def process_value(self, name: str) -> Any:
         """The value that this process had in the member `name`, a `PerRank`."""
         assert self.resumed is not None
         return self.resumed.state[name][f"rank{self._index}"]
 
     def _restore_loading(self, when: str) -> None:
         # Without a generator the states are an empty dict, which is in no checkpoint.
-        states = self.of_process(_LOADING)
+        states = self.process_value(_LOADING)
         self.loading.restore(states.get(when, {}))
         if when == "now":
             self._others.restore(states.get(_OTHERS, {}))
 
     def begin(self, members: Mapping[str, Any], *read_only: str) -> None:
-        """Begin with the objects of the host, by name. A resumed run restores them, or MismatchError;
+        """Begin with the library's objects, by name. A resumed run restores them, or MismatchError;
         its members `read_only` are only read."""
         if (resumed := self.resumed) is None:
             self.manager.resume_members(members)
@@ -96,11 +96,11 @@ class HostRun:
             self.manager.resume_members(members, resumed.step, sorted(names))
 
     def begin_epoch(self, *, is_new: bool = False) -> None:
-        """Note the generators with which an epoch begins; those of the interrupted one come back. One
-        that `is_new` begins where the save was, which has not drawn its order yet."""
+        """Note the generators with which an epoch begins; an interrupted epoch gets its generators
+        back. An epoch that `is_new` begins at the save, and has not drawn its order yet."""
         self._is_new_epoch = is_new
         if self.resumed is not None:
-            restore_generators(self.of_process(_EPOCH_BEGAN))
+            restore_generators(self.process_value(_EPOCH_BEGAN))
             self._restore_loading("began")
         self.loading.begin_epoch()
         self._epoch_began = generator_states()
@@ -169,13 +169,13 @@ class Loading:
         self._has_drawn = False
 
     def of(self, *loaders: Any) -> None:
-        """The batches are those of these loaders."""
+        """Take the batches from these loaders."""
         self._parts = [getattr(loader, name, None) for loader in loaders for name in _PARTS]
         self._held = self._found()
 
     def _found(self) -> list[Any]:
-        of_process = set(map(id, _generators_of_process()))
-        return [each for each in held_generators(self._parts) if id(each) not in of_process]
+        process_generators = set(map(id, _generators_of_process()))
+        return [each for each in held_generators(self._parts) if id(each) not in process_generators]
 
     def begin_epoch(self) -> None:
         self._began = self._now()
@@ -245,7 +245,7 @@ class Loading:
 
 
 class LoaderInPlace:
-    """In place of a loader of a host, whose attributes it has. A subclass says what a pass loads."""
+    """Replaces a loader of a library and has its attributes. A subclass decides what a pass loads."""
 
     def __init__(self, loader: Any, loading: Loading) -> None:
         self._loader, self._loading = loader, loading
@@ -274,7 +274,7 @@ def manager_of(
     run: str | os.PathLike[str] | CheckpointManager, count: int, **options: Any
 ) -> Iterator[CheckpointManager]:
     """The manager that the user has passed, or one with these options for a run directory, of the
-    group of the host's `count` processes."""
+    group of the library's `count` processes."""
     if isinstance(run, CheckpointManager):
         if (found := run._processes.count) != count:
             raise StateError(
@@ -290,7 +290,7 @@ def manager_of(
 
 
 def _processes_of(count: int) -> Any:
-    """The group of `count` processes that the host has made; None for one process."""
+    """The group of `count` processes that the library has made; None for one process."""
     if count == 1:
         return None
     from perdure.distribute import initialize_distributed
@@ -338,23 +338,23 @@ def share_buffers(accelerator: Any, models: Iterable[Any]) -> None:
             sys.modules["torch"].distributed.broadcast(buffer, 0)
 
 
-class HostExtras:
-    """The extra members of the objects of a host that restores these by their `state_dict`; the
-    generators are not among them. What is taken is plain values, of this process alone."""
+class LibraryExtras:
+    """The extra members, without generators, of objects that a library restores by their `state_dict`.
+    `capture` returns plain values, of this process alone."""
 
     def __init__(self, index: int = 0, count: int = 1) -> None:
         self._rank = index, count
         self._members = ExtraMembers(save_random_state=False)
 
-    def see(self, state: Any) -> None:
-        """The training begins with these objects: what it changes from then on is taken."""
+    def observe(self, state: Any) -> None:
+        """The training begins with these objects: what it changes from then on is captured."""
         with rank_context(*self._rank):
-            self._members.see(state)
+            self._members.observe(state)
 
-    def take(self, state: Any) -> dict[str, Any]:
+    def capture(self, state: Any) -> dict[str, Any]:
         """By path dtype, shape and bytes of each value; an error if one could not be restored."""
         with rank_context(*self._rank):
-            taken = self._members.take(Walk.of(state), Leaves(), 0)
+            captured = self._members.capture(Walk.of(state), Leaves(), 0)
         torch = sys.modules["torch"]
         return {
             path: (
@@ -362,19 +362,19 @@ class HostExtras:
                 leaf.shape,
                 torch.from_numpy(np.frombuffer(bytearray(leaf.data), "u1")),
             )
-            for path, leaf in taken.items()
+            for path, leaf in captured.items()
         }
 
-    def put(self, state: Any, taken: Mapping[str, Any], where: str) -> None:
-        """Give the objects what was taken, after the host has restored them; StateError."""
+    def restore(self, state: Any, captured: Mapping[str, Any], where: str) -> None:
+        """Give the objects what was captured, after the library has restored them; StateError."""
         leaves = {
             path: Leaf(dtype, tuple(shape), memoryview(data.numpy()), frozen=True)
-            for path, (dtype, shape, data) in taken.items()
+            for path, (dtype, shape, data) in captured.items()
         }
         restoring = Restoring(leaves, lambda path: path, where, group_of(None))
         load_orders(restoring, leaves)
         with rank_context(*self._rank):
-            for note in self._members.put(restoring, Walk.of(state)):
+            for note in self._members.restore(restoring, Walk.of(state)):
                 warn_caller(note)
 
 

@@ -1,7 +1,7 @@
-"""What the objects and the running functions of a program reach, by name.
+"""The values that the objects and the running functions of a program reach, by name.
 
-A manager looks whether a program changes under such a name what it gave to a restore; the drill
-compares the values of two processes, and puts back what a resumed one lacks.
+A manager checks whether a program changes, under such a name, a value that it gave to a restore; the
+drill compares the values of two processes, and puts back values that a resumed process lacks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ import numpy as np
 
 from perdure.state import process_random
 from perdure.state.generators import generator_name, is_generator, read_generator, write_generator
+from perdure.state.leaf_values import SCALAR_TYPES
 from perdure.state.program_code import is_program_file, is_program_module
 
-SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+PLAIN_TYPES = (*SCALAR_TYPES, np.generic)
 _DEEPEST = 6
 _MOST_ITEMS = 64  # of a container that is looked into
 _ENVIRONMENT = dict(os.environ)
@@ -54,7 +55,7 @@ _DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Held:
+class Reachable:
     """A value that the program reaches: `velocity`, `sampler.position`, `train.rate` (a variable of
     the function `train`). `bind` gives the name another value."""
 
@@ -88,25 +89,25 @@ def frames_of_threads() -> list[FrameType]:
     return [each for frame in others for each in program_frames(frame)]
 
 
-def held_values(frames: Sequence[FrameType], *, unnamed: bool = True) -> dict[str, Held]:
-    """What the program reaches by name, from its modules and `frames`.
+def reachable_values(frames: Sequence[FrameType], *, unnamed: bool = True) -> dict[str, Reachable]:
+    """The values that the program reaches by name, from its modules and `frames`.
 
     With `unnamed` also objects of its classes to which no variable leads, such as a callback in a
-    list; all objects of the process are looked at for them.
+    list; the search for these looks at all objects of the process.
     """
-    found: dict[str, Held] = {}
+    found: dict[str, Reachable] = {}
     seen: set[int] = set()
-    for held in _variables(frames):
-        _expand(held, found, seen, depth=0)
+    for reached in _variables(frames):
+        _expand(reached, found, seen, depth=0)
     if unnamed:
-        for held in _unnamed(seen):
-            _expand(held, found, seen, depth=0)
-    for held in _of_process():
-        found[held.name] = held
+        for reached in _unnamed(seen):
+            _expand(reached, found, seen, depth=0)
+    for reached in _process_values():
+        found[reached.name] = reached
     return found
 
 
-def _variables(frames: Sequence[FrameType]) -> Iterator[Held]:
+def _variables(frames: Sequence[FrameType]) -> Iterator[Reachable]:
     """The variables of the program: of its modules and of the functions that run now."""
     for frame in frames:
         if frame.f_locals is not frame.f_globals:
@@ -120,7 +121,7 @@ def _variables(frames: Sequence[FrameType]) -> Iterator[Held]:
             yield _variable(values, key, f"{prefix}{key}")
 
 
-def _unnamed(seen: set[int]) -> Iterator[Held]:
+def _unnamed(seen: set[int]) -> Iterator[Reachable]:
     modules = {module.__name__ for module in _program_modules()}
     counts: dict[str, int] = {}
     for value in gc.get_objects():
@@ -131,17 +132,17 @@ def _unnamed(seen: set[int]) -> Iterator[Held]:
             yield _fixed(name if counts[name] == 1 else f"{name} {counts[name]}", value)
 
 
-def _of_process() -> Iterator[Held]:
-    """Its global generators, the variables of its environment that it has changed, and defaults."""
+def _process_values() -> Iterator[Reachable]:
+    """The global generators, the changed variables of the environment, and defaults of frameworks."""
     shared: Any = {"python": random._inst, "numpy": np.random.mtrand._rand}  # type: ignore[attr-defined]
     if (torch := sys.modules.get("torch")) is not None:
         shared["torch"] = getattr(torch, "default_generator", None)
     for name in process_random.capture():
         yield _fixed(f"generator of {name}", shared.get(name) or GlobalGenerator(name))
-    yield Held("os.environ", _changed_environment, _set_environment)
+    yield Reachable("os.environ", _changed_environment, _set_environment)
     for name, (library, get, put) in _DEFAULTS.items():
         if (module := sys.modules.get(library)) is not None and hasattr(module, "__version__"):
-            yield Held(name, functools.partial(get, module), functools.partial(put, module))
+            yield Reachable(name, functools.partial(get, module), functools.partial(put, module))
 
 
 def _changed_environment() -> dict[str, str | None]:
@@ -167,39 +168,40 @@ def _program_modules() -> list[ModuleType]:
     ]
 
 
-def _variable(values: dict[str, Any], key: str, name: str) -> Held:
-    return Held(name, lambda: values.get(key), lambda value: values.__setitem__(key, value))
+def _variable(values: dict[str, Any], key: str, name: str) -> Reachable:
+    return Reachable(name, lambda: values.get(key), lambda value: values.__setitem__(key, value))
 
 
-def _attribute(owner: Any, key: str, name: str) -> Held:
-    return Held(name, lambda: getattr(owner, key, None), lambda value: setattr(owner, key, value))
+def _attribute(owner: Any, key: str, name: str) -> Reachable:
+    get = functools.partial(getattr, owner, key, None)
+    return Reachable(name, get, functools.partial(setattr, owner, key))
 
 
-def _fixed(name: str, value: Any) -> Held:
-    return Held(name, lambda: value, lambda _: None)
+def _fixed(name: str, value: Any) -> Reachable:
+    return Reachable(name, lambda: value, lambda _: None)
 
 
-def _expand(held: Held, found: dict[str, Held], seen: set[int], depth: int) -> None:
-    """Add the value, or what belongs to it if it is an object or a function of the program.
+def _expand(reached: Reachable, found: dict[str, Reachable], seen: set[int], depth: int) -> None:
+    """Add the value, or its parts if it is an object or a function of the program.
 
-    One that raises when it is asked for an attribute is left out (it stands for a missing library).
+    An object that raises when asked for an attribute is left out (it stands for a missing library).
     """
     try:
-        value = held.get()
-        if isinstance(value, SCALARS):
-            found.setdefault(held.name, held)
+        value = reached.get()
+        if isinstance(value, PLAIN_TYPES):
+            found.setdefault(reached.name, reached)
             return
         if id(value) in seen or depth > _DEEPEST or isinstance(value, (ModuleType, io.IOBase)):
             return
         if not (isinstance(value, tuple) or hasattr(value, "addressable_shards")):
-            seen.add(id(value))  # what cannot change in place is put back under each of its names
-        parts = _parts(value, held.name)
+            seen.add(id(value))  # an immutable value is put back under each of its names
+        parts = _parts(value, reached.name)
         if parts is None or is_whole(value):
-            found.setdefault(held.name, held)
+            found.setdefault(reached.name, reached)
         if parts is None and isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             parts = (
-                _fixed(f"{held.name}[{key!r}]", item)
+                _fixed(f"{reached.name}[{key!r}]", item)
                 for key, item in items
                 if _attributes(item) is not None
             )
@@ -209,12 +211,12 @@ def _expand(held: Held, found: dict[str, Held], seen: set[int], depth: int) -> N
         return
 
 
-def _parts(value: Any, name: str) -> Iterable[Held] | None:
-    """What a function or an object of the program has; None for any other value."""
+def _parts(value: Any, name: str) -> Iterable[Reachable] | None:
+    """The parts of a function or an object of the program; None for any other value."""
     if isinstance(value, types.FunctionType):
-        return _of_function(value, name)
+        return _function_values(value, name)
     if isinstance(value, ContextVar):
-        return [Held(f"{name}.get()", lambda: value.get(None), value.set)]
+        return [Reachable(f"{name}.get()", lambda: value.get(None), value.set)]
     if isinstance(value, functools.partial):
         return [_fixed(f"{name}.func", value.func), _fixed(f"{name}.args", value.args)]
     if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
@@ -227,14 +229,14 @@ def _parts(value: Any, name: str) -> Iterable[Held] | None:
     ]
 
 
-def _of_function(function: types.FunctionType, name: str) -> Iterator[Held]:
-    """What a function keeps between calls: closed-over variables and mutable default values."""
+def _function_values(function: types.FunctionType, name: str) -> Iterator[Reachable]:
+    """The values that a function keeps between calls: closed-over variables, mutable defaults."""
     if not is_program_file(function.__code__.co_filename):
         return
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield _attribute(cell, "cell_contents", f"{name}.{key}")
     for number, value in enumerate(function.__defaults__ or ()):
-        if not isinstance(value, SCALARS):
+        if not isinstance(value, PLAIN_TYPES):
             yield _fixed(f"{name}.default {number}", value)
 
 

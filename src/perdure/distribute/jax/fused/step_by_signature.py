@@ -70,7 +70,7 @@ def fused_step(
             f"{replicas} replicas are no power of two for each of {count} devices, which would leave "
             "several partial sums"
         )
-    return _StepByForm(programs, layout, seed)
+    return _StepBySignature(programs, layout, seed)
 
 
 class _StepForm(NamedTuple):
@@ -87,7 +87,7 @@ class _StepForm(NamedTuple):
     after: Any
 
 
-class _StepByForm:
+class _StepBySignature:
     """See `fused_step`."""
 
     def __init__(self, programs: ReferencePrograms, layout: Layout, seed: Any) -> None:

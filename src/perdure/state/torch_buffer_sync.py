@@ -1,5 +1,5 @@
-"""Whether `DistributedDataParallel` (DDP) gives all processes the buffers of the first one before the
-next forward pass: not after one without an exchange of gradients (`no_sync`, accumulation)."""
+"""Whether `DistributedDataParallel` (DDP) broadcasts the buffers of the first process before the next
+forward pass: it does not after a pass without an exchange of gradients (`no_sync`, accumulation)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _EXCHANGES = "require_forward_param_sync"
 _decoder = msgspec.json.Decoder(dict[str, bool])
 
 
-class Exchanges(ExtraMember):
-    """See `perdure.state.extra_members.ExtraMember`. Without a leaf each DDP exchanges."""
+class DdpBufferSync(ExtraMember):
+    """Stores the DDP modules that will not broadcast their buffers before the next forward pass; the
+    others have no leaf and will. Refuses nothing."""
 
-    def take(self, saving: Saving) -> dict[str, Leaf]:
-        found = ddp_modules(saving.walk.of_torch("nn.Module"))
+    def capture(self, saving: Saving) -> dict[str, Leaf]:
+        found = ddp_modules(saving.walk.torch_objects("nn.Module"))
         without = {p: False for p, ddp in found if not getattr(ddp, _EXCHANGES, True)}
         return {f"process/{saving.process}/exchanges": json_leaf(without)} if without else {}
 
-    def put(self, restoring: Restoring, walk: Walk) -> list[str]:
+    def restore(self, restoring: Restoring, walk: Walk) -> list[str]:
         stored = restoring.by_path("exchanges", _decoder)
-        for path, ddp in ddp_modules(walk.of_torch("nn.Module")):
+        for path, ddp in ddp_modules(walk.torch_objects("nn.Module")):
             setattr(ddp, _EXCHANGES, stored.get(path, True))
         return []

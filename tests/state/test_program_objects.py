@@ -629,9 +629,7 @@ class Settings(dict[str, Any]):
     "make",
     [
         lambda: Name("a"),
-        lambda: Words(a=1),
         lambda: Stop("a"),
-        lambda: Settings(a=1),
         lambda: SimpleNamespace(a=1),
     ],
 )
@@ -653,6 +651,19 @@ def test_an_object_with_a_part_that_no_class_of_python_has_is_not_made(
         _, step = manager.restore_or_initialize({"owner": other})
     assert step == 2
     assert type(other.best) is type(make())
+
+
+@pytest.mark.parametrize("kind", [Words, Settings])
+def test_a_dict_of_an_own_class_that_the_run_makes_comes_back(kind: type[Any]) -> None:
+    owner = Owner()
+    with CheckpointManager(where := MemoryStorage(), recipe={}) as manager:
+        manager.restore_or_initialize({"owner": owner})
+        owner.best = kind(b=2, a=1)
+        manager.save(1, {"owner": owner})
+    with CheckpointManager(where, recipe={}) as manager:
+        manager.restore_or_initialize({"owner": (other := Owner())})
+    assert type(other.best) is kind
+    assert [*other.best.items()] == [("b", 2), ("a", 1)]
 
 
 def _take_out(state: Any) -> None:

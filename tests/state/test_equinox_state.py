@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.struct
@@ -244,3 +244,96 @@ def test_a_static_value_without_an_exact_form_is_refused(rule: Any) -> None:
             UnsupportedLeafError, match="chosen/rule: the run has changed this static"
         ):
             manager.save(2, state)
+
+
+class Changing(eqx.Module):
+    weight: Any
+    ema: Any = None
+    history: Any = ()
+    rule: Any = jnp.tanh
+    call: Any = jax.tree_util.Partial(jnp.add, 1.0)
+
+
+class Pair(NamedTuple):
+    net: Any
+    steps: int = 0
+
+
+ONES = jnp.ones(2)
+HOLDERS: list[Any] = [
+    lambda net: {"net": net},
+    lambda net: (net, 1),
+    lambda net: Pair(net),
+    lambda net: Chosen(net),
+    lambda net: Checkpoint(net=net),
+    lambda net: net,
+]
+MODULE = {"weight": ONES, "history": [ONES, ONES]}
+CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("ema", {}, {"ema": ONES}),
+    ("ema", {}, {"ema": 3}),
+    ("ema", {}, {"ema": {"a": ONES}}),
+    ("ema", {"ema": {"a": ONES, "b": None}}, {"ema": {"b": None, "c": ONES}}),
+    ("history", {}, {"history": (ONES, 2)}),
+    ("history", {}, {"history": []}),
+    ("history", {"history": [ONES]}, {"history": [ONES, ONES]}),
+    ("history", MODULE, {"history": [ONES]}),
+    ("history", MODULE, {"history": (ONES, ONES)}),
+    ("weight", {}, {"weight": None}),
+    ("rule", {}, {"rule": jnp.sin}),
+    ("rule", {}, {"rule": None}),
+    ("rule", {}, {"rule": ONES}),
+    ("history", {"history": [jnp.tanh]}, {"history": [jnp.sin]}),
+    ("call", {}, {"call": jax.tree_util.Partial(jnp.multiply, 1.0)}),
+]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("name", "first", "now"), CHANGES)
+def test_another_structure_or_function_of_a_module_is_refused(
+    name: str, first: dict[str, Any], now: dict[str, Any], late: bool
+) -> None:
+    """No leaf says it, and a restore makes the module as the target has it."""
+    first = {"weight": ONES, **first}
+    for holds in HOLDERS:
+        with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+            state, _ = manager.restore_or_initialize(holds(Changing(**first)))
+            if late:
+                manager.save(1, state)
+            with pytest.raises(UnsupportedLeafError) as caught:
+                manager.save(2, holds(Changing(**{**first, **now})))
+            path = str(caught.value).partition(":")[0]
+            assert name in path or path in {"net", "0", "value", "(the state itself)"}
+
+
+@pytest.mark.parametrize("number", range(len(HOLDERS)))
+def test_a_module_with_the_same_structure_and_functions_is_resumed(number: int) -> None:
+    """Negative control of the test above."""
+    holds, storage = HOLDERS[number], MemoryStorage()
+    add = jax.tree_util.Partial(jnp.add, 2.0)
+    fresh = Changing(ONES, history=[1.0, jnp.abs, {"a": ONES}])
+    trained = Changing(ONES * 3, history=[jnp.float32(2), jnp.abs, {"a": ONES * 4}], call=add)
+    with CheckpointManager(storage, recipe={}) as manager:
+        manager.restore_or_initialize(holds(fresh))
+        for step, now in enumerate([fresh, trained], 1):
+            manager.save(step, holds(now))
+    with CheckpointManager(storage, recipe={}) as manager:
+        state, step = manager.restore_or_initialize(holds(fresh))
+    assert step == 2
+    assert bits(state) == bits(holds(trained)) != bits(holds(fresh))
+
+
+def test_another_function_of_a_partial_is_refused() -> None:
+    partial = jax.tree_util.Partial
+    storage = MemoryStorage()
+    for function in (jnp.add, jnp.multiply):
+        with CheckpointManager(storage, recipe={}) as manager:
+            fresh = {"loss": partial(jnp.add, ONES)}
+            state, step = manager.restore_or_initialize(fresh)
+            state = {"loss": partial(function, state["loss"].args[0] * 3)}
+            if function is jnp.add:
+                manager.save(step + 1, state)
+                continue
+            assert bits(fresh) != bits(state)
+            with pytest.raises(UnsupportedLeafError, match="loss/func: this was another function"):
+                manager.save(step + 1, state)

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,14 @@ class Node(NamedTuple):
     undo: Callable[[], object] | None = None
     """What takes a change in place back. With it the change is made first: others may look at this
     object when they are loaded, as a loader looks at its sampler."""
+    code: Mapping[str, Any] = MappingProxyType({})
+    """Functions and structure that a restore takes from the target, by relative path."""
+
+
+class Structure(NamedTuple):
+    """What a restore takes from the target and is no function: None, and the classes of containers."""
+
+    kinds: Any
 
 
 class Contents(Node):

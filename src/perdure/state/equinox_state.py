@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from functools import reduce
 from operator import getitem
@@ -17,11 +18,12 @@ import equinox as eqx
 import jax
 
 from perdure.errors import UnsupportedLeafError
-from perdure.state.adapter import Adapter, Node
+from perdure.state.adapter import Adapter, Node, Structure
 from perdure.state.jax_state import key_entry_text
 from perdure.state.leaf_spec import LeafSpec
-from perdure.state.paths import insert
+from perdure.state.paths import insert, join_key
 
+_WITH_AUXILIARY = (dict, OrderedDict, defaultdict, jax.tree_util.Partial)
 # The placeholder that `eqx.nn.Shared` puts in place of a tied weight.
 _TIED = getattr(sys.modules[eqx.nn.Shared.__module__], "SharedNode", None)
 
@@ -42,14 +44,18 @@ class EquinoxState(Adapter):
             )
         if isinstance(value, eqx.Module):
             leaves, treedef = jax.tree_util.tree_flatten_with_path(
-                value, is_leaf=lambda part: isinstance(part, eqx.nn.State)
+                value, is_leaf=lambda part: part is None or isinstance(part, eqx.nn.State)
             )
+            code: dict[str, Any] = {"": Structure(_kinds(treedef))}
             nested: dict[str, Any] = {}
             keys_by_position: dict[int, tuple[str, ...]] = {}
             taken = set[tuple[str, ...]]()
             for position, (path, leaf) in enumerate(leaves):
-                if not callable(leaf) and type(leaf) is not _TIED:
-                    keys = tuple(key_entry_text(entry) for entry in path)
+                keys = tuple(key_entry_text(entry) for entry in path)
+                if callable(leaf) or leaf is None or type(leaf) is _TIED:
+                    inside = reduce(join_key, keys, "")
+                    code[inside] = leaf if callable(leaf) else Structure(type(leaf))
+                else:
                     if keys in taken:
                         raise UnsupportedLeafError(
                             f"a mapping in this module has several keys that are {keys[-1]!r} in a "
@@ -65,8 +71,15 @@ class EquinoxState(Adapter):
                     values[position] = reduce(getitem, keys, new[0])
                 return treedef.unflatten(values)
 
-            return Node([("", nested)], rebuild)
+            return Node([("", nested)], rebuild, code=code)
         return None
+
+
+def _kinds(treedef: Any) -> Any:
+    """The classes of the modules and containers in a module, with the keys of dicts and the functions
+    of `Partial`s. What else JAX keeps of a node are its static fields, which may change."""
+    kind, auxiliary = treedef.node_data() or (None, None)
+    return kind, auxiliary if kind in _WITH_AUXILIARY else None, *map(_kinds, treedef.children())
 
 
 def _marker(marker: object, position: int) -> str:

@@ -167,6 +167,7 @@ class JaxState(Adapter):
         return Node(
             [(key_entry_text(path[0]), child) for path, child in children],
             lambda new: jax.tree_util.tree_unflatten(treedef, new),
+            code={"func": value.func} if isinstance(value, jax.tree_util.Partial) else {},
         )
 
 

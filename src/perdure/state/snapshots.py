@@ -23,6 +23,7 @@ from perdure.state.adapter import (
     ModuleValues,
     Node,
     Stateful,
+    Structure,
     adapter,
     leaf_adapter,
     loaded_adapters,
@@ -335,13 +336,26 @@ class TargetBaseline:
         leaves.containers |= orders | containers
 
     def _require_same_code(self, walk: Walk) -> None:
-        for path in (self._code.keys() | walk.code.keys()) if self._is_known else ():
-            if self._code.get(path) != walk.code.get(path):
+        if not self._is_known or self._code == walk.code:
+            return
+        for path in sorted(self._code.keys() | walk.code.keys(), reverse=True):
+            now, before = walk.code.get(path), self._code.get(path)
+            if now == before:
+                continue
+            if all(each is None or isinstance(each, Structure) for each in (now, before)):
                 raise UnsupportedLeafError(
-                    f"{path}: this was another function, model or owner when the program gave the "
-                    f"state to the restore. It is in no checkpoint, so that a resumed program would "
-                    f"have the first one. Choose between functions by a number or a text."
+                    f"{path or '(the state itself)'}: this module of Equinox had another structure "
+                    f"here when the program gave the state to the restore (None, an array, a "
+                    f"container of another class or length). A restore makes the module as it was "
+                    f"then. Give the field an array from the start (of zeros, of NaN), keep the value "
+                    f"outside of the module, or save the same part of it (`eqx.partition`) that the "
+                    f"restore is given."
                 )
+            raise UnsupportedLeafError(
+                f"{path}: this was another function, model or owner when the program gave the "
+                f"state to the restore. It is in no checkpoint, so that a resumed program would "
+                f"have the first one. Choose between functions by a number or a text."
+            )
 
     def _require_same_objects(self, walk: Walk) -> dict[str, Container]:
         """Refuse two paths of which the target has one object and the run two, or the other way round,

@@ -128,7 +128,8 @@ class Walk:
         self.inside: list[tuple[str, Any]] = []
         """Arrays and containers in the states of objects of the program."""
         self.code: dict[str, Any] = {}
-        """The functions in objects of the program. A restore keeps the functions of the target."""
+        """The functions in objects of the program, and `Node.code`. A restore keeps those of the
+        target."""
         self.branches: list[Branch] = []
         self.kinds: set[type] = set()
         self.unselected: set[str] = set()
@@ -293,6 +294,8 @@ class Walk:
                 self.unselected.add(path)
                 branch.node = None
             return branch
+        if node.code:
+            self.code |= {join_part(path, inside): each for inside, each in node.code.items()}
         self.branches.append(branch)
         self.kinds.add(kind := type(value))
         is_inside = self._is_in_object

@@ -29,7 +29,12 @@ from perdure.state.generators import (
 from perdure.state.leaf_spec import type_name
 from perdure.state.leaf_values import CONTAINERS, SCALAR_TYPES, memory_axes
 from perdure.state.paths import join_key
-from perdure.state.program_code import is_made_of_attributes, is_process_resource, is_user_class
+from perdure.state.program_code import (
+    is_code,
+    is_made_of_attributes,
+    is_process_resource,
+    is_user_class,
+)
 from perdure.state.value_forms import (
     attributes_of,
     class_named,
@@ -358,13 +363,13 @@ def static_owners(walk: Walk) -> Iterator[tuple[str, Any, list[str]]]:
 def _static_inside(path: str, value: Any) -> Iterator[tuple[str, Any, list[str]]]:
     if isinstance(value, Mapping):
         children = value.items()
-    elif isinstance(value, Sequence):  # also the lists of NNX
-        children = enumerate(value)
-    elif _may_have_fields(type(value)):
+    elif _may_have_fields(type(value)):  # also the lists of NNX
         static, parts = _fields_of(value)
         if static:
             yield path, value, static
         children = parts.items()
+    elif isinstance(value, Sequence):
+        children = enumerate(value)
     else:
         return
     for name, part in children:
@@ -375,7 +380,7 @@ def _static_inside(path: str, value: Any) -> Iterator[tuple[str, Any, list[str]]
 
 def _fields_of(value: Any) -> tuple[list[str], dict[str, Any]]:
     """The names of the static values of a dataclass or a module of NNX, and its other values."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not _is_module_of_nnx(type(value)):
         fields = dataclasses.fields(value)
         static = [field.name for field in fields if is_static(field)]
         parts = {field.name: getattr(value, field.name, None) for field in fields}
@@ -397,14 +402,18 @@ def _is_registered(kind: type) -> bool:
 def _may_have_fields(kind: type) -> bool:
     """Whether a class is a module of NNX, or a dataclass with static fields or of Equinox."""
     names = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) and not _is_module_of_nnx(kind):
         return "equinox" in names or any(map(is_static, dataclasses.fields(kind)))
+    return _is_module_of_nnx(kind)
+
+
+def _is_module_of_nnx(kind: type) -> bool:
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and issubclass(kind, nnx.Module)
 
 
 def _is_plain_or_code(value: Any) -> bool:
-    return kind_of(value) is ValueKind.PLAIN or isinstance(value, _CODE)
+    return kind_of(value) is ValueKind.PLAIN or isinstance(value, _CODE) or is_code(value)
 
 
 def untracked(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -337,3 +338,40 @@ def test_another_function_of_a_partial_is_refused() -> None:
             assert bits(fresh) != bits(state)
             with pytest.raises(UnsupportedLeafError, match="loss/func: this was another function"):
                 manager.save(step + 1, state)
+
+
+class Growing(nnx.Module):
+    def __init__(self) -> None:
+        self.a = nnx.Param(ONES)
+        self.blocks = nnx.List([nnx.Param(ONES), jnp.tanh])
+        self.extra = nnx.data(None)
+        self.rule = jnp.tanh
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("net/rule", lambda net: setattr(net, "rule", jnp.sin)),
+        ("net/blocks/1", lambda net: operator.setitem(net.blocks, 1, jnp.sin)),
+        ("net/extra", lambda net: setattr(net, "extra", ONES)),
+        ("net/lora", lambda net: setattr(net, "lora", nnx.Param(ONES))),
+        ("net/blocks/2", lambda net: net.blocks.append(nnx.Param(ONES))),
+    ],
+)
+def test_what_a_module_of_nnx_gets_is_refused_with_its_path(path: str, change: Any) -> None:
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        state, _ = manager.restore_or_initialize({"net": Growing()})
+        manager.save(1, state)
+        change(state["net"])
+        with pytest.raises(UnsupportedLeafError, match=f"^{path}: "):
+            manager.save(2, state)
+
+
+@pytest.mark.parametrize("first", [None, 3, [], {}])
+def test_a_registered_node_without_names_is_refused_in_the_place_of_a_value(first: Any) -> None:
+    node: Any = Registered(ONES, "a")
+    now = [node] if first == [] else {"a": node} if first == {} else node
+    with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+        manager.restore_or_initialize({"best": first, "node": node})
+        with pytest.raises(UnsupportedLeafError, match=r"^best[^:]*: there was .*Make each"):
+            manager.save(1, {"best": now, "node": node})

@@ -153,6 +153,12 @@ class ObjectFlattener:
             add_path(error, path)
             raise
         entry, children = described
+        if self._makes_objects and entry.kind == "object":
+            node = node_of(value, path, self._adapters, None)
+            parts = {key for key, _ in node.children} if isinstance(node, Node) else None
+            if parts != {key for key, _ in children}:  # of a class that is registered with JAX
+                self.live_paths.append(path)
+                return
         self.inside.append((path, value))
         if needs_entry or not children or entry != SORTED_DICT:
             self._leaves.containers[path] = entry
@@ -291,7 +297,11 @@ class TargetBaseline:
                     parts: Any = [*value] if isinstance(value, Mapping) else None
                     parts = len(value) if isinstance(value, (list, tuple)) else parts
                     if not (is_filled and kind is not type(value) and parts == size):
-                        self._refuse(walk, live[0], path)
+                        new = [*value] if is_same and is_mapping else []
+                        new = [join_key(path, str(key)) for key in new if key not in size]
+                        if is_same and isinstance(size, int) and parts > size:
+                            new = [join_key(path, str(size))]
+                        self._refuse(walk, live[0], path, new[0] if new else live[0])
                 else:
                     if is_filled:
                         _require_default_device(walk, found)
@@ -431,21 +441,23 @@ class TargetBaseline:
         entry = Container("object", keys=tuple(names), type=type_name(branch.value))
         return containers | {path: entry}
 
-    def _refuse(self, walk: Walk, path: str, changed: str) -> None:
+    def _refuse(self, walk: Walk, path: str, changed: str, new: str | None = None) -> None:
         """Raise `UnsupportedLeafError` for a value in what a restore makes at `changed`, which it
-        could not put there."""
+        could not put there; `new` is the entry that has changed it."""
         found = {b.path: b.value for b in reversed(walk.branches)}
         found |= {inside: node.target for inside, node in walk.objects.items()}
         name = type_name(found.get(path))
         reason = f"there was no {name} here"
         if path in self._first and path != changed:
             reason = f"{changed} had another class, length or set of keys"
+        if new not in (None, path):
+            reason = f"there was nothing here ({changed} had another length or set of keys)"
         raise UnsupportedLeafError(
-            f"{path}: {reason} when the program gave the state to the restore, which would have to "
-            f"make this {name}, and makes plain values, arrays, containers, named tuples, dataclasses "
-            f"without static fields, and objects of the program whose class is at the top level of a "
-            f"module. Make each {name} with the state and leave it in its place there (a number or a "
-            f"name can say which ones are in use), or store its values."
+            f"{new or path}: {reason} when the program gave the state to the restore, which would have "
+            f"to make this {name}, and makes plain values, arrays, containers, named tuples, "
+            f"dataclasses without static fields, and objects of the program whose class is at the top "
+            f"level of a module. Make each {name} with the state and leave it in its place there (a "
+            f"number or a name can say which ones are in use), or store its values."
         )
 
 

@@ -170,9 +170,10 @@ def unfrozen_and_resumed(work: Path) -> bool:
         return made
 
     options: dict[str, Any] = {"model": model, "callbacks": lambda: [Unfreezing()]}
+    whole = train(work / "frozen", **options)  # without the callback Keras draws another order
     with suppress(Fault):
         train(work / "unfrozen", (1, 2), **options)
-    return same(train(work / "unfrozen", **options), train(None, **options))
+    return same(train(work / "unfrozen", **options), whole)
 
 
 class Autoencoder(keras.Model):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 
 FEW = 5  # items that a message names; `--json` has all
+
+
+def quoted(path: object) -> str:
+    """A path in a command that a message recommends, as a shell takes it."""
+    return shlex.quote(str(path))
 
 
 def few(items: Iterable[object], limit: int = FEW, separator: str = ", ") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,17 @@ def test_rolled_back_checkpoints_out_of_a_backup_stay_aside_however_many(tmp_pat
     with Run(tmp_path) as run:  # the control: these follow what is there
         run.begin_writing()
         assert run.steps() == [10, 20, 30, 40]
+
+
+def test_a_recommended_command_works_in_a_shell_for_a_path_with_spaces(tmp_path: Path) -> None:
+    with filled(tmp_path / "a run", 10, 20) as run:
+        run.rollback(10)
+        with pytest.raises(StepNotFoundError) as caught:
+            run.load(20)
+    command = str(caught.value).split("`")[1]
+    assert shlex.split(command) == ["perdure", "rollback", str(tmp_path / "a run"), "--undo"]
+    assert shown_by(*shlex.split(command)[1:])[0] == 0
+    assert Run(tmp_path / "a run").steps() == [10, 20]
 
 
 def test_undo_continues_a_step_that_was_saved_again_with_the_same_bits(

@@ -23,7 +23,7 @@ from perdure.store.format import manifest_name, steps_text
 from perdure.store.manifest import Manifest
 from perdure.store.storage import Storage
 from perdure.store.urls import name_at_step
-from perdure.text import few
+from perdure.text import few, quoted
 
 FORMS = "RUN@STEP, RUN@latest, RUN@best, RUN@best:max:METRIC or RUN@best:min:METRIC"
 
@@ -136,7 +136,9 @@ def with_advice(error: CorruptionError, run: Run) -> str:
     text = str(error)
     if "perdure verify" in text:
         return text
-    return f"{text} `perdure verify {run.where}` lists all damage; an older step may be whole."
+    return (
+        f"{text} `perdure verify {quoted(run.where)}` lists all damage; an older step may be whole."
+    )
 
 
 def find_run(where: Where) -> Address:
@@ -259,7 +261,7 @@ def _best(run: Run, which: str) -> int:
     mode, metric = parts
     if damaged or unread:
         names = [manifest_name(step) for step in sorted(damaged | unread)]
-        what_next = f"or set the damaged ones aside: `perdure verify {run.where} --repair`."
+        what_next = f"or set the damaged ones aside: `perdure verify {quoted(run.where)} --repair`."
         if cause := run.contents().foreign or (None if damaged else next(iter(unread.values()))):
             what_next = f"or remove the cause: {cause}"
         raise (CorruptionError if damaged else UnreachableError)(

@@ -43,6 +43,7 @@ from perdure.store.drill_hook import drill_hook
 from perdure.store.leaf import Leaves
 from perdure.store.manifest import plain_metrics
 from perdure.store.run_events import JournalEntry, first_difference
+from perdure.text import quoted
 
 
 class Journal:
@@ -314,7 +315,7 @@ class Journal:
         }[what]
         if what == "state" and (before.batch is None or entry.batch is None):
             cause = f"Its data may be others, too: no batch was compared. {cause}"
-        ways = f"`perdure rollback {where}@{max(self._after, 0)}` sets the lines after it aside"
+        ways = f"`perdure rollback {quoted(where)}@{max(self._after, 0)}` sets the lines after it aside"
         if self._after < 0:
             ways = "use another run directory"
         return (

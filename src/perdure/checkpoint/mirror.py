@@ -29,6 +29,7 @@ from perdure.store import Run, Storage
 from perdure.store.copy import copy_checkpoint, refuse_same_place
 from perdure.store.run_marker import read_marker
 from perdure.store.urls import open_storage
+from perdure.text import quoted
 
 EXIT_WAIT_S = 20.0
 """Seconds that a preempted or unclosed run waits for the mirror when nobody said how many are left."""
@@ -164,8 +165,8 @@ class Mirror:
             self._note(
                 "missing",
                 f"{self.name} lacks {_named(missing)} of {self._source.where} after a wait of at most "
-                f"{seconds:g} s. The next run copies them; `perdure copy {self._source.where} "
-                f"{self.storage.where}` does it now.",
+                f"{seconds:g} s. The next run copies them; `perdure copy {quoted(self._source.where)} "
+                f"{quoted(self.storage.where)}` does it now.",
             )
 
     def notes(self) -> list[str]:

@@ -52,7 +52,7 @@ from perdure.store import Loaded, Manifest, Run
 from perdure.store.format import DCP_LAYOUT
 from perdure.store.loading import EVERYTHING, ReadRequest
 from perdure.store.shard_plan import Region
-from perdure.text import counted, few
+from perdure.text import counted, few, quoted
 
 _SAVED_BY_DCP = (
     "was saved by perdure.plugins.dcp.Writer, where each shard of a tensor is a leaf, and an optimizer "
@@ -422,8 +422,8 @@ class _Copies:
             reasons = "\n".join(self._damaged)
             raise NoGoodCheckpointError(
                 f"{both}: expected a readable checkpoint, found {len(self._damaged)} damaged:\n"
-                f"{reasons}\nNothing was changed. Run `perdure verify {where}`, bring back the files "
-                f"from a copy, or start in another run directory."
+                f"{reasons}\nNothing was changed. Run `perdure verify {quoted(where)}`, bring back the "
+                f"files from a copy, or start in another run directory."
             )
         yield Picked()
 

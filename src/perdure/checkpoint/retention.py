@@ -27,6 +27,7 @@ from perdure.store.run_events import Rules
 from perdure.store.run_log import LogView
 from perdure.store.verify import Packs
 from perdure.store.view import OutdatedPlanError, View
+from perdure.text import quoted
 
 HOUR = 3600.0
 
@@ -215,8 +216,8 @@ def plan_prune(
         except CorruptionError as error:
             raise CorruptionError(
                 f"{error} It is of the newest checkpoint, and the older ones were to be deleted. "
-                f"Nothing was changed. `perdure verify {run.where} --repair` sets it aside; then prune "
-                f"again."
+                f"Nothing was changed. `perdure verify {quoted(run.where)} --repair` sets it aside; "
+                f"then prune again."
             ) from error
     return PrunePlan(verdicts, plan, view if after_a_save else None)
 

@@ -27,6 +27,7 @@ from perdure.errors import LaunchError
 from perdure.store import Run
 from perdure.store.run_log import read_journal
 from perdure.supervise.options import checked_command
+from perdure.text import quoted
 
 PARTS = {
     "generators": ("the random generators before the step", "random generator"),
@@ -268,7 +269,9 @@ def likely_cause(
             evidence.append("the replays of both runs have the same bits")
         cause = diagnosis("computed wrongly", *evidence)
         starts = [(each.run, each.result.start) for each in runs if each.run in wrong]
-        back = [f"perdure rollback {run}@{start}" for run, start in starts if start is not None]
+        back = [
+            f"perdure rollback {quoted(run)}@{start}" for run, start in starts if start is not None
+        ]
         advice = f" Continue from the checkpoint before this step: {'; '.join(back)}."
         return replace(cause, advice=cause.advice + advice) if back else cause
     if part is None:

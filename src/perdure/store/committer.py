@@ -44,7 +44,7 @@ from perdure.store.reader import verify_leaves
 from perdure.store.run_events import Saved
 from perdure.store.storage import LostLock, Storage, create_whole
 from perdure.store.writer_session import WriterSession
-from perdure.text import few
+from perdure.text import few, quoted
 
 BYTES_PER_ENTRY = 384
 """Space for a leaf in the manifest, or for a chunk there and in the index of its pack."""
@@ -334,7 +334,7 @@ class Committer:
             advice = (
                 f"either set the newer checkpoints aside: `manager.rollback({older[-1]})` or `perdure "
                 f"rollback {where}@{older[-1]}`; or continue from step {older[-1]} in another run "
-                f"directory: `perdure fork {where}@{older[-1]} NEW`"
+                f"directory: `perdure fork {quoted(where)}@{older[-1]} NEW`"
             )
         return (
             f"{where}: {reason}. The checkpoints of a run are one line of steps; nothing was changed. "

@@ -44,6 +44,7 @@ from perdure.store.run import Run
 from perdure.store.run_events import JournalEntry
 from perdure.store.run_log import read_journal
 from perdure.store.storage import Storage
+from perdure.text import quoted
 
 LINK_SHARE = 0.5
 """A fork links a pack when it needs at least this share of its bytes, and copies chunks otherwise."""
@@ -315,7 +316,7 @@ def _copy(source: Run, step: int, target: Run, planned: set[str] | None) -> Copi
             return Copied(step, "refused", reason=str(error))
         return Copied(step, "gone", reason=f"{source.where} has deleted it meanwhile")
     except CorruptionError as error:
-        advice = f"`perdure verify {source.where}` lists what is damaged."
+        advice = f"`perdure verify {quoted(source.where)}` lists what is damaged."
         return Copied(step, "damaged", reason=f"{error} {advice}")
     except OSError as error:
         raise UnreachableError(f"{target.where}: {error}. Nothing was changed.") from error
@@ -335,7 +336,7 @@ def _refusal(target: Run, manifest: Manifest) -> str | None:
         except CorruptionError as error:
             return (
                 f"{target.where}: step {step} is there and its manifest is damaged: {error} "
-                f"`perdure verify {target.where} --repair` moves it aside; then copy again."
+                f"`perdure verify {quoted(target.where)} --repair` moves it aside; then copy again."
             )
         if present.fingerprint == manifest.fingerprint:
             return None
@@ -447,7 +448,7 @@ def _link(
             except DamagedChunk as error:
                 raise CorruptionError(
                     f"{source.where}: step {step} cannot be forked, {PACKS}{pack} is damaged: {error} "
-                    f"`perdure verify {source.where}` lists what is damaged."
+                    f"`perdure verify {quoted(source.where)}` lists what is damaged."
                 ) from error
             places |= {
                 digest: StoredChunk(name, offset, length)

@@ -40,6 +40,7 @@ from perdure.store.selection import WantedLeaves, held_instead
 from perdure.store.shard_plan import Region
 from perdure.store.shard_reader import SharedReads, is_large, load_shards
 from perdure.store.storage import Storage, confirmed
+from perdure.text import quoted
 
 
 @dataclass(frozen=True)
@@ -225,8 +226,8 @@ def _no_such_step(storage: Storage, step: int) -> str:
         is_rolled_back = step in map(step_aside, names)
     if is_rolled_back:
         return message + (
-            f"Step {step} was set aside by a rollback; `perdure rollback {storage.where} --undo` "
-            f"brings it back."
+            f"Step {step} was set aside by a rollback; `perdure rollback {quoted(storage.where)} "
+            f"--undo` brings it back."
         )
     if not steps:
         return message + "Save one first, or name another run directory."

@@ -27,7 +27,7 @@ from perdure.store.run_log import Aside, LogView, RunLog, free_name, line_refere
 from perdure.store.run_marker import require_folders
 from perdure.store.storage import Storage
 from perdure.store.view import View
-from perdure.text import few
+from perdure.text import few, quoted
 
 
 class AsideCheckpoint(NamedTuple):
@@ -174,7 +174,7 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
         raise HistoryError(
             f"{refused} {few(sorted(damaged))} is missing, cannot be read, or is not what the "
             f"rollback set aside. Bring it back from a copy, or remove it: the others return without "
-            f"it. `perdure verify {storage.where}` says more."
+            f"it. `perdure verify {quoted(storage.where)}` says more."
         )
     if line or lines is not None:
         return UndoPlan(newest, tuple(line), lines, tuple(gone))
@@ -186,7 +186,7 @@ def plan_undo(storage: Storage, log: RunLog) -> UndoPlan:
         follows = f"step {steps_text(known)}" if known else "a checkpoint that is not there"
         raise HistoryError(
             f"{refused} {now}, and what rollbacks set aside continues {follows}. Go back there first "
-            f"(`perdure rollback {storage.where}@STEP`)."
+            f"(`perdure rollback {quoted(storage.where)}@STEP`)."
         )
     if aside := view.log.journal.steps_aside():
         raise HistoryError(

@@ -51,6 +51,7 @@ from perdure.store.storage import Storage
 from perdure.store.urls import open_storage
 from perdure.store.view import OutdatedPlanError, View
 from perdure.store.writer_session import WriterSession
+from perdure.text import quoted
 
 
 class Run:
@@ -280,7 +281,7 @@ class Run:
         with reading(self.where):
             why = View(self.storage, self.log).nothing_left()
         if why is not None:
-            raise HistoryError(f"{why} `perdure verify {self.where}` says more.")
+            raise HistoryError(f"{why} `perdure verify {quoted(self.where)}` says more.")
 
     def contents(self, *, whole: bool = True) -> View:
         """A view of what is there now. Every manifest that changed is read, and no pack.

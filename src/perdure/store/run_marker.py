@@ -31,7 +31,7 @@ from perdure.store.manifest import Manifest, ManifestHead
 from perdure.store.names import committed_steps
 from perdure.store.run_log import newest_manifest
 from perdure.store.storage import Storage
-from perdure.text import counted
+from perdure.text import counted, quoted
 
 FOLDERS = (PACKS, MANIFESTS)
 FOLDER_MARK = ".run"
@@ -165,7 +165,7 @@ def read_marker(
     except IsADirectoryError as error:
         raise CorruptionError(
             f"{where}: {error.strerror}. Nothing was changed. Move it away; if there are checkpoints, "
-            f"`perdure verify {storage.where} --repair` writes the file again."
+            f"`perdure verify {quoted(storage.where)} --repair` writes the file again."
         ) from error
     except OSError as error:
         raise read_error(error, where) from error
@@ -217,8 +217,8 @@ def _require_repairable(storage: Storage, repair: bool, fault: str) -> None:
         )
     if not repair:
         raise CorruptionError(
-            f"{fault}. Its checkpoints are there: `perdure verify {storage.where} --repair` writes the "
-            f"file again. Nothing was changed."
+            f"{fault}. Its checkpoints are there: `perdure verify {quoted(storage.where)} --repair` "
+            f"writes the file again. Nothing was changed."
         )
 
 

@@ -32,7 +32,7 @@ from perdure.store.pools import map_ahead, pool
 from perdure.store.run_log import LogView, RunLog, line_references
 from perdure.store.run_marker import folder_problem, lacks_manifests, other_run
 from perdure.store.storage import Storage
-from perdure.text import counted, few
+from perdure.text import counted, few, quoted
 
 READ_NEWEST = 64
 """So many of the newest manifests a writer decodes, and depends on their chunks. Of others it takes a
@@ -288,9 +288,9 @@ class View:
         if (why := self.nothing_left(for_start=True)) is None:
             return None
         return (
-            f"{why} A start at step 0 was refused, and nothing was changed. `perdure verify {where}` "
-            f"shows what is there; `perdure rollback {where} --undo` returns what a rollback set "
-            f"aside. {START_OVER}"
+            f"{why} A start at step 0 was refused, and nothing was changed. `perdure verify "
+            f"{quoted(where)}` shows what is there; `perdure rollback {quoted(where)} --undo` returns "
+            f"what a rollback set aside. {START_OVER}"
         )
 
     def list_all(self) -> None:

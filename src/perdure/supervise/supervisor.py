@@ -55,6 +55,7 @@ from perdure.supervise.worker_environment import (
     excluded_variables,
     worker_variables,
 )
+from perdure.text import quoted
 
 ASKING = signals("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 """The signals that ask for a save and the end of the run."""
@@ -385,7 +386,7 @@ class Supervisor:
         if runs and runs[-1].state == "lost":
             self._message(
                 f"an earlier run of this command ended without a word ({runs[-1].last_time}); "
-                f"`perdure status {directory}` shows both"
+                f"`perdure status {quoted(directory)}` shows both"
             )
 
     def _sleep(self, seconds: float) -> None:

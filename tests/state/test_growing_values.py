@@ -539,3 +539,24 @@ def test_what_a_grown_container_cannot_give_back_is_refused_by_the_save(first: i
             trainer.at["new"] = make()
             with pytest.raises(UnsupportedLeafError, match="trainer/at/new"):
                 manager.save(first + 1, {"trainer": trainer})
+
+
+class Keyed(dict[str, Any]):
+    """A common recipe: a missing attribute is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+def test_a_dict_whose_attributes_raise_key_errors_comes_back() -> None:
+    import torch  # noqa: F401 (with it, dicts are asked whether they are a module's `state_dict`)
+
+    where = MemoryStorage()
+    with CheckpointManager(where, recipe={}) as manager:
+        state, _ = manager.restore_or_initialize({"config": Keyed(rate=0.1)})
+        state["config"].best = 3
+        manager.save(1, state)
+    with CheckpointManager(where, recipe={}) as manager:
+        state, step = manager.restore_or_initialize({"config": Keyed(rate=0.1)})
+    assert (step, type(state["config"])) == (1, Keyed)
+    assert state["config"] == {"rate": 0.1, "best": 3}

@@ -169,3 +169,29 @@ def test_a_layer_that_is_replaced_after_the_restore_of_a_manager_is_refused_by_i
         model[0] = torch.nn.Linear(3, 3)
         with pytest.raises(UnsupportedLeafError, match=r"model/0: is a .*Linear, and was"):
             other.save(2, {"model": model})
+
+
+def test_saves_do_not_compute_a_weight_that_is_parametrized_between_two_managers() -> None:
+    """Reading it is a step of the power iteration."""
+
+    def trained(*, saves: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.randn(8, 4)
+        for phase in range(2):
+            if phase:
+                torch.nn.utils.parametrizations.spectral_norm(model[0])
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            state = {"model": model, "optimizer": optimizer}
+            with CheckpointManager(MemoryStorage(), recipe={}) as manager:
+                if saves:
+                    manager.restore_or_initialize(state)
+                for step in range(1, 4):
+                    optimizer.zero_grad()
+                    model(x).pow(2).mean().backward()
+                    optimizer.step()
+                    if saves:
+                        manager.save(step, state)
+        return model.state_dict()
+
+    saved, unsaved = trained(saves=True), trained(saves=False)
+    assert all(torch.equal(saved[name], unsaved[name]) for name in unsaved)

@@ -186,7 +186,7 @@ class Attributes(ExtraMember):
             whole: set[Key] = set()
             count = len(keys)
             names = {str(key[0]) for key in fresh if str(key[0]).isidentifier()}.difference(HOOKS)
-            deleted += [(owner.path, name) for name in names if not hasattr(owner.value, name)]
+            deleted += [(owner.path, name) for name in names if not _has(owner.value, name)]
             while values:
                 key, value = values.popleft()
                 if key in fresh and fresh[key] == mark_of(value, is_fresh=False):
@@ -356,6 +356,12 @@ class Attributes(ExtraMember):
                 fresh[tuple(key)] = _RESTORED
                 fresh[_SCALARS_KEY,] = None
         return []
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether an object has an attribute. A property is not read: that of a parametrized weight may
+    compute, as `spectral_norm`'s does a power iteration."""
+    return isinstance(getattr(type(owner), name, None), property) or hasattr(owner, name)
 
 
 def _code_since(

@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import (
@@ -94,7 +94,9 @@ def is_user_class(kind: type) -> bool:
 
 def is_plain_object(value: Any) -> bool:
     """Whether the attributes of an object are its state, unless a framework takes it."""
-    if hasattr(value, "load_state_dict") or dataclasses.is_dataclass(value):
+    # `__getattr__` of a mapping may look for a key, raise KeyError, or add the key.
+    asked = type(value) if isinstance(value, Mapping) else value
+    if hasattr(asked, "load_state_dict") or dataclasses.is_dataclass(value):
         return False
     return is_user_class(type(value)) and (hasattr(value, "__dict__") or bool(slots_of(value)))
 

@@ -193,7 +193,9 @@ def _expand(reached: Reachable, found: dict[str, Reachable], seen: set[int], dep
             return
         if id(value) in seen or depth > _DEEPEST or isinstance(value, (ModuleType, io.IOBase)):
             return
-        if not (isinstance(value, tuple) or hasattr(value, "addressable_shards")):
+        if isinstance(value, Mapping) or not (
+            isinstance(value, tuple) or hasattr(value, "addressable_shards")
+        ):
             seen.add(id(value))  # an immutable value is put back under each of its names
         parts = _parts(value, reached.name)
         if parts is None or is_whole(value):
@@ -252,7 +254,9 @@ def _attributes(value: Any) -> list[str] | None:
 
 def is_whole(value: Any) -> bool:
     """Whether an object of the program is put back as a whole, as a module of PyTorch is."""
-    return hasattr(value, "load_state_dict") and not isinstance(value, type)
+    # `__getattr__` of a mapping may look for a key, raise KeyError, or add the key.
+    asked = type(value) if isinstance(value, Mapping) else value
+    return hasattr(asked, "load_state_dict") and not isinstance(value, type)
 
 
 @dataclass(frozen=True)

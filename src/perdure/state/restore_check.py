@@ -362,7 +362,8 @@ def _owner_of_state_dict(value: dict[Any, Any], torch: Any) -> str:
         return _OPTIMIZER
     if {"last_epoch", "_step_count"} <= value.keys():
         return "the scheduler"
-    if not hasattr(value, "_metadata"):  # PyTorch sets it for modules, and copies keep it
+    # PyTorch sets it for modules, and copies keep it. `__getattr__` of a program may raise anything.
+    if "_metadata" not in (vars(value) if type(value).__dictoffset__ else ()):
         return ""
     parameter = torch.nn.Parameter
     live = {id(p): p for p in gc.get_objects() if issubclass(type(p), parameter)}.values()

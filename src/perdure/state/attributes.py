@@ -246,7 +246,7 @@ class Attributes(ExtraMember):
                 keys[path] = (owner.path, *key)
                 if is_whole:
                     whole.add(key)
-            if len(keys) > count and (loader := _loader_of(owner)) is not None:
+            if len(keys) > count and (loader := _loader_of(owner.root)) is not None:
                 loader.require_sampler_as_begun(owner.root, owner.path)
         # Store these with a stored array that they share: else a restore would make two arrays.
         for owner, key, value in unchanged if arrays else ():
@@ -498,7 +498,7 @@ def _owners(walk: Walk) -> tuple[list[Owner], StateIdentities | None]:
     seen = {id(owner.value) for owner in owners}
     for owner in owners:  # the loop extends `owners`
         assert known is not None
-        for key in _inner_module_keys(owner, known) if _loader_of(owner) is None else ():
+        for key in _inner_module_keys(owner, known) if _loader_of(owner.root) is None else ():
             module = _get(owner, known.resolve(key))
             if kind_of(module) is not ValueKind.OBJECT or known.has(module):
                 continue
@@ -546,7 +546,7 @@ def _registered(walk: Walk) -> Iterator[Owner]:
             ]
         elif isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
             parts = [(path, value, True)]
-        elif (loader := _loader_of(Owner(path, value, value))) is not None:
+        elif (loader := _loader_of(value)) is not None:
             samplers = loader.samplers_of(value).items()
             parts = [(join_dotted(path, name), part, True) for name, part in samplers]
         else:
@@ -557,10 +557,10 @@ def _registered(walk: Walk) -> Iterator[Owner]:
                 yield Owner(part_path, part, value, is_whole)
 
 
-def _loader_of(owner: Owner) -> Any:
-    """The module of `ResumableLoader` if the owner is a sampler of one; else None."""
+def _loader_of(root: Any) -> Any:
+    """The module of `ResumableLoader` if `root` is one, whose samplers are owners; else None."""
     module: Any = sys.modules.get("perdure.state.torch_loader")
-    return module if module and isinstance(owner.root, module.ResumableLoader) else None
+    return module if module and isinstance(root, module.ResumableLoader) else None
 
 
 def _has_tensors(module: Any) -> bool:
@@ -571,7 +571,7 @@ def _values(owner: Owner, known: StateIdentities) -> Iterator[tuple[Key, Any]]:
     """The values of an owner that no member of the state has, each with the key that leads to it."""
     torch = sys.modules["torch"]
     part, is_module = owner.value, isinstance(owner.value, torch.nn.Module)
-    if (loader := _loader_of(owner)) is not None:
+    if (loader := _loader_of(owner.root)) is not None:
         for name, value in loader.sampler_values(owner.root, part) if not known.has(part) else ():
             yield from _inside((name,), value, known, owner)
         return

@@ -92,11 +92,15 @@ def is_user_class(kind: type) -> bool:
     return is_program_module(kind.__module__)
 
 
+def loads_state(value: Any) -> bool:
+    """Whether an object has `load_state_dict`. Of a mapping the class is asked, because its
+    `__getattr__` may look for a key, raise KeyError, or add the key."""
+    return hasattr(type(value) if isinstance(value, Mapping) else value, "load_state_dict")
+
+
 def is_plain_object(value: Any) -> bool:
     """Whether the attributes of an object are its state, unless a framework takes it."""
-    # `__getattr__` of a mapping may look for a key, raise KeyError, or add the key.
-    asked = type(value) if isinstance(value, Mapping) else value
-    if hasattr(asked, "load_state_dict") or dataclasses.is_dataclass(value):
+    if loads_state(value) or dataclasses.is_dataclass(value):
         return False
     return is_user_class(type(value)) and (hasattr(value, "__dict__") or bool(slots_of(value)))
 

@@ -27,7 +27,7 @@ import numpy as np
 from perdure.state import process_random
 from perdure.state.generators import generator_name, is_generator, read_generator, write_generator
 from perdure.state.leaf_values import SCALAR_TYPES
-from perdure.state.program_code import is_program_file, is_program_module
+from perdure.state.program_code import is_program_file, is_program_module, loads_state
 
 PLAIN_TYPES = (*SCALAR_TYPES, np.generic)
 _DEEPEST = 6
@@ -254,9 +254,7 @@ def _attributes(value: Any) -> list[str] | None:
 
 def is_whole(value: Any) -> bool:
     """Whether an object of the program is put back as a whole, as a module of PyTorch is."""
-    # `__getattr__` of a mapping may look for a key, raise KeyError, or add the key.
-    asked = type(value) if isinstance(value, Mapping) else value
-    return hasattr(asked, "load_state_dict") and not isinstance(value, type)
+    return loads_state(value) and not isinstance(value, type)
 
 
 @dataclass(frozen=True)
